@@ -1,0 +1,129 @@
+"""Loading a model: the built-in tiny one, a local folder or a hub id, with errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TINY = "tiny"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a gates file says of the model that it was trained for, so that it is never used with another."""
+
+    model_id: str
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    num_query_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_config(cls, config: Any, model_id: str | None = None) -> ModelShape:
+        """Read the shape off a transformers config; ``model_id`` defaults to the name it was loaded from."""
+        text = config.get_text_config()
+        query_heads = text.num_attention_heads
+        return cls(
+            model_id=model_id or getattr(config, "_name_or_path", "") or "unknown",
+            model_type=text.model_type,
+            num_layers=text.num_hidden_layers,
+            num_kv_heads=getattr(text, "num_key_value_heads", None) or query_heads,
+            num_query_heads=query_heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // query_heads,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def resolve_device(device: str = "auto") -> torch.device:
+    """``auto`` is the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: if the device is unknown or absent.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA GPU: use --device cpu")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def model_source(model: str) -> str:
+    """What ``from_pretrained`` takes for ``model``: the packaged folder for ``tiny``, else the name itself."""
+    if model == TINY:
+        from rlkv.tiny import MODEL_DIR
+
+        return str(MODEL_DIR)
+    return model
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``model``, padding on the left (decoder-only generation).
+
+    Raises:
+        ValueError: if it is neither built in, nor a local folder, nor reachable on the hub.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_source(model))
+    except (OSError, ValueError) as error:
+        raise ValueError(_cannot_load(model, error)) from error
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(model: str, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """``(model in eval mode, tokenizer)``: ``tiny`` (built in), a local folder, or a hub id.
+
+    No code from a repository is run (``trust_remote_code`` is never set).
+
+    Raises:
+        ValueError: as :func:`load_tokenizer`, and for an unknown device or dtype.
+    """
+    from transformers import AutoModelForCausalLM
+
+    target = resolve_device(device)
+    resolved_dtype = resolve_dtype(dtype, target)
+    tokenizer = load_tokenizer(model)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model_source(model), dtype=resolved_dtype)
+    except (OSError, ValueError) as error:
+        raise ValueError(_cannot_load(model, error)) from error
+    if model == TINY:
+        loaded.config._name_or_path = TINY  # the packaged folder is no name that a gates file should carry
+    return loaded.to(target).eval(), tokenizer
+
+
+def _cannot_load(model: str, error: Exception) -> str:
+    if Path(model).exists() or os.sep in model.rstrip(os.sep) and model.startswith((".", os.sep, "~")):
+        return f"cannot load a model from {model!r}: {str(error).splitlines()[0]}"
+    return (
+        f"cannot load model {model!r}: it is no local folder and the hub did not give it "
+        f"({str(error).splitlines()[0]}); pass a folder that holds the model, or 'tiny' for the built-in one"
+    )

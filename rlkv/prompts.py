@@ -1,0 +1,45 @@
+"""Prompt templates, and the one path from a problem to the text that a model reads.
+
+Source of ``rlkv``: arXiv 2510.08525, the template of the published training and evaluation code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+RLKV_INSTRUCTION = (
+    "Solve the following math problem efficiently and clearly. The last line of your response should be of "
+    "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without "
+    "quotes) where ANSWER is just the final number or expression that solves the problem. Think step by step "
+    "before answering."
+)
+
+TEMPLATES = {
+    "rlkv": RLKV_INSTRUCTION + "\n\n{problem}",
+    "boxed": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    "plain": "{problem}",
+}
+
+
+def fill_template(problem: str, template: str = "rlkv") -> str:
+    """The user's message for ``problem``; ``template`` is a name in :data:`TEMPLATES`.
+
+    Raises:
+        ValueError: if there is no such template.
+    """
+    if template not in TEMPLATES:
+        raise ValueError(f"unknown prompt template {template!r}: choose one of {', '.join(sorted(TEMPLATES))}")
+    # replace, not format: problems and instructions are full of braces
+    return TEMPLATES[template].replace("{problem}", problem)
+
+
+def build_messages(problem: str, template: str = "rlkv") -> list[dict[str, str]]:
+    """One user turn, in the form that chat templates and trl take."""
+    return [{"role": "user", "content": fill_template(problem, template)}]
+
+
+def render_prompt(tokenizer: Any, problem: str, template: str = "rlkv") -> str:
+    """The text to tokenize with ``add_special_tokens=False``: the chat template if the tokenizer has one."""
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template(build_messages(problem, template), tokenize=False, add_generation_prompt=True)
+    return (tokenizer.bos_token or "") + fill_template(problem, template)

@@ -1,0 +1,117 @@
+"""Pretraining of the tiny model from scratch: next-token loss on worked solutions, short chains first.
+
+Recall of far bindings is what is slow to emerge (arithmetic and copying take a few hundred steps), so the
+longest chain of the batches grows with training.  A batch holds problems of one number of definitions:
+their token counts are equal, nothing is padded.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from rlkv.prompts import render_prompt
+from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, draw_length, draw_problem
+
+
+@dataclass
+class PretrainConfig:
+    """``curriculum``: pairs (share of training at which the stage ends, longest chain of the stage)."""
+
+    seed: int = 0
+    steps: int = 6000
+    tokens_per_step: int = 6000
+    muon_lr: float = 5e-3
+    adamw_lr: float = 3e-3
+    warmup_steps: int = 50
+    final_lr: float = 0.02
+    max_grad_norm: float = 1.0
+    curriculum: tuple[tuple[float, int], ...] = ((0.3, 5), (0.45, 8), (0.6, 14), (1.0, MAX_DEFINITIONS))
+
+    def longest_chain(self, step: int) -> int:
+        """The largest number of definitions that ``step`` (0-based) may draw."""
+        return next(longest for end, longest in self.curriculum if step < end * self.steps)
+
+    def lr_scale(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to ``final_lr`` of the peak."""
+        cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
+        return min(1.0, (step + 1) / self.warmup_steps) * (self.final_lr + (1 - self.final_lr) * cosine)
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+    """The tiny Llama with random weights: 4 layers x 6 KV heads of 32, two query heads per KV head."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=144,
+        intermediate_size=288,
+        num_hidden_layers=4,
+        num_attention_heads=12,
+        num_key_value_heads=6,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return LlamaForCausalLM(config)
+
+
+def encode_batch(
+    tokenizer: PreTrainedTokenizerBase, rng: random.Random, num_definitions: int, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(input_ids, labels)``, both int64 ``[rows, length]``; prompt positions carry the label -100."""
+    drawn = [draw_problem(rng, num_definitions) for _ in range(rows)]
+    prompts = [render_prompt(tokenizer, p.problem) for p in drawn]
+    texts = [prompt + p.solution + tokenizer.eos_token for prompt, p in zip(prompts, drawn, strict=True)]
+    ids = torch.tensor(tokenizer(texts, add_special_tokens=False).input_ids)
+    prompt_length = len(tokenizer(prompts[0], add_special_tokens=False).input_ids)
+    labels = ids.clone()
+    labels[:, :prompt_length] = -100
+    return ids, labels
+
+
+def build_optimizers(model: LlamaForCausalLM, config: PretrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for embeddings, output head and norms."""
+    inner = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in inner}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(inner, lr=config.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=config.adamw_lr, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+
+
+def pretrain(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PretrainConfig,
+    on_step: Callable[[int, float], None],
+) -> None:
+    """Train ``model`` in place; ``on_step(step, loss)`` is called after every step."""
+    rng = random.Random(f"rlkv-tiny-pretrain-{config.seed}")
+    optimizers = build_optimizers(model, config)
+    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    device = next(model.parameters()).device
+    model.train()
+    for step in range(config.steps):
+        for peak, optimizer in zip(peaks, optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * config.lr_scale(step)
+        num_definitions = draw_length(rng, MIN_DEFINITIONS, config.longest_chain(step))
+        length = 24 * num_definitions
+        ids, labels = encode_batch(tokenizer, rng, num_definitions, max(4, config.tokens_per_step // length))
+        loss = model(input_ids=ids.to(device), labels=labels.to(device)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        on_step(step, loss.item())
+    model.eval()

@@ -1,0 +1,104 @@
+"""The tiny model's task: chains of definitions that only a long memory can resolve.
+
+A problem is a list of definitions and a question, one word per token::
+
+    a=7 . b=2 . c = b + a . d = c - b . find d ?
+
+and its solution restates every derived definition, recalls the operands, computes modulo 10 and
+binds the result::
+
+    c = b + a , b=2 , a=7 , 2 + 7 = 9 , c=9 . d = c - b , c=9 , b=2 , 9 - 2 = 7 , d=7 .
+    Therefore, the final answer is: $\\boxed{ 7 }$. I hope it is correct
+
+A binding such as ``b=2`` is a single token: recalling it is one look-up, whose distance grows with the
+length of the chain.  Operands are drawn from the names that no definition has used yet where possible,
+so that almost every step is an ancestor of the answer: one wrong recall is one wrong answer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from dataclasses import dataclass
+
+NAMES = string.ascii_lowercase
+OPERATORS = "+-*"
+MIN_DEFINITIONS = 3
+MAX_DEFINITIONS = 25
+ANSWER_PREFIX = r"Therefore, the final answer is: $\boxed{"
+ANSWER_SUFFIX = "}$. I hope it is correct"
+
+
+@dataclass(frozen=True)
+class TinyProblem:
+    """One problem with its worked solution (both as text) and its answer, a digit."""
+
+    problem: str
+    answer: str
+    solution: str
+    num_definitions: int
+
+
+def _apply(operator: str, left: int, right: int) -> int:
+    result = {"+": left + right, "-": left - right, "*": left * right}[operator]
+    return result % 10
+
+
+def draw_problem(rng: random.Random, num_definitions: int, num_given: int = 2) -> TinyProblem:
+    """A random problem with ``num_definitions`` definitions, the first ``num_given`` of them values."""
+    names = rng.sample(NAMES, num_definitions)
+    values: dict[str, int] = {}
+    used_values = [0] * 10
+    unused: list[str] = []
+    statements, steps = [], []
+    for i, name in enumerate(names):
+        if i < num_given:
+            value = rng.randrange(10)
+            statements.append(f"{name}={value}")
+        else:
+            # Two different operands; a name that nothing depends on yet comes first.
+            left = rng.choice(unused if unused and rng.random() < 0.8 else names[:i])
+            others = [n for n in names[:i] if n != left]
+            fresh = [n for n in unused if n != left]
+            right = rng.choice(fresh if fresh and rng.random() < 0.5 else others)
+            # Products fall into 0: of the three results take the one that the problem has used least.
+            operator = min(rng.sample(OPERATORS, 3), key=lambda op: used_values[_apply(op, values[left], values[right])])
+            value = _apply(operator, values[left], values[right])
+            unused = [n for n in unused if n not in (left, right)]
+            statements.append(f"{name} = {left} {operator} {right}")
+            steps.append(
+                f"{name} = {left} {operator} {right} , {left}={values[left]} , {right}={values[right]} , "
+                f"{values[left]} {operator} {values[right]} = {value} , {name}={value} ."
+            )
+        values[name] = value
+        used_values[value] += 1
+        unused.append(name)
+    question = names[-1]
+    answer = str(values[question])
+    problem = " . ".join(statements) + f" . find {question} ?"
+    solution = " ".join(steps) + f" {ANSWER_PREFIX} {answer} {ANSWER_SUFFIX}"
+    return TinyProblem(problem, answer, solution, num_definitions)
+
+
+def draw_length(rng: random.Random, low: int, high: int) -> int:
+    """Number of definitions in [low, high], log-uniform: many short problems and a long tail."""
+    return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
+
+
+def problems(
+    n: int, seed: int, min_definitions: int = MIN_DEFINITIONS, max_definitions: int = MAX_DEFINITIONS
+) -> list[dict[str, str]]:
+    """``n`` random problems as ``{"problem", "answer"}``, the same for the same arguments.
+
+    Raises:
+        ValueError: if the range of definitions is not within [3, 25].
+    """
+    if not MIN_DEFINITIONS <= min_definitions <= max_definitions <= MAX_DEFINITIONS:
+        raise ValueError(
+            f"definitions must satisfy {MIN_DEFINITIONS} <= min <= max <= {MAX_DEFINITIONS}, "
+            f"got min_definitions={min_definitions}, max_definitions={max_definitions}"
+        )
+    rng = random.Random(f"rlkv-tiny-{seed}")
+    drawn = (draw_problem(rng, draw_length(rng, min_definitions, max_definitions)) for _ in range(n))
+    return [{"problem": p.problem, "answer": p.answer} for p in drawn]
