@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
@@ -18,20 +19,22 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from rlkv.prompts import render_prompt
 from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, draw_length, draw_problem
 
+TOKENS_PER_DEFINITION = 24  # 6 in the problem, 18 in the solution
+
 
 @dataclass
 class PretrainConfig:
     """``curriculum``: pairs (share of training at which the stage ends, longest chain of the stage)."""
 
     seed: int = 0
-    steps: int = 6000
-    tokens_per_step: int = 6000
+    steps: int = 3500
+    tokens_per_step: int = 8000
     muon_lr: float = 5e-3
     adamw_lr: float = 3e-3
     warmup_steps: int = 50
     final_lr: float = 0.02
     max_grad_norm: float = 1.0
-    curriculum: tuple[tuple[float, int], ...] = ((0.3, 5), (0.45, 8), (0.6, 14), (1.0, MAX_DEFINITIONS))
+    curriculum: tuple[tuple[float, int], ...] = ((0.12, 5), (0.22, 8), (0.35, 14), (1.0, MAX_DEFINITIONS))
 
     def longest_chain(self, step: int) -> int:
         """The largest number of definitions that ``step`` (0-based) may draw."""
@@ -89,29 +92,52 @@ def build_optimizers(model: LlamaForCausalLM, config: PretrainConfig) -> list[to
     ]
 
 
+def _checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)  # a kill while writing leaves the previous checkpoint whole
+
+
 def pretrain(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     config: PretrainConfig,
     on_step: Callable[[int, float], None],
+    checkpoint: Path | None = None,
+    checkpoint_every: int = 100,
 ) -> None:
-    """Train ``model`` in place; ``on_step(step, loss)`` is called after every step."""
-    rng = random.Random(f"rlkv-tiny-pretrain-{config.seed}")
+    """Train ``model`` in place; ``on_step(step, loss)`` is called after every step.
+
+    With ``checkpoint``, the state is saved there every ``checkpoint_every`` steps, and training goes on from
+    it if the file exists.  The batch of a step depends on the seed and the step alone, so that a resumed run
+    sees the same problems.
+    """
     optimizers = build_optimizers(model, config)
-    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    first = 0
+    if checkpoint is not None and checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first = state["step"]
     device = next(model.parameters()).device
     model.train()
-    for step in range(config.steps):
+    for step in range(first, config.steps):
         for peak, optimizer in zip(peaks, optimizers, strict=True):
             optimizer.param_groups[0]["lr"] = peak * config.lr_scale(step)
+        rng = random.Random(f"rlkv-tiny-pretrain-{config.seed}-{step}")
         num_definitions = draw_length(rng, MIN_DEFINITIONS, config.longest_chain(step))
-        length = 24 * num_definitions
-        ids, labels = encode_batch(tokenizer, rng, num_definitions, max(4, config.tokens_per_step // length))
+        rows = max(4, config.tokens_per_step // (TOKENS_PER_DEFINITION * num_definitions))
+        ids, labels = encode_batch(tokenizer, rng, num_definitions, rows)
         loss = model(input_ids=ids.to(device), labels=labels.to(device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        if checkpoint is not None and (step + 1) % checkpoint_every == 0:
+            _checkpoint(checkpoint, model, optimizers, step + 1)
         on_step(step, loss.item())
     model.eval()

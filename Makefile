@@ -1,0 +1,47 @@
+# Every target makes its own virtual environment (.venv) if there is none.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || echo python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# make demo FRESH=1 starts over; make demo QUICK=1 runs every stage at a tenth of the size
+DEMO_FLAGS := $(if $(FRESH),--fresh) $(if $(QUICK),--quick)
+
+.PHONY: help venv demo test lint bench clean
+
+help:
+	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
+	@echo "make test   the test suite (CPU)          make lint   ruff and mypy"
+	@echo "make bench  decode speed and KV memory    make venv   only the environment"
+	@echo "make clean  remove caches (results/ and .venv stay)"
+
+venv: $(STAMP)
+
+# torch first and alone: the same pin is a CPU build on a CPU machine and the CUDA build on a GPU machine.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	$(PIP) setuptools wheel
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".[train,eval,wandb,dev]"
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed || echo "deepspeed did not install: its tests will be skipped"
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python inference/demo.py $(DEMO_FLAGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python inference/benchmark.py decode
+
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

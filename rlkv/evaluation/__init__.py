@@ -1,0 +1,1 @@
+"""Measuring what a cache costs: accuracy, lengths and bytes of KV held, with intervals."""

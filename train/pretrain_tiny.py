@@ -1,0 +1,73 @@
+"""Pretrain the built-in tiny reasoning model from scratch, and write its package folder.
+
+    python train/pretrain_tiny.py                      # 3,500 steps, about 40 minutes on 2 CPU cores
+    python train/pretrain_tiny.py --output-dir /tmp/m --steps 200
+
+Seeded; resumes from ``checkpoint.pt`` in the work folder after a kill.  When it ends it measures greedy
+accuracy on held-out problems of the full length range and writes the figure into ``pretraining.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rlkv.cli_errors import run_app
+from rlkv.models import resolve_device
+from rlkv.tiny import MODEL_DIR
+from rlkv.tiny.heldout import heldout_accuracy
+from rlkv.tiny.pretraining import PretrainConfig, build_model, pretrain
+from rlkv.tiny.tokenizer import build_tokenizer
+
+app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+
+
+@app.command(help=__doc__)
+def main(
+    output_dir: Annotated[Path, typer.Option(help="where the finished model goes")] = MODEL_DIR,
+    work_dir: Annotated[Path, typer.Option(help="checkpoint and log of the run")] = Path("results/pretrain_tiny"),
+    steps: Annotated[int, typer.Option(help="optimizer steps")] = PretrainConfig.steps,
+    seed: Annotated[int, typer.Option(help="initial weights and problems")] = PretrainConfig.seed,
+    heldout: Annotated[int, typer.Option(help="problems of the closing accuracy measurement")] = 1000,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    config = PretrainConfig(seed=seed, steps=steps)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed).to(resolve_device(device))
+    work_dir.mkdir(parents=True, exist_ok=True)
+    log = (work_dir / "log.jsonl").open("a")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    started = time.perf_counter()
+    with Progress(*columns) as progress, log:
+        task = progress.add_task("pretraining", total=steps)
+
+        def on_step(step: int, loss: float) -> None:
+            progress.update(task, completed=step + 1, description=f"pretraining  loss {loss:.4f}")
+            seconds = round(time.perf_counter() - started, 1)
+            log.write(json.dumps({"step": step, "loss": loss, "seconds": seconds}) + "\n")
+            log.flush()
+
+        pretrain(model, tokenizer, config, on_step, checkpoint=work_dir / "checkpoint.pt")
+    seconds = time.perf_counter() - started
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    summary = {
+        "config": asdict(config),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "torch": torch.__version__,
+        "seconds_of_the_last_run": round(seconds),
+        "heldout": heldout_accuracy(model, tokenizer, heldout),
+    }
+    (output_dir / "pretraining.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(json.dumps(summary, indent=2))
+
+
+if __name__ == "__main__":
+    run_app(app)
