@@ -1,0 +1,62 @@
+"""What a result file says of where it comes from: versions, hardware, command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("rlkv", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "math-verify", "vllm")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that results depend on; absent ones are left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__  # with its build tag: +cpu, +cu130
+    return found
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def hardware() -> dict[str, Any]:
+    """CPU, core count, torch threads and GPUs of this machine."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "gpus": gpus}
+
+
+def hardware_line() -> str:
+    """One phrase for the foot of a table or picture."""
+    machine = hardware()
+    if machine["gpus"]:
+        return f"{len(machine['gpus'])} x {machine['gpus'][0]}"
+    return f"{machine['cores']} cores of {machine['cpu']}, no GPU"
+
+
+def provenance() -> dict[str, Any]:
+    """Everything that a result file carries beside its figures and its configuration."""
+    program = Path(sys.argv[0]).name
+    return {
+        "command": shlex.join([program, *sys.argv[1:]]),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "hardware": hardware(),
+    }
