@@ -1,0 +1,119 @@
+"""Compare head rankings: greedy accuracy at several sparsities, as a table, results.json and a picture.
+
+    python inference/sweep_heads.py --gates results/demo/gates.pt --output-dir results/sweep
+    python inference/sweep_heads.py --gates RLKV=a.pt --gates DuoAttention=b.tsv --model meta-llama/... \\
+        --input problems.jsonl --output-dir results/sweep
+
+``--gates`` may be given several times, as FILE or NAME=FILE.  Every row is written as it is measured; the
+same command goes on where it was stopped.  Without ``--input``, fresh problems of the tiny task are drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rlkv.cli_errors import run_app
+from rlkv.evaluation.heads import CacheSettings, HeadResult
+from rlkv.evaluation.report import markdown_table, plot_accuracy, write_results
+from rlkv.evaluation.sweep import Order, plan_sweep, run_sweep
+from rlkv.gates import HeadGates
+from rlkv.models import ModelShape, load_model
+from rlkv.tiny import problems as tiny_problems
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+def read_problems(path: Path | None, n: int, seed: int, definitions: str) -> list[dict[str, str]]:
+    """Problems of a JSONL file, or ``n`` fresh ones of the tiny task."""
+    if path is None:
+        low, _, high = definitions.partition("-")
+        if not (low.isdigit() and high.isdigit()):
+            raise ValueError(f"--definitions {definitions!r} is no range: write it as 3-12")
+        return tiny_problems(n, seed, int(low), int(high))
+    if not path.exists():
+        raise ValueError(f"--input {path} does not exist: give a JSONL file with the fields problem and answer")
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()][:n]
+    if not rows or not all({"problem", "answer"} <= row.keys() for row in rows):
+        raise ValueError(f"--input {path} must hold JSON lines with the fields problem and answer")
+    return [{"problem": row["problem"], "answer": str(row["answer"])} for row in rows]
+
+
+def read_order(path: Path) -> Order:
+    """The elimination order of a ground-truth file (program ``inference/tiny_ground_truth.py``)."""
+    try:
+        return [(step["layer"], step["head"]) for step in json.loads(path.read_text())["elimination"]]
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--oracle {path} is no ground-truth file with an elimination order ({error})") from None
+
+
+@app.command(help=__doc__)
+def main(
+    gates: Annotated[list[str], typer.Option(help="FILE or NAME=FILE; repeat it for several rankings")],
+    output_dir: Annotated[Path, typer.Option(help="rows.jsonl, results.json, table.md, accuracy.png")],
+    model: Annotated[str, typer.Option(help="tiny, a folder or a hub id; default: the one of the first gates")] = "",
+    input: Annotated[Path | None, typer.Option(help="JSONL with problem and answer")] = None,
+    num_problems: Annotated[int, typer.Option(help="how many problems")] = 200,
+    definitions: Annotated[str, typer.Option(help="chain lengths of the drawn tiny problems")] = "3-25",
+    seed: Annotated[int, typer.Option(help="of the drawn tiny problems")] = 2_000_003,
+    sparsities: Annotated[str, typer.Option(help="comma separated")] = "0.2,0.4,0.5,0.6,0.8",
+    random_draws: Annotated[int, typer.Option(help="random allocations per sparsity")] = 5,
+    oracle: Annotated[Path | None, typer.Option(help="ground-truth JSON with a measured elimination order")] = None,
+    sink: Annotated[int | None, typer.Option(help="default: the first gates file's")] = None,
+    window: Annotated[int | None, typer.Option(help="default: the first gates file's")] = None,
+    prefill: Annotated[str, typer.Option(help="full or local")] = "full",
+    max_new_tokens: Annotated[int, typer.Option(help="limit per problem")] = 440,
+    batch_size: Annotated[int, typer.Option(help="problems decoded together")] = 50,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
+    fresh: Annotated[bool, typer.Option(help="drop the rows of an earlier run")] = False,
+) -> None:
+    named = [(name if sep else Path(item).stem, file if sep else item) for item in gates for name, sep, file in [item.partition("=")]]
+    rankings = {name: HeadGates.load(file) for name, file in named}
+    first = next(iter(rankings.values()))
+    if not model and first.model is None:
+        raise ValueError(f"{named[0][1]} names no model: pass --model")
+    loaded, tokenizer = load_model(model or first.model.model_id, dtype=dtype, device=device)
+    for ranking in rankings.values():
+        ranking.check_model(loaded.config)
+    try:
+        levels = [float(s) for s in sparsities.split(",")]
+    except ValueError:
+        raise ValueError(f"--sparsities {sparsities!r} must be numbers separated by commas") from None
+    problems = read_problems(input, num_problems, seed, definitions)
+    settings = CacheSettings(
+        sink=first.deploy_sink if sink is None else sink,
+        window=first.deploy_window if window is None else window,
+        prefill=prefill,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+    )
+    shape = ModelShape.from_config(loaded.config)
+    orders = {"oracle (measured)": read_order(oracle)} if oracle else {}
+    cells = list(plan_sweep(shape, levels, rankings, orders, random_draws))
+    if fresh and output_dir.exists():
+        shutil.rmtree(output_dir)
+    source = str(input) if input else f"tiny task, {definitions} definitions, seed {seed}"
+    config = {"model": shape.model_id, "problems_from": source}
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task("measuring", total=len(cells))
+
+        def on_row(done: int, row: HeadResult) -> None:
+            bar.update(task, completed=done, description=f"{row.method} @ {row.sparsity:g}: {row.accuracy:.3f}")
+
+        rows = run_sweep(loaded, tokenizer, problems, cells, settings, output_dir / "rows.jsonl", config, on_row)
+    write_results(output_dir / "results.json", rows, {**config, **vars(settings)})
+    title = f"{shape.model_id}: {source}, sink {settings.sink}, window {settings.window}, prefill {prefill}"
+    table = markdown_table(rows, title)
+    (output_dir / "table.md").write_text(table)
+    plot_accuracy(rows, output_dir / "accuracy.png", title)
+    print(table)
+
+
+if __name__ == "__main__":
+    run_app(app)

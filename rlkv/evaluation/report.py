@@ -1,0 +1,84 @@
+"""Results as files: ``results.json``, a Markdown table and the accuracy-against-sparsity picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlkv.evaluation.heads import HeadResult
+from rlkv.provenance import hardware_line, provenance
+
+BYTES_NOTE = (
+    "KV held: bytes of KV entries held at the end of each batch, over the bytes that the full cache would hold "
+    "for the same tokens."
+)
+
+
+def write_results(path: Path, rows: Sequence[HeadResult], config: dict[str, Any]) -> None:
+    """``{"rows": [...], "config": ..., "versions": ..., "hardware": ...}``, written in one move."""
+    content = {"rows": [row.to_dict() for row in rows], "config": config, **provenance()}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)
+
+
+def _cells(rows: Sequence[HeadResult], method: str, sparsity: float) -> list[HeadResult]:
+    # at sparsity 0 every method is the full cache
+    return [r for r in rows if r.sparsity == sparsity and (r.method == method or sparsity == 0)]
+
+
+def markdown_table(rows: Sequence[HeadResult], title: str) -> str:
+    """Methods down, sparsities across: accuracy with its 95% interval; draws of a random method as mean and range."""
+    methods = list(dict.fromkeys(r.method for r in rows if r.sparsity > 0))
+    sparsities = sorted({r.sparsity for r in rows})
+    lines = [f"### {title}", "", "| heads | " + " | ".join(f"s = {s:g}" for s in sparsities) + " |"]
+    lines.append("|---" * (len(sparsities) + 1) + "|")
+    for method in methods:
+        cells = []
+        for sparsity in sparsities:
+            found = _cells(rows, method, sparsity)
+            if not found:
+                cells.append("")
+            elif len(found) == 1:
+                cells.append(f"{found[0].accuracy:.3f} [{found[0].ci_low:.2f}, {found[0].ci_high:.2f}]")
+            else:
+                values = [r.accuracy for r in found]
+                cells.append(f"{np.mean(values):.3f} ({len(values)} draws: {min(values):.2f} to {max(values):.2f})")
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    ratios = []
+    for sparsity in sparsities:
+        held = [r.kv_bytes / r.kv_bytes_full for r in rows if r.sparsity == sparsity]
+        ratios.append(f"{100 * np.mean(held):.0f}%")
+    lines.append("| *KV held, of full* | " + " | ".join(ratios) + " |")
+    n = max(r.n for r in rows)
+    lines += ["", f"Greedy accuracy on {n} problems, 95% Wilson intervals. {BYTES_NOTE} {hardware_line()}."]
+    return "\n".join(lines) + "\n"
+
+
+def plot_accuracy(rows: Sequence[HeadResult], path: Path, title: str) -> None:
+    """Accuracy against sparsity: intervals as error bars; draws of a random method as a band from min to max."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for i, method in enumerate(dict.fromkeys(r.method for r in rows if r.sparsity > 0)):
+        points = sorted({r.sparsity for r in rows if r.method == method} | {0.0})
+        cells = [_cells(rows, method, s) for s in points]
+        means = [float(np.mean([r.accuracy for r in cell])) for cell in cells]
+        if any(len(cell) > 1 for cell in cells):
+            axes.plot(points, means, "o--", color=f"C{i}", label=f"{method} (mean and range of draws)")
+            low, high = ([pick(r.accuracy for r in cell) for cell in cells] for pick in (min, max))
+            axes.fill_between(points, low, high, color=f"C{i}", alpha=0.15)
+        else:
+            bars = [[m - c[0].ci_low for m, c in zip(means, cells, strict=True)]]
+            bars.append([c[0].ci_high - m for m, c in zip(means, cells, strict=True)])
+            axes.errorbar(points, means, yerr=bars, fmt="o-", capsize=3, color=f"C{i}", label=method)
+    axes.set(xlabel="sparsity (share of KV heads that are compressible)", ylabel="greedy accuracy", ylim=(-0.03, 1.03))
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,108 @@
+"""Sparsity sweep: rankings of heads x sparsities, each cell measured once and appended to a file at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlkv.allocation import HeadAllocation
+from rlkv.evaluation.heads import CacheSettings, HeadResult, measure
+from rlkv.gates import HeadGates
+from rlkv.models import ModelShape
+
+Order = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement to make: a method at a sparsity; ``seed`` numbers the draws of a random method."""
+
+    method: str
+    sparsity: float
+    seed: int | None
+    allocation: HeadAllocation
+
+    @property
+    def key(self) -> tuple[str, float, int | None]:
+        return self.method, self.sparsity, self.seed
+
+
+def plan_sweep(
+    shape: ModelShape,
+    sparsities: list[float],
+    gates: dict[str, HeadGates],
+    orders: dict[str, Order],
+    random_draws: int,
+) -> Iterator[Cell]:
+    """The full cache once, then at every sparsity each gates file, each measured order and the random draws.
+
+    ``orders`` list (layer, head) from the head that can go first to the one that goes last.
+    """
+    layers, heads = shape.num_layers, shape.num_kv_heads
+    yield Cell("full cache", 0.0, None, HeadAllocation.from_order([], layers, heads, 0.0))
+    for sparsity in (s for s in sparsities if s > 0):
+        for name, ranking in gates.items():
+            yield Cell(name, sparsity, None, HeadAllocation.from_gates(ranking, sparsity))
+        for name, order in orders.items():
+            yield Cell(name, sparsity, None, HeadAllocation.from_order(order, layers, heads, sparsity))
+        for seed in range(random_draws):
+            yield Cell("random heads", sparsity, seed, HeadAllocation.random(layers, heads, sparsity, seed))
+
+
+def _read_finished(path: Path, fingerprint: dict[str, Any]) -> list[HeadResult]:
+    """Rows of an earlier run with the same settings; a line torn by a kill is cut off the file."""
+    if not path.exists():
+        return []
+    kept = path.read_bytes().rpartition(b"\n")
+    whole = kept[0] + kept[1]
+    path.write_bytes(whole)
+    lines = [json.loads(line) for line in whole.splitlines()]
+    if not lines:
+        return []
+    found = lines[0]["settings"]
+    changed = sorted(k for k in fingerprint.keys() | found.keys() if fingerprint.get(k) != found.get(k))
+    if changed:
+        raise ValueError(
+            f"{path} holds rows measured with other settings ({', '.join(changed)}): "
+            "take another output folder, or start over with --fresh"
+        )
+    return [HeadResult(**line) for line in lines[1:]]
+
+
+def run_sweep(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[dict[str, str]],
+    cells: list[Cell],
+    settings: CacheSettings,
+    rows_file: Path,
+    fingerprint: dict[str, Any],
+    on_row: Callable[[int, HeadResult], None],
+) -> list[HeadResult]:
+    """Measure what ``rows_file`` does not hold yet; every row is flushed as it is made.
+
+    Raises:
+        ValueError: if ``rows_file`` was written with other settings (it is left as it is).
+    """
+    fingerprint = json.loads(json.dumps({**fingerprint, **asdict(settings), "problems": len(problems)}))
+    fingerprint["cells"] = [[*cell.key, cell.allocation.full.int().flatten().tolist()] for cell in cells]
+    rows = _read_finished(rows_file, fingerprint)
+    done = {(r.method, r.sparsity, r.seed) for r in rows}
+    rows_file.parent.mkdir(parents=True, exist_ok=True)
+    with rows_file.open("a") as out:
+        if out.tell() == 0:
+            out.write(json.dumps({"settings": fingerprint}) + "\n")
+        for i, cell in enumerate(cells):
+            if cell.key not in done:
+                row = measure(model, tokenizer, problems, cell.allocation, settings).row(*cell.key)
+                rows.append(row)
+                out.write(json.dumps(row.to_dict()) + "\n")
+                out.flush()
+            on_row(i + 1, rows[-1])
+    order = {cell.key: i for i, cell in enumerate(cells)}
+    return sorted(rows, key=lambda r: order[(r.method, r.sparsity, r.seed)])
