@@ -1,0 +1,1 @@
+"""Rollouts: prompts in, completions out, whichever engine decodes them."""

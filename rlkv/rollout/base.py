@@ -1,0 +1,70 @@
+"""What every rollout engine takes and gives: rendered prompts in, completions out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to decode.
+
+    ``temperature`` 0 is greedy decoding (``top_p``, ``top_k`` and ``seed`` then have no effect); ``top_k`` 0
+    means no limit.  ``seed`` fixes the draws of one call for the same prompts and batch size.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 (greedy) or larger, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (no limit) or larger, got {self.top_k}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One decoded answer.
+
+    ``token_ids`` hold no padding and include the end token; ``text`` is without special tokens;
+    ``finish_reason`` is ``stop`` if the model ended the text itself, ``length`` if it was cut.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class RolloutEngine(Protocol):
+    """Decodes rendered prompts (see :func:`rlkv.prompts.render_prompt`); no special tokens are added to them."""
+
+    @property
+    def max_positions(self) -> int:
+        """Prompt and completion together may have this many tokens."""
+        ...
+
+    def prompt_lengths(self, prompts: list[str]) -> list[int]:
+        """Tokens of each prompt."""
+        ...
+
+    def stream(self, prompts: list[str], sampling: SamplingParams) -> Iterator[tuple[int, Completion]]:
+        """Yield ``(index into prompts, completion)`` as completions finish, in any order, each index once."""
+        ...
+
+    def generate(self, prompts: list[str], sampling: SamplingParams) -> list[Completion]:
+        """The completions in the order of ``prompts``."""
+        ...

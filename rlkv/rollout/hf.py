@@ -1,0 +1,124 @@
+"""Rollouts through ``model.generate``: padded batches of similar prompt lengths."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlkv.rollout.base import Completion, SamplingParams
+
+
+class HFEngine:
+    """Decodes with a transformers model, as it is patched at the time of the call.
+
+    Batches are padded on the left and hold prompts of similar length, the longest first (what does not fit
+    into memory fails at once, not after hours).  Greedy results do not depend on the batch, up to float
+    rounding.  Penalties and sampling defaults of the model's own generation config are not applied: what is
+    decoded is what :class:`SamplingParams` says.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 16) -> None:
+        """``model`` should be in eval mode, on its device.
+
+        Raises:
+            ValueError: if ``batch_size`` is below 1, or neither model nor tokenizer names an end token.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.eos_ids = _end_tokens(model, tokenizer)
+        self.pad_id = self.eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    @property
+    def max_positions(self) -> int:
+        """The model's ``max_position_embeddings`` (no limit if its config has none)."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+    def prompt_lengths(self, prompts: list[str]) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(ids) for ids in self._encode(prompts)]
+
+    def stream(self, prompts: list[str], sampling: SamplingParams) -> Iterator[tuple[int, Completion]]:
+        """Yield ``(index into prompts, completion)``, batch by batch.
+
+        Raises:
+            ValueError: before anything is decoded, if a prompt is empty or does not fit into the model's
+                positions together with ``max_new_tokens``.
+        """
+        encoded = self._encode(prompts)
+        for index, ids in enumerate(encoded):
+            if not ids:
+                raise ValueError(f"prompt {index} is empty: there is nothing to complete")
+            if len(ids) + sampling.max_new_tokens > self.max_positions:
+                raise ValueError(
+                    f"prompt {index} has {len(ids)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
+                    f"exceeds the model's {self.max_positions} positions: shorten the prompt or lower max_new_tokens"
+                )
+        order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
+        for start in range(0, len(order), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            output_BT = self._decode([encoded[i] for i in rows], sampling, draw=start)
+            for index, ids in zip(rows, output_BT.tolist(), strict=True):
+                yield index, self._finish(ids)
+
+    def generate(self, prompts: list[str], sampling: SamplingParams) -> list[Completion]:
+        """The completions in the order of ``prompts``; errors as :meth:`stream`."""
+        found = dict(self.stream(prompts, sampling))
+        return [found[i] for i in range(len(prompts))]
+
+    def _encode(self, prompts: list[str]) -> list[list[int]]:
+        if not prompts:
+            return []
+        return self.tokenizer(prompts, add_special_tokens=False).input_ids
+
+    def _decode(self, rows: list[list[int]], sampling: SamplingParams, draw: int) -> Tensor:
+        """The new tokens of one batch, int64 ``[rows, at most max_new_tokens]``, padded on the right."""
+        width = max(len(ids) for ids in rows)
+        device = self.model.device
+        input_ids_BT = torch.tensor([[self.pad_id] * (width - len(ids)) + ids for ids in rows], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows], device=device)
+        cuda_devices = [device] if device.type == "cuda" else []
+        # fork_rng: the caller's random state is left as it was
+        with torch.inference_mode(), torch.random.fork_rng(devices=cuda_devices):
+            torch.manual_seed(sampling.seed * 1_000_003 + draw)
+            output_BT = self.model.generate(
+                input_ids=input_ids_BT, attention_mask=mask_BT, generation_config=self._generation_config(sampling)
+            )
+        return output_BT[:, width:]
+
+    def _generation_config(self, sampling: SamplingParams) -> GenerationConfig:
+        # every field left out here would be taken from the model's own generation config
+        return GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens,
+            min_new_tokens=0,
+            num_beams=1,
+            do_sample=not sampling.greedy,
+            temperature=1.0 if sampling.greedy else sampling.temperature,
+            top_p=1.0 if sampling.greedy else sampling.top_p,
+            top_k=50 if sampling.greedy else sampling.top_k,  # 50 is what transformers takes for unset
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            eos_token_id=self.eos_ids,
+            pad_token_id=self.pad_id,
+        )
+
+    def _finish(self, ids: list[int]) -> Completion:
+        end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
+        kept = ids if end is None else ids[: end + 1]
+        text = str(self.tokenizer.decode(kept, skip_special_tokens=True))
+        return Completion(kept, text, "length" if end is None else "stop")
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    if eos is None:
+        raise ValueError("neither the model's generation config nor its tokenizer names an end token (eos_token_id)")
+    return [eos] if isinstance(eos, int) else list(eos)
