@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,11 +84,12 @@ class HFEngine:
         device = self.model.device
         input_ids_BT = torch.tensor([[self.pad_id] * (width - len(ids)) + ids for ids in rows], device=device)
         mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows], device=device)
+        generate: Any = self.model.generate  # PreTrainedModel does not declare it, every causal LM has it
         cuda_devices = [device] if device.type == "cuda" else []
         # fork_rng: the caller's random state is left as it was
         with torch.inference_mode(), torch.random.fork_rng(devices=cuda_devices):
             torch.manual_seed(sampling.seed * 1_000_003 + draw)
-            output_BT = self.model.generate(
+            output_BT = generate(
                 input_ids=input_ids_BT, attention_mask=mask_BT, generation_config=self._generation_config(sampling)
             )
         return output_BT[:, width:]
