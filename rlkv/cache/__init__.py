@@ -1,0 +1,10 @@
+"""The serving cache: full heads keep everything, compressible heads keep sinks and a window.
+
+Importing it registers the attention implementation ``rlkv_realloc`` with transformers.
+"""
+
+from rlkv.cache.attention import IMPLEMENTATION
+from rlkv.cache.plan import PREFILL_MODES, CacheSettings
+from rlkv.cache.reallocation import HeadReallocationCache
+
+__all__ = ["IMPLEMENTATION", "PREFILL_MODES", "CacheSettings", "HeadReallocationCache"]

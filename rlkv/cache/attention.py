@@ -1,0 +1,96 @@
+"""The attention implementation ``rlkv_realloc`` for transformers: one attention call per group of heads.
+
+It works with any decoder that goes through ``AttentionInterface``, with no patch of the model: the cache's
+``update`` returns the new states together with the cache's layer, the attention module hands them on untouched,
+and the mask function passes the 2D padding mask instead of a dense one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from rlkv.cache.layer import NewStates
+from rlkv.cache.plan import CacheState, CallPlan, read_padding
+
+IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
+# arguments of other attention variants that would change the result
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
+class AttentionCall:
+    """One forward call, as the mask function sees it; its layers share one :class:`CallPlan` per device."""
+
+    def __init__(self, attention_mask: torch.Tensor | None, start: int, length: int) -> None:
+        self.attention_mask, self.start, self.length = attention_mask, start, length
+        self._plans: dict[torch.device, CallPlan] = {}
+
+    def plan(self, state: CacheState, device: torch.device) -> CallPlan:
+        """The plan on ``device`` for the cache of ``state``, whose padding the first layer of the call notes."""
+        if not self._plans:
+            state.padding = read_padding(self.attention_mask, state.padding, self.start, self.length)
+        if device not in self._plans:
+            self._plans[device] = CallPlan(state.settings, self.start, self.length, state.padding, device)
+        return self._plans[device]
+
+
+def realloc_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> AttentionCall:
+    """The mask function: keeps the 2D mask ``[B, T]`` for the layers.
+
+    Raises:
+        ValueError: if the model asks for anything but a causal mask with padding.
+    """
+    if mask_function is not causal_mask_function:
+        raise ValueError(
+            f"{IMPLEMENTATION} serves causal decoders only: this model asks for another mask (sliding, chunked, packed "
+            "or with images)"
+        )
+    return AttentionCall(attention_mask, int(q_offset), q_length)
+
+
+def realloc_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function: query ``[B, H * G, n, D]`` -> ``([B, n, H * G, D], None)``.
+
+    Raises:
+        ValueError: if the call would bypass the allocation (no or another cache, a 4D mask, dropout).
+    """
+    if not isinstance(key, NewStates):
+        raise ValueError(
+            f"{IMPLEMENTATION} needs a HeadReallocationCache as past_key_values: call the model under "
+            "rlkv.compress(...), which provides it"
+        )
+    if not isinstance(attention_mask, AttentionCall):
+        raise ValueError(f"{IMPLEMENTATION} takes a 2D attention_mask [rows, tokens], not a prepared 4D one")
+    if dropout:
+        raise ValueError(f"{IMPLEMENTATION} is for inference: call model.eval() first")
+    given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if given:
+        raise ValueError(f"{IMPLEMENTATION} does not support attention with {', '.join(given)}")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    plan = attention_mask.plan(key.layer.state, query.device)
+    return key.layer.attend_and_store(query, key.states, value.states, plan, scale), None
+
+
+AttentionInterface.register(IMPLEMENTATION, realloc_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, realloc_mask)

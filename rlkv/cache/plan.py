@@ -1,0 +1,240 @@
+"""Where the tokens of one forward call go in the cache, and what each of them may see.
+
+Shapes: B rows, n tokens of this call, T tokens after it, S sinks, W window, R = S + W ring entries.
+A row's *position* counts its real tokens from 0; left padding has negative positions.  Position p lives in
+ring slot p if p < S, else in slot S + (p - S) mod W.  So the slots fill in order, an entry that leaves the
+window is the one that the newest token overwrites, no token is held twice, and a slot j of a row whose newest
+position is t is in use exactly if j <= t.  Keys are cached after RoPE: the order of the slots does not matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+PREFILL_MODES = ("full", "local")
+BLOCK = 512  # queries of a local prompt that attend in one go: its cost is linear in the prompt
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What the compressible heads keep: ``sink`` first and ``window`` last real tokens of each row.
+
+    Raises:
+        ValueError: if a size is out of range or ``prefill`` is unknown.
+    """
+
+    sink: int
+    window: int
+    prefill: str
+
+    def __post_init__(self) -> None:
+        if self.sink < 0:
+            raise ValueError(f"sink is {self.sink}: it must be 0 or more tokens")
+        if self.window < 1:
+            raise ValueError(f"window is {self.window}: it must be 1 or more tokens (the current one counts)")
+        if self.prefill not in PREFILL_MODES:
+            raise ValueError(f"unknown prefill {self.prefill!r}: choose one of {', '.join(PREFILL_MODES)}")
+
+    @property
+    def ring(self) -> int:
+        """Entries that a compressible head holds for one row: R = S + W."""
+        return self.sink + self.window
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Left padding of a batch: ``counts`` int64 [B], and the extremes as plain ints."""
+
+    counts: torch.Tensor
+    smallest: int
+    largest: int
+
+    @classmethod
+    def of(cls, counts: torch.Tensor) -> Padding | None:
+        """None if no row is padded."""
+        smallest, largest = (int(x) for x in torch.aminmax(counts))
+        return cls(counts, smallest, largest) if largest else None
+
+    def select(self, rows: torch.Tensor) -> Padding | None:
+        return Padding.of(self.counts.index_select(0, rows.to(self.counts.device)))
+
+    def to(self, device: torch.device) -> Padding:
+        return Padding(self.counts.to(device), self.smallest, self.largest)
+
+    def real(self, num_tokens: int) -> torch.Tensor:
+        """bool [B, num_tokens]: which columns are no padding."""
+        return torch.arange(num_tokens, device=self.counts.device) >= self.counts[:, None]
+
+
+def read_padding(attention_mask: torch.Tensor | None, known: Padding | None, start: int, length: int) -> Padding | None:
+    """The padding that a 2D mask ``[B, start + length]`` describes; ``known`` is that of the cache if start > 0.
+
+    Raises:
+        ValueError: if padding lies anywhere but at the start of the rows, or changes between two calls.
+    """
+    end = start + length
+    if attention_mask is None:
+        return known if start else None
+    if attention_mask.shape[-1] != end:
+        raise ValueError(
+            f"attention_mask has {attention_mask.shape[-1]} columns but the cache will hold {end} tokens: pass one "
+            "column for every token so far, cached and new"
+        )
+    if start and known is None:
+        padding, expected = None, None
+    else:
+        padding = known if start else Padding.of(end - attention_mask.sum(-1))
+        expected = padding.real(end) if padding is not None else None
+    fits = attention_mask.all() if expected is None else (attention_mask == expected.to(attention_mask.device)).all()
+    if not fits:
+        raise ValueError(
+            "attention_mask masks tokens that are not padding at the start of a row: this cache takes left padding "
+            "only, the same in every call (set tokenizer.padding_side = 'left')"
+        )
+    return padding
+
+
+@dataclass
+class CacheState:
+    """What the layers of one cache share; ``limit`` is the length at which generation ends, if known."""
+
+    settings: CacheSettings
+    limit: int | None = None
+    padding: Padding | None = None
+
+
+@dataclass(frozen=True)
+class RingWrite:
+    """Which of several new tokens each slot takes (``source`` int64 [B or 1, R]), if any (``fresh``, bool)."""
+
+    source: torch.Tensor
+    fresh: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens ``begin <= i < end`` of a call, attending to the R ring entries and to themselves."""
+
+    begin: int
+    end: int
+    mask: torch.Tensor  # bool [B or 1, 1, end - begin, R + end - begin]
+    write: RingWrite
+
+
+class CallPlan:
+    """Indices and masks that all layers of one forward call share; each is built once, when first asked for."""
+
+    def __init__(
+        self, settings: CacheSettings, start: int, length: int, padding: Padding | None, device: torch.device
+    ) -> None:
+        self.settings, self.start, self.length, self.end = settings, start, length, start + length
+        self.padding = padding.to(device) if padding is not None else None
+        self.device = device
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether all heads attend to the whole call in full, with nothing cached before it."""
+        return self.start == 0 and self.length > 1 and self.settings.prefill == "full"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a plain causal mask, which needs no tensor, is right for the full heads."""
+        return self.start == 0 and self.length > 1 and self.padding is None
+
+    @cached_property
+    def full_mask(self) -> torch.Tensor | None:
+        """What full heads see: bool ``[B or 1, 1, n, T]``, or None where nothing is to be hidden but by causality."""
+        if self.is_causal or (self.length == 1 and self.padding is None):
+            return None
+        if self.padding is None:
+            real = torch.ones(1, self.end, dtype=torch.bool, device=self.device)
+        else:
+            real = self.padding.real(self.end)
+        if self.length == 1:
+            return real[:, None, None, :]
+        columns = torch.arange(self.end, device=self.device)
+        queries = columns[self.start :, None]
+        # a padding query sees itself: a row of nothing but -inf would be NaN in some kernels
+        return ((real[:, None, :] & (columns <= queries)) | (columns == queries))[:, None]
+
+    # One token: written first, read after.
+
+    @cached_property
+    def ring_slot(self) -> int | torch.Tensor:
+        """Slot of the new token: one int, or int64 ``[B]`` where rows are padded differently."""
+        sink, window = self.settings.sink, self.settings.window
+        if self.padding is not None and self.padding.largest > self.padding.smallest:
+            position = (self.start - self.padding.counts).clamp(min=0)
+            return torch.where(position < sink, position, sink + (position - sink) % window)
+        position_of_all = max(0, self.start - self._least_padding)
+        return position_of_all if position_of_all < sink else sink + (position_of_all - sink) % window
+
+    @cached_property
+    def ring_view(self) -> int:
+        """How many slots are in use in the row that uses most."""
+        return min(self.settings.ring, max(1, self.end - self._least_padding))
+
+    @cached_property
+    def ring_mask(self) -> torch.Tensor | None:
+        """bool ``[B, 1, 1, ring_view]``, only while some row has empty slots."""
+        if self.padding is None or self.end - self.padding.largest >= self.ring_view:
+            return None
+        newest = (self.start - self.padding.counts).clamp(min=0)[:, None]
+        return (torch.arange(self.ring_view, device=self.device) <= newest)[:, None, None, :]
+
+    @property
+    def _least_padding(self) -> int:
+        return self.padding.smallest if self.padding is not None else 0
+
+    # Several tokens: read first (what was cached and the call's own tokens), written after.
+
+    @cached_property
+    def whole_write(self) -> RingWrite:
+        """The ring write of all tokens of the call at once."""
+        return self._write(self.start, self.end)
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The call in blocks.  With prefill "full" one block, in which queries see all earlier tokens of the call."""
+        step = self.length if self.settings.prefill == "full" else BLOCK
+        spans = [(begin, min(begin + step, self.end)) for begin in range(self.start, self.end, step)]
+        return [
+            Block(begin - self.start, end - self.start, self._block_mask(begin, end), self._write(begin, end))
+            for begin, end in spans
+        ]
+
+    @cached_property
+    def _counts(self) -> torch.Tensor:
+        """int64 ``[B or 1, 1]``: padding of each row."""
+        if self.padding is None:
+            return torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        return self.padding.counts[:, None]
+
+    def _block_mask(self, begin: int, end: int) -> torch.Tensor:
+        ring, sink, window = self.settings.ring, self.settings.sink, self.settings.window
+        query = torch.arange(begin, end, device=self.device) - self._counts
+        key = torch.cat([self._ring_positions(begin - self._counts), query], dim=1)[:, None, :]
+        query = query[:, :, None]
+        seen = (key < sink) | (key > query - window)
+        if self.settings.prefill == "full":
+            seen[:, :, ring:] = True
+        seen &= (key >= 0) & (key <= query)
+        # a padding query sees itself, as in full_mask
+        seen[:, :, ring:] |= torch.eye(end - begin, dtype=torch.bool, device=self.device)
+        return seen[:, None]
+
+    def _write(self, begin: int, end: int) -> RingWrite:
+        after = self._ring_positions(end - self._counts)
+        fresh = after >= (begin - self._counts).clamp(min=0)
+        return RingWrite((after + self._counts - begin).clamp(0, end - begin - 1), fresh)
+
+    def _ring_positions(self, held: torch.Tensor) -> torch.Tensor:
+        """int64 ``[B, R]``: the position in each slot once ``held`` ``[B, 1]`` tokens were cached; -1 if empty."""
+        slot = torch.arange(self.settings.ring, device=self.device)
+        newest = held - 1
+        in_window = newest - (newest - slot) % self.settings.window
+        position = torch.where(slot < self.settings.sink, slot, in_window)
+        return torch.where(slot <= newest, position, -1)

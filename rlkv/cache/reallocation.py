@@ -1,0 +1,127 @@
+"""HeadReallocationCache: the full KV cache for the heads that need it, S + W entries for all others."""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import Cache
+
+from rlkv.cache.layer import ReallocationLayer
+from rlkv.cache.plan import CacheSettings, CacheState
+
+
+class HeadReallocationCache(Cache):
+    """A transformers cache in which compressible heads hold a constant number of tokens.
+
+    It needs the attention implementation ``rlkv_realloc`` (``rlkv.compress`` sets both).
+
+    *Memory.*  With B rows, F full and C compressible heads over all layers, heads of D elements of e bytes, and
+    T tokens (left padding counts), the KV tensors hold exactly ::
+
+        nbytes      = 2 * B * D * e * (F * capacity + C * (S + W))
+        full_nbytes = 2 * B * D * e * (F + C) * T
+
+    where ``capacity = T`` if ``reserve=T`` was asked for, and otherwise is the length of the first call rounded
+    up to a multiple of 64, growing by an eighth (again rounded up to 64) whenever it is used up; ``limit``, the
+    length at which generation ends, cuts that headroom.  Copying is thereby O(1) per token on average.
+
+    *What a token sees.*  Full heads: everything before it.  Compressible heads, one token at a time: the first S
+    real tokens of its row and the last W, itself included.  Compressible heads in a call of several tokens (a
+    prompt, or a later chat turn on top of the cache): with ``prefill="local"`` the same; with ``prefill="full"``
+    additionally all earlier tokens of that same call, which is compressed when it has been read.  A first prompt
+    is then read in full by all heads, as in the published evaluation.
+
+    Rows may be padded on the left, the same in every call.  Beams are reordered; ``crop`` is refused.
+
+    Args:
+        full: bool ``[num_layers, num_kv_heads]``, True for full heads (``HeadAllocation.full``).
+        sink: S, real tokens at the start of each row that compressible heads keep.
+        window: W, last tokens that they keep; the current one counts.
+        prefill: ``"full"`` or ``"local"``.
+        reserve: tokens for which full heads get memory at once, exactly; 0: grow with the text.
+
+    Raises:
+        ValueError: for a malformed allocation, sizes out of range or an unknown ``prefill``.
+    """
+
+    def __init__(
+        self, full: torch.Tensor, sink: int = 16, window: int = 64, prefill: str = "full", reserve: int = 0
+    ) -> None:
+        full = torch.as_tensor(full)
+        if full.dtype != torch.bool or full.ndim != 2:
+            raise ValueError(f"full must be bool [layers, KV heads], got {full.dtype} {list(full.shape)}")
+        if reserve < 0:
+            raise ValueError(f"reserve is {reserve}: it must be 0 or more tokens")
+        self.state = CacheState(CacheSettings(sink, window, prefill))
+        self.full = full.cpu()
+        self._layers = [ReallocationLayer(heads, self.state, reserve) for heads in self.full]
+        super().__init__(layers=list(self._layers))
+
+    @property
+    def settings(self) -> CacheSettings:
+        """Sink, window and prefill mode."""
+        return self.state.settings
+
+    # memory
+
+    def nbytes(self) -> int:
+        """Bytes of KV held: all KV tensors as allocated, with the unused headroom of the growing buffers."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def used_nbytes(self) -> int:
+        """Bytes of the entries in use: ``nbytes()`` less headroom and empty ring slots."""
+        tokens, total = self.get_seq_length(), 0
+        for layer in self._allocated():
+            counts = self.state.padding.counts if self.state.padding is not None else torch.zeros(layer.batch_size)
+            in_ring = int((tokens - counts).clamp(0, self.settings.ring).sum())
+            entries = layer.num_full * layer.batch_size * tokens + layer.num_ring * in_ring
+            total += entries * layer.entry_nbytes()
+        return total
+
+    def full_nbytes(self) -> int:
+        """Bytes that the full cache would hold for the same tokens (as transformers' DynamicCache does)."""
+        tokens = self.get_seq_length()
+        return sum(layer.num_heads * layer.batch_size * tokens * layer.entry_nbytes() for layer in self._allocated())
+
+    def num_heads(self) -> tuple[int, int]:
+        """(full heads, compressible heads) over all layers."""
+        num_full = int(self.full.sum())
+        return num_full, self.full.numel() - num_full
+
+    def _allocated(self) -> list[ReallocationLayer]:
+        return [layer for layer in self._layers if layer.is_initialized]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [
+            tensor
+            for layer in self._allocated()
+            for tensor in (layer.full_keys, layer.full_values, layer.ring_keys, layer.ring_values)
+        ]
+
+    # rows
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows for beam search; ``beam_idx`` int64 ``[B]``."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices``, int64 ``[B']``."""
+        if self.state.padding is not None:
+            self.state.padding = self.state.padding.select(indices)
+        for layer in self._layers:
+            layer.select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times."""
+        layers = self._allocated()
+        if layers:
+            self.batch_select_indices(torch.arange(layers[0].batch_size).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused with ValueError for anything but 0: see :meth:`ReallocationLayer.crop`."""
+        for layer in self._layers:
+            layer.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens and the padding; memory is kept."""
+        self.state.padding = None
+        super().reset()

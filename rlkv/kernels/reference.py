@@ -1,0 +1,66 @@
+"""Plain fp32 reference of attention in which some KV heads see everything and others sinks and a window.
+
+Readable and slow: explicit masks, one head at a time, no cache.  The fast paths are tested against it.
+Shapes: B rows, T tokens, H KV heads, G query heads per KV head, D size of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def full_mask(real: torch.Tensor) -> torch.Tensor:
+    """What a full head sees: ``real`` bool ``[B, T]`` (False = padding) -> bool ``[B, T, T]`` (query, key)."""
+    order = torch.arange(real.shape[1])
+    return real[:, None, :] & (order[None, :] <= order[:, None])
+
+
+def local_mask(real: torch.Tensor, sink: int, window: int, call_start: torch.Tensor | None = None) -> torch.Tensor:
+    """What a compressible head sees: bool ``[B, T, T]`` (query, key).
+
+    Query i sees key j <= i if j is one of its row's first ``sink`` real tokens, if ``i - j < window``, or if
+    ``j >= call_start[i]``.
+
+    Args:
+        real: bool ``[B, T]``, False for padding.
+        call_start: int64 ``[T]``, for each query the first token of the forward call that it was part of, if all
+            heads read the tokens of one call in full; None: every token sees sinks and window only.
+    """
+    order = torch.arange(real.shape[1])
+    rank = real.cumsum(-1) - 1
+    seen = (rank < sink)[:, None, :] | (order[:, None] - order[None, :] < window)
+    if call_start is not None:
+        seen = seen | (order[None, :] >= call_start[:, None])
+    return seen & full_mask(real)
+
+
+def mixed_by_head_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    full_heads: torch.Tensor,
+    mask_of_full: torch.Tensor,
+    mask_of_local: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention in fp32, head by head.
+
+    Args:
+        query: ``[B, H * G, T, D]``; the query heads of one KV head are neighbours.
+        key: ``[B, H, T, D]``; value: ``[B, H, T, D]``.
+        full_heads: bool ``[H]``.
+        mask_of_full: bool ``[B, T, T]`` (query, key) of the full heads; ``mask_of_local`` of the others.
+
+    Returns:
+        ``[B, T, H * G, D]`` in the dtype of the query; zeros where a query sees nothing (padding).
+    """
+    group_size = query.shape[1] // key.shape[1]
+    outputs = []
+    for head in range(query.shape[1]):
+        kv_head = head // group_size
+        mask = mask_of_full if full_heads[kv_head] else mask_of_local
+        scores = query[:, head].float() @ key[:, kv_head].float().transpose(-1, -2) * scale
+        weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+        weights = weights.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+        outputs.append(weights @ value[:, kv_head].float())
+    return torch.stack(outputs, dim=2).to(query.dtype)
