@@ -1,0 +1,249 @@
+"""``with compress(model, gates, sparsity=0.5): model.generate(...)``: generation with a HeadReallocationCache.
+
+Two places of the *instance* are hooked and put back on exit: where ``generate`` prepares its cache, and the forward
+of the decoder (for plain ``model(...)`` calls).  The model class and its weights are left alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import GenerationMode
+
+from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
+from rlkv.models import ModelShape
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from rlkv.allocation import HeadAllocation
+    from rlkv.gates import HeadGates
+
+
+class CompressedSession:
+    """What ``with compress(...) as session`` gives.
+
+    ``allocation`` says which heads are full; ``cache`` is the cache of the latest call (None before the first),
+    with ``cache.nbytes()`` held against ``cache.full_nbytes()``.
+    """
+
+    def __init__(self, allocation: HeadAllocation, settings: CacheSettings) -> None:
+        self.allocation, self.settings = allocation, settings
+        self.cache: HeadReallocationCache | None = None
+
+    def new_cache(self, reserve: int = 0) -> HeadReallocationCache:
+        """An empty cache of this session's allocation and sizes; ``reserve`` as in :class:`HeadReallocationCache`."""
+        settings = self.settings
+        return HeadReallocationCache(
+            self.allocation.full, settings.sink, settings.window, settings.prefill, reserve=reserve
+        )
+
+    def check(self, cache: Any) -> HeadReallocationCache:
+        """``cache``, if it may be continued here.
+
+        Raises:
+            ValueError: if it is of another kind, allocation or size.
+        """
+        if not isinstance(cache, HeadReallocationCache):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}: under compress(...) leave it out, or pass session.cache "
+                "to go on with an earlier text"
+            )
+        if cache.settings != self.settings or not cache.full.equal(self.allocation.full.cpu()):
+            raise ValueError(
+                "past_key_values comes from a compress(...) with another allocation, sink, window or prefill: "
+                "start without it"
+            )
+        return cache
+
+
+def resolve_allocation(
+    model: PreTrainedModel,
+    gates: HeadGates | HeadAllocation | str | Path,
+    sparsity: float | None = None,
+    scope: str = "global",
+) -> HeadAllocation:
+    """The allocation for ``model`` from gates (or a file of them) and a sparsity, or the given allocation.
+
+    Raises:
+        ValueError: if it does not fit the model, or ``sparsity`` is missing or superfluous.
+    """
+    from rlkv.allocation import HeadAllocation
+    from rlkv.gates import HeadGates
+
+    if isinstance(gates, HeadAllocation):
+        if sparsity is not None:
+            raise ValueError("sparsity is given together with a HeadAllocation, which has its own: pass one of the two")
+        shape = ModelShape.from_config(model.config)
+        if tuple(gates.full.shape) != (shape.num_layers, shape.num_kv_heads):
+            raise ValueError(
+                f"the allocation is for {gates.full.shape[0]} layers x {gates.full.shape[1]} KV heads, but the model "
+                f"has {shape.num_layers} x {shape.num_kv_heads}"
+            )
+        return gates
+    if not isinstance(gates, HeadGates):
+        gates = HeadGates.load(gates)
+    if sparsity is None:
+        raise ValueError("sparsity is missing: pass the share of heads to compress, such as sparsity=0.5")
+    gates.check_model(model.config)
+    return HeadAllocation.from_gates(gates, sparsity, scope=scope)
+
+
+@contextmanager
+def compress(
+    model: PreTrainedModel,
+    gates: HeadGates | HeadAllocation | str | Path,
+    sparsity: float | None = None,
+    sink: int = 16,
+    window: int = 64,
+    prefill: str = "full",
+    scope: str = "global",
+) -> Iterator[CompressedSession]:
+    """Let ``model`` keep the full KV cache in the heads that need it, and ``sink + window`` tokens in all others.
+
+    Inside the context ``model.generate(...)`` and ``model(...)`` run with a :class:`HeadReallocationCache`: greedy,
+    sampled, beams, left-padded batches, and further turns with ``past_key_values=session.cache``.  On exit, also by
+    an exception, the model is as it was.  For inference only: no gradients flow through the cache.
+
+    Args:
+        model: a transformers causal LM in eval mode (or a PEFT model around one) whose layers all have full attention.
+        gates: ``HeadGates``, a gates file or folder, or a ready ``HeadAllocation``.
+        sparsity: share of all KV heads that is compressed; None with a ``HeadAllocation``.
+        sink: first real tokens of each row that a compressible head keeps.
+        window: last tokens that it keeps; the current one counts.
+        prefill: ``"full"``: all heads read a prompt in full and compress it afterwards; ``"local"``: compressible
+            heads read it through sinks and window too, as in training.
+        scope: ``"global"`` or ``"layer"``: where heads compete for staying full.
+
+    Yields:
+        CompressedSession: the allocation, and the cache of the latest call.
+
+    Raises:
+        ValueError: if gates and model do not belong together, if the model cannot be served in this way, if it is
+            compressed already, and inside the context for what would bypass the cache (static, quantized or other
+            caches, ``use_cache=False`` in generate, assisted generation, continuous batching).
+    """
+    base: Any = model
+    if hasattr(base, "get_base_model"):  # a PEFT model
+        base = base.get_base_model()
+    _check_model(base)
+    session = CompressedSession(
+        resolve_allocation(base, gates, sparsity, scope), CacheSettings(sink=sink, window=window, prefill=prefill)
+    )
+    with ExitStack() as undo:
+        _switch_attention(base, undo)
+        _replace(base, "_prepare_cache_for_generation", _cache_preparation(base, session), undo)
+        for name in ("generate_batch", "init_continuous_batching"):
+            if hasattr(base, name):
+                _replace(base, name, _refuse_continuous_batching, undo)
+        decoder = base.base_model
+        undo.callback(decoder.register_forward_pre_hook(_forward_hook(decoder, session), with_kwargs=True).remove)
+        yield session
+
+
+def _check_model(model: Any) -> None:
+    config = model.config
+    if config._attn_implementation == IMPLEMENTATION:
+        raise ValueError("this model is compressed already: leave the first compress(...) before entering another")
+    if any("rlkv_gate" in name for name, _ in model.named_parameters()):
+        raise ValueError("this model has trainable gates attached, which compress(...) would bypass: unload them first")
+    if config.is_encoder_decoder:
+        raise ValueError(f"{config.model_type} is an encoder-decoder: compress(...) serves decoders only")
+    # what transformers' own cache makes of each layer is the one description that all models share
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    if other:
+        raise ValueError(
+            f"{config.model_type} has layers without full attention (cached as {', '.join(other)}): compress(...) "
+            "serves models in which every layer has full attention"
+        )
+
+
+def _switch_attention(model: Any, undo: ExitStack) -> None:
+    before = model.config._attn_implementation
+    undo.callback(model.set_attn_implementation, before)
+    model.set_attn_implementation(IMPLEMENTATION)  # only warns if it cannot
+    decoder = model.base_model
+    if {model.config._attn_implementation, decoder.config._attn_implementation} != {IMPLEMENTATION}:
+        raise ValueError(
+            f"{type(model).__name__} does not let its attention implementation be set: compress(...) needs a model "
+            "that uses transformers' attention interface"
+        )
+
+
+def _replace(model: Any, name: str, function: Any, undo: ExitStack) -> None:
+    """Shadow a method on the instance; undone by removing the shadow, or by putting an earlier one back."""
+    if name in vars(model):
+        undo.callback(setattr, model, name, vars(model)[name])
+    else:
+        undo.callback(delattr, model, name)
+    setattr(model, name, function)
+
+
+def _cache_preparation(model: Any, session: CompressedSession) -> Any:
+    original = model._prepare_cache_for_generation
+
+    def prepare(
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        _check_generation(generation_config, generation_mode, session.settings)
+        given = model_kwargs.get("past_key_values")
+        session.cache = session.new_cache() if given is None else session.check(given)
+        session.cache.state.limit = max_cache_length
+        if given is None:
+            model_kwargs["past_key_values"] = session.cache
+            return None
+        return original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+
+    return prepare
+
+
+def _check_generation(generation_config: Any, mode: GenerationMode, settings: CacheSettings) -> None:
+    if generation_config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation={generation_config.cache_implementation!r} would replace the compressed cache: "
+            "leave it out under compress(...)"
+        )
+    if generation_config.use_cache is False:
+        raise ValueError("use_cache=False leaves nothing to compress: generate with the cache under compress(...)")
+    if mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
+        raise ValueError("assisted generation takes tokens back, which a compressed cache cannot: leave it out")
+    if generation_config.prefill_chunk_size is not None and settings.prefill == "full":
+        raise ValueError(
+            "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use prefill='local'"
+        )
+
+
+def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
+    raise ValueError("continuous batching brings its own paged cache: use model.generate under compress(...)")
+
+
+def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
+    names = list(inspect.signature(decoder.forward).parameters)
+
+    def give_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if module.training:
+            raise ValueError("compress(...) is for inference: call model.eval() first")
+        # all by keyword: transformers' wrappers around forward add keywords that must not meet positions
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given.get("past_key_values") is not None:
+            session.check(given["past_key_values"])
+        else:
+            given["past_key_values"] = cache = session.new_cache()
+            # without use_cache the tokens still go through a cache, which nobody keeps
+            if given.get("use_cache") is not False:
+                session.cache = cache
+        return (), given
+
+    return give_cache
