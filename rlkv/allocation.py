@@ -111,7 +111,7 @@ class HeadAllocation:
         total = num_layers * num_kv_heads
         compressible = total - num_full_heads(sparsity, total)
         full = torch.ones(num_layers, num_kv_heads, dtype=torch.bool)
-        seen = set()
+        seen: set[tuple[int, int]] = set()
         for layer, head in order:
             if not (0 <= layer < num_layers and 0 <= head < num_kv_heads):
                 raise ValueError(

@@ -106,15 +106,16 @@ class HeadGates:
 
     @property
     def name(self) -> str:
-        """The model's id, or where the gates were read from."""
-        return self.model.model_id if self.model else self.source
+        """The model's id, or else the last two parts of where the gates were read from."""
+        return self.model.model_id if self.model and self.model.model_id else "/".join(Path(self.source).parts[-2:])
 
     @classmethod
     def load(cls, path: str | Path) -> HeadGates:
         """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, or gates on the hub.
 
         A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else ``gates.safetensors``, else
-        ``gates.pt``, else its only ``.tsv``. The hub is reached by ``hf://owner/name`` (or ``owner/name`` where no such
+        ``gates.pt``, else its only ``.tsv``. A ``.tsv`` states no sizes: the defaults, those of the published runs,
+        stand, unless a DuoAttention ``config.json`` beside it has others. The hub is reached by ``hf://owner/name`` (or ``owner/name`` where no such
         local path exists), with a revision as ``hf://owner/name@revision``.
 
         Raises:

@@ -38,7 +38,7 @@ def fetch(address: str) -> Path:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "" if address.startswith(PREFIX) else "no such local file or folder, and "
         raise ValueError(
-            f"{address}: {where}the hub did not give it ({reason}), expected a gates file or folder, or the address "
-            "of a repository that holds gates: check the name and the network, or pass a local path"
+            f"{address}: {where}the hub did not give it ({reason}), expected a local gates file or folder, or a hub "
+            "repository that holds gates: check the name and the network"
         ) from error
     return Path(folder)
