@@ -116,6 +116,8 @@ def _decide_plainly(answer: str, candidate: str) -> bool | None:
         return True
     if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(candidate):
         return int(answer) == int(candidate)
+    if min(len(answer), len(candidate)) > 3 and answer.isalpha() and candidate.isalpha():
+        return answer.casefold() == candidate.casefold()  # as products of letters, anagrams would be equal
     return None
 
 
