@@ -1,0 +1,260 @@
+"""``rlkv-infer``: answer a prompt, a file of problems or a chat with a compressed KV cache."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlkv.cli_errors import run_app
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+NO_GATES = (
+    "--gates is missing: pass the gates file that says which heads need the whole past, such as "
+    "results/demo/gates.pt after `make demo`, or one trained by train/grpo_gates.py"
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A loaded engine and the facts that a batch run's settings and the summaries name."""
+
+    engine: Any
+    sampling: Any
+    template: str
+    settings: dict[str, Any]
+
+    def heads(self) -> str:
+        allocation = self.engine.allocation
+        return f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible"
+
+
+@app.command()
+def infer(
+    gates: Annotated[
+        str | None, typer.Option(help="Gates file or folder (gates.pt, .safetensors, .tsv, PEFT).")
+    ] = None,
+    sparsity: Annotated[float, typer.Option(help="Share of KV heads to compress, 0 to 1.")] = 0.5,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, hub id or 'tiny'; default: the one that the gates name.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Answer this and stop.")] = None,
+    input: Annotated[Path | None, typer.Option(help="JSONL with a field 'problem' (and 'answer') per line.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where the answers to --input go; a rerun resumes.")] = None,
+    template: Annotated[str, typer.Option(help="Prompt template: rlkv (as trained), boxed or plain.")] = "rlkv",
+    sink: Annotated[
+        int | None, typer.Option(help="First tokens that compressible heads keep; default: gates'.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Last tokens that they keep; default: gates'.")] = None,
+    prefill: Annotated[str, typer.Option(help="Prompts are read 'full' or, as in training, 'local'.")] = "full",
+    scope: Annotated[str, typer.Option(help="Heads compete in the whole model ('global') or per 'layer'.")] = "global",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Problems of --input that are decoded together.")] = 8,
+    compare_full: Annotated[bool, typer.Option("--compare-full", help="Decode with the full cache too.")] = False,
+) -> None:
+    """Generate with the full KV cache in the heads that need it and a small one in all others.
+
+    \b
+    One prompt, on the built-in model after `make demo`:
+      rlkv-infer --gates results/demo/gates.pt --sparsity 0.5 --prompt "a=7 . b=2 . c = b + a . find c ?"
+    A chat (end it with Ctrl-D, start over with /reset):
+      rlkv-infer --gates results/demo/gates.pt --sparsity 0.5
+    A file of problems, resumed where it stopped, with accuracy if they have answers:
+      rlkv-infer --gates gates.pt --sparsity 0.5 --input problems.jsonl --output answers.jsonl
+    The same against the full cache, side by side:
+      rlkv-infer --gates gates.pt --sparsity 0.5 --input problems.jsonl --output both.jsonl --compare-full
+    Another model, sampled:
+      rlkv-infer --gates gates.pt --model ./Qwen3-4B --prompt "..." --temperature 0.6 --top-p 0.95
+    """
+    if gates is None:
+        raise ValueError(NO_GATES)
+    if prompt is not None and (input or output):
+        raise ValueError("--prompt answers one text, --input and --output a file of them: pass one or the other")
+    if (input is None) != (output is None):
+        raise ValueError("--input and --output belong together: the problems, and where their answers go")
+    if prompt is not None and not prompt.strip():
+        raise ValueError("--prompt is empty: there is nothing to answer")
+    if compare_full and prompt is None and input is None:
+        raise ValueError("--compare-full needs --prompt or --input: a chat has one course only")
+    from rlkv.inference.batch import read_problems
+    from rlkv.rollout.base import SamplingParams
+
+    if input is not None:
+        read_problems(input)  # before the model is loaded
+    sampling = SamplingParams(max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    sizes = {"sink": sink, "window": window, "prefill": prefill}
+    setup = _load(gates, sparsity, scope, model, sizes, dtype, device, batch_size, sampling, template)
+    if prompt is not None:
+        _answer(setup, prompt, compare_full)
+    elif input is not None and output is not None:
+        _answer_file(setup, input, output, compare_full)
+    else:
+        _chat(setup)
+
+
+def _load(
+    gates_path: str,
+    sparsity: float,
+    scope: str,
+    model_name: str | None,
+    sizes: dict[str, Any],
+    dtype: str,
+    device: str,
+    batch_size: int,
+    sampling: Any,
+    template: str,
+) -> Setup:
+    """Everything that can be wrong is checked before the model is loaded, but what only the model tells."""
+    from rlkv.allocation import HeadAllocation
+    from rlkv.cache import CacheSettings
+    from rlkv.gates import HeadGates
+    from rlkv.prompts import fill_template
+
+    fill_template("", template)
+    gates = HeadGates.load(gates_path)
+    allocation = HeadAllocation.from_gates(gates, sparsity, scope=scope)
+    sizes = {
+        "sink": gates.deploy_sink if sizes["sink"] is None else sizes["sink"],
+        "window": gates.deploy_window if sizes["window"] is None else sizes["window"],
+        "prefill": sizes["prefill"],
+    }
+    CacheSettings(**sizes)
+    if model_name is None:
+        if gates.model is None:
+            raise ValueError(f"{gates_path} does not name its model: pass --model")
+        model_name = gates.model.model_id
+
+    from rlkv.inference.engine import InferenceEngine
+    from rlkv.models import load_model
+
+    model, tokenizer = load_model(model_name, dtype=dtype, device=device)
+    gates.check_model(model.config)
+    engine = InferenceEngine(model, tokenizer, allocation, batch_size=batch_size, **sizes)
+    settings = {
+        "model": model_name,
+        "allocation": hashlib.sha256(bytes(allocation.full.flatten().tolist())).hexdigest(),
+        "sparsity": sparsity,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+    }
+    return Setup(engine, sampling, template, settings)
+
+
+def _say(text: str) -> None:
+    """Facts go to stderr: stdout is the model's text alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _stream(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _answer(setup: Setup, prompt: str, compare_full: bool) -> None:
+    from rlkv.prompts import render_prompt
+
+    engine = setup.engine
+    ids = engine.encode(render_prompt(engine.tokenizer, prompt, setup.template))
+    reply = engine.reply(ids, setup.sampling, _stream)
+    print(flush=True)
+    if not compare_full:
+        _say(f"{reply.usage.summary()}, {setup.heads()}")
+        return
+    _say("--- full cache:")
+    full = engine.reply(ids, setup.sampling, _stream, full=True)
+    print(flush=True)
+    same = "the same tokens" if reply.completion == full.completion else "other tokens"
+    _say(f"compressed  {reply.usage.summary()}, {setup.heads()}")
+    _say(f"full cache  {full.usage.summary()}, {same}")
+
+
+def _answer_file(setup: Setup, input_path: Path, output_path: Path, compare_full: bool) -> None:
+    from rlkv.inference.batch import run_batches
+
+    with _progress() as on_progress:
+        report = run_batches(
+            setup.engine,
+            input_path,
+            output_path,
+            setup.sampling,
+            setup.settings,
+            template=setup.template,
+            compare_full=compare_full,
+            on_progress=on_progress,
+        )
+    earlier = f", {report.resumed} of them from an earlier run" if report.resumed else ""
+    _say(f"{len(report.rows)} answers in {output_path}{earlier}")
+    for name, usage, field in (("compressed", report.usage, ""), ("full cache", report.usage_full, "_full")):
+        if usage.tokens:
+            _say(f"{name}  {usage.summary()} (largest batch)" + ("" if field else f", {setup.heads()}"))
+        accuracy = report.accuracy("correct" + field)
+        if accuracy is not None:
+            _say(f"{name}  accuracy {accuracy:.4f} over {len(report.rows)} problems")
+
+
+@contextmanager
+def _progress() -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("problems"), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("decode", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _chat(setup: Setup) -> None:
+    from rlkv.inference.engine import Chat
+
+    chat = Chat(setup.engine, setup.sampling, setup.template)
+    _say("Chat: /reset starts over, Ctrl-D ends.")
+    while True:
+        try:
+            message = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if message == "/reset":
+            chat.reset()
+        elif message:
+            _chat_turn(setup, chat, message)
+
+
+def _chat_turn(setup: Setup, chat: Any, message: str) -> None:
+    restarted = chat.restarted
+    try:
+        reply = chat.say(message, _stream)
+    except ValueError as error:  # a text that became too long ends the turn, not the chat
+        _say(f"error: {error}")
+        return
+    except KeyboardInterrupt:
+        _say("\nstopped; this turn is forgotten")
+        return
+    print(flush=True)
+    note = ", the template rewrote the past: read anew" if chat.restarted > restarted else ""
+    _say(f"{reply.usage.summary()}, {setup.heads()}{note}")
+
+
+def main() -> None:
+    """Entry point of ``rlkv-infer``."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()

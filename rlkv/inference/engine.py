@@ -1,0 +1,240 @@
+"""Decoding under an allocation: single prompts with streamed text, chats that go on with their cache, batches.
+
+Every call also runs with transformers' own full cache on request, so that both can be compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from rlkv.allocation import HeadAllocation
+from rlkv.cache import HeadReallocationCache
+from rlkv.inference.compress import compress
+from rlkv.prompts import fill_template, render_prompt
+from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.rollout.hf import HFEngine
+
+OnText = Callable[[str], None]
+
+
+def cache_nbytes(cache: Cache) -> int:
+    """Bytes of KV that a cache holds, ours or transformers' own."""
+    if isinstance(cache, HeadReallocationCache):
+        return cache.nbytes()
+    layers: list[Any] = list(cache.layers)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one call cost.
+
+    ``kv_bytes`` is held by the cache at its end, ``kv_bytes_full`` what the full cache would hold for the same
+    tokens; ``seconds`` is wall time with the reading of the prompt.
+    """
+
+    tokens: int
+    seconds: float
+    kv_bytes: int
+    kv_bytes_full: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def __add__(self, other: Usage) -> Usage:
+        """Both calls: tokens and seconds add up, the bytes are those of the call that held more."""
+        larger = max(self, other, key=lambda usage: usage.kv_bytes_full)
+        return Usage(self.tokens + other.tokens, self.seconds + other.seconds, larger.kv_bytes, larger.kv_bytes_full)
+
+    def summary(self) -> str:
+        share = self.kv_bytes / self.kv_bytes_full if self.kv_bytes_full else 1.0
+        return (
+            f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, bytes of KV held / bytes the full cache "
+            f"would hold: {self.kv_bytes:,} / {self.kv_bytes_full:,} ({share:.1%})"
+        )
+
+
+NO_USAGE = Usage(0, 0.0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One completion, the cache that holds it (all but its last token), and what it cost."""
+
+    completion: Completion
+    cache: Cache
+    usage: Usage
+
+
+class _CallbackStreamer(TextStreamer):
+    """Hands finished words to a callback instead of printing them."""
+
+    def __init__(self, tokenizer: Any, on_text: OnText) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.on_text(text)
+
+
+class InferenceEngine(HFEngine):
+    """A model under an allocation, as a rollout engine and for single prompts.
+
+    Raises:
+        ValueError: as :func:`rlkv.compress`, at the first call.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        allocation: HeadAllocation,
+        sink: int = 16,
+        window: int = 64,
+        prefill: str = "full",
+        batch_size: int = 8,
+    ) -> None:
+        super().__init__(model, tokenizer, batch_size)
+        self.allocation = allocation
+        self.sizes: dict[str, Any] = {"sink": sink, "window": window, "prefill": prefill}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a rendered prompt; nothing is added to it."""
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def reply(
+        self,
+        ids: list[int],
+        sampling: SamplingParams,
+        on_text: OnText | None = None,
+        cache: Cache | None = None,
+        full: bool = False,
+    ) -> Reply:
+        """Complete ``ids`` (the whole text so far), on top of ``cache`` if given.
+
+        Args:
+            on_text: called with each piece of text as it is decoded.
+            full: decode with transformers' full cache instead, uncompressed.
+
+        Raises:
+            ValueError: if there is nothing to complete or the text exceeds the model's positions.
+        """
+        if not ids:
+            raise ValueError("the prompt is empty: there is nothing to complete")
+        if len(ids) + sampling.max_new_tokens > self.max_positions:
+            raise ValueError(
+                f"{len(ids)} tokens of prompt and max_new_tokens={sampling.max_new_tokens} exceed the model's "
+                f"{self.max_positions} positions: shorten the prompt or lower max_new_tokens"
+            )
+        input_ids = torch.tensor([ids], device=self.model.device)
+        generate: Any = self.model.generate
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        with self._caches(full) as new_cache, torch.no_grad(), torch.random.fork_rng(devices=devices):
+            torch.manual_seed(sampling.seed)
+            cache = cache if cache is not None else new_cache()
+            start = time.perf_counter()
+            output = generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                generation_config=self._generation_config(sampling),
+                past_key_values=cache,
+                streamer=_CallbackStreamer(self.tokenizer, on_text) if on_text else None,
+            )
+            completion = self._finish(output[0, len(ids) :].tolist())
+            seconds = time.perf_counter() - start
+        return Reply(completion, cache, self._usage(len(completion.token_ids), seconds, cache))
+
+    def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
+        """The completions of rendered ``prompts`` in their order; as :meth:`reply` for the rest."""
+        held: list[Cache] = []
+
+        def watch(module: Any, args: Any, output: Any) -> None:
+            held[:] = [output.past_key_values]
+
+        start = time.perf_counter()
+        handle = self.model.register_forward_hook(watch)
+        try:
+            with self._caches(full):
+                completions = self.generate(prompts, sampling)
+        finally:
+            handle.remove()
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        return completions, self._usage(tokens, time.perf_counter() - start, held[0])
+
+    @contextmanager
+    def _caches(self, full: bool) -> Iterator[Callable[[], Cache]]:
+        """Yields what makes a new cache; inside, the model decodes with this kind."""
+        if full:
+            yield lambda: DynamicCache(config=self.model.config)
+        else:
+            with compress(self.model, self.allocation, **self.sizes) as session:
+                yield session.new_cache
+
+    @staticmethod
+    def _usage(tokens: int, seconds: float, cache: Cache) -> Usage:
+        held = cache_nbytes(cache)
+        return Usage(tokens, seconds, held, cache.full_nbytes() if isinstance(cache, HeadReallocationCache) else held)
+
+
+class Chat:
+    """A conversation whose cache is kept from turn to turn.
+
+    A turn goes on with the cache where the rendered conversation begins with exactly the tokens that are cached.
+    Templates that rewrite the past (some cut earlier reasoning out) start a new cache instead, which ``restarted``
+    counts.
+    """
+
+    def __init__(self, engine: InferenceEngine, sampling: SamplingParams, template: str = "rlkv") -> None:
+        self.engine, self.sampling, self.template = engine, sampling, template
+        self.restarted = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.messages: list[dict[str, str]] = []
+        self._text = ""
+        self._ids: list[int] = []
+        self._cache: Cache | None = None
+
+    def say(self, message: str, on_text: OnText | None = None) -> Reply:
+        """The model's answer to ``message``.
+
+        Raises:
+            ValueError: as :meth:`InferenceEngine.reply`; the conversation is then as before.
+        """
+        text = self._render(message)
+        ids = self.engine.encode(text)
+        held = self._ids[: self._cache.get_seq_length()] if self._cache is not None else []
+        cache = self._cache
+        if ids[: len(held)] != held or len(ids) <= len(held):
+            cache = None
+        try:
+            reply = self.engine.reply(ids, self.sampling, on_text, cache)
+        except BaseException:
+            self._cache = None  # holds a part of an answer that the conversation does not have
+            raise
+        self.restarted += self._cache is not None and cache is None
+        self._cache, self._ids = reply.cache, ids + reply.completion.token_ids
+        self._text = text + reply.completion.text
+        self.messages += [
+            {"role": "user", "content": fill_template(message, self.template)},
+            {"role": "assistant", "content": reply.completion.text},
+        ]
+        return reply
+
+    def _render(self, message: str) -> str:
+        tokenizer: Any = self.engine.tokenizer
+        if not tokenizer.chat_template:
+            # a model without chat format goes on with the plain text
+            new = render_prompt(tokenizer, message, self.template)
+            return f"{self._text}\n\n{fill_template(message, self.template)}" if self._text else new
+        messages = [*self.messages, {"role": "user", "content": fill_template(message, self.template)}]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
