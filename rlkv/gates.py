@@ -115,8 +115,10 @@ class HeadGates:
 
         A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else ``gates.safetensors``, else
         ``gates.pt``, else its only ``.tsv``. A ``.tsv`` states no sizes: the defaults, those of the published runs,
-        stand, unless a DuoAttention ``config.json`` beside it has others. The hub is reached by ``hf://owner/name`` (or ``owner/name`` where no such
-        local path exists), with a revision as ``hf://owner/name@revision``.
+        stand, unless a DuoAttention ``config.json`` beside it has others.
+
+        The hub is reached by ``hf://owner/name``, or ``owner/name`` where no such local path exists; with a
+        revision: ``hf://owner/name@revision``.
 
         Raises:
             ValueError: one sentence with the file, what was found and what was expected.
