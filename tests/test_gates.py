@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_tiny_model
 from safetensors.torch import load_file, save_file
 
-from conftest import make_tiny_model
 from rlkv import gates_header
 from rlkv.gates import ROUNDING, HeadGates
 from rlkv.models import ModelShape
@@ -234,7 +234,7 @@ class Payload:
 def test_a_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "gates.pt"
-    for write in (lambda: path.write_bytes(pickle.dumps(Payload())), lambda: torch.save(Payload(), path)):
+    for write in (lambda: path.write_bytes(pickle.dumps(Payload(), protocol=2)), lambda: torch.save(Payload(), path)):
         write()
         with pytest.raises(ValueError, match="expected gates as HeadGates"):
             HeadGates.load(path)
