@@ -161,8 +161,7 @@ class ReallocationLayer(CacheLayerMixin):
         query = query.unflatten(1, (self.num_heads, -1))
         if plan.is_prompt:
             out = attend(query, key, value, plan.full_mask, plan.is_causal, scale)
-            self._append_full(key, value, plan)
-            self._write_ring(key, value, plan)
+            self.store(key, value, plan)
         elif self.num_ring == 0:
             out = self._attend_full(query, key, value, plan, scale)
         elif self.num_full == 0:
@@ -173,6 +172,16 @@ class ReallocationLayer(CacheLayerMixin):
             out = torch.cat([full, ring], dim=1).index_select(1, self.restore)
         self.length = plan.end
         return out.flatten(1, 2).transpose(1, 2).contiguous()
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, plan: CallPlan) -> None:
+        """Cache the states ``[B, H, n, D]`` of the call without attending to anything."""
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        self._append_full(key, value, plan)
+        if self.num_ring:
+            self._write_tokens(self.ring_keys, self._pick(key, self.ring_index), plan.whole_write)
+            self._write_tokens(self.ring_values, self._pick(value, self.ring_index), plan.whole_write)
+        self.length = plan.end
 
     def _attend_full(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallPlan, scale: float
@@ -218,11 +227,6 @@ class ReallocationLayer(CacheLayerMixin):
             new = old.new_empty(*old.shape[:2], self.capacity, old.shape[3])
             new.narrow(2, 0, self.length).copy_(old.narrow(2, 0, self.length))
             setattr(self, name, new)
-
-    def _write_ring(self, key: torch.Tensor, value: torch.Tensor, plan: CallPlan) -> None:
-        if self.num_ring:
-            self._write_tokens(self.ring_keys, self._pick(key, self.ring_index), plan.whole_write)
-            self._write_tokens(self.ring_values, self._pick(value, self.ring_index), plan.whole_write)
 
     @staticmethod
     def _write_token(ring: torch.Tensor, states: torch.Tensor, slot: int | torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from rlkv.cache.layer import ReallocationLayer
-from rlkv.cache.plan import CacheSettings, CacheState
+from rlkv.cache.plan import CacheSettings, CacheState, CallPlan
 
 
 class HeadReallocationCache(Cache):
@@ -60,6 +60,15 @@ class HeadReallocationCache(Cache):
     def settings(self) -> CacheSettings:
         """Sink, window and prefill mode."""
         return self.state.settings
+
+    def fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the same states ``[B, H, T, D]`` in every layer of an empty cache, as a prompt of T tokens would be.
+
+        For measurements: it spares the reading of a long prompt.
+        """
+        plan = CallPlan(self.settings, 0, key.shape[2], None, key.device)
+        for layer in self._layers:
+            layer.store(key, value, plan)
 
     # memory
 
