@@ -21,10 +21,10 @@ from rlkv.models import ModelShape
 if TYPE_CHECKING:
     from rlkv.gates import HeadGates
 
-PEFT_TYPE = "HEADGATE"
+PEFT_TYPE = "HEAD_GATE"  # of rlkv.training.head_gate, which imports peft
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-GATE_KEY = "base_model.model.model.layers.{layer}.self_attn.rlkv_gate"
+GATE_KEY = "base_model.model.model.layers.{layer}.self_attn.rlkv_gate.alpha"
 _LAYER = re.compile(r"\.layers\.(\d+)\..*\brlkv_gate\b")
 
 
@@ -84,6 +84,7 @@ def write_peft(folder: Path, gates: HeadGates) -> None:
     config = {
         "peft_type": PEFT_TYPE,
         "base_model_name_or_path": gates.model.model_id if gates.model else None,
+        "task_type": "CAUSAL_LM",
         "inference_mode": True,
         "sink": gates.sink,
         "window": gates.window,

@@ -327,7 +327,7 @@ def peft_folder(folder: Path, tensors: dict[str, torch.Tensor], **config: object
 
 
 def test_a_folder_written_by_peft_alone(tmp_path: Path) -> None:
-    keys = [f"base_model.model.model.layers.{i}.self_attn.rlkv_gate" for i in range(12)]
+    keys = [f"base_model.model.model.layers.{i}.self_attn.rlkv_gate.alpha" for i in range(12)]
     folder = peft_folder(tmp_path / "a", {key: torch.full((3,), i / 16) for i, key in enumerate(keys)})
     loaded = HeadGates.load(folder)
     assert loaded.alpha.tolist() == [[i / 16] * 3 for i in range(12)]  # by layer number, not by name
@@ -335,7 +335,7 @@ def test_a_folder_written_by_peft_alone(tmp_path: Path) -> None:
     assert (loaded.sink, loaded.window) == (4, 16)
 
 
-@pytest.mark.parametrize("key", ["self_attn.rlkv_gate.alpha", "self_attn.rlkv_gate.default", "attn.rlkv_gate"])
+@pytest.mark.parametrize("key", ["self_attn.rlkv_gate.alpha.default", "self_attn.rlkv_gate", "attn.rlkv_gate"])
 def test_key_variants(tmp_path: Path, key: str) -> None:
     folder = peft_folder(tmp_path / "a", {f"base_model.model.model.layers.0.{key}": torch.tensor([0.25, 0.5])})
     assert HeadGates.load(folder).alpha.tolist() == [[0.25, 0.5]]
@@ -367,8 +367,9 @@ def test_saved_folders_hold_one_tensor_per_layer(tmp_path: Path) -> None:
     gates = make_gates()
     gates.save(tmp_path / "adapter")
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert set(tensors) == {f"base_model.model.model.layers.{i}.self_attn.rlkv_gate" for i in range(4)}
-    assert torch.equal(tensors["base_model.model.model.layers.2.self_attn.rlkv_gate"], gates.alpha[2])
+    key = "base_model.model.model.layers.{}.self_attn.rlkv_gate.alpha"
+    assert set(tensors) == {key.format(i) for i in range(4)}
+    assert torch.equal(tensors[key.format(2)], gates.alpha[2])
 
 
 # The hub
