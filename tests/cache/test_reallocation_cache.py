@@ -12,8 +12,8 @@ from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.cache import plan as plan_module
 
 SINK, WINDOW = 3, 5
-# fp32 logits of magnitude ~10 that differ by the order of summation only
-TOLERANCE = 1e-4
+# fp32 logits up to 4 that differ by the order of summation only: 3e-6 was measured
+TOLERANCE = 2e-5
 MIXED = torch.tensor([[True, False, True, False], [False, False, False, False], [True, True, True, True]])
 
 
@@ -156,7 +156,7 @@ def test_the_full_cache_is_not_equal_to_the_compressed_one(realloc_model: PreTra
     ids = draw_ids(2, sum(calls))
     compressed = cached_logits(realloc_model, ids, HeadReallocationCache(MIXED, SINK, WINDOW), calls)
     whole = cached_logits(realloc_model, ids, HeadReallocationCache(torch.ones_like(MIXED)), calls)
-    assert (compressed - whole).abs().max() > 100 * TOLERANCE
+    assert (compressed - whole).abs().max() > 0.1
 
 
 def test_beam_search_equals_the_stock_beams_with_all_heads_full(tiny_model: PreTrainedModel) -> None:

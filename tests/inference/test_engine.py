@@ -1,0 +1,134 @@
+"""InferenceEngine and Chat on a random model with the built-in tokenizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import make_tiny_model
+
+from rlkv.allocation import HeadAllocation
+from rlkv.cache import HeadReallocationCache
+from rlkv.inference.engine import Chat, InferenceEngine, Usage
+from rlkv.prompts import render_prompt
+from rlkv.rollout.base import SamplingParams
+from rlkv.tiny.tokenizer import build_tokenizer
+
+GREEDY = SamplingParams(max_new_tokens=15)
+QUESTIONS = ["a=7 . find a ?", "b=2 . c=3 . d = b + c . find d ?", "e=1 . find e ?"]
+
+
+def make_engine(sparsity: float = 0.5, prefill: str = "local", batch_size: int = 8) -> InferenceEngine:
+    tokenizer = build_tokenizer()
+    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
+    allocation = HeadAllocation.random(3, 4, sparsity, seed=0)
+    return InferenceEngine(model, tokenizer, allocation, sink=2, window=6, prefill=prefill, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("prefill", ["full", "local"])
+def test_streamed_single_and_batched_replies_agree(prefill: str) -> None:
+    engine = make_engine(prefill=prefill)
+    prompts = [render_prompt(engine.tokenizer, question) for question in QUESTIONS]
+    batched, usage = engine.batch(prompts, GREEDY)
+    for prompt, completion in zip(prompts, batched, strict=True):
+        pieces: list[str] = []
+        assert engine.reply(engine.encode(prompt), GREEDY, pieces.append).completion == completion
+        assert "".join(pieces) == completion.text
+    assert usage.tokens == sum(len(c.token_ids) for c in batched)
+    assert 0 < usage.kv_bytes < usage.kv_bytes_full
+    assert engine.model.config._attn_implementation == "sdpa"
+
+
+def test_full_replies_are_the_stock_ones_with_the_stock_bytes() -> None:
+    engine = make_engine()
+    prompt = render_prompt(engine.tokenizer, QUESTIONS[1])
+    ids = engine.encode(prompt)
+    stock = engine.model.generate(torch.tensor([ids]), max_new_tokens=15, do_sample=False)
+    reply = engine.reply(ids, GREEDY, full=True)
+    batched, usage = engine.batch([prompt], GREEDY, full=True)
+    assert reply.completion.token_ids == stock[0, len(ids) :].tolist() == batched[0].token_ids
+    # K and V, layers, heads, tokens (the last one is not cached), floats of 4 bytes in vectors of 16
+    expected = 2 * 3 * 4 * (stock.shape[1] - 1) * 16 * 4
+    assert reply.usage.kv_bytes == reply.usage.kv_bytes_full == usage.kv_bytes == usage.kv_bytes_full == expected
+
+
+def test_chat_turns_on_the_cache_equal_reading_everything_anew() -> None:
+    engine = make_engine(prefill="local")
+    chat = Chat(engine, GREEDY)
+    caches = []
+    for question in QUESTIONS:
+        reply = chat.say(question)
+        caches.append(reply.cache)
+        ids = engine.encode(
+            engine.tokenizer.apply_chat_template(chat.messages[:-1], tokenize=False, add_generation_prompt=True)
+        )
+        assert engine.reply(ids, GREEDY).completion == reply.completion
+    assert caches[0] is caches[1] is caches[2]
+    assert isinstance(caches[0], HeadReallocationCache)
+    assert chat.restarted == 0
+    chat.reset()
+    assert chat.say(QUESTIONS[0]).cache is not caches[0]
+
+
+def test_a_template_that_rewrites_the_past_starts_a_new_cache() -> None:
+    engine = make_engine()
+    # as templates of reasoning models do, which cut earlier reasoning out
+    engine.tokenizer.chat_template = engine.tokenizer.chat_template.replace("{{ message['content'] }}<eos>", "<eos>")
+    chat = Chat(engine, GREEDY)
+    first, second = chat.say(QUESTIONS[0]), chat.say(QUESTIONS[1])
+    assert first.cache is not second.cache
+    assert chat.restarted == 1
+
+
+def test_chat_without_a_chat_template() -> None:
+    engine = make_engine()
+    engine.tokenizer.chat_template = None
+    chat = Chat(engine, GREEDY, template="plain")
+    first, second = chat.say(QUESTIONS[0]), chat.say(QUESTIONS[1])
+    assert second.usage.kv_bytes_full > first.usage.kv_bytes_full
+
+
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    chat = Chat(engine, GREEDY)
+    chat.say(QUESTIONS[0])
+    messages = list(chat.messages)
+    with pytest.raises(ValueError, match="exceed the model's 512 positions"):
+        chat.say("a=7 . " * 300)
+    assert chat.messages == messages
+
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.say(QUESTIONS[1], interrupt)
+    assert chat.messages == messages
+    assert engine.model.config._attn_implementation == "sdpa"
+    again = chat.say(QUESTIONS[1])
+    other = Chat(engine, GREEDY)
+    other.say(QUESTIONS[0])
+    assert again.completion == other.say(QUESTIONS[1]).completion
+
+
+def test_seeds_fix_samples_and_leave_the_global_state_alone() -> None:
+    engine = make_engine()
+    ids = engine.encode(render_prompt(engine.tokenizer, QUESTIONS[0]))
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one, two, three = (
+        engine.reply(ids, SamplingParams(15, temperature=1.0, seed=seed)).completion for seed in (1, 1, 2)
+    )
+    assert one == two != three
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_empty_prompt() -> None:
+    with pytest.raises(ValueError, match="prompt is empty"):
+        make_engine().reply([], GREEDY)
+
+
+def test_usages_add_up() -> None:
+    total = Usage(10, 2.0, 100, 400) + Usage(20, 3.0, 150, 300)
+    assert (total.tokens, total.seconds, total.kv_bytes, total.kv_bytes_full) == (30, 5.0, 100, 400)
+    assert total.tokens_per_second == 6.0
+    assert "100 / 400 (25.0%)" in total.summary()
