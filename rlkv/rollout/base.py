@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Completion:
 
 class RolloutEngine(Protocol):
     """Decodes rendered prompts (see :func:`rlkv.prompts.render_prompt`); no special tokens are added to them."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer whose chat template renders the prompts."""
+        ...
 
     @property
     def max_positions(self) -> int:

@@ -1,0 +1,1 @@
+"""Problems with known answers, and the curriculum of those that a model already solves."""

@@ -1,0 +1,145 @@
+"""Problems with their answers: DeepScaleR from the hub, a local file of the same fields, or fresh tiny problems."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlkv.extras import require
+
+HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
+TINY = "tiny"
+SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem; ``answer`` and ``solution`` (a reference solution) are empty where the data set has none."""
+
+    problem: str
+    answer: str
+    solution: str = ""
+
+
+def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: int | None = None) -> list[Problem]:
+    """All problems of ``source``, in its order, at most ``limit``.
+
+    ``source`` is ``tiny`` (``num_problems`` fresh ones drawn with ``seed``), a local ``.jsonl`` or ``.parquet``
+    file with the fields problem, answer and perhaps solution, or the id of a hub data set.
+
+    Raises:
+        ValueError: if the source is absent or unreachable, or a row of it is broken (names file and row).
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    if source == TINY:
+        from rlkv.tiny.task import problems
+
+        loaded = [Problem(p["problem"], p["answer"]) for p in problems(num_problems, seed)]
+    else:
+        loaded = [parse_problem(row, where) for where, row in read_rows(source)]
+    if not loaded:
+        raise ValueError(f"{source} holds no problems")
+    return loaded[:limit]
+
+
+def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """``(where, row)`` of a local JSONL or Parquet file or a hub data set; ``where`` names file and row.
+
+    Raises:
+        ValueError: as :func:`load_problems`.
+    """
+    path = Path(source).expanduser()
+    if path.suffix not in SUFFIXES and not path.exists():
+        yield from _hub_rows(source)
+    elif not path.is_file():
+        raise ValueError(f"{source} does not exist: pass a .jsonl or .parquet file, or a data set of the hub")
+    elif path.suffix == ".jsonl":
+        yield from _jsonl_rows(path)
+    elif path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    else:
+        raise ValueError(f"{source} is neither .jsonl nor .parquet: convert it, one problem a row")
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{where} is a {type(row).__name__}: expected an object with problem and answer")
+            yield where, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    parquet = require("pyarrow.parquet", "train")
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
+    yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _hub_rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    datasets = require("datasets", "train")
+    if not os.environ.get("HF_HUB_OFFLINE"):  # then the local cache of the hub is all that is asked for
+        _check_hub(name)
+    try:
+        rows = datasets.load_dataset(name, split="train")
+    except (OSError, ValueError) as error:
+        raise ValueError(_unreachable(name, error)) from None
+    yield from ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _check_hub(name: str) -> None:
+    """Fail within seconds where there is no network: the hub's client retries for half a minute."""
+    hub = require("huggingface_hub", "train")
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=10)
+    except Exception as error:  # whatever the installed HTTP client raises
+        raise ValueError(_unreachable(name, error)) from None
+
+
+def _unreachable(name: str, error: Exception) -> str:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return (
+        f"cannot load data set {name!r} from the hub ({reason}): pass a local file with --input FILE.jsonl (or "
+        ".parquet) and a local model with --model FOLDER, or take the built-in model and its problems with --model tiny"
+    )
+
+
+def parse_problem(row: dict[str, Any], where: str) -> Problem:
+    """One row as a problem; numbers are taken as text, a null answer or solution as an empty one.
+
+    Raises:
+        ValueError: if a field is absent or of another type, or the problem is empty; names ``where``.
+    """
+    problem = text_field(row, "problem", where)
+    if not problem.strip():
+        raise ValueError(f"{where}: field 'problem' is empty")
+    solution = text_field(row, "solution", where) if "solution" in row else ""
+    return Problem(problem, text_field(row, "answer", where), solution)
+
+
+def text_field(row: dict[str, Any], name: str, where: str) -> str:
+    """The field as text (a number as its digits, null as nothing); a ValueError that names ``where`` otherwise."""
+    if name not in row:
+        raise ValueError(f"{where} has no field {name!r}: it has {', '.join(sorted(map(str, row))) or 'none'}")
+    value = row[name]
+    if value is None:
+        return ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: field {name!r} is a {type(value).__name__}, expected text")
+    return value
