@@ -28,7 +28,7 @@ class CountingProgress:
         self.done = self.resumed = 0
         columns = [
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(16),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
         ]

@@ -88,7 +88,7 @@ def run_shard(
             (i, problems[i]) for i in shard_indices(len(problems), shard, num_shards) if i not in writer.done
         ]
         unanswerable = [i for i, problem in open_problems if not problem.answer.strip()]
-        records = [{"index": i, "status": NO_ANSWER} for i in unanswerable]
+        records: list[dict[str, Any]] = [{"index": i, "status": NO_ANSWER} for i in unanswerable]
         outputs: list[tuple[int, Output]] = []
 
         def flush() -> None:

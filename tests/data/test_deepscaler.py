@@ -1,0 +1,86 @@
+"""Loading problems: the same from every kind of source, and errors that name file and row."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rlkv.data.deepscaler import Problem, load_problems
+from rlkv.tiny.task import problems
+
+ROWS = [
+    {"problem": "1+1?", "answer": "2", "solution": r"\boxed{2}"},
+    {"problem": "2+2?", "answer": 4, "solution": None},
+    {"problem": "no answer known", "answer": None, "extra": 1},
+]
+LOADED = [Problem("1+1?", "2", r"\boxed{2}"), Problem("2+2?", "4"), Problem("no answer known", "")]
+
+
+def write_jsonl(path: Path, rows: list) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    return str(path)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    assert load_problems(source) == LOADED
+    assert load_problems(source, limit=2) == LOADED[:2]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    rows = [{**row, "answer": None if row["answer"] is None else str(row["answer"])} for row in ROWS]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    assert load_problems(str(tmp_path / "p.parquet")) == LOADED
+
+
+def test_tiny() -> None:
+    loaded = load_problems("tiny", num_problems=7, seed=3)
+    assert [{"problem": p.problem, "answer": p.answer} for p in loaded] == problems(7, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"problem": "a", "answer": "1"}', "{nonsense"], "line 2 is not JSON"),
+        (['{"problem": "a", "answer": "1"}', "[1]"], "line 2 is a list"),
+        (['{"question": "a", "answer": "1"}'], "line 1 has no field 'problem': it has answer, question"),
+        (['{"problem": "a"}'], "line 1 has no field 'answer'"),
+        (['{"problem": "a", "answer": ["1"]}'], "line 1: field 'answer' is a list"),
+        (['{"problem": " ", "answer": "1"}'], "line 1: field 'problem' is empty"),
+        ([], "holds no problems"),
+    ],
+)
+def test_broken_rows_name_file_and_line(tmp_path: Path, lines: list[str], message: str) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=message) as raised:
+        load_problems(str(path))
+    assert "broken.jsonl" in str(raised.value)
+
+
+def test_other_broken_sources(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"absent\.jsonl does not exist"):
+        load_problems(str(tmp_path / "absent.jsonl"))
+    (tmp_path / "p.csv").write_text("a")
+    with pytest.raises(ValueError, match=r"neither \.jsonl nor \.parquet"):
+        load_problems(str(tmp_path / "p.csv"))
+    (tmp_path / "p.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match=r"p\.parquet is not a readable Parquet file"):
+        load_problems(str(tmp_path / "p.parquet"))
+    with pytest.raises(ValueError, match="limit must be at least 1"):
+        load_problems("tiny", limit=0)
+
+
+def test_no_network_names_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    class Unplugged:
+        def head(self, *args: object, **kwargs: object) -> None:
+            raise ConnectionError("no route")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "get_session", Unplugged)
+    with pytest.raises(ValueError, match=r"no route.*--input FILE\.jsonl.*--model FOLDER.*--model tiny"):
+        load_problems("agentica-org/DeepScaleR-Preview-Dataset")
