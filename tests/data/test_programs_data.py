@@ -2,8 +2,10 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,34 +25,55 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
-    command = [sys.executable, str(ROOT / program), *arguments]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    stdout: str
+    stderr: str
 
 
-def test_filter_program(tmp_path: Path, model_folder: str) -> None:
+class Runner:
+    """Starts a program in this process, as ``python program arguments`` would; importing torch anew costs seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, program: str, *arguments: str) -> Ended:
+        self.monkeypatch.setattr(sys, "argv", [program, *arguments])
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+        return Ended(ended.value.code, *self.capsys.readouterr())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(monkeypatch, capsys)
+
+
+def test_filter_program(run: Runner, tmp_path: Path, model_folder: str) -> None:
     options = ["--model", model_folder, "--input", "tiny", "--num-problems", "6", "--output-dir", str(tmp_path / "out")]
     options += ["--max-new-tokens", "8", "--max-length", "250", "--buckets", "0-4:3,4-8:3"]
     first = run("data_prep/filter_deepscaler.py", *options, "--shard", "0/2")
-    assert first.returncode == 0, first.stderr
+    assert first.code == 0, first.stderr
     assert "Shard 0/2 is complete. Not complete yet: 1/2 (3 problems)" in first.stdout
     second = run("data_prep/filter_deepscaler.py", *options, "--shard", "1/2")
-    assert second.returncode == 0, second.stderr
+    assert second.code == 0, second.stderr
     assert "None of the 6 problems was solved" in second.stdout
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["loaded"] == 6
     assert report["versions"]["torch"]
     third = run("data_prep/filter_deepscaler.py", *options, "--shard", "1/2", "--max-new-tokens", "9")
-    assert third.returncode == 2
+    assert third.code == 2
     assert "max_new_tokens was 8, is now 9" in third.stderr
 
 
 def test_filter_program_without_a_network_says_what_to_do() -> None:
-    # a port that nothing listens on: the same with and without a network
-    done = run("data_prep/filter_deepscaler.py", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
+    # a port that nothing listens on: the same with and without a network; a process of its own, as users start it
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}
+    command = [sys.executable, "data_prep/filter_deepscaler.py"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=250)
     assert done.returncode == 2
-    assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line]
     assert line.startswith("error: cannot load data set 'agentica-org/DeepScaleR-Preview-Dataset'")
     for flag in ("--input FILE.jsonl", "--model FOLDER", "--model tiny"):
@@ -66,26 +89,26 @@ def test_filter_program_without_a_network_says_what_to_do() -> None:
         (["--input", "absent.jsonl"], "absent.jsonl does not exist"),
     ],
 )
-def test_filter_program_errors(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_filter_program_errors(run: Runner, tmp_path: Path, arguments: list[str], message: str) -> None:
     done = run("data_prep/filter_deepscaler.py", "--model", "tiny", "--output-dir", str(tmp_path), *arguments)
-    assert done.returncode == 2
+    assert done.code == 2
     assert "Traceback" not in done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_sample_program(tmp_path: Path, model_folder: str) -> None:
+def test_sample_program(run: Runner, tmp_path: Path, model_folder: str) -> None:
     output = tmp_path / "new" / "samples.jsonl"
     options = ["--model", model_folder, "--num-problems", "3", "--samples", "2", "--max-new-tokens", "6"]
     options += ["--temperature", "1.0", "--output", str(output)]
     done = run("rollout/sample.py", *options)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert sorted((r["index"], r["sample"]) for r in rows) == [(i, s) for i in range(3) for s in range(2)]
     for row in rows:
         assert 1 <= row["output_tokens"] <= 6
         assert row["correct"] is False
     again = run("rollout/sample.py", *options)
-    assert again.returncode == 2
+    assert again.code == 2
     assert "exists: name another --output" in again.stderr
     assert len(output.read_text().splitlines()) == 6
