@@ -1,0 +1,159 @@
+"""The two branches of mixed attention: full and local, in the form that is cheapest for the call at hand.
+
+Shapes: B rows, H KV heads, G query heads per KV head, Q queries, K keys, D size of a head, S sinks, W window.
+Every function takes query ``[B, H * G, Q, D]``, key and value ``[B, H, K, D]`` and returns ``[B, H * G, Q, D]``.
+Rows of padding hold finite values without meaning.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlkv.attention.call import AttentionCall, local_rule
+
+MIN_BLOCK = 64  # queries per block of the banded form; below it the matrix products are too small to be fast
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The plain form: ``mask`` is bool ``[B, 1, Q, K]``."""
+    groups = query.shape[1] // key.shape[1]
+    if query.shape[2] == 1:  # one query: the group takes the place of the queries, and no key is copied per head
+        grouped = query.reshape(*key.shape[:2], groups, query.shape[-1])
+        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).view_as(query)
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+def full_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float) -> Tensor:
+    """Causal attention over everything; without left padding no mask is needed at all."""
+    rows = call.rows(query.device)
+    if call.q_length == 1 and not rows.left and not rows.right:
+        grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])
+        return F.scaled_dot_product_attention(grouped, key, value, scale=scale).view_as(query)
+    if call.q_length == call.kv_length and not rows.left:
+        # padding on the right is later than every real token, which therefore never sees it
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return dense_attention(query, key, value, call.dense_local_mask(call.kv_length, 0, query.device), scale)
+
+
+def local_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, sink: int, window: int, scale: float
+) -> Tensor:
+    """Attention over each row's first ``sink`` tokens and the last ``window`` tokens of every query."""
+    rows = call.rows(query.device)
+    if call.q_length == 1 and not rows.right:
+        if call.kv_length > sink + window:
+            return decode_local_attention(query, key, value, call, sink, window, scale)
+    elif call.q_length == call.kv_length:
+        if query.device.type == "cuda":
+            return flex_local_attention(query, key, value, call, sink, window, scale)
+        if call.kv_length > sink + window + 2 * MIN_BLOCK:
+            return banded_local_attention(query, key, value, call, sink, window, scale)
+    return dense_attention(query, key, value, call.dense_local_mask(sink, window, query.device), scale)
+
+
+def _take_sinks(states: Tensor, position_BS: Tensor | None, sink: int) -> Tensor:
+    """The entries at ``position_BS`` int64 ``[B, S]`` (None: the first ``sink``): ``[B, H, S, D]``."""
+    if position_BS is None:
+        return states[:, :, :sink]
+    index = position_BS[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[-1])
+    return states.gather(2, index)
+
+
+def decode_local_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, sink: int, window: int, scale: float
+) -> Tensor:
+    """One query per row, no padding on the right: reads S + W keys instead of all K (K > S + W)."""
+    rows = call.rows(query.device)
+    start = call.kv_length - window
+
+    def make() -> tuple[Tensor | None, Tensor | None]:
+        if not rows.left:
+            return None, None
+        position_BS = rows.first[:, None] + torch.arange(sink, device=query.device)
+        is_old = position_BS < start  # the others lie in the window already
+        recent = torch.arange(start, call.kv_length, device=query.device) >= rows.first[:, None]
+        mask = torch.cat([is_old, recent], dim=1)[:, None, None, :]
+        return position_BS.clamp(max=call.kv_length - 1), mask
+
+    position_BS, mask = call.once(("decode", sink, window, query.device), make)
+
+    def kept(states: Tensor) -> Tensor:
+        return torch.cat([_take_sinks(states, position_BS, sink), states[:, :, start:]], dim=2)
+
+    grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])
+    mixed = F.scaled_dot_product_attention(grouped, kept(key), kept(value), attn_mask=mask, scale=scale)
+    return mixed.view_as(query)
+
+
+def banded_local_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, sink: int, window: int, scale: float
+) -> Tensor:
+    """Blocks of C queries, each over the sinks, the W keys before the block and its own C keys: T * (S + W + C)."""
+    batch, kv_heads, length, size = key.shape
+    groups = query.shape[1] // kv_heads
+    block = max(window, MIN_BLOCK)
+    blocks = -(-length // block)
+    extra = blocks * block - length
+    rows = call.rows(query.device)
+
+    def make() -> tuple[Tensor | None, Tensor]:
+        device = query.device
+        order = torch.arange(blocks * block, device=device).view(blocks, block)
+        starts = order[:, :1]
+        # positions of the keys of a block: W before it, then its own; the sinks come first, per row
+        position_NJ = torch.cat([starts + torch.arange(-window, 0, device=device), order], dim=1)
+        row = torch.arange(batch, device=device)[:, None, None, None]
+        position_BS = rows.first[:, None] + torch.arange(sink, device=device)
+        sinks = position_BS[:, None, None, :]
+        queries = order[None, :, :, None]
+        older = (sinks <= queries - window) & (sinks < rows.end[:, None, None, None])
+        # sink = 0: the band proper; sinks beyond the window are the part above
+        band = local_rule(rows, 0, window)(row, None, queries, position_NJ[None, :, None, :])
+        mask = torch.cat([older, band], dim=3)  # [B, blocks, C, S + W + C]
+        mask = mask.flatten(0, 1)[:, None].repeat(1, 1, groups, 1)
+        return (position_BS.clamp(max=length - 1) if rows.left else None), mask
+
+    position_BS, mask = call.once(("band", sink, window, groups, query.device), make)
+
+    def keys_of_blocks(states: Tensor) -> Tensor:
+        own = F.pad(states, (0, 0, 0, extra)).view(batch, kv_heads, blocks, block, size)
+        before = F.pad(own[:, :, :-1, block - window :], (0, 0, 0, 0, 1, 0))
+        sinks = _take_sinks(states, position_BS, sink)[:, :, None].expand(-1, -1, blocks, -1, -1)
+        return torch.cat([sinks, before, own], dim=3).transpose(1, 2).flatten(0, 1)
+
+    padded = F.pad(query, (0, 0, 0, extra)).view(batch, kv_heads, groups, blocks, block, size)
+    grouped = padded.permute(0, 3, 1, 2, 4, 5).reshape(batch * blocks, kv_heads, groups * block, size)
+    out = F.scaled_dot_product_attention(
+        grouped, keys_of_blocks(key), keys_of_blocks(value), attn_mask=mask, scale=scale
+    )
+    out = out.view(batch, blocks, kv_heads, groups, block, size).permute(0, 2, 3, 1, 4, 5)
+    return out.reshape(batch, kv_heads * groups, blocks * block, size)[:, :, :length]
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def flex_local_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, sink: int, window: int, scale: float
+) -> Tensor:
+    """FlexAttention with a block mask: no dense mask, which would take ~256 MB a row at 8k tokens."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def make() -> Any:
+        rule = local_rule(call.rows(query.device), sink, window)
+        return create_block_mask(rule, call.batch_size, None, call.q_length, call.kv_length, device=query.device)
+
+    block_mask = call.once(("flex", sink, window, query.device), make)
+    # compiled on a GPU; eager (dense, slow) elsewhere, where only the tests use it
+    attend = _compiled_flex() if query.device.type == "cuda" else flex_attention
+    return attend(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=True)

@@ -1,0 +1,163 @@
+"""What the layers of one forward call share: where each row's tokens lie, and the masks made from that.
+
+The mask function of transformers runs once per forward call, decode steps included, and whatever it returns reaches
+the attention function untouched.  It returns an :class:`AttentionCall`; masks are made when the first layer asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+
+class Rows:
+    """The real tokens of every row: positions ``first <= k < end`` of K, without holes.
+
+    Shapes: B rows, K key positions.  ``first`` and ``end`` are int64 ``[B]``; ``left`` and ``right`` say whether any
+    row is padded on that side.
+    """
+
+    def __init__(self, padding_BK: Tensor | None, batch_size: int, kv_length: int, device: torch.device) -> None:
+        """``padding_BK`` is bool, True for real tokens; None means no padding.
+
+        Raises:
+            ValueError: if a row has padding between its tokens, or the mask does not cover all keys.
+        """
+        if padding_BK is not None and padding_BK.shape != (batch_size, kv_length):
+            raise ValueError(
+                f"the attention_mask has shape {tuple(padding_BK.shape)}, but the call has {batch_size} rows of "
+                f"{kv_length} tokens, those in the cache included: pass one entry per token"
+            )
+        self.kv_length = kv_length
+        if padding_BK is None or bool(padding_BK.all()):
+            self.first = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            self.end = torch.full_like(self.first, kv_length)
+            self.left = self.right = False
+            return
+        order = torch.arange(kv_length, device=device)
+        self.first = padding_BK.int().argmax(-1)
+        self.end = self.first + padding_BK.sum(-1)
+        solid = (order >= self.first[:, None]) & (order < self.end[:, None])
+        if not bool((solid == padding_BK).all()):
+            raise ValueError(
+                "the attention_mask has padding between the tokens of a row: gated attention takes padding on the "
+                "left and on the right of a row only"
+            )
+        self.left, self.right = bool(self.first.any()), bool((self.end < kv_length).any())
+
+
+def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, Any], Any]:
+    """The mask of local attention as a function of (row, head, query position, key position).
+
+    True for the row's first ``sink`` real tokens and for the last ``window`` tokens, the query's own included, never
+    for a later token or padding.  A padding query sees itself, so that its softmax is defined.  It takes integers or
+    tensors that broadcast: FlexAttention and the dense mask share it.
+    """
+    first, end = rows.first, rows.end
+
+    def visible(row: Any, head: Any, query: Any, key: Any) -> Any:
+        near = query - key < window
+        is_sink = key < first[row] + sink
+        real = (key >= first[row]) & (key < end[row])
+        return ((key <= query) & (near | is_sink) & real) | (key == query)
+
+    return visible
+
+
+class AttentionCall:
+    """One forward call: ``q_length`` queries that start at position ``q_offset``, over ``kv_length`` keys.
+
+    ``sink`` and ``window`` are no part of it: they come from each layer's gate, so that models (and adapters) with
+    different sizes live side by side; what is made from them is kept per pair of sizes.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int,
+        padding_BK: Tensor | None,
+        causal: bool,
+        stock_mask: Callable[[], Tensor | None],
+    ) -> None:
+        self.batch_size, self.q_length, self.kv_length, self.q_offset = batch_size, q_length, kv_length, q_offset
+        self.causal = causal
+        self._padding_BK = padding_BK
+        self._stock_mask = stock_mask
+        self._made: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """``make()``, computed by the first layer that asks for ``key`` and shared by the others."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def stock_mask(self) -> Tensor | None:
+        """The mask that the implementation ``sdpa`` gets: bool ``[B, 1, Q, K]``, or None for plain causal."""
+        return self.once("stock", self._stock_mask)
+
+    def rows(self, device: torch.device) -> Rows:
+        """Where each row's real tokens lie, on ``device``."""
+
+        def make() -> Rows:
+            padding = None if self._padding_BK is None else self._padding_BK.to(device)
+            return Rows(padding, self.batch_size, self.kv_length, device)
+
+        return self.once(("rows", device), make)
+
+    def dense_local_mask(self, sink: int, window: int, device: torch.device) -> Tensor:
+        """Bool ``[B, 1, Q, K]``: the plain form of local attention, which the fast forms are tested against."""
+
+        def make() -> Tensor:
+            rule = local_rule(self.rows(device), sink, window)
+            row = torch.arange(self.batch_size, device=device)[:, None, None, None]
+            query = torch.arange(self.q_offset, self.q_offset + self.q_length, device=device)[:, None]
+            return rule(row, None, query, torch.arange(self.kv_length, device=device))
+
+        return self.once(("local", sink, window, device), make)
+
+
+def mixed_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> AttentionCall | Tensor | None:
+    """The mask function of ``rlkv_mixed``.  Sliding-window and chunked layers (``local_size``) get their usual mask.
+
+    Raises:
+        ValueError: with a static cache, whose keys do not end at the query.
+    """
+
+    def stock_mask() -> Tensor | None:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            **kwargs,
+        )
+
+    if local_size is not None:
+        return stock_mask()
+    if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
+        raise ValueError(
+            "gated attention does not work with a static or offloaded static cache (cache_implementation='static'): "
+            "leave cache_implementation at its default"
+        )
+    causal = mask_function is causal_mask_function
+    return AttentionCall(batch_size, q_length, kv_length, q_offset, attention_mask, causal, stock_mask)

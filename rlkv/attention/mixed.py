@@ -1,0 +1,100 @@
+"""The attention implementation ``rlkv_mixed``: ``alpha * full + (1 - alpha) * local`` per KV head.
+
+Source: arXiv 2510.08525, equation of the mixed attention; local = the first S tokens and the last W tokens.
+It serves any decoder that goes through ``AttentionInterface``.  Layers without a gate, and all layers while the
+adapter is disabled, run the stock ``sdpa`` attention with the stock mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+
+from rlkv.attention.branches import full_attention, local_attention
+from rlkv.attention.call import AttentionCall, mixed_mask
+
+IMPLEMENTATION = "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
+GATE = "rlkv_gate"  # the attribute of an attention module that holds its gate
+# arguments of other attention variants that would change the result
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
+class Gate(NamedTuple):
+    """The gate of one layer: ``alpha_H`` ``[num_kv_heads]`` (float32 or wider), and the local branch's sizes."""
+
+    alpha_H: Tensor
+    sink: int
+    window: int
+
+
+def mix(full: Tensor, local: Tensor, alpha_H: Tensor) -> Tensor:
+    """``alpha * full + (1 - alpha) * local`` in float32 or wider, back in the branches' dtype.
+
+    ``full`` and ``local`` are ``[B, H * G, Q, D]``.  Exact at alpha 0 and 1; bf16 would round 0.999 to 1.
+    """
+    wide = torch.promote_types(torch.float32, torch.promote_types(full.dtype, alpha_H.dtype))
+    grouped = (full.shape[0], alpha_H.shape[0], -1, *full.shape[2:])
+    alpha = alpha_H.to(wide)[:, None, None, None]
+    mixed = alpha * full.reshape(grouped).to(wide) + (1 - alpha) * local.reshape(grouped).to(wide)
+    return mixed.view(full.shape).to(full.dtype)
+
+
+def _single_branch(alpha_H: Tensor) -> str | None:
+    """``full`` or ``local`` if no gradient is wanted and all gates are exactly 1 or exactly 0."""
+    # on a GPU the look at the gates would cost a synchronisation per layer and token
+    if torch.is_grad_enabled() or alpha_H.device.type != "cpu":
+        return None
+    low, high = alpha_H.aminmax()
+    return "full" if low == 1 else "local" if high == 0 else None
+
+
+def mixed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: query ``[B, H * G, Q, D]``, key, value ``[B, H, K, D]`` -> ``([B, Q, H * G, D], None)``.
+
+    Raises:
+        ValueError: if a gated layer gets a call that would bypass its gate (a prepared 4D mask, packed sequences,
+            dropout, another attention variant).
+    """
+    holder = getattr(module, GATE, None)
+    gate: Gate | None = holder.current() if holder is not None else None
+    if gate is None:
+        mask = attention_mask.stock_mask() if isinstance(attention_mask, AttentionCall) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    if not isinstance(attention_mask, AttentionCall):
+        raise ValueError("a gated model takes a 2D attention_mask [rows, tokens], not a prepared 4D one")
+    if not attention_mask.causal:
+        raise ValueError("a gated model takes plain causal attention: no packed sequences, no image or prefix masks")
+    if dropout:
+        raise ValueError(f"gated attention has no dropout: set attention_dropout to 0 (it is {dropout})")
+    given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if given:
+        raise ValueError(f"gated attention does not support attention with {', '.join(given)}")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    only = _single_branch(gate.alpha_H)
+    if only == "full":
+        out = full_attention(query, key, value, attention_mask, scale)
+    elif only == "local":
+        out = local_attention(query, key, value, attention_mask, gate.sink, gate.window, scale)
+    else:
+        full = full_attention(query, key, value, attention_mask, scale)
+        local = local_attention(query, key, value, attention_mask, gate.sink, gate.window, scale)
+        out = mix(full, local, gate.alpha_H)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(IMPLEMENTATION, mixed_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, mixed_mask)

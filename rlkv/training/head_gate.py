@@ -1,0 +1,270 @@
+"""Head gates as a PEFT method: one trainable number per KV head, everything else frozen.
+
+    model = get_peft_model(base, HeadGateConfig(sink=128, window=256))
+    model.save_pretrained("gates/")            # adapter_config.json and L tensors of num_kv_heads numbers
+    PeftModel.from_pretrained(base, "gates/")  # with model.disable_adapter(): the untouched model
+
+A gate cannot be folded into the weights (it chooses between two attentions), so merging is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import torch
+from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import Tensor, nn
+
+from rlkv.attention import IMPLEMENTATION, Gate
+from rlkv.attention.mixed import GATE
+
+
+class _PeftName(str):
+    """A PEFT type outside of peft's own enum: equal to its name, with the ``value`` that peft's messages print."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+HEAD_GATE = _PeftName("HEAD_GATE")
+
+
+@dataclass
+class HeadGateConfig(PeftConfig):
+    """Settings of the gates, saved in ``adapter_config.json``.
+
+    Args:
+        sink: S, the first tokens that the local branch sees (0 or more).
+        window: W, the last tokens that it sees, the current one included (1 or more).
+        init_value: where every gate starts, in [0, 1].
+        target_modules: names of the gated attention modules; None: every layer with full attention.
+    """
+
+    sink: int = field(default=128, metadata={"help": "first tokens that the local branch sees"})
+    window: int = field(default=256, metadata={"help": "last tokens that the local branch sees"})
+    init_value: float = field(default=1.0, metadata={"help": "initial value of every gate"})
+    target_modules: list[str] | None = field(default=None, metadata={"help": "names of the gated attention modules"})
+    exclude_modules: list[str] | None = field(default=None, metadata={"help": "attention modules to leave alone"})
+    modules_to_save: list[str] | None = field(default=None, metadata={"help": "not used: only gates are trained"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = HEAD_GATE
+        self.task_type = self.task_type or "CAUSAL_LM"
+        if self.sink < 0 or self.window < 1:
+            raise ValueError(f"sink must be 0 or more and window 1 or more, got sink={self.sink}, window={self.window}")
+        if not 0.0 <= self.init_value <= 1.0:
+            raise ValueError(f"init_value must lie in [0, 1], got {self.init_value}")
+
+
+class HeadGateLayer(nn.Module, BaseTunerLayer):
+    """The gates of one attention module, one parameter ``[num_kv_heads]`` per adapter."""
+
+    adapter_layer_names = ("alpha",)
+
+    def __init__(self, num_kv_heads: int, device: torch.device) -> None:
+        super().__init__()
+        self.num_kv_heads = num_kv_heads
+        self._device = device
+        self.alpha = nn.ParameterDict()
+        self._sizes: dict[str, tuple[int, int]] = {}
+
+    def add(self, adapter_name: str, config: HeadGateConfig) -> None:
+        """A new adapter's gates, float32 whatever the base model's dtype."""
+        start = torch.full((self.num_kv_heads,), config.init_value, dtype=torch.float32, device=self._device)
+        self.alpha[adapter_name] = nn.Parameter(start)
+        self._sizes[adapter_name] = (config.sink, config.window)
+        self.set_adapter(adapter_name, inference_mode=config.inference_mode)
+
+    def current(self) -> Gate | None:
+        """The active gate, None while adapters are disabled.
+
+        Raises:
+            ValueError: if several adapters are active at once.
+        """
+        names = [name for name in self.active_adapters if name in self.alpha]
+        if self.disable_adapters or not names:
+            return None
+        if len(names) > 1:
+            raise ValueError(
+                f"one set of gates at a time: adapters {', '.join(names)} are active, set_adapter(one of them)"
+            )
+        return Gate(self.alpha[names[0]], *self._sizes[names[0]])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadGateLayer:
+        """Follow the model to its device and to wider dtypes, but never to bf16 or fp16, where 0.999 is 1."""
+
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.is_floating_point() and moved.element_size() < tensor.element_size():
+                return tensor.to(moved.device)
+            return moved
+
+        super()._apply(keep_precision, recurse)
+        return self
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
+        _refuse_merge()
+
+    def unmerge(self) -> None:
+        """Nothing was merged."""
+
+
+def _refuse_merge() -> NoReturn:
+    raise ValueError(
+        "head gates cannot be merged into the weights: use unload() for the untouched model, or rlkv.compress(...) to "
+        "serve with the gates"
+    )
+
+
+def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError("a gated model cannot run continuous batching, which bypasses the gates: use generate()")
+
+
+_BATCHING_METHODS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+
+
+def _refuse_bypass(module: Any, args: Any) -> None:
+    """Before every gated layer: the attention implementation must still be ours."""
+    found = module.config._attn_implementation
+    if found != IMPLEMENTATION and getattr(module, GATE).current() is not None:
+        raise ValueError(
+            f"the attention implementation of a gated model was changed to {found!r}, which bypasses the gates: set it "
+            f"back with set_attn_implementation({IMPLEMENTATION!r}), or unload() the gates"
+        )
+
+
+def full_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``(name, attention module)`` of every layer that sees the whole past.
+
+    Sliding-window, chunked and linear layers hold a constant amount of state already: they are left alone, also in
+    models that mix them with full attention.
+    """
+    for name, module in model.named_modules():
+        if not (hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups")):
+            continue
+        config = module.config
+        layer_types = getattr(config, "layer_types", None)
+        if layer_types is not None:
+            is_full = layer_types[module.layer_idx] == "full_attention"
+        else:
+            uses_window = getattr(config, "use_sliding_window", True)
+            is_full = not (uses_window and getattr(config, "sliding_window", None))
+        if is_full and getattr(module, "sliding_window", None) is None:
+            yield name, module
+
+
+class HeadGateModel(BaseTuner):
+    """Attaches a :class:`HeadGateLayer` to every full-attention module and switches to mixed attention."""
+
+    prefix = GATE
+    tuner_layer_cls = HeadGateLayer
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012  (peft reads it off the class)
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+        available = [name for name, _ in full_attention_modules(self.model)]
+        if not available:
+            raise ValueError(
+                f"model type {model_config.get('model_type')!r} has no layer with full attention to put gates on "
+                "(sliding-window and linear layers are left alone)"
+            )
+        if peft_config.target_modules is None:
+            peft_config.target_modules = available
+        return peft_config
+
+    def _prepare_model(self, peft_config: Any, model: Any) -> None:
+        if not hasattr(self, "_implementation_before"):
+            self._implementation_before = model.config._attn_implementation
+            model.set_attn_implementation(IMPLEMENTATION)
+        if model.config._attn_implementation != IMPLEMENTATION:  # transformers only warns when it cannot switch
+            raise ValueError(
+                f"{type(model).__name__} does not let its attention be exchanged: gates cannot work with it"
+            )
+        for name in _BATCHING_METHODS:
+            if hasattr(type(model), name):
+                setattr(model, name, _refuse_continuous_batching)
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: Any,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        if current_key not in dict(full_attention_modules(self.model)):
+            raise ValueError(f"{current_key} is no layer with full attention: gates do not work there")
+        if not hasattr(target, GATE):
+            config = target.config
+            num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            setattr(target, GATE, HeadGateLayer(num_kv_heads, next(target.parameters()).device))
+            target.rlkv_gate_guard = target.register_forward_pre_hook(_refuse_bypass)
+        getattr(target, GATE).add(adapter_name, peft_config)
+
+    def _check_merge_allowed(self) -> NoReturn:
+        _refuse_merge()
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if merge:
+            _refuse_merge()
+        model: Any = self.model
+        for module in model.modules():
+            if hasattr(module, GATE):
+                module.rlkv_gate_guard.remove()
+                del module.rlkv_gate_guard
+                delattr(module, GATE)
+        for name in _BATCHING_METHODS:
+            model.__dict__.pop(name, None)
+        model.set_attn_implementation(self._implementation_before)
+        del self._implementation_before
+        if hasattr(model, "peft_config"):
+            del model.peft_config
+        return model
+
+
+def gate_parameters(model: nn.Module, adapter_name: str | None = None) -> list[tuple[int, nn.Parameter]]:
+    """``(layer index, gate parameter [num_kv_heads])`` in the order of the layers; None: the active adapter.
+
+    Raises:
+        ValueError: if the model has no such gates.
+    """
+    found: list[tuple[int, nn.Parameter]] = []
+    for module in cast(Iterator[Any], model.modules()):
+        holder = getattr(module, GATE, None)
+        if isinstance(holder, HeadGateLayer):
+            name = adapter_name or holder.active_adapters[0]
+            if name in holder.alpha:
+                found.append((module.layer_idx, holder.alpha[name]))
+    if not found:
+        raise ValueError("the model has no gates: wrap it with get_peft_model(model, HeadGateConfig(...)) first")
+    return sorted(found, key=lambda item: item[0])
+
+
+def gates_matrix(model: nn.Module, adapter_name: str | None = None) -> Tensor:
+    """The gates as float32 ``[num_layers, num_kv_heads]`` on the CPU.
+
+    Layers without gates (sliding-window layers of mixed models) read 1.0, as they are never compressed.
+    """
+    parameters = gate_parameters(model, adapter_name)
+    config: Any = model.config
+    num_layers = config.get_text_config().num_hidden_layers
+    matrix = torch.ones(num_layers, len(parameters[0][1]), dtype=torch.float32)
+    for layer, parameter in parameters:
+        matrix[layer] = parameter.detach().float().cpu()
+    return matrix
+
+
+# peft's registration function wants a member of its enum; these tables are what it fills
+for _table, _entry in (
+    (PEFT_TYPE_TO_CONFIG_MAPPING, HeadGateConfig),
+    (PEFT_TYPE_TO_TUNER_MAPPING, HeadGateModel),
+    (PEFT_TYPE_TO_PREFIX_MAPPING, GATE),
+):
+    cast(dict[Any, Any], _table)[HEAD_GATE] = _entry

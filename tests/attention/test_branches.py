@@ -1,0 +1,139 @@
+"""The fast forms of the two branches against the dense form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.masking_utils import causal_mask_function
+
+from rlkv.attention.branches import (
+    banded_local_attention,
+    decode_local_attention,
+    dense_attention,
+    flex_local_attention,
+    full_attention,
+    local_attention,
+)
+from rlkv.attention.call import AttentionCall, mixed_mask
+from rlkv.attention.mixed import mix
+from rlkv.kernels.reference import full_mask, local_mask
+
+SCALE = 16**-0.5
+TOLERANCE = 2e-6  # float32 sums of at most 300 terms of size ~1
+
+
+def make_call(padding: torch.Tensor, q_length: int) -> AttentionCall:
+    batch, length = padding.shape
+    call = mixed_mask(batch, q_length, length, length - q_length, attention_mask=padding)
+    assert isinstance(call, AttentionCall)
+    return call
+
+
+def make_states(batch: int, length: int, q_length: int, groups: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    sizes = [(3 * groups, q_length), (3, length), (3, length)]
+    return [torch.randn(batch, heads, tokens, 16, requires_grad=True) for heads, tokens in sizes]
+
+
+def make_padding(lengths: list[tuple[int, int]], total: int) -> torch.Tensor:
+    order = torch.arange(total)
+    return torch.stack([(order >= left) & (order < total - right) for left, right in lengths])
+
+
+@pytest.mark.parametrize(("sink", "window"), [(0, 1), (4, 16), (5, 70), (1, 100)])
+@pytest.mark.parametrize("lengths", [[(0, 0)], [(0, 0), (13, 0), (200, 0)], [(0, 30), (0, 0)], [(20, 15), (64, 0)]])
+@pytest.mark.parametrize("form", [banded_local_attention, flex_local_attention])
+def test_local_forms_equal_the_dense_one(form: object, lengths: list[tuple[int, int]], sink: int, window: int) -> None:
+    total = 263
+    padding = make_padding(lengths, total)
+    states = make_states(len(lengths), total, total)
+    expected = dense_attention(*states, make_call(padding, total).dense_local_mask(sink, window, padding.device), SCALE)
+    has_backward = form is banded_local_attention  # flex has none on a CPU, and refuses inputs that want one
+    inputs = states if has_backward else [state.detach() for state in states]
+    found = form(*inputs, make_call(padding, total), sink, window, SCALE)
+    real = padding[:, None, :, None].expand_as(expected)
+    assert (found - expected)[real].abs().max() < TOLERANCE
+    assert found.isfinite().all()
+    if has_backward:
+        weights = torch.randn_like(expected) * real
+        wanted = torch.autograd.grad((expected * weights).sum(), states)
+        given = torch.autograd.grad((found * weights).sum(), states)
+        for left, right in zip(wanted, given, strict=True):
+            assert (left - right).abs().max() < 20 * TOLERANCE
+
+
+def test_the_dense_mask_equals_the_reference() -> None:
+    padding = make_padding([(0, 0), (5, 0), (0, 9), (11, 3)], 40)
+    eye = torch.eye(40, dtype=torch.bool)
+    found = make_call(padding, 40).dense_local_mask(3, 6, padding.device)
+    assert torch.equal(found[:, 0], local_mask(padding, 3, 6) | eye)
+    continued = make_call(padding, 7).dense_local_mask(3, 6, padding.device)
+    assert torch.equal(continued, found[:, :, -7:])
+
+
+@pytest.mark.parametrize("lengths", [[(0, 0), (0, 0)], [(0, 0), (13, 0), (59, 0)]])
+@pytest.mark.parametrize(("sink", "window"), [(0, 1), (4, 16), (30, 29)])
+def test_one_query_reads_sinks_and_window_only(lengths: list[tuple[int, int]], sink: int, window: int) -> None:
+    padding = make_padding(lengths, 60)
+    states = make_states(len(lengths), 60, 1)
+    call = make_call(padding, 1)
+    expected = dense_attention(*states, call.dense_local_mask(sink, window, padding.device), SCALE)
+    found = decode_local_attention(*states, call, sink, window, SCALE)
+    assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("q_length", [1, 7, 60])
+@pytest.mark.parametrize("lengths", [[(0, 0)], [(0, 5), (0, 0)], [(9, 0), (0, 0)], [(9, 4), (0, 0)]])
+def test_full_attention_equals_the_dense_form(lengths: list[tuple[int, int]], q_length: int) -> None:
+    padding = make_padding(lengths, 60)
+    states = make_states(len(lengths), 60, q_length)
+    mask = (full_mask(padding) | torch.eye(60, dtype=torch.bool))[:, None, -q_length:]
+    expected = dense_attention(*states, mask, SCALE)
+    real = padding[:, None, -q_length:, None].expand_as(expected)
+    found = full_attention(*states, make_call(padding, q_length), SCALE)
+    assert (found - expected)[real].abs().max() < TOLERANCE
+    local = local_attention(*states, make_call(padding, q_length), 60, 60, SCALE)  # S + W cover everything
+    assert (local - expected)[real].abs().max() < TOLERANCE
+
+
+def test_masks_are_made_once_per_call() -> None:
+    padding = make_padding([(3, 0)], 300)
+    call = make_call(padding, 300)
+    states = make_states(1, 300, 300)
+    for _ in range(3):
+        banded_local_attention(*states, call, 4, 16, SCALE)
+    made = []
+    assert call.once(("band", 4, 16, 2, padding.device), lambda: made.append(1)) is not None
+    assert made == []
+
+
+def test_mixing_is_float32_and_exact_at_the_ends() -> None:
+    torch.manual_seed(0)
+    full, local = torch.randn(2, 4, 3, 8).bfloat16(), torch.randn(2, 4, 3, 8).bfloat16()
+    assert torch.equal(mix(full, local, torch.ones(2)), full)
+    assert torch.equal(mix(full, local, torch.zeros(2)), local)
+    alpha = torch.tensor([0.999, 0.25])
+    per_query_head = alpha.repeat_interleave(2)[None, :, None, None]
+    expected = (per_query_head * full.float() + (1 - per_query_head) * local.float()).bfloat16()
+    assert torch.equal(mix(full, local, alpha), expected)
+
+
+def test_a_row_with_a_hole_is_refused() -> None:
+    padding = make_padding([(2, 2)], 20)
+    padding[0, 9] = False
+    with pytest.raises(ValueError, match="between the tokens"):
+        make_call(padding, 20).rows(padding.device)
+
+
+def test_a_mask_that_misses_the_cache_is_refused() -> None:
+    call = mixed_mask(1, 1, 9, 8, attention_mask=torch.ones(1, 1, dtype=torch.bool))
+    assert isinstance(call, AttentionCall)
+    with pytest.raises(ValueError, match="in the cache included"):
+        call.rows(torch.device("cpu"))
+
+
+def test_a_static_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="static"):
+        mixed_mask(1, 4, 32, torch.tensor(0), mask_function=causal_mask_function)
+    with pytest.raises(ValueError, match="static"):
+        mixed_mask(1, 4, 32, 0)
