@@ -2,7 +2,7 @@
 
     python inference/tiny_ground_truth.py            # writes rlkv/tiny/model/ground_truth.json
 
-Three measurements, all with sink 4, window 16, prefill full, over the full range of problem lengths:
+Three measurements with sink 4 and window 16 over the full range of problem lengths (decoding with prefill full):
   1. the greedy accuracy with the full cache, with random halves of the heads compressible (10 draws), and with
      each single head compressible;
   2. a greedy backward elimination: heads are made compressible one by one, each time the one whose loss leaves
@@ -85,7 +85,7 @@ def main(
             for text, completion, ok in zip(prompts, outcome.completions, outcome.correct, strict=True)
             if ok
         ]
-        scorer = TraceScorer(loaded, traces, settings)
+        scorer = TraceScorer(loaded, traces, sink, window)
         begin("elimination", total * (total + 1) // 2)
         steps = backward_elimination(scorer, layers, heads, lambda: bar.advance(stage))
 

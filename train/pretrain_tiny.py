@@ -21,12 +21,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rlkv.cli_errors import run_app
 from rlkv.models import resolve_device
+from rlkv.provenance import hardware_line
 from rlkv.tiny import MODEL_DIR
 from rlkv.tiny.heldout import heldout_accuracy
 from rlkv.tiny.pretraining import PretrainConfig, build_model, pretrain
 from rlkv.tiny.tokenizer import build_tokenizer
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+
+
+def seconds_trained(log: Path) -> float:
+    """Seconds of all runs in the log: each run counts from zero, so a run ends where the count falls."""
+    seconds = [json.loads(line)["seconds"] for line in log.read_text().splitlines()]
+    return sum(now for now, later in zip(seconds, [*seconds[1:], 0.0], strict=True) if later < now)
 
 
 @app.command(help=__doc__)
@@ -55,14 +62,14 @@ def main(
             log.flush()
 
         pretrain(model, tokenizer, config, on_step, checkpoint=work_dir / "checkpoint.pt")
-    seconds = time.perf_counter() - started
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
     summary = {
         "config": asdict(config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "torch": torch.__version__,
-        "seconds_of_the_last_run": round(seconds),
+        "seconds": round(seconds_trained(work_dir / "log.jsonl")),
+        "hardware": hardware_line(),
         "heldout": heldout_accuracy(model, tokenizer, heldout),
     }
     (output_dir / "pretraining.json").write_text(json.dumps(summary, indent=2) + "\n")
