@@ -22,7 +22,8 @@ class HeadReallocationCache(Cache):
 
     where ``capacity = T`` if ``reserve=T`` was asked for, and otherwise is the length of the first call rounded
     up to a multiple of 16, growing by a sixteenth (again rounded up to 16) whenever it is used up; ``generate``
-    under ``rlkv.compress`` cuts the headroom at the length at which generation must end.  Copying is thereby O(1) per token on average.
+    under ``rlkv.compress`` cuts the headroom at the length at which generation must end.  Copying is thereby O(1)
+    per token on average.
 
     *What a token sees.*  Full heads: everything before it.  Compressible heads, one token at a time: the first S
     real tokens of its row and the last W, itself included.  Compressible heads in a call of several tokens (a
