@@ -142,4 +142,4 @@ def text_field(row: dict[str, Any], name: str, where: str) -> str:
         value = str(value)
     if not isinstance(value, str):
         raise ValueError(f"{where}: field {name!r} is a {type(value).__name__}, expected text")
-    return value
+    return value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text to a tokenizer or Parquet

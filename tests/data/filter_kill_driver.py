@@ -1,7 +1,8 @@
 """Run the filter job in forked children and kill -9 them at random moments; used by test_filter_kill.py.
 
-A process of its own, because it forks: it imports everything once, never computes itself, and each child
-starts at once.  Prints one JSON line: kills that hit a running job, restarts, and a summary per work folder.
+A process of its own, because it forks: it imports everything once, on one thread, and each child starts at once.
+A kill comes after a random number of further batches and a random time.  Prints one JSON line: kills that hit a
+running job, rounds, rounds in which the job wrote something, the finished folders, and where anything was lost.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from conftest import make_tiny_model
 
 from rlkv.data import filter_job
 from rlkv.data.filter_config import FilterConfig
-from rlkv.rollout.base import Completion
+from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.hf import HFEngine
 from rlkv.tiny.tokenizer import build_tokenizer
 
@@ -72,10 +73,19 @@ def lines_on_disk(folder: Path) -> list[bytes]:
     return content[: content.rfind(b"\n") + 1].splitlines()
 
 
+def wait_for_growth(folder: Path, lines: int, child: int) -> None:
+    """Return when so many lines are on the disk, or the job has ended (it stays to be reaped)."""
+    while len(lines_on_disk(folder)) < lines:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return
+        time.sleep(0.001)
+
+
 def main(root: Path, kills_wanted: int) -> None:
     torch.set_num_threads(1)
     rng = random.Random(0)
     engine = build_engine()
+    engine.generate(["find a ?"], SamplingParams(2))  # what generate imports on first use
     started = time.monotonic()
     assert exit_code(fork_job(root / "whole", engine)) == 0
     full_seconds = time.monotonic() - started
@@ -89,7 +99,8 @@ def main(root: Path, kills_wanted: int) -> None:
         assert rounds < 10 * kills_wanted, "the jobs end before they can be killed"
         before = lines_on_disk(folder)
         child = fork_job(folder, engine)
-        time.sleep(rng.uniform(0, full_seconds / 5))
+        wait_for_growth(folder, len(before) + rng.randint(0, 6) * BATCH, child)
+        time.sleep(rng.uniform(0, full_seconds / 30))
         os.kill(child, 9)
         code = exit_code(child)
         kills += code == -9

@@ -29,6 +29,11 @@ def test_jsonl(tmp_path: Path) -> None:
     assert load_problems(source, limit=2) == LOADED[:2]
 
 
+def test_half_surrogates_become_text(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "p.jsonl", [{"problem": "a\ud800b", "answer": "1\0"}])
+    assert load_problems(source) == [Problem("a?b", "1\0")]
+
+
 def test_parquet(tmp_path: Path) -> None:
     rows = [{**row, "answer": None if row["answer"] is None else str(row["answer"])} for row in ROWS]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")

@@ -25,12 +25,12 @@ def test_killed_runs_end_in_the_files_of_an_uninterrupted_one(tmp_path: Path) ->
     environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
     driver = TESTS / "data" / "filter_kill_driver.py"
     done = subprocess.run(
-        [sys.executable, driver, tmp_path, str(KILLS)], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, driver, tmp_path, str(KILLS)], env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["kills"] == KILLS, "every counted kill hit a running job"
-    assert summary["grew"] >= KILLS // 4, "the kills must be spread over the job, not all come before its first batch"
+    assert summary["grew"] >= KILLS // 2, "the kills must be spread over the job, not all come before its first batch"
     assert summary["lost"] == [], "what was on the disk before a run is there after its kill"
 
     whole = tmp_path / "whole"
