@@ -26,13 +26,15 @@ class CountingProgress:
         self.unit, self.total = unit, total
         self.counts: Counter[str] = Counter()
         self.done = self.resumed = 0
+        # a log file gets one whole line at the end, whatever width a pipe is taken to have
+        console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 160)
         columns = [
             TextColumn("{task.description}"),
             BarColumn(16),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
         ]
-        self._bar = Progress(*columns, console=Console(file=sys.stderr))
+        self._bar = Progress(*columns, console=console)
         self._task = self._bar.add_task(title, total=total, note="")
         self._started = time.monotonic()
 
