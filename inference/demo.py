@@ -74,7 +74,8 @@ def plan(folder: Path, quick: bool) -> list[Stage]:
         Stage(
             "compare heads",
             [python, "inference/sweep_heads.py", "--gates", f"RLKV={training / 'gates.pt'}"]
-            + ["--output-dir", str(sweep), "--num-problems", str(held_out), "--sparsities", sparsities]
+            + ["--output-dir", str(sweep), "--num-problems", str(held_out), "--definitions", "3-12"]
+            + ["--max-new-tokens", "208", "--batch-size", "100", "--sparsities", sparsities]
             + ["--random-draws", str(draws), "--oracle", "rlkv/tiny/model/ground_truth.json"],
             sweep / "results.json",
             lambda: count_lines("rows.jsonl", sweep) / (cells + 1),

@@ -2,7 +2,7 @@
 
     python inference/tiny_ground_truth.py            # writes rlkv/tiny/model/ground_truth.json
 
-Three measurements with sink 4 and window 16 over the full range of problem lengths (decoding with prefill full):
+Three measurements with sink 4 and window 16 over chains of 3 to 12 definitions (decoding with prefill full):
   1. the greedy accuracy with the full cache, with random halves of the heads compressible (10 draws), and with
      each single head compressible;
   2. a greedy backward elimination: heads are made compressible one by one, each time the one whose loss leaves
@@ -30,7 +30,7 @@ from rlkv.models import ModelShape, load_model
 from rlkv.prompts import render_prompt
 from rlkv.provenance import provenance
 from rlkv.tiny import GROUND_TRUTH, problems
-from rlkv.tiny.heldout import MAX_NEW_TOKENS
+from rlkv.tiny.task import MIN_DEFINITIONS, longest_solution
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 TRACE_SEED, ACCURACY_SEED = 3_000_003, 4_000_003
@@ -40,8 +40,9 @@ TRACE_SEED, ACCURACY_SEED = 3_000_003, 4_000_003
 def main(
     output: Annotated[Path, typer.Option(help="the JSON file to write")] = GROUND_TRUTH,
     model: Annotated[str, typer.Option(help="tiny, or a folder with another tiny model")] = "tiny",
-    num_problems: Annotated[int, typer.Option(help="problems per decoded accuracy")] = 300,
+    num_problems: Annotated[int, typer.Option(help="problems per decoded accuracy")] = 200,
     num_traces: Annotated[int, typer.Option(help="problems whose solutions are teacher-forced")] = 200,
+    longest: Annotated[int, typer.Option(help="most definitions of a problem")] = 12,
     random_draws: Annotated[int, typer.Option(help="random halves")] = 10,
     sink: int = 4,
     window: int = 16,
@@ -51,15 +52,16 @@ def main(
     shape = ModelShape.from_config(loaded.config)
     layers, heads = shape.num_layers, shape.num_kv_heads
     total = layers * heads
-    settings = CacheSettings(sink=sink, window=window, max_new_tokens=MAX_NEW_TOKENS, batch_size=100)
+    settings = CacheSettings(sink=sink, window=window, max_new_tokens=longest_solution(longest), batch_size=100)
     everything = HeadAllocation(torch.ones(layers, heads, dtype=torch.bool))
-    drawn = problems(num_problems, seed=ACCURACY_SEED)
+    drawn = problems(num_problems, seed=ACCURACY_SEED, max_definitions=longest)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar:
         stage = bar.add_task("", total=None)
 
         def begin(description: str, calls: int) -> None:
+            bar.console.log(description)
             bar.reset(stage, total=calls, description=description)
 
         def accuracy(allocation: HeadAllocation) -> float:
@@ -77,7 +79,7 @@ def main(
         begin("single heads", total)
         alone = single_head_scores(accuracy, layers, heads, lambda: bar.advance(stage))
 
-        trace_problems = problems(num_traces, seed=TRACE_SEED)
+        trace_problems = problems(num_traces, seed=TRACE_SEED, max_definitions=longest)
         outcome = measure(loaded, tokenizer, trace_problems, everything, settings)
         prompts = [render_prompt(tokenizer, p["problem"]) for p in trace_problems]
         traces = [
@@ -110,6 +112,7 @@ def main(
         "model": shape.to_dict(),
         "settings": asdict(settings),
         "num_problems": num_problems,
+        "definitions": [MIN_DEFINITIONS, longest],
         "problem_seeds": {"accuracy": ACCURACY_SEED, "traces": TRACE_SEED},
         "num_traces": len(traces),
         "full_accuracy": full_accuracy,

@@ -11,12 +11,12 @@ from rlkv.evaluation.intervals import wilson_interval
 from rlkv.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
-from rlkv.tiny.task import problems
+from rlkv.tiny.task import MAX_DEFINITIONS, longest_solution, problems
 from rlkv.verifier import is_correct
 
 HELDOUT_SEED = 1_000_003
-MAX_NEW_TOKENS = 440  # the longest solution has 418 tokens
-LENGTH_BUCKETS = (0, 64, 128, 256, 440)
+MAX_NEW_TOKENS = longest_solution(MAX_DEFINITIONS) + 20
+LENGTH_BUCKETS = (0, 64, 128, 256, MAX_NEW_TOKENS)
 
 
 def heldout_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n: int) -> dict[str, Any]:

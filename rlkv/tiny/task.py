@@ -86,6 +86,11 @@ def draw_length(rng: random.Random, low: int, high: int) -> int:
     return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
 
 
+def longest_solution(num_definitions: int) -> int:
+    """Tokens of the solution of a problem with ``num_definitions`` definitions, two of them given, and its EOS."""
+    return 18 * (num_definitions - 2) + 4
+
+
 def problems(
     n: int, seed: int, min_definitions: int = MIN_DEFINITIONS, max_definitions: int = MAX_DEFINITIONS
 ) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from rlkv.prompts import render_prompt
-from rlkv.tiny.task import MAX_DEFINITIONS, draw_problem, problems
+from rlkv.tiny.task import MAX_DEFINITIONS, draw_problem, longest_solution, problems
 from rlkv.tiny.tokenizer import build_tokenizer
 
 SINK, WINDOW = 4, 16
@@ -63,6 +63,7 @@ def test_output_lengths_spread_and_recalls_are_far() -> None:
         prompt = tokenizer.tokenize(render_prompt(tokenizer, item.problem))
         output = tokenizer.tokenize(item.solution)
         lengths.append(len(output))
+        assert len(output) + 1 == longest_solution(item.num_definitions)
         text = prompt + output
         for i in range(len(prompt), len(text)):
             is_recall = re.fullmatch(r"[a-z]=\d", text[i]) and text[i + 1] == "," and text[i - 1] == ","
