@@ -1,0 +1,55 @@
+"""What a finished training run leaves: the gates in every format, pictures, and a summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkv.atomic import atomic_path
+from rlkv.gates import HeadGates
+from rlkv.plots import TEXT_SIZE, new_figure, plot_gates, plot_histogram, save_figure
+from rlkv.provenance import provenance
+
+GATES = "gates.pt"
+CURVES = (
+    ("reward/mean", "mean reward"),
+    ("gates/mean", "mean gate"),
+    ("gates/below_0.5", "gates below 0.5"),
+    ("reward/zero_spread_share", "groups without spread"),
+)
+
+
+def plot_training_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Reward and gates over the steps of a log, all on one axis from 0 to 1."""
+    figure, axes = new_figure(7.0, 4.0)
+    steps = [record["step"] for record in records]
+    for key, label in CURVES:
+        axes.plot(steps, [record.get(key) for record in records], label=label)
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("share or mean, 0 to 1")
+    axes.set_title("Training of the gates")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=TEXT_SIZE)
+    save_figure(figure, path)
+
+
+def export_run(folder: Path, gates: HeadGates, records: Sequence[dict[str, Any]], config: dict[str, Any]) -> None:
+    """Write everything into ``folder``; ``gates.pt`` comes last, so that its presence says the export is whole.
+
+    ``gates.safetensors``, ``adapter_weights.tsv`` (the published layout, alpha alone), ``adapter/`` (for
+    ``PeftModel.from_pretrained``), ``heat_map.png``, ``histogram.png``, ``training_curves.png``, ``summary.json``,
+    ``gates.pt``.
+    """
+    gates.save(folder / "gates.safetensors")
+    gates.save(folder / "adapter_weights.tsv")
+    gates.save(folder / "adapter")
+    plot_gates(gates, folder / "heat_map.png")
+    plot_histogram(gates, folder / "histogram.png")
+    plot_training_curves(records, folder / "training_curves.png")
+    summary = {"training": gates.training, "config": config, **provenance()}
+    with atomic_path(folder / "summary.json") as partial:
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+    gates.save(folder / GATES)

@@ -1,0 +1,59 @@
+"""The record of one training step, as it goes to the local log and to W&B."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+# names that trl gives to what it measures anyway
+_FROM_TRL = {
+    "response/length_mean": "completions/mean_length",
+    "response/length_max": "completions/max_length",
+    "response/truncated_share": "completions/clipped_ratio",
+}
+_MEASURED = (
+    "reward/mean",
+    "reward/std",
+    "reward/zero_spread_share",
+    "penalty/beta_prime",
+    "penalty/value",
+    "policy/loss",
+    "policy/clip_share",
+)
+
+
+def gate_shares(alpha_LH: Tensor) -> dict[str, float]:
+    """Mean of the gates and the shares below 0.1, below 0.5, at 0 and at 1."""
+    return {
+        "gates/mean": alpha_LH.mean().item(),
+        "gates/below_0.1": (alpha_LH < 0.1).float().mean().item(),
+        "gates/below_0.5": (alpha_LH < 0.5).float().mean().item(),
+        "gates/at_0": (alpha_LH == 0).float().mean().item(),
+        "gates/at_1": (alpha_LH == 1).float().mean().item(),
+    }
+
+
+def step_record(
+    values: Mapping[str, float], alpha_LH: Tensor, logs: Mapping[str, float], seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """All that is logged of a step, sections before the slash.
+
+    Args:
+        values: what the trainer and trl measured, averaged over the step.
+        alpha_LH: the gates after the step.
+        logs: the trainer's own ``grad_norm`` and ``learning_rate``.
+        seconds: ``rollout``, ``reward`` and the whole ``step``; the update is what remains.
+    """
+    update = max(0.0, seconds["step"] - seconds["rollout"] - seconds["reward"])
+    return {
+        **{name: values[name] for name in _MEASURED if name in values},
+        **{name: values[source] for name, source in _FROM_TRL.items() if source in values},
+        **gate_shares(alpha_LH),
+        "gates/grad_norm": logs["grad_norm"],
+        "train/learning_rate": logs["learning_rate"],
+        "time/rollout_s": seconds["rollout"],
+        "time/reward_s": seconds["reward"],
+        "time/update_s": update,
+        "time/step_s": seconds["step"],
+    }

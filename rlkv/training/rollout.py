@@ -1,0 +1,145 @@
+"""Rollouts of the training loop: sampled completions under the current gates, with transformers on the spot.
+
+Beside ``model.generate`` this drops rows that have ended from the batch, writes keys and values into a growing buffer
+instead of copying them at every token, and draws tokens per row (:mod:`rlkv.training.sampling`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from rlkv.training.sampling import draw_tokens, row_draws
+
+SHRINK_AT = 0.75  # share of unfinished rows below which the others are dropped from the batch
+GROWTH = 1.5
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How completions are sampled; ``rows`` is how many are decoded at once."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    rows: int
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values ``[B, H, capacity, D]``, of which the first T are in use; grows by half when full."""
+
+    _store: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[2]
+        if self._store is None or end > self._store[0].shape[2]:
+            self._grow(int(end * GROWTH), key_states)
+        assert self._store is not None
+        for store, new in zip(self._store, (key_states, value_states), strict=True):
+            store[:, :, start:end] = new
+        self.keys, self.values = (store[:, :, :end] for store in self._store)
+        return self.keys, self.values
+
+    def _grow(self, capacity: int, like: Tensor) -> None:
+        batch, heads, _, size = like.shape
+        store = tuple(like.new_empty(batch, heads, capacity, size) for _ in range(2))
+        used = self.get_seq_length()
+        if used:
+            store[0][:, :, :used], store[1][:, :, :used] = self.keys, self.values
+        self._store = (store[0], store[1])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch; the room to grow is taken anew at the next token."""
+        super().batch_select_indices(indices)
+        self._store = None
+
+
+def roll_out(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    first_row: int,
+    rollout: int,
+    eos_ids: list[int],
+    pad_id: int,
+    settings: RolloutSettings,
+) -> list[list[int]]:
+    """Sampled completions (token ids with the end token, without padding) in the order of ``prompts``.
+
+    Args:
+        model: in eval mode, on its device.
+        first_row: number of ``prompts[0]`` among the rows of all processes; with ``rollout``, the number of the
+            rollout since the start of training, it determines the draws.
+    """
+    draws_RT = row_draws(settings.seed, rollout, range(first_row, first_row + len(prompts)), settings.max_new_tokens)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    completions: dict[int, list[int]] = {}
+    for start in range(0, len(order), settings.rows):
+        rows = order[start : start + settings.rows]
+        chunk = _decode(model, [prompts[i] for i in rows], draws_RT[rows], eos_ids, pad_id, settings)
+        completions.update(zip(rows, chunk, strict=True))
+    return [completions[i] for i in range(len(prompts))]
+
+
+@torch.inference_mode()
+def _decode(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    draws_RT: Tensor,
+    eos_ids: list[int],
+    pad_id: int,
+    settings: RolloutSettings,
+) -> list[list[int]]:
+    device = model.device
+    width = max(len(ids) for ids in prompts)
+    token_RQ = torch.tensor([[pad_id] * (width - len(ids)) + ids for ids in prompts], device=device)
+    mask_RT = torch.ones(len(prompts), width + settings.max_new_tokens, dtype=torch.bool, device=device)
+    for row, ids in enumerate(prompts):
+        mask_RT[row, : width - len(ids)] = False
+    position_RQ = (mask_RT[:, :width].cumsum(-1) - 1).clamp(min=0)
+    draws_RT = draws_RT.to(device)
+    ends = torch.tensor(eos_ids, device=device)
+    sampled = torch.full((len(prompts), settings.max_new_tokens), pad_id, device=device)
+    lengths = torch.full((len(prompts),), settings.max_new_tokens, device=device)
+    in_batch = torch.arange(len(prompts), device=device)  # row of ``prompts`` that each row of the batch is
+    running = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    cache = _new_cache(model)
+    for step in range(settings.max_new_tokens):
+        logits = model(
+            input_ids=token_RQ,
+            attention_mask=mask_RT[in_batch, : width + step],
+            position_ids=position_RQ,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        token_R = draw_tokens(logits, draws_RT[in_batch, step], settings.temperature, settings.top_p, settings.top_k)
+        sampled[in_batch[running], step] = token_R[running]
+        ended = running & torch.isin(token_R, ends)
+        lengths[in_batch[ended]] = step + 1
+        running &= ~ended
+        left = int(running.sum())
+        if left == 0:
+            break
+        if left <= SHRINK_AT * len(running):
+            keep = running.nonzero()[:, 0]
+            cache.batch_select_indices(keep)
+            in_batch, running, token_R, position_RQ = in_batch[keep], running[keep], token_R[keep], position_RQ[keep]
+        token_RQ, position_RQ = token_R[:, None], position_RQ[:, -1:] + 1
+    return [row[:length] for row, length in zip(sampled.tolist(), lengths.tolist(), strict=True)]
+
+
+def _new_cache(model: PreTrainedModel) -> Cache:
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    if set(layer_types) == {"full_attention"}:
+        return Cache(layer_class_to_replicate=GrowingLayer)
+    return DynamicCache(config=model.config)  # models that mix in sliding or linear layers bring their own kinds

@@ -1,0 +1,323 @@
+"""RLKVTrainer: trl's GRPOTrainer with gates as the only parameters, the adaptive L1 penalty, and exact resume."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from torch import Tensor
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
+from trl import GRPOTrainer
+from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import RepeatSampler
+
+from rlkv.training import objective
+from rlkv.training.callbacks import ClampGates, GateMean
+from rlkv.training.checkpoint import (
+    begin_checkpoint,
+    checkpoint_folder,
+    finish_checkpoint,
+    load_tensors,
+    save_tensors,
+)
+from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
+from rlkv.training.logprobs import completion_logprobs
+from rlkv.training.records import step_record
+from rlkv.training.rollout import RolloutSettings, roll_out
+
+# (completions as text, answers) -> whether each is right
+Reward = Callable[[Sequence[str], Sequence[str]], Sequence[bool]]
+ROLLOUT_STATE = "rollout_state"  # file per process: samples that later steps of the same rollout still need
+GATE_MEAN = "gate_mean.pt"
+
+
+def verifier_reward(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
+    """The project's verifier on completion texts."""
+    from rlkv.verifier import are_correct
+
+    return are_correct(zip(completions, answers, strict=True))
+
+
+class EpochSampler(RepeatSampler):
+    """trl's sampler with an order per epoch that depends on (seed, epoch) alone, not on how often it was iterated."""
+
+    def __init__(self, *args: Any, epoch: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) * 1_000_003 + self._epoch())
+        return super().__iter__()
+
+
+class RLKVTrainer(GRPOTrainer):
+    """Trains head gates by GRPO without KL, with an L1 penalty per group.
+
+    One optimizer step: sample completions under the mixed attention, verify them, maximise
+    ``policy objective - beta' * mean(alpha)`` (:mod:`rlkv.training.objective`), clamp the gates to [0, 1].
+
+    Args:
+        model: the frozen model; it is wrapped with :class:`HeadGateConfig`.
+        train_dataset: columns ``prompt`` (messages) and ``answer``.
+        tokenizer: padding on the left, with a chat template.
+        reward: decides which completions are right; the verifier by default.
+
+    Raises:
+        ValueError: if the data do not fill one step, or DeepSpeed ZeRO-3 is configured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: GateTrainingArguments,
+        settings: RLKVSettings,
+        train_dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        reward: Reward = verifier_reward,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        prompts = args.generation_batch_size // args.num_generations
+        if len(train_dataset) < prompts:
+            raise ValueError(
+                f"the curriculum has {len(train_dataset)} problems, but one step takes {prompts}: lower "
+                "prompts_per_step or add problems"
+            )
+        plugin = args.deepspeed_plugin
+        if plugin is not None and plugin.zero_stage == 3:
+            raise ValueError("DeepSpeed ZeRO-3 is not supported: the frozen weights stay whole, use zero_stage 2")
+        self.settings = settings
+        self.reward = reward
+        self.gate_mean = GateMean()
+        self._seconds = {"rollout": 0.0, "reward": 0.0}
+        self._rewards = torch.zeros(0)
+        super().__init__(
+            model=model,
+            reward_funcs=[self._reward_function],
+            args=args,
+            train_dataset=train_dataset,
+            processing_class=tokenizer,
+            peft_config=HeadGateConfig(sink=settings.sink, window=settings.window, init_value=settings.init_value),
+            # the clamp comes first: whatever looks at the gates after a step sees them in [0, 1]
+            callbacks=[ClampGates(), self.gate_mean, *(callbacks or [])],
+        )
+        self.remove_callback(PrinterCallback)
+        self.gates = [parameter for _, parameter in gate_parameters(self.model)]
+
+    # ---- data ----
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochSampler:
+        return EpochSampler(
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+            epoch=lambda: int(self.state.epoch or 0),
+        )
+
+    # ---- rollout and reward ----
+
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
+    ) -> tuple[list[list[int]], Any]:
+        started = time.perf_counter()
+        if self.use_vllm:
+            result = super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            )
+        else:
+            result = self._roll_out(prompt_ids), None
+        self._seconds["rollout"] += time.perf_counter() - started
+        return result
+
+    def _roll_out(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        settings = RolloutSettings(
+            max_new_tokens=self.max_completion_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.args.seed,
+            rows=self.settings.rollout_rows,
+        )
+        with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as unwrapped:
+            unwrapped.eval()
+            try:
+                return roll_out(
+                    unwrapped.get_base_model(),
+                    prompt_ids,
+                    first_row=self.accelerator.process_index * len(prompt_ids),
+                    rollout=self._step // (self.args.steps_per_generation * self.num_iterations),
+                    eos_ids=self.eos_token_ids,
+                    pad_id=self._tokenizer.pad_token_id,
+                    settings=settings,
+                )
+            finally:
+                unwrapped.train()
+
+    def _reward_function(self, completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
+        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        return [float(right) for right in self.reward(texts, answer)]
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        started = time.perf_counter()
+        rewards = super()._calculate_rewards(*args, **kwargs)  # gathered over the processes
+        self._rewards = rewards[:, 0]
+        self._seconds["reward"] += time.perf_counter() - started
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """As trl, with our advantages and each sample's group mean, which is shuffled and split with its sample."""
+        output = super()._generate_and_score_completions(inputs)
+        rewards, settings = self._rewards, self.settings
+        scaled = objective.scale_rewards(rewards, settings.reward_offset, settings.reward_scale)
+        first = self.accelerator.process_index * len(inputs)
+        local = slice(first, first + len(inputs))
+        output["advantages"] = objective.advantages(scaled, self.num_generations, settings.advantage)[local]
+        means = objective.group_means(rewards, self.num_generations)
+        output["group_mean"] = means[local]
+        groups = rewards.view(-1, self.num_generations)
+        self._note("reward/mean", rewards.mean())
+        self._note("reward/std", rewards.std())
+        self._note("reward/zero_spread_share", (groups == groups[:, :1]).all(1).float().mean())
+        return output
+
+    # ---- loss ----
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor, None]:
+        def score(ids: Tensor, mask: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            with self.accelerator.autocast():
+                outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+            return outputs.log_probs, outputs.entropy
+
+        # DDP synchronises at every forward: there all processes make exactly one
+        alone = self.accelerator.num_processes == 1
+        rows = self.settings.forward_rows if alone else len(input_ids)
+        return *completion_logprobs(score, input_ids, attention_mask, logits_to_keep, rows), None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        samples = len(inputs["advantages"])
+        accumulated = self.current_gradient_accumulation_steps
+        weight = objective.adaptive_weight(inputs["group_mean"], self.settings.l1_beta, self.settings.tau)
+        l1 = objective.penalty(weight, torch.cat([gate.view(-1) for gate in self.gates]))
+        policy, clipped = self._policy_loss(model, inputs, samples)
+        tokens = inputs["completion_mask"].sum()
+        counts = self.accelerator.reduce(torch.stack([clipped, tokens.to(clipped)]), reduction="sum")
+        for name, value in (("penalty/beta_prime", weight.mean()), ("penalty/value", l1), ("policy/loss", policy)):
+            self._note(name, self.accelerator.gather(value.detach()).mean())
+        self._note("policy/clip_share", counts[0] / counts[1].clamp(min=1))
+        return (policy + l1) / accumulated
+
+    def _policy_loss(self, model: Any, inputs: dict[str, Any], samples: int) -> objective.PolicyLoss:
+        """Samples of advantage 0 (groups without spread) have no gradient: their forward and backward are left out."""
+        rows = inputs["advantages"].nonzero()[:, 0]
+        if len(rows) == 0:
+            if self.accelerator.num_processes == 1:
+                zero = torch.zeros((), device=inputs["advantages"].device)
+                return objective.PolicyLoss(zero, zero)
+            rows = torch.zeros(1, dtype=torch.int64, device=rows.device)  # every process takes part in the backward
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)[rows]
+        completion_mask = inputs["completion_mask"][rows]
+        mask = torch.cat([inputs["prompt_mask"][rows], completion_mask], dim=1)
+        logprobs, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, completion_mask.shape[1])
+        old = inputs.get("old_per_token_logps")
+        importance = inputs.get("importance_sampling_ratio")  # vLLM's and our log-probabilities differ a little
+        return objective.policy_loss(
+            logprobs,
+            logprobs.detach() if old is None else old[rows],
+            inputs["advantages"][rows],
+            completion_mask,
+            clip=self.epsilon_low,
+            num_samples=samples,
+            importance_NT=None if importance is None else importance[rows],
+        )
+
+    # ---- log ----
+
+    def _note(self, name: str, value: Tensor | float) -> None:
+        self._metrics["train"][name].append(float(value))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """One record per step with the keys of :func:`rlkv.training.records.step_record`."""
+        if "grad_norm" in logs:
+            values = {name: sum(found) / len(found) for name, found in self._metrics["train"].items() if found}
+            seconds = {**self._seconds, "step": sum(self._metrics["train"].get("step_time", []))}
+            logs = step_record(values, gates_matrix(self.model), logs, seconds)
+            self._metrics["train"].clear()
+            self._seconds = dict.fromkeys(self._seconds, 0.0)
+        Trainer.log(self, logs, start_time)
+
+    # ---- checkpoints ----
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """The adapter alone; without trl's model card and peft's look at the hub."""
+        model: PeftModel = self.accelerator.unwrap_model(self.model)
+        model.save_pretrained(output_dir or self.args.output_dir, save_embedding_layers=False)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        step = self.state.global_step
+        folder = checkpoint_folder(self.args.output_dir, step)
+        keep, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go when this one is whole
+        main = self.accelerator.is_main_process
+        if main:
+            begin_checkpoint(folder)
+        self.accelerator.wait_for_everyone()
+        try:
+            Trainer._save_checkpoint(self, model, trial)
+        finally:
+            self.args.save_total_limit = keep
+        if self._step % (self.args.steps_per_generation * self.num_iterations):
+            save_tensors(self._rollout_state(folder), {"inputs": self._buffered_inputs})
+        if main:
+            save_tensors(folder / GATE_MEAN, self.gate_mean.state())
+        self.accelerator.wait_for_everyone()
+        if main:
+            finish_checkpoint(folder, step, keep)
+        self.accelerator.wait_for_everyone()
+
+    def _rollout_state(self, folder: Path) -> Path:
+        return folder / f"{ROLLOUT_STATE}_{self.accelerator.process_index}.pt"
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Called just before the first batch after a resume: everything that trl itself does not restore."""
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        self.gate_mean.load(load_tensors(folder / GATE_MEAN))
+        if self._rollout_state(folder).exists():
+            inputs = load_tensors(self._rollout_state(folder))["inputs"]
+            self._buffered_inputs = [self._prepare_input(batch) for batch in inputs]
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take over gates, their mean and the step count of ``checkpoint`` without training on."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        self.gate_mean.load(load_tensors(checkpoint / GATE_MEAN))
+
+    def _send_telemetry(self) -> None:
+        """trl reports each start of a trainer to its authors; this one does not."""

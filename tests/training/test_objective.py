@@ -1,0 +1,93 @@
+"""The objective against values computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlkv.training.objective import (
+    adaptive_weight,
+    advantages,
+    group_means,
+    penalty,
+    policy_loss,
+    scale_rewards,
+)
+
+
+def test_the_weight_is_zero_up_to_tau_and_exponential_above() -> None:
+    means = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
+    found = adaptive_weight(means, beta=1e-3, tau=0.5)
+    # below and at tau: 0; above: 1e-3 * (e^0.75 - 1), 1e-3 * (e - 1)
+    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 1.1170000166e-3, 1.7182818285e-3], rel=1e-5)
+
+
+def test_the_penalty_averages_groups_of_different_means() -> None:
+    rewards = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    means = group_means(rewards, 4)
+    assert means.tolist() == [1.0] * 4 + [0.5] * 4 + [0.75] * 4
+    weights = adaptive_weight(means, beta=0.02, tau=0.5)
+    expected = 0.02 * (math.e - 1 + 0 + math.exp(0.75) - 1) / 3  # = 0.0189018
+    assert weights.mean().item() == pytest.approx(expected, rel=1e-6)
+    alphas = torch.tensor([1.0, 0.5, 0.0, 0.3], requires_grad=True)
+    value = penalty(weights, alphas)
+    assert value.item() == pytest.approx(expected * 0.45, rel=1e-6)
+    value.backward()
+    assert alphas.grad.tolist() == pytest.approx([expected / 4] * 4, rel=1e-6)
+
+
+def test_group_advantages() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    found = advantages(rewards, 4)
+    std = 0.5  # of (1, 0, 0, 0) with N - 1
+    assert found.tolist() == pytest.approx([0.75 / (std + 1e-4), *[-0.25 / (std + 1e-4)] * 3, 0, 0, 0, 0], rel=1e-6)
+
+
+def test_batch_advantages() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    std = math.sqrt((5 * 0.375**2 + 3 * 0.625**2) / 7)
+    found = advantages(rewards, 4, "batch")
+    assert found.tolist() == pytest.approx([(r - 0.625) / (std + 1e-4) for r in rewards.tolist()], rel=1e-5)
+    assert advantages(torch.ones(8), 4, "batch").tolist() == [0.0] * 8
+
+
+def test_scaled_rewards_change_batch_advantages_by_rounding_only() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    assert scale_rewards(rewards, offset=0.5, scale=10).tolist() == [5.0, -5.0, -5.0, 5.0]
+    plain, scaled = advantages(rewards, 4), advantages(scale_rewards(rewards, 0.5, 10), 4)
+    assert (plain - scaled).abs().max() < 2e-4  # the 1e-4 beside std
+
+
+def test_policy_loss_without_clipping_is_the_mean_advantage() -> None:
+    logprobs = torch.log(torch.tensor([[0.5, 0.25, 0.1], [0.5, 0.5, 0.5]])).requires_grad_()
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    found = policy_loss(logprobs, logprobs.detach(), torch.tensor([2.0, -1.0]), mask, clip=0.2, num_samples=4)
+    assert found.loss.item() == pytest.approx(-(2.0 - 1.0) / 4)
+    assert found.clipped.item() == 0
+    found.loss.backward()
+    expected = [[-2 / 2 / 4, -2 / 2 / 4, 0.0], [1 / 3 / 4] * 3]
+    assert logprobs.grad.tolist() == [pytest.approx(row) for row in expected]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "clipped"),
+    [(1.5, 1.0, 1.2, 1), (1.5, -1.0, -1.5, 0), (0.5, 1.0, 0.5, 0), (0.5, -1.0, -0.8, 1)],
+)
+def test_policy_loss_clips_on_the_pessimistic_side(
+    ratio: float, advantage: float, expected: float, clipped: int
+) -> None:
+    logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    found = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2, 1)
+    assert found.loss.item() == pytest.approx(-expected)
+    assert found.clipped.item() == clipped
+    found.loss.backward()
+    assert (logprobs.grad.item() == 0) == bool(clipped)
+
+
+def test_wrong_input_is_named() -> None:
+    with pytest.raises(ValueError, match="groups of 4"):
+        group_means(torch.ones(6), 4)
+    with pytest.raises(ValueError, match="'rank'"):
+        advantages(torch.ones(4), 4, "rank")
