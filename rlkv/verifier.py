@@ -124,7 +124,8 @@ def _decide_plainly(answer: str, candidate: str) -> bool | None:
 class Verifier:
     """Verdicts on batches of answers; see :class:`rlkv.verifier_pool.WorkerPool` for the processes behind it.
 
-    A pair that takes longer than ``timeout`` seconds, or that crashes its worker, is not equal.
+    A pair that takes longer than ``timeout`` seconds of CPU time (ten times that of wall time), or that crashes its
+    worker, is not equal.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ def default_verifier() -> Verifier:
 def are_correct(pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:
     """Whether each ``(output, right answer)`` ends in that answer, by the default verifier.
 
-    Never hangs: five seconds are the limit for one pair, after which it is not equal.
+    Never hangs: five seconds of CPU time are the limit for one pair, after which it is not equal.
 
     Raises:
         ValueError: if math-verify is needed and not installed (pip install 'rlkv[eval]').

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from rlkv.extras import require
 
 WORKER_FILE = Path(__file__).with_name("verifier_worker.py")
 START_SECONDS = 120.0  # importing sympy on a busy machine
-GRACE_SECONDS = 0.5  # the worker's own alarm comes first
+WALL_FACTOR = 10  # the limit is CPU time, so that a busy machine does not make right answers wrong; then wall time
 PAIRS_PER_WORKER = 16  # a further worker starts only when so many pairs wait
 
 
@@ -26,7 +27,7 @@ class _Worker:
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        # -P: the package's folder must not shadow libraries of the same names; a new session: no Ctrl-C
+        # -P: the package's folder must not shadow libraries of the same names
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER_FILE), str(timeout)],
             stdin=subprocess.PIPE,
@@ -36,7 +37,7 @@ class _Worker:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.requests, self.replies = self.process.stdin, self.process.stdout
-        self.ready = False
+        self.ready = self.was_killed_by_others = False
         self.job: int | None = None
         self.deadline = time.monotonic() + START_SECONDS
 
@@ -48,14 +49,16 @@ class _Worker:
         except OSError:
             return False
         self.job = job
-        self.deadline = time.monotonic() + self.timeout + GRACE_SECONDS
+        self.deadline = time.monotonic() + WALL_FACTOR * self.timeout
         return True
 
     def stop(self) -> None:
         """Kill the process and reap it."""
+        late = time.monotonic() >= self.deadline
         self.process.kill()
         self.forget()
-        self.process.wait()
+        # neither its own timer nor this side's: the out-of-memory killer, for instance
+        self.was_killed_by_others = self.process.wait() != -signal.SIGPROF and not late
 
     def forget(self) -> None:
         """Close this side of the pipes only."""
@@ -71,11 +74,11 @@ class WorkerPool:
 
     Safe to use from several threads (one batch at a time) and after a fork (the child starts its own
     processes).  The processes end with their parent: an idle one when its input closes, a busy one by its
-    own alarm.
+    own timer.
     """
 
     def __init__(self, num_workers: int, timeout: float) -> None:
-        """``timeout`` is the limit for one pair, in seconds."""
+        """``timeout`` is the limit for one pair, in seconds of CPU time; ten times that is the limit in wall time."""
         if num_workers < 1 or not timeout > 0:
             raise ValueError(f"a verifier needs num_workers >= 1 and timeout > 0, got {num_workers} and {timeout}")
         self.num_workers = num_workers
@@ -86,6 +89,8 @@ class WorkerPool:
 
     def run(self, pairs: list[tuple[str, str]]) -> list[bool]:
         """Whether each ``(right answer, candidate)`` is equal; a pair that outlasts the limit is not.
+
+        A pair whose worker dies otherwise gets one more try: the death may have been none of its doing.
 
         Raises:
             ValueError: if math-verify is not installed.
@@ -124,6 +129,7 @@ class WorkerPool:
     def _run(self, pairs: list[tuple[str, str]]) -> list[bool]:
         verdicts = [False] * len(pairs)
         waiting = deque(range(len(pairs)))
+        retried: set[int] = set()
         while waiting or any(w.job is not None for w in self._workers):
             self._start_missing(len(waiting))
             for worker in [w for w in self._workers if w.ready and w.job is None]:
@@ -140,6 +146,9 @@ class WorkerPool:
                     verdicts[job] = reply == b"1\n"
                 else:
                     self._drop(worker)
+                    if job is not None and job not in retried and worker.was_killed_by_others:
+                        retried.add(job)
+                        waiting.appendleft(job)
                     if not worker.ready:
                         reason = reply.decode(errors="replace").strip() or "it ended or took too long"
                         raise RuntimeError(f"the verifier's worker process could not start: {reason}")

@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -178,10 +180,11 @@ def test_adversarial_text_is_not_equal_within_the_limit(
     monkeypatch.chdir(tmp_path)
     text = BAIT[name]
     hasty_verifier.is_correct(r"\boxed{\frac{1}{2}}", "0.5")  # a worker that the last case killed starts again
-    started = time.monotonic()
+    started, started_cpu = time.monotonic(), time.process_time()
     assert hasty_verifier.are_correct([(text, "7")]) == [False]
-    elapsed = time.monotonic() - started
-    assert elapsed < HASTY + 6, f"{name} took {elapsed:.1f} s"
+    assert time.process_time() - started_cpu < 5, "reading the text"
+    # the worker's limit is CPU time: only a machine that is busy with other things gets near this
+    assert time.monotonic() - started < 60
     # the reply belongs to its own pair, and the run goes on
     assert hasty_verifier.are_equal([(r"\frac{2}{4}", "0.5"), (r"\frac{2}{4}", "0.6")]) == [True, False]
     assert not list(tmp_path.iterdir())
@@ -193,12 +196,57 @@ def test_the_right_answer_may_be_bait_too(hasty_verifier: Verifier) -> None:
         assert hasty_verifier.are_equal([(content, "7")]) == [False]
 
 
-def test_a_killed_worker_costs_one_verdict(verifier: Verifier) -> None:
+def test_the_limit_is_cpu_time(hasty_verifier: Verifier) -> None:
+    assert hasty_verifier.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
+    pids = [w.process.pid for w in hasty_verifier.pool._workers]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # a machine so busy that the worker gets no time
+
+    def go_on() -> None:
+        time.sleep(2 * HASTY)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+    waker = threading.Thread(target=go_on)
+    waker.start()
+    assert hasty_verifier.are_equal([(r"\frac{3}{6}", "0.5")]) == [True]
+    waker.join()
+
+
+def test_a_worker_that_never_answers_is_killed() -> None:
+    with closing(Verifier(num_workers=1, timeout=0.2)) as quick:
+        assert quick.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
+        worker = quick.pool._workers[0].process
+        os.kill(worker.pid, signal.SIGSTOP)
+        assert quick.are_equal([(r"\frac{3}{6}", "0.5")]) == [False]
+        assert worker.poll() is not None
+
+
+def test_a_killed_worker_costs_no_verdict(verifier: Verifier) -> None:
     assert verifier.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
     for worker in verifier.pool._workers:
-        os.kill(worker.process.pid, 9)
-    time.sleep(0.2)
+        os.kill(worker.process.pid, 9)  # idle
     assert verifier.are_equal([(r"\frac{2}{4}", "0.5")] * 3) == [True] * 3
+
+
+def test_a_worker_killed_at_work_costs_no_verdict_and_no_endless_retries(verifier: Verifier) -> None:
+    slow = (r"((99999999!)!)!", "7")  # runs into the limit of three seconds
+    killed = []
+
+    def kill_at_work() -> None:
+        for _ in range(2):
+            time.sleep(0.5)
+            busy = [w.process.pid for w in verifier.pool._workers if w.job is not None]
+            for pid in busy:
+                os.kill(pid, signal.SIGKILL)
+            killed.extend(busy)
+
+    assert verifier.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
+    killer = threading.Thread(target=kill_at_work)
+    killer.start()
+    assert verifier.are_equal([slow, (r"\frac{2}{4}", "0.5")]) == [False, True]
+    killer.join()
+    assert killed
 
 
 def test_fork_gets_its_own_workers(verifier: Verifier) -> None:
@@ -247,7 +295,7 @@ def test_workers_die_with_a_killed_parent(busy: bool) -> None:
         "v.are_equal([('1/2', '0.5')])\n"
         "print(v.pool._workers[0].process.pid, flush=True)\n"
         + ("v.are_equal([('7', r'((99999999!)!)!')])\n" if busy else "")
-        + "import time; time.sleep(60)\n"
+        + "import time; time.sleep(120)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -257,7 +305,7 @@ def test_workers_die_with_a_killed_parent(busy: bool) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while _alive(worker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(worker)
