@@ -76,8 +76,9 @@ class GateTrainingArguments(GRPOConfig):
     logging_steps: float = field(default=1, metadata={"help": "the log has one record per step"})
     report_to: str | None = field(default="none", metadata={"help": "none: use the option wandb"})
     gradient_checkpointing: bool = field(default=False, metadata={"help": "recompute activations in backward"})
-    bf16: bool | None = field(default=False, metadata={"help": "autocast; off, as the frozen model has its dtype"})
+    bf16: bool = field(default=False, metadata={"help": "autocast; off, as the frozen model has its dtype"})
     save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints to keep, at least 1"})
+    dataloader_pin_memory: bool = field(default=False, metadata={"help": "batches are prompts as text"})
     disable_tqdm: bool | None = field(default=True, metadata={"help": "the trainer prints its own line per step"})
 
     def __post_init__(self) -> None:
@@ -131,7 +132,8 @@ def parse_config(arguments: Sequence[str]) -> tuple[RLKVSettings, GateTrainingAr
         ValueError: for an unknown key or option, a value of the wrong type, or settings that contradict each other.
         OSError: if the file cannot be read.
     """
-    parser = _Parser((RLKVSettings, GateTrainingArguments), allow_abbrev=False)
+    classes: Any = (RLKVSettings, GateTrainingArguments)
+    parser = _Parser(classes, allow_abbrev=False)
     arguments = list(arguments)
     if "--config" in arguments and arguments.index("--config") == len(arguments) - 1:
         raise ValueError("--config needs a file: configs/tiny.yaml, configs/llama8b.yaml, ...")

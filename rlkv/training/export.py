@@ -26,7 +26,7 @@ def plot_training_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
     figure, axes = new_figure(7.0, 4.0)
     steps = [record["step"] for record in records]
     for key, label in CURVES:
-        axes.plot(steps, [record.get(key) for record in records], label=label)
+        axes.plot(steps, [record[key] for record in records], label=label)
     axes.set_ylim(-0.02, 1.02)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("share or mean, 0 to 1")

@@ -135,7 +135,7 @@ class WandbLog(TrainerCallback):
         import wandb
 
         record: dict[str, Any] = dict(logs)
-        record["gates/all"] = wandb.Histogram(gates_matrix(model).flatten().numpy())
+        record["gates/all"] = wandb.Histogram(gates_matrix(model).flatten().tolist())
         if self.images.due(state.global_step):
             paths = self.images.paths(state.global_step)
             record.update({f"images/{kind}": wandb.Image(str(path)) for kind, path in paths.items()})

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-# names that trl gives to what it measures anyway
-_FROM_TRL = {
+# our name: trl's, for what it measures anyway
+RESPONSE_METRICS = {
     "response/length_mean": "completions/mean_length",
     "response/length_max": "completions/max_length",
     "response/truncated_share": "completions/clipped_ratio",
@@ -20,6 +20,7 @@ _MEASURED = (
     "penalty/value",
     "policy/loss",
     "policy/clip_share",
+    *RESPONSE_METRICS,
 )
 
 
@@ -40,15 +41,14 @@ def step_record(
     """All that is logged of a step, sections before the slash.
 
     Args:
-        values: what the trainer and trl measured, averaged over the step.
+        values: what the trainer and trl measured, averaged over the step; of the rollout, that of the last one.
         alpha_LH: the gates after the step.
         logs: the trainer's own ``grad_norm`` and ``learning_rate``.
         seconds: ``rollout``, ``reward`` and the whole ``step``; the update is what remains.
     """
     update = max(0.0, seconds["step"] - seconds["rollout"] - seconds["reward"])
     return {
-        **{name: values[name] for name in _MEASURED if name in values},
-        **{name: values[source] for name, source in _FROM_TRL.items() if source in values},
+        **{name: values[name] for name in _MEASURED},
         **gate_shares(alpha_LH),
         "gates/grad_norm": logs["grad_norm"],
         "train/learning_rate": logs["learning_rate"],

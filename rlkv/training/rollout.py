@@ -35,6 +35,8 @@ class RolloutSettings:
 class GrowingLayer(DynamicLayer):
     """Keys and values ``[B, H, capacity, D]``, of which the first T are in use; grows by half when full."""
 
+    keys: Any
+    values: Any
     _store: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

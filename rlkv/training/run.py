@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from pyarrow import ArrowException, parquet
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
 from rlkv.atomic import atomic_path
 from rlkv.gates import HeadGates
-from rlkv.models import TINY, ModelShape, load_model, resolve_dtype
+from rlkv.models import ModelShape, load_model, resolve_dtype
 from rlkv.prompts import build_messages
 from rlkv.training.checkpoint import last_checkpoint
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
@@ -28,31 +29,11 @@ RUN_CONFIG = "run_config.json"
 _FREE = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit", "run_name"}
 _FREE |= {"max_steps", "num_train_epochs"}
 _TRAINING_KEYS = [
-    "output_dir",
-    "run_name",
-    "seed",
-    "max_steps",
-    "num_train_epochs",
-    "prompts_per_step",
-    "num_generations",
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_completion_length",
-    "learning_rate",
-    "lr_scheduler_type",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "max_grad_norm",
-    "epsilon",
-    "num_iterations",
-    "steps_per_generation",
-    "generation_batch_size",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "save_steps",
-    "save_total_limit",
+    *["output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "prompts_per_step", "num_generations"],
+    *["temperature", "top_p", "top_k", "max_completion_length", "learning_rate", "lr_scheduler_type", "weight_decay"],
+    *["adam_beta1", "adam_beta2", "max_grad_norm", "epsilon", "num_iterations", "steps_per_generation"],
+    *["generation_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"],
+    *["save_steps", "save_total_limit"],
 ]
 
 
@@ -60,26 +41,26 @@ def read_problems(path: str | Path, template: str) -> Dataset:
     """The curriculum as columns ``prompt`` (messages) and ``answer``.
 
     Raises:
-        ValueError: if the file is absent, of another kind, or has no ``problem`` and ``answer``.
+        ValueError: if the file is absent, damaged, of another kind, or a row has no ``problem`` and ``answer``.
     """
     file = Path(path)
-    kinds = {".parquet": "parquet", ".jsonl": "json"}
-    if file.suffix not in kinds:
+    if file.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"{path}: no curriculum, expected a .parquet or .jsonl file with problem and answer")
     if not file.exists():
         raise ValueError(f"{path}: there is no such file; data_prep/filter_deepscaler.py writes one")
     try:
-        table = getattr(Dataset, f"from_{kinds[file.suffix]}")(str(file), keep_in_memory=True)
-    except Exception as error:  # datasets raises many kinds for damaged files
-        raise ValueError(f"{path}: cannot be read as a {file.suffix} table ({type(error).__name__})") from error
-    missing = {"problem", "answer"} - set(table.column_names)
-    if missing:
-        raise ValueError(f"{path}: has no field {', '.join(sorted(missing))}, only {', '.join(table.column_names)}")
-    rows = [
-        {"prompt": build_messages(row["problem"], template), "answer": str(row["answer"])}
-        for row in table.select_columns(["problem", "answer"])
-    ]
-    return Dataset.from_list(rows)
+        if file.suffix == ".parquet":
+            rows = parquet.read_table(file).to_pylist()
+        else:
+            rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    except (ValueError, ArrowException) as error:
+        raise ValueError(f"{path}: cannot be read as {file.suffix[1:]} ({error})") from error
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict) or not {"problem", "answer"} <= row.keys():
+            raise ValueError(f"{path}: row {number} has no fields problem and answer")
+    return Dataset.from_list(
+        [{"prompt": build_messages(r["problem"], template), "answer": str(r["answer"])} for r in rows]
+    )
 
 
 def run_config(settings: RLKVSettings, args: GateTrainingArguments, processes: int) -> dict[str, Any]:
@@ -149,7 +130,7 @@ def train_gates(
     problems = read_problems(settings.curriculum, settings.template)
     if model is None or tokenizer is None:
         model, tokenizer = load_policy(settings, args.device)
-    shape = ModelShape.from_config(model.config, settings.model if settings.model == TINY else None)
+    shape = ModelShape.from_config(model.config)
 
     def make_gates() -> HeadGates:
         return HeadGates(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
@@ -35,7 +35,7 @@ from rlkv.training.checkpoint import (
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
 from rlkv.training.logprobs import completion_logprobs
-from rlkv.training.records import step_record
+from rlkv.training.records import RESPONSE_METRICS, step_record
 from rlkv.training.rollout import RolloutSettings, roll_out
 
 # (completions as text, answers) -> whether each is right
@@ -49,6 +49,11 @@ def verifier_reward(completions: Sequence[str], answers: Sequence[str]) -> list[
     from rlkv.verifier import are_correct
 
     return are_correct(zip(completions, answers, strict=True))
+
+
+def prompts_per_rollout(args: GateTrainingArguments) -> int:
+    """Different prompts of one rollout over all processes."""
+    return (args.generation_batch_size or 0) // (args.num_generations or 1)
 
 
 class EpochSampler(RepeatSampler):
@@ -80,6 +85,13 @@ class RLKVTrainer(GRPOTrainer):
         ValueError: if the data do not fill one step, or DeepSpeed ZeRO-3 is configured.
     """
 
+    # narrower than the declarations of transformers and trl
+    model: Any
+    args: GateTrainingArguments
+    num_generations: int
+    max_completion_length: int
+    _buffered_inputs: Any
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -90,7 +102,7 @@ class RLKVTrainer(GRPOTrainer):
         reward: Reward = verifier_reward,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        prompts = args.generation_batch_size // args.num_generations
+        prompts = prompts_per_rollout(args)
         if len(train_dataset) < prompts:
             raise ValueError(
                 f"the curriculum has {len(train_dataset)} problems, but one step takes {prompts}: lower "
@@ -104,9 +116,10 @@ class RLKVTrainer(GRPOTrainer):
         self.gate_mean = GateMean()
         self._seconds = {"rollout": 0.0, "reward": 0.0}
         self._rewards = torch.zeros(0)
+        self._of_rollout: dict[str, float] = {}  # what is known of the last rollout, for all steps that use it
         super().__init__(
             model=model,
-            reward_funcs=[self._reward_function],
+            reward_funcs=cast(Any, self._reward_function),
             args=args,
             train_dataset=train_dataset,
             processing_class=tokenizer,
@@ -117,14 +130,23 @@ class RLKVTrainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)
         self.gates = [parameter for _, parameter in gate_parameters(self.model)]
 
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.args.output_dir or ".")
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Forward and backward passes that one rollout is used for."""
+        return (self.args.steps_per_generation or 1) * self.num_iterations
+
     # ---- data ----
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochSampler:
         return EpochSampler(
             data_source=self.train_dataset if dataset is None else dataset,
             mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            batch_size=prompts_per_rollout(self.args),
+            repeat_count=self.steps_per_rollout,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
             epoch=lambda: int(self.state.epoch or 0),
@@ -161,7 +183,7 @@ class RLKVTrainer(GRPOTrainer):
                     unwrapped.get_base_model(),
                     prompt_ids,
                     first_row=self.accelerator.process_index * len(prompt_ids),
-                    rollout=self._step // (self.args.steps_per_generation * self.num_iterations),
+                    rollout=self._step // self.steps_per_rollout,
                     eos_ids=self.eos_token_ids,
                     pad_id=self._tokenizer.pad_token_id,
                     settings=settings,
@@ -191,9 +213,12 @@ class RLKVTrainer(GRPOTrainer):
         means = objective.group_means(rewards, self.num_generations)
         output["group_mean"] = means[local]
         groups = rewards.view(-1, self.num_generations)
-        self._note("reward/mean", rewards.mean())
-        self._note("reward/std", rewards.std())
-        self._note("reward/zero_spread_share", (groups == groups[:, :1]).all(1).float().mean())
+        self._of_rollout = {
+            "reward/mean": rewards.mean().item(),
+            "reward/std": rewards.std().item(),
+            "reward/zero_spread_share": (groups == groups[:, :1]).all(1).float().mean().item(),
+            **{name: self._metrics["train"][source][-1] for name, source in RESPONSE_METRICS.items()},
+        }
         return output
 
     # ---- loss ----
@@ -265,7 +290,7 @@ class RLKVTrainer(GRPOTrainer):
         if "grad_norm" in logs:
             values = {name: sum(found) / len(found) for name, found in self._metrics["train"].items() if found}
             seconds = {**self._seconds, "step": sum(self._metrics["train"].get("step_time", []))}
-            logs = step_record(values, gates_matrix(self.model), logs, seconds)
+            logs = step_record({**self._of_rollout, **values}, gates_matrix(self.model), logs, seconds)
             self._metrics["train"].clear()
             self._seconds = dict.fromkeys(self._seconds, 0.0)
         Trainer.log(self, logs, start_time)
@@ -275,11 +300,11 @@ class RLKVTrainer(GRPOTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """The adapter alone; without trl's model card and peft's look at the hub."""
         model: PeftModel = self.accelerator.unwrap_model(self.model)
-        model.save_pretrained(output_dir or self.args.output_dir, save_embedding_layers=False)
+        model.save_pretrained(output_dir or str(self.output_dir), save_embedding_layers=False)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
-        folder = checkpoint_folder(self.args.output_dir, step)
+        folder = checkpoint_folder(self.output_dir, step)
         keep, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go when this one is whole
         main = self.accelerator.is_main_process
         if main:
@@ -289,8 +314,9 @@ class RLKVTrainer(GRPOTrainer):
             Trainer._save_checkpoint(self, model, trial)
         finally:
             self.args.save_total_limit = keep
-        if self._step % (self.args.steps_per_generation * self.num_iterations):
-            save_tensors(self._rollout_state(folder), {"inputs": self._buffered_inputs})
+        if self._step % self.steps_per_rollout:
+            state = {"inputs": self._buffered_inputs, "values": self._of_rollout}
+            save_tensors(self._rollout_state(folder), state)
         if main:
             save_tensors(folder / GATE_MEAN, self.gate_mean.state())
         self.accelerator.wait_for_everyone()
@@ -310,8 +336,9 @@ class RLKVTrainer(GRPOTrainer):
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
         self.gate_mean.load(load_tensors(folder / GATE_MEAN))
         if self._rollout_state(folder).exists():
-            inputs = load_tensors(self._rollout_state(folder))["inputs"]
-            self._buffered_inputs = [self._prepare_input(batch) for batch in inputs]
+            state = load_tensors(self._rollout_state(folder))
+            self._of_rollout = state["values"]
+            self._buffered_inputs = [self._prepare_input(batch) for batch in state["inputs"]]
 
     def restore(self, checkpoint: Path) -> None:
         """Take over gates, their mean and the step count of ``checkpoint`` without training on."""
