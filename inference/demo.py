@@ -51,37 +51,45 @@ def plan(folder: Path, quick: bool) -> list[Stage]:
     sparsities = "0.5" if quick else "0.2,0.4,0.5,0.6,0.8"
     cells = 1 + len(sparsities.split(",")) * (draws + 2)
     curriculum, training, sweep = folder / "curriculum", folder / "training", folder / "sweep"
-    python = sys.executable
+    gates = training / "gates.pt"
+    # split into words first: the folders' names may hold spaces
+    filter_command = [
+        word.format(problems=num_problems, out=curriculum)
+        for word in """data_prep/filter_deepscaler.py --config configs/filter_tiny.yaml --num-problems {problems}
+            --output-dir {out}""".split()
+    ]
+    train_command = [
+        word.format(curriculum=curriculum, steps=steps, out=training)
+        for word in """train/grpo_gates.py --config configs/tiny.yaml --curriculum {curriculum}/curriculum.parquet
+            --max_steps {steps} --output_dir {out}""".split()
+    ]
+    sweep_command = [
+        word.format(gates=gates, draws=draws, sparsities=sparsities, n=held_out, out=sweep)
+        for word in """inference/sweep_heads.py --gates RLKV={gates} --oracle rlkv/tiny/model/ground_truth.json
+            --random-draws {draws} --sparsities {sparsities} --num-problems {n} --definitions 3-12
+            --max-new-tokens 208 --batch-size 100 --output-dir {out}""".split()
+    ]
     return [
         Stage(
             "filter",
-            [python, "data_prep/filter_deepscaler.py", "--model", "tiny", "--input", "tiny"]
-            + ["--num-problems", str(num_problems), "--config", "configs/filter_tiny.yaml"]
-            + ["--output-dir", str(curriculum)],
-            curriculum / "curriculum.parquet",
+            filter_command,
+            curriculum / "report.md",
             lambda: count_lines("**/shard*.jsonl", curriculum) / num_problems,
             40,
         ),
-        Stage(
-            "train gates",
-            [python, "train/grpo_gates.py", "--config", "configs/tiny.yaml"]
-            + ["--curriculum", str(curriculum / "curriculum.parquet")]
-            + ["--output_dir", str(training), "--max_steps", str(steps)],
-            training / "gates.pt",
-            lambda: count_lines("log.jsonl", training) / steps,
-            240,
-        ),
+        Stage("train gates", train_command, gates, lambda: count_lines("log.jsonl", training) / steps, 240),
         Stage(
             "compare heads",
-            [python, "inference/sweep_heads.py", "--gates", f"RLKV={training / 'gates.pt'}"]
-            + ["--output-dir", str(sweep), "--num-problems", str(held_out), "--definitions", "3-12"]
-            + ["--max-new-tokens", "208", "--batch-size", "100", "--sparsities", sparsities]
-            + ["--random-draws", str(draws), "--oracle", "rlkv/tiny/model/ground_truth.json"],
-            sweep / "results.json",
+            sweep_command,
+            sweep / "accuracy.png",
             lambda: count_lines("rows.jsonl", sweep) / (cells + 1),
-            200,
+            150,
         ),
     ]
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def run_stage(stage: Stage, number: int, stages: list[Stage], log: Path, bar: Progress) -> None:
@@ -91,14 +99,14 @@ def run_stage(stage: Stage, number: int, stages: list[Stage], log: Path, bar: Pr
     started = time.monotonic()
     at_start = min(1.0, stage.progress())
     with log.open("w") as out:
-        process = subprocess.Popen(stage.command, stdout=out, stderr=subprocess.STDOUT, cwd=PROGRAMS)
+        process = subprocess.Popen([sys.executable, *stage.command], stdout=out, stderr=subprocess.STDOUT, cwd=PROGRAMS)
         try:
             while process.poll() is None:
                 share = min(1.0, stage.progress())
                 elapsed = time.monotonic() - started
                 pace = (share - at_start) / elapsed if elapsed > 0 else 0
                 left = (1 - share) / pace if pace > 0 else max(0.0, stage.expected_seconds - elapsed)
-                text = f"[{number}/{len(stages)}] {stage.name:<13} about {int(left + later) // 60}:{int(left + later) % 60:02d} left"
+                text = f"[{number}/{len(stages)}] {stage.name:<13} about {clock(left + later)} left in all"
                 bar.update(task, completed=share, description=text)
                 time.sleep(0.5)
         except BaseException:
@@ -141,9 +149,11 @@ def main(
         if stage.done.exists():
             console.print(f"[{number}/{len(stages)}] {stage.name}: done before", markup=False)
             continue
-        shown = " ".join(str(word).replace(str(folder), str(output_dir)) for word in stage.command[1:])
+        shown = " ".join(word.replace(str(folder), str(output_dir)) for word in stage.command)
         console.print(f"$ python {shown}", markup=False, highlight=False, soft_wrap=True)
-        with Progress(TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), console=console) as bar:
+        with Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), console=console
+        ) as bar:
             run_stage(stage, number, stages, folder / "logs" / f"{number}_{stage.name.replace(' ', '_')}.log", bar)
     collect(folder)
     console.print((folder / "table.md").read_text(), markup=False, highlight=False)

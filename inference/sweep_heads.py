@@ -73,7 +73,11 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     fresh: Annotated[bool, typer.Option(help="drop the rows of an earlier run")] = False,
 ) -> None:
-    named = [(name if sep else Path(item).stem, file if sep else item) for item in gates for name, sep, file in [item.partition("=")]]
+    named = [
+        (name if sep else Path(item).stem, file if sep else item)
+        for item in gates
+        for name, sep, file in [item.partition("=")]
+    ]
     rankings = {name: HeadGates.load(file) for name, file in named}
     first = next(iter(rankings.values()))
     if not model and first.model is None:

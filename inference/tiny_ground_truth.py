@@ -22,6 +22,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rlkv.allocation import HeadAllocation
+from rlkv.atomic import atomic_path
 from rlkv.cli_errors import run_app
 from rlkv.evaluation.elimination import backward_elimination, single_head_scores
 from rlkv.evaluation.heads import CacheSettings, measure
@@ -123,9 +124,8 @@ def main(
         "heads_removable_before_0.95": removable,
         **provenance(),
     }
-    partial = output.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(output)
+    with atomic_path(output) as partial:
+        partial.write_text(json.dumps(result, indent=1) + "\n")
     shown = {k: result[k] for k in ("full_accuracy", "random_half_mean", "heads_removable_before_0.95")}
     print(json.dumps(shown, indent=2))
 

@@ -98,7 +98,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(model: str, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(
+    model: str, dtype: str = "auto", device: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """``(model in eval mode, tokenizer)``: ``tiny`` (built in), a local folder, or a hub id.
 
     No code from a repository is run (``trust_remote_code`` is never set).
@@ -117,11 +119,12 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto") -> tuple[P
         raise ValueError(_cannot_load(model, error)) from error
     if model == TINY:
         loaded.config._name_or_path = TINY  # the packaged folder is no name that a gates file should carry
-    return loaded.to(target).eval(), tokenizer
+    torch.nn.Module.to(loaded, target)
+    return loaded.eval(), tokenizer
 
 
 def _cannot_load(model: str, error: Exception) -> str:
-    if Path(model).exists() or os.sep in model.rstrip(os.sep) and model.startswith((".", os.sep, "~")):
+    if Path(model).exists() or (os.sep in model.rstrip(os.sep) and model.startswith((".", os.sep, "~"))):
         return f"cannot load a model from {model!r}: {str(error).splitlines()[0]}"
     return (
         f"cannot load model {model!r}: it is no local folder and the hub did not give it "

@@ -1,6 +1,6 @@
 """Pretrain the built-in tiny reasoning model from scratch, and write its package folder.
 
-    python train/pretrain_tiny.py                      # 3,500 steps, about 40 minutes on 2 CPU cores
+    python train/pretrain_tiny.py                      # 4,000 steps, about 40 minutes on 2 CPU cores
     python train/pretrain_tiny.py --output-dir /tmp/m --steps 200
 
 Seeded; resumes from ``checkpoint.pt`` in the work folder after a kill.  When it ends it measures greedy
@@ -40,7 +40,7 @@ def seconds_trained(log: Path) -> float:
 def main(
     output_dir: Annotated[Path, typer.Option(help="where the finished model goes")] = MODEL_DIR,
     work_dir: Annotated[Path, typer.Option(help="checkpoint and log of the run")] = Path("results/pretrain_tiny"),
-    steps: Annotated[int, typer.Option(help="optimizer steps")] = PretrainConfig.steps,
+    steps: Annotated[int, typer.Option(help="optimizer steps before the closing stage")] = PretrainConfig.steps,
     seed: Annotated[int, typer.Option(help="initial weights and problems")] = PretrainConfig.seed,
     heldout: Annotated[int, typer.Option(help="problems of the closing accuracy measurement")] = 1000,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -53,7 +53,7 @@ def main(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     started = time.perf_counter()
     with Progress(*columns) as progress, log:
-        task = progress.add_task("pretraining", total=steps)
+        task = progress.add_task("pretraining", total=config.total_steps)
 
         def on_step(step: int, loss: float) -> None:
             progress.update(task, completed=step + 1, description=f"pretraining  loss {loss:.4f}")

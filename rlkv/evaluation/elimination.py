@@ -34,10 +34,12 @@ def without_head(full: Tensor, layer: int, head: int) -> HeadAllocation:
     return HeadAllocation(reduced)
 
 
-def single_head_scores(score: Score, num_layers: int, num_kv_heads: int, on_call: Callable[[], None]) -> list[list[Any]]:
+def single_head_scores(
+    score: Score, num_layers: int, num_kv_heads: int, on_call: Callable[[], None]
+) -> list[list[Any]]:
     """The score with each head alone compressible, ``[L][H]``."""
     full = torch.ones(num_layers, num_kv_heads, dtype=torch.bool)
-    table = []
+    table: list[list[Any]] = []
     for layer in range(num_layers):
         table.append([])
         for head in range(num_kv_heads):

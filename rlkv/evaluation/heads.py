@@ -97,6 +97,7 @@ def measure(
         for start in range(0, len(order), settings.batch_size):
             rows = order[start : start + settings.batch_size]
             completions.update(zip(rows, engine.generate([prompts[i] for i in rows], sampling), strict=True))
+            assert session.cache is not None
             held += session.cache.used_nbytes()
             full += session.cache.full_nbytes()
     ordered = [completions[i] for i in range(len(prompts))]

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from rlkv.atomic import atomic_path
 from rlkv.evaluation.heads import HeadResult
+from rlkv.plots import TEXT_SIZE, curve_figure, save_figure
 from rlkv.provenance import hardware_line, provenance
 
 BYTES_NOTE = (
@@ -21,9 +23,8 @@ BYTES_NOTE = (
 def write_results(path: Path, rows: Sequence[HeadResult], config: dict[str, Any]) -> None:
     """``{"rows": [...], "config": ..., "versions": ..., "hardware": ...}``, written in one move."""
     content = {"rows": [row.to_dict() for row in rows], "config": config, **provenance()}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(path)
+    with atomic_path(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _cells(rows: Sequence[HeadResult], method: str, sparsity: float) -> list[HeadResult]:
@@ -61,10 +62,8 @@ def markdown_table(rows: Sequence[HeadResult], title: str) -> str:
 
 def plot_accuracy(rows: Sequence[HeadResult], path: Path, title: str) -> None:
     """Accuracy against sparsity: intervals as error bars; draws of a random method as a band from min to max."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
+    sparsity_axis = "sparsity (share of KV heads that are compressible)"
+    figure, axes = curve_figure(title, sparsity_axis, "greedy accuracy")
     for i, method in enumerate(dict.fromkeys(r.method for r in rows if r.sparsity > 0)):
         points = sorted({r.sparsity for r in rows if r.method == method} | {0.0})
         cells = [_cells(rows, method, s) for s in points]
@@ -77,8 +76,6 @@ def plot_accuracy(rows: Sequence[HeadResult], path: Path, title: str) -> None:
             bars = [[m - c[0].ci_low for m, c in zip(means, cells, strict=True)]]
             bars.append([c[0].ci_high - m for m, c in zip(means, cells, strict=True)])
             axes.errorbar(points, means, yerr=bars, fmt="o-", capsize=3, color=f"C{i}", label=method)
-    axes.set(xlabel="sparsity (share of KV heads that are compressible)", ylabel="greedy accuracy", ylim=(-0.03, 1.03))
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    axes.set_ylim(-0.03, 1.03)
+    axes.legend(fontsize=TEXT_SIZE)
+    save_figure(figure, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,8 +30,8 @@ def heldout_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     buckets: dict[str, list[bool]] = defaultdict(list)
     for completion, ok in zip(completions, right, strict=True):
         tokens = len(completion.token_ids)
-        low, high = next((a, b) for a, b in zip(LENGTH_BUCKETS, LENGTH_BUCKETS[1:], strict=False) if tokens <= b)
-        buckets[f"{low}-{high}"].append(ok)
+        above, upto = next((a, b) for a, b in pairwise(LENGTH_BUCKETS) if tokens <= b)
+        buckets[f"{above}-{upto}"].append(ok)
     low, high = wilson_interval(sum(right), n)
     return {
         "seed": HELDOUT_SEED,

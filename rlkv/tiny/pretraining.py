@@ -3,6 +3,10 @@
 Recall of far bindings is what is slow to emerge (arithmetic and copying take a few hundred steps), so the
 longest chain of the batches grows with training.  A batch holds problems of one number of definitions:
 their token counts are equal, nothing is padded.
+
+A closing stage makes half of the KV heads specialise: in every step all, about half or none of LOCAL_HEADS read
+only the first 4 and the last 16 tokens.  From pretraining alone nearly every one of so few heads takes part in far
+recall, and no ranking could spare half of them (docs/LOG.md has the figures); large models do have local heads.
 """
 
 from __future__ import annotations
@@ -12,22 +16,39 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers.masking_utils import AttentionMaskInterface
 
+from rlkv.atomic import atomic_path
+from rlkv.models import ModelShape
 from rlkv.prompts import render_prompt
 from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, draw_length, draw_problem
 
 TOKENS_PER_DEFINITION = 24  # 6 in the problem, 18 in the solution
+SINK, WINDOW = 4, 16
+# (layer, head): the twelve that a backward elimination on the model of the first stage (seed 0) could spare best
+LOCAL_HEADS = (
+    *((0, 1), (0, 2), (0, 3), (1, 2), (1, 4)),
+    *((2, 0), (2, 1), (2, 2), (2, 4), (3, 2), (3, 3), (3, 5)),
+)
 
 
 @dataclass
 class PretrainConfig:
-    """``curriculum``: pairs (share of training at which the stage ends, longest chain of the stage)."""
+    """``curriculum``: pairs (share of ``steps`` at which the stage ends, longest chain of the stage).
+
+    ``specialise_steps`` follow upon ``steps``, at ``specialise_lr`` of the peak learning rates.
+    """
 
     seed: int = 0
     steps: int = 3500
+    specialise_steps: int = 500
+    specialise_lr: float = 0.2
     tokens_per_step: int = 8000
     muon_lr: float = 5e-3
     adamw_lr: float = 3e-3
@@ -36,12 +57,19 @@ class PretrainConfig:
     max_grad_norm: float = 1.0
     curriculum: tuple[tuple[float, int], ...] = ((0.12, 5), (0.22, 8), (0.35, 14), (1.0, MAX_DEFINITIONS))
 
+    @property
+    def total_steps(self) -> int:
+        return self.steps + self.specialise_steps
+
     def longest_chain(self, step: int) -> int:
         """The largest number of definitions that ``step`` (0-based) may draw."""
-        return next(longest for end, longest in self.curriculum if step < end * self.steps)
+        return next((longest for end, longest in self.curriculum if step < end * self.steps), MAX_DEFINITIONS)
 
     def lr_scale(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to ``final_lr`` of the peak."""
+        """Linear warm-up, then a cosine down to ``final_lr`` of the peak; a second, lower cosine to specialise."""
+        if step >= self.steps:
+            cosine = 0.5 * (1 + math.cos(math.pi * (step - self.steps) / self.specialise_steps))
+            return self.specialise_lr * cosine
         cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
         return min(1.0, (step + 1) / self.warmup_steps) * (self.final_lr + (1 - self.final_lr) * cosine)
 
@@ -92,11 +120,48 @@ def build_optimizers(model: LlamaForCausalLM, config: PretrainConfig) -> list[to
     ]
 
 
+class LocalHeads:
+    """Attention of the closing stage: ``draw`` decides for one step which of LOCAL_HEADS read locally.
+
+    One dense mask per head in a single attention call: at these lengths far cheaper than two branches.
+    """
+
+    IMPLEMENTATION = "rlkv_tiny_pretraining"
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        config = model.config
+        self.model, self.before = model, config._attn_implementation
+        shape = ModelShape.from_config(config)
+        self.is_local = torch.zeros(shape.num_layers, shape.num_kv_heads, dtype=torch.bool)
+        AttentionInterface.register(self.IMPLEMENTATION, self._attend)
+        AttentionMaskInterface.register(self.IMPLEMENTATION, lambda *args, **kwargs: None)
+        model.set_attn_implementation(self.IMPLEMENTATION)
+
+    def draw(self, rng: random.Random) -> None:
+        """All, about half or none of the heads are local, with equal chances."""
+        share = rng.choice((0.0, 0.5, 1.0))
+        for layer, head in LOCAL_HEADS:
+            self.is_local[layer, head] = rng.random() < share
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        position = torch.arange(query.shape[2], device=query.device)
+        past = position[:, None] - position  # [query, key]
+        near = (past < WINDOW) | (position < SINK)
+        is_local = self.is_local[module.layer_idx].to(query.device).repeat_interleave(query.shape[1] // key.shape[1])
+        mask = (past >= 0) & (near | ~is_local[:, None, None])
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[None], scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    def remove(self) -> None:
+        self.model.set_attn_implementation(self.before)
+
+
 def _checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:
     state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(path)  # a kill while writing leaves the previous checkpoint whole
+    with atomic_path(path) as partial:  # a kill while writing leaves the previous checkpoint whole
+        torch.save(state, partial)
 
 
 def pretrain(
@@ -124,13 +189,17 @@ def pretrain(
         first = state["step"]
     device = next(model.parameters()).device
     model.train()
-    for step in range(first, config.steps):
+    local_heads: LocalHeads | None = None
+    for step in range(first, config.total_steps):
         for peak, optimizer in zip(peaks, optimizers, strict=True):
             optimizer.param_groups[0]["lr"] = peak * config.lr_scale(step)
         rng = random.Random(f"rlkv-tiny-pretrain-{config.seed}-{step}")
         num_definitions = draw_length(rng, MIN_DEFINITIONS, config.longest_chain(step))
         rows = max(4, config.tokens_per_step // (TOKENS_PER_DEFINITION * num_definitions))
         ids, labels = encode_batch(tokenizer, rng, num_definitions, rows)
+        if step >= config.steps:
+            local_heads = local_heads or LocalHeads(model)
+            local_heads.draw(rng)
         loss = model(input_ids=ids.to(device), labels=labels.to(device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
@@ -140,4 +209,6 @@ def pretrain(
         if checkpoint is not None and (step + 1) % checkpoint_every == 0:
             _checkpoint(checkpoint, model, optimizers, step + 1)
         on_step(step, loss.item())
+    if local_heads is not None:
+        local_heads.remove()
     model.eval()

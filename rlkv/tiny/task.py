@@ -63,7 +63,9 @@ def draw_problem(rng: random.Random, num_definitions: int, num_given: int = 2) -
             fresh = [n for n in unused if n != left]
             right = rng.choice(fresh if fresh and rng.random() < 0.5 else others)
             # Products fall into 0: of the three results take the one that the problem has used least.
-            operator = min(rng.sample(OPERATORS, 3), key=lambda op: used_values[_apply(op, values[left], values[right])])
+            operator = min(
+                rng.sample(OPERATORS, 3), key=lambda op: used_values[_apply(op, values[left], values[right])]
+            )
             value = _apply(operator, values[left], values[right])
             unused = [n for n in unused if n not in (left, right)]
             statements.append(f"{name} = {left} {operator} {right}")
