@@ -45,6 +45,11 @@ def count_lines(pattern: str, folder: Path) -> int:
     return sum(file.read_bytes().count(b"\n") for file in folder.glob(pattern))
 
 
+def words(template: str, **values: object) -> list[str]:
+    """A command as words, split before the values are put in: the names of folders may hold spaces."""
+    return [word.format(**values) for word in template.split()]
+
+
 def plan(folder: Path, quick: bool) -> list[Stage]:
     """The stages of the demo; ``quick`` shrinks every one of them."""
     num_problems, steps, held_out, draws = (60, 4, 20, 2) if quick else (600, 100, 100, 5)
@@ -52,23 +57,29 @@ def plan(folder: Path, quick: bool) -> list[Stage]:
     cells = 1 + len(sparsities.split(",")) * (draws + 2)
     curriculum, training, sweep = folder / "curriculum", folder / "training", folder / "sweep"
     gates = training / "gates.pt"
-    # split into words first: the folders' names may hold spaces
-    filter_command = [
-        word.format(problems=num_problems, out=curriculum)
-        for word in """data_prep/filter_deepscaler.py --config configs/filter_tiny.yaml --num-problems {problems}
-            --output-dir {out}""".split()
-    ]
-    train_command = [
-        word.format(curriculum=curriculum, steps=steps, out=training)
-        for word in """train/grpo_gates.py --config configs/tiny.yaml --curriculum {curriculum}/curriculum.parquet
-            --max_steps {steps} --output_dir {out}""".split()
-    ]
-    sweep_command = [
-        word.format(gates=gates, draws=draws, sparsities=sparsities, n=held_out, out=sweep)
-        for word in """inference/sweep_heads.py --gates RLKV={gates} --oracle rlkv/tiny/model/ground_truth.json
+    filter_command = words(
+        """data_prep/filter_deepscaler.py --config configs/filter_tiny.yaml --num-problems {problems}
+            --output-dir {out}""",
+        problems=num_problems,
+        out=curriculum,
+    )
+    train_command = words(
+        """train/grpo_gates.py --config configs/tiny.yaml --curriculum {curriculum}/curriculum.parquet
+            --max_steps {steps} --output_dir {out}""",
+        curriculum=curriculum,
+        steps=steps,
+        out=training,
+    )
+    sweep_command = words(
+        """inference/sweep_heads.py --gates RLKV={gates} --oracle rlkv/tiny/model/ground_truth.json
             --random-draws {draws} --sparsities {sparsities} --num-problems {n} --definitions 3-12
-            --max-new-tokens 208 --batch-size 100 --output-dir {out}""".split()
-    ]
+            --max-new-tokens 208 --batch-size 100 --output-dir {out}""",
+        gates=gates,
+        draws=draws,
+        sparsities=sparsities,
+        n=held_out,
+        out=sweep,
+    )
     return [
         Stage(
             "filter",

@@ -18,4 +18,6 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
         package = module.split(".")[0].replace("_", "-")
-        raise ValueError(f"this needs the package {package}, which is not installed: pip install 'rlkv[{extra}]'") from None
+        raise ValueError(
+            f"this needs the package {package}, which is not installed: pip install 'rlkv[{extra}]'"
+        ) from None

@@ -41,5 +41,7 @@ def build_messages(problem: str, template: str = "rlkv") -> list[dict[str, str]]
 def render_prompt(tokenizer: Any, problem: str, template: str = "rlkv") -> str:
     """The text to tokenize with ``add_special_tokens=False``: the chat template if the tokenizer has one."""
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(build_messages(problem, template), tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            build_messages(problem, template), tokenize=False, add_generation_prompt=True
+        )
     return (tokenizer.bos_token or "") + fill_template(problem, template)

@@ -79,6 +79,9 @@ class GateTrainingArguments(GRPOConfig):
     bf16: bool = field(default=False, metadata={"help": "autocast; off, as the frozen model has its dtype"})
     save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints to keep, at least 1"})
     dataloader_pin_memory: bool = field(default=False, metadata={"help": "batches are prompts as text"})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "every gate takes part in every step"}
+    )
     disable_tqdm: bool | None = field(default=True, metadata={"help": "the trainer prints its own line per step"})
 
     def __post_init__(self) -> None:
