@@ -1,0 +1,88 @@
+"""The sweep: every cell once, resumable, refusing to mix settings; and its reports."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkv import tiny
+from rlkv.evaluation.heads import CacheSettings, HeadResult
+from rlkv.evaluation.report import markdown_table, plot_accuracy, write_results
+from rlkv.evaluation.sweep import Cell, plan_sweep, run_sweep
+from rlkv.gates import HeadGates
+from rlkv.models import ModelShape
+
+SHAPE = ModelShape("tiny", "llama", 4, 6, 12, 32)
+SETTINGS = CacheSettings(sink=4, window=16, max_new_tokens=30, batch_size=4)
+
+
+def cells() -> list[Cell]:
+    gates = HeadGates(alpha=torch.linspace(0, 1, 24).view(4, 6))
+    order = [(layer, head) for layer in range(4) for head in range(6)]
+    return list(plan_sweep(SHAPE, [0.0, 0.5], {"RLKV": gates}, {"oracle": order}, random_draws=2))
+
+
+def sweep(folder: Path, seen: list[HeadResult], **fingerprint: object) -> list[HeadResult]:
+    model, tokenizer = tiny.load()
+    problems = tiny.problems(4, seed=1, max_definitions=3)
+    return run_sweep(
+        model,
+        tokenizer,
+        problems,
+        cells(),
+        SETTINGS,
+        folder / "rows.jsonl",
+        fingerprint,
+        lambda _, row: seen.append(row),
+    )
+
+
+def test_plan_measures_the_full_cache_once() -> None:
+    keys = [cell.key for cell in cells()]
+    assert keys == [
+        ("full cache", 0.0, None),
+        ("RLKV", 0.5, None),
+        ("oracle", 0.5, None),
+        ("random heads", 0.5, 0),
+        ("random heads", 0.5, 1),
+    ]
+    assert [cell.allocation.num_full for cell in cells()] == [24, 12, 12, 12, 12]
+
+
+def test_resumes_after_a_torn_line_and_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+    whole = sweep(tmp_path / "whole", [])
+    rows_file = tmp_path / "torn" / "rows.jsonl"
+    rows_file.parent.mkdir()
+    content = (tmp_path / "whole" / "rows.jsonl").read_bytes()
+    lines = content.splitlines(keepends=True)
+    rows_file.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    assert sweep(tmp_path / "torn", []) == whole
+    assert rows_file.read_bytes() == content
+
+
+def test_refuses_other_settings_and_keeps_the_rows(tmp_path: Path) -> None:
+    sweep(tmp_path, [])
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"other settings \(model\)"):
+        sweep(tmp_path, [], model="another")
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+
+
+def row(method: str, sparsity: float, accuracy: float, seed: int | None = None) -> HeadResult:
+    return HeadResult(method, sparsity, seed, accuracy, accuracy - 0.1, accuracy + 0.1, 50, 60, 100, 40.0)
+
+
+def test_reports(tmp_path: Path) -> None:
+    rows = [row("full cache", 0.0, 0.9), row("RLKV", 0.5, 0.8), row("random heads", 0.5, 0.2, 0)]
+    rows.append(row("random heads", 0.5, 0.4, 1))
+    table = markdown_table(rows, "title")
+    assert "| RLKV | 0.900 [0.80, 1.00] | 0.800 [0.70, 0.90] |" in table
+    assert "0.300 (2 draws: 0.20 to 0.40)" in table
+    assert "| *KV held, of full* | 60% | 60% |" in table
+    write_results(tmp_path / "results.json", rows, {"model": "tiny"})
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert set(written["rows"][0]) == set(row("x", 0.0, 0.5).to_dict())
+    assert {"config", "versions", "hardware", "command"} <= written.keys()
+    plot_accuracy(rows, tmp_path / "accuracy.png", "title")
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
