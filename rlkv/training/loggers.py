@@ -6,6 +6,7 @@ All of them run on the main process only.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +119,7 @@ class WandbLog(TrainerCallback):
             mode = "offline"
         identity = self.folder / "wandb_id.txt"  # a resumed run goes on under the same id
         if not identity.exists():
-            identity.write_text(wandb.util.generate_id())
+            identity.write_text(secrets.token_hex(4))
         self.run = wandb.init(
             project=self.project,
             name=args.run_name,
