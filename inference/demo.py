@@ -56,7 +56,7 @@ def words(template: str, **values: object) -> list[str]:
 
 def plan(folder: Path, quick: bool) -> list[Stage]:
     """The stages of the demo; ``quick`` shrinks every one of them."""
-    num_problems, steps, held_out, draws = (60, 4, 20, 2) if quick else (600, 100, 100, 5)
+    num_problems, steps, held_out, draws = (60, 4, 20, 2) if quick else (400, 100, 100, 5)
     sparsities = "0.5" if quick else "0.2,0.4,0.5,0.6,0.8"
     cells = 1 + len(sparsities.split(",")) * (draws + 2)
     curriculum, training, sweep = folder / "curriculum", folder / "training", folder / "sweep"
