@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -154,6 +155,8 @@ def main(
     fresh: Annotated[bool, typer.Option(help="drop the results of an earlier run")] = False,
     quick: Annotated[bool, typer.Option(help="every stage at a tenth of the size")] = False,
 ) -> None:
+    # a terminated demo must take its running stage with it, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console()
     folder = output_dir.resolve()
     size = {"quick": quick}

@@ -186,10 +186,10 @@ def test_presets() -> None:
 def test_yaml_and_overrides(tmp_path: Path) -> None:
     packaged = Path(__file__).resolve().parents[2] / "configs" / "filter_tiny.yaml"
     found = FilterConfig.resolve(str(packaged), {"num_problems": 9, "seed": None})
-    assert (found.model, found.num_problems, found.max_new_tokens) == ("tiny", 9, 440)
+    assert (found.model, found.num_problems, found.max_new_tokens) == ("tiny", 9, 208)
     assert found.buckets is not None
     assert len(found.buckets) >= 4
-    assert (found.buckets[0].low, found.buckets[-1].high) == (20, 420)
+    assert (found.buckets[0].low, found.buckets[-1].high) == (20, 208)
     listed = tmp_path / "listed.yaml"
     listed.write_text("model: tiny\nbuckets:\n  - 0-5:1\n  - 5-9:2\n")
     assert FilterConfig.resolve(str(listed), {}).to_dict()["buckets"] == "0-5:1,5-9:2"
