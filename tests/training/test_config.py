@@ -1,0 +1,153 @@
+"""Configuration files, options, the program's errors, and reading the curriculum."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from rlkv.prompts import fill_template
+from rlkv.training.config import parse_config
+from rlkv.training.run import read_problems
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_options_override_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("l1_beta: 2.0e-3\ntau: 0.7\nmax_steps: 9\nprompts_per_step: 4\nper_device_train_batch_size: 8\n")
+    settings, training = parse_config(["--config", str(file), "--tau", "0.6", "--use_cpu", "true"])
+    assert (settings.l1_beta, settings.tau, training.max_steps) == (2e-3, 0.6, 9)
+    assert training.gradient_accumulation_steps == 2
+    assert (training.learning_rate, training.weight_decay, training.adam_beta1, training.adam_beta2) == (
+        0.01,
+        0.017,
+        0.9,
+        0.999,
+    )
+    assert (training.max_grad_norm, training.beta, training.loss_type, training.bf16) == (1.0, 0.0, "grpo", False)
+    assert training.lr_scheduler_type == "constant"
+
+
+PAPER = {
+    "llama8b": ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 1e-3, 0.5, 1.0),
+    "qwen7b": ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 1e-3, 0.55, 1.0),
+    "qwen3_4b": ("Qwen/Qwen3-4B-Thinking-2507", 2.5e-3, 0.5, 0.95),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_shipped_files_hold_the_papers_numbers(name: str) -> None:
+    settings, training = parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
+    assert (settings.model, settings.l1_beta, settings.tau, training.top_p) == PAPER[name]
+    assert (settings.sink, settings.window, settings.deploy_sink, settings.deploy_window) == (128, 256, 16, 64)
+    assert (training.prompts_per_step, training.num_generations, training.max_steps) == (32, 4, 185)
+    assert training.gradient_accumulation_steps * training.per_device_train_batch_size == 128
+    assert (training.max_completion_length, training.temperature, training.learning_rate) == (7168, 1.0, 0.01)
+
+
+def test_the_published_options_can_be_set() -> None:
+    options = ["--epsilon", "0.4", "--advantage", "batch", "--reward_offset", "0.5", "--reward_scale", "10"]
+    settings, training = parse_config([*options, "--use_cpu", "true"])
+    assert (training.epsilon, settings.advantage, settings.reward_offset, settings.reward_scale) == (
+        0.4,
+        "batch",
+        0.5,
+        10,
+    )
+
+
+def test_the_tiny_file_fits_the_tiny_model() -> None:
+    settings, training = parse_config(["--config", str(ROOT / "configs" / "tiny.yaml"), "--use_cpu", "true"])
+    assert (settings.model, settings.sink, settings.window) == ("tiny", 4, 16)
+    assert (settings.deploy_sink, settings.deploy_window) == (4, 16)
+    assert training.generation_batch_size == training.prompts_per_step * training.num_generations
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--bogus", "3"], "unknown setting --bogus"),
+        (["--l1_beta", "x"], "l1_beta"),
+        (["--beta", "0.1"], "l1_beta"),
+        (["--loss_type", "dapo"], "loss_type must be grpo"),
+        (["--scale_rewards", "batch"], "advantage"),
+        (["--use_transformers_continuous_batching", "true"], "bypasses the gates"),
+        (["--cache_implementation", "static"], "static"),
+        (["--min_p", "0.1"], "min_p"),
+        (["--report_to", "wandb"], "option wandb"),
+        (["--temperature", "0"], "greedy"),
+        (["--advantage", "rank"], "advantage must be"),
+        (["--wandb", "maybe"], "wandb must be"),
+        (["--save_total_limit", "0"], "save_total_limit"),
+        (["--prompts_per_step", "3", "--per_device_train_batch_size", "8"], "12 samples do not split evenly"),
+        (["--config"], "needs a file"),
+        (["stray"], "stray"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        parse_config([*options, *([] if options == ["--config"] else ["--use_cpu", "true"])])
+
+
+def test_wrong_keys_and_broken_files_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    for text, named in [("l1_betta: 3\n", "l1_betta"), ("sink: [1\n", "no valid YAML"), ("sink: many\n", "sink")]:
+        file.write_text(text)
+        with pytest.raises(ValueError, match=named):
+            parse_config(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--bogus", "3"], "error: unknown setting --bogus"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        ([], "error: no problems to train on"),
+        (["--curriculum", "nowhere.parquet"], "error: nowhere.parquet: there is no such file"),
+    ],
+)
+def test_the_program_ends_with_one_sentence(
+    options: list[str],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--use_cpu", "true", "--output_dir", str(tmp_path / "run"), *options]
+    monkeypatch.setattr(sys, "argv", ["grpo_gates.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "train" / "grpo_gates.py"), run_name="__main__")
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert named in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
+    rows = [{"problem": "1 + 1", "answer": "2", "bucket": "0-2k"}, {"problem": "2 + 2", "answer": 4, "bucket": "0-2k"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Dataset.from_list([{**row, "answer": str(row["answer"])} for row in rows]).to_parquet(tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        found = read_problems(tmp_path / name, "boxed")
+        assert found["answer"] == ["2", "4"]
+        assert found[1]["prompt"] == [{"role": "user", "content": fill_template("2 + 2", "boxed")}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("a.csv", "x", "expected a .parquet or .jsonl"),
+        ("a.jsonl", '{"problem": "1"}\n', "row 0 has no fields"),
+        ("a.jsonl", "no json\n", "cannot be read as jsonl"),
+        ("a.parquet", "PAR1 broken", "cannot be read as parquet"),
+    ],
+)
+def test_a_wrong_curriculum_is_named(name: str, content: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=named):
+        read_problems(tmp_path / name, "rlkv")
