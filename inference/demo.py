@@ -47,7 +47,7 @@ class Stage:
 
 
 def count_lines(pattern: str, folder: Path) -> int:
-    return sum(file.read_bytes().count(b"\n") for file in folder.glob(pattern))
+    return sum(file.read_bytes().count(b"\n") for file in (PROGRAMS / folder).glob(pattern))
 
 
 def words(template: str, **values: object) -> list[str]:
@@ -135,7 +135,7 @@ def run_stage(stage: Stage, number: int, stages: list[Stage], log: Path, bar: Pr
             process.terminate()
             process.wait()
             raise
-    if process.returncode != 0 or not stage.done.exists():
+    if process.returncode != 0 or not (PROGRAMS / stage.done).exists():
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise ValueError(f"stage '{stage.name}' failed with exit code {process.returncode}; end of {log}:\n{tail}")
     bar.update(task, completed=1.0, description=f"[{number}/{len(stages)}] {stage.name:<13} done")
@@ -168,19 +168,21 @@ def main(
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     marker.write_text(json.dumps(size) + "\n")
     started = time.monotonic()
-    stages = plan(folder, quick)
+    # relative names where it can be: commands are written into result files
+    named = folder.relative_to(PROGRAMS) if folder.is_relative_to(PROGRAMS) else folder
+    stages = plan(named, quick)
     for number, stage in enumerate(stages, start=1):
-        if stage.done.exists():
+        if (PROGRAMS / stage.done).exists():
             console.print(f"[{number}/{len(stages)}] {stage.name}: done before", markup=False)
             continue
-        shown = " ".join(word.replace(str(folder), str(output_dir)) for word in stage.command)
+        shown = " ".join(stage.command)
         console.print(f"$ python {shown}", markup=False, highlight=False, soft_wrap=True)
         with Progress(
             TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), console=console
         ) as bar:
             run_stage(stage, number, stages, folder / "logs" / f"{number}_{stage.name.replace(' ', '_')}.log", bar)
     collect(folder)
-    console.print((folder / "table.md").read_text(), markup=False, highlight=False)
+    console.print((folder / "table.md").read_text(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"{time.monotonic() - started:.0f} s; everything is in {output_dir}/", highlight=False)
     console.print(f"next: rlkv-infer --gates {output_dir}/gates.pt --sparsity 0.5", highlight=False)
 
