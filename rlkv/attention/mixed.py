@@ -40,7 +40,7 @@ def mix(full: Tensor, local: Tensor, alpha_H: Tensor) -> Tensor:
     wide = torch.promote_types(torch.float32, torch.promote_types(full.dtype, alpha_H.dtype))
     grouped = (full.shape[0], alpha_H.shape[0], -1, *full.shape[2:])
     alpha = alpha_H.to(wide)[:, None, None, None]
-    mixed = alpha * full.reshape(grouped).to(wide) + (1 - alpha) * local.reshape(grouped).to(wide)
+    mixed = torch.lerp(local.reshape(grouped).to(wide), full.reshape(grouped).to(wide), alpha)
     return mixed.view(full.shape).to(full.dtype)
 
 

@@ -101,6 +101,7 @@ class GateTrainingArguments(GRPOConfig):
             ("scale_rewards", "group", "set advantage: group or batch instead"),
             ("logging_steps", 1, "the log has one record per step"),
             ("use_transformers_continuous_batching", False, "continuous batching bypasses the gates"),
+            ("use_vllm", False, "rollouts of vLLM would not see the gates"),
             ("cache_implementation", None, "static caches do not work with gates"),
             ("min_p", None, "rollouts know temperature, top_p and top_k"),
             ("repetition_penalty", 1.0, "rollouts know temperature, top_p and top_k"),

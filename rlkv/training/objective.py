@@ -80,7 +80,6 @@ def policy_loss(
     mask_NT: Tensor,
     clip: float,
     num_samples: int,
-    importance_NT: Tensor | None = None,
 ) -> PolicyLoss:
     """``-1/num_samples * sum_i mean_t min(rho_it A_i, clip(rho_it, 1 - clip, 1 + clip) A_i)``.
 
@@ -89,14 +88,11 @@ def policy_loss(
         old_logprobs_NT: under the gates that sampled them, without gradient; ``rho = exp(logprobs - old)``.
         mask_NT: 1 for the completion's tokens, 0 for padding.
         num_samples: what the sum is divided by; more than N where samples of advantage 0 were left out.
-        importance_NT: weight of every token, where another engine sampled with slightly other probabilities.
     """
     ratio = torch.exp(logprobs_NT - old_logprobs_NT)
     advantage = advantages_N[:, None]
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     objective = torch.minimum(ratio * advantage, clipped_ratio * advantage)
-    if importance_NT is not None:
-        objective = objective * importance_NT
     per_sample = (objective * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1)
     outside = ((ratio < 1 - clip) & (advantage < 0)) | ((ratio > 1 + clip) & (advantage > 0))
     return PolicyLoss(-per_sample.sum() / num_samples, (outside * mask_NT).sum().detach())

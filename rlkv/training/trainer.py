@@ -158,14 +158,9 @@ class RLKVTrainer(GRPOTrainer):
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], Any]:
         started = time.perf_counter()
-        if self.use_vllm:
-            result = super()._generate_single_turn(
-                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-            )
-        else:
-            result = self._roll_out(prompt_ids), None
+        completions = self._roll_out(prompt_ids)
         self._seconds["rollout"] += time.perf_counter() - started
-        return result
+        return completions, None
 
     def _roll_out(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         settings = RolloutSettings(
@@ -269,7 +264,6 @@ class RLKVTrainer(GRPOTrainer):
         mask = torch.cat([inputs["prompt_mask"][rows], completion_mask], dim=1)
         logprobs, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, completion_mask.shape[1])
         old = inputs.get("old_per_token_logps")
-        importance = inputs.get("importance_sampling_ratio")  # vLLM's and our log-probabilities differ a little
         return objective.policy_loss(
             logprobs,
             logprobs.detach() if old is None else old[rows],
@@ -277,7 +271,6 @@ class RLKVTrainer(GRPOTrainer):
             completion_mask,
             clip=self.epsilon_low,
             num_samples=samples,
-            importance_NT=None if importance is None else importance[rows],
         )
 
     # ---- log ----

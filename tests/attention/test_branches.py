@@ -115,7 +115,8 @@ def test_mixing_is_float32_and_exact_at_the_ends() -> None:
     alpha = torch.tensor([0.999, 0.25])
     per_query_head = alpha.repeat_interleave(2)[None, :, None, None]
     expected = (per_query_head * full.float() + (1 - per_query_head) * local.float()).bfloat16()
-    assert torch.equal(mix(full, local, alpha), expected)
+    assert (mix(full, local, alpha) - expected).abs().max() <= 2**-7  # one bfloat16 step near 1, where float32 ties
+    assert not torch.equal(mix(full, local, alpha)[:, :2], full[:, :2])  # 0.999 is not 1
 
 
 def test_a_row_with_a_hole_is_refused() -> None:

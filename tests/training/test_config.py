@@ -78,6 +78,7 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--scale_rewards", "batch"], "advantage"),
         (["--use_transformers_continuous_batching", "true"], "bypasses the gates"),
         (["--cache_implementation", "static"], "static"),
+        (["--use_vllm", "true"], "would not see the gates"),
         (["--min_p", "0.1"], "min_p"),
         (["--report_to", "wandb"], "option wandb"),
         (["--temperature", "0"], "greedy"),
