@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # make demo FRESH=1 starts over; make demo QUICK=1 runs every stage at a tenth of the size
-DEMO_FLAGS := $(if $(FRESH),--fresh) $(if $(QUICK),--quick)
+DEMO_FLAGS := $(if $(filter 1,$(FRESH)),--fresh) $(if $(filter 1,$(QUICK)),--quick --output-dir results/demo_quick)
 
 .PHONY: help venv demo test lint bench clean
 
@@ -18,7 +18,7 @@ help:
 
 venv: $(STAMP)
 
-# torch first and alone: the same pin is a CPU build on a CPU machine and the CUDA build on a GPU machine.
+# torch first and alone, by its exact pin: pip takes the build that the configured index offers (CPU or CUDA; both work).
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"

@@ -1,8 +1,9 @@
-"""The whole pipeline on the built-in tiny model, on a CPU: filter, train, export, compare, draw.
+r"""The whole pipeline on the built-in tiny model, on a CPU: filter, train, export, compare, draw.
 
+    \b
     make demo            # or: python inference/demo.py
     make demo FRESH=1    # drop the results of an earlier run
-    make demo QUICK=1    # every stage at a tenth of the size, to see that it works
+    make demo QUICK=1    # every stage at a tenth of the size, into results/demo_quick
 
 Each stage is one of the project's own commands, printed as it starts, with its output in
 ``results/demo/logs/``.  A stage that has ended is not run again; one that was stopped goes on where it was.
@@ -162,6 +163,8 @@ def main(
     size = {"quick": quick}
     marker = folder / "demo.json"
     if fresh and folder.exists():
+        if not marker.exists():
+            raise ValueError(f"{output_dir} holds no demo, so it is not removed: take another --output-dir")
         shutil.rmtree(folder)
     if marker.exists() and json.loads(marker.read_text()) != size:
         raise ValueError(f"{output_dir} holds a demo of another size: run it again with FRESH=1 (--fresh)")

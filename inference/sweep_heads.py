@@ -1,5 +1,6 @@
-"""Compare head rankings: greedy accuracy at several sparsities, as a table, results.json and a picture.
+r"""Compare head rankings: greedy accuracy at several sparsities, as a table, results.json and a picture.
 
+    \b
     python inference/sweep_heads.py --gates results/demo/gates.pt --output-dir results/sweep
     python inference/sweep_heads.py --gates RLKV=a.pt --gates DuoAttention=b.tsv --model meta-llama/... \\
         --input problems.jsonl --output-dir results/sweep
@@ -11,7 +12,6 @@ same command goes on where it was stopped.  Without ``--input``, fresh problems 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +19,16 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rlkv.cli_errors import run_app
+from rlkv.evaluation.agreement import agreement
 from rlkv.evaluation.heads import CacheSettings, HeadResult
 from rlkv.evaluation.report import markdown_table, plot_accuracy, write_results
 from rlkv.evaluation.sweep import Order, plan_sweep, run_sweep
 from rlkv.gates import HeadGates
 from rlkv.models import ModelShape, load_model
 from rlkv.tiny import problems as tiny_problems
+
+ORACLE = "oracle (measured)"
+RESERVED = ("full cache", "random heads", ORACLE)
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -44,6 +48,13 @@ def read_problems(path: Path | None, n: int, seed: int, definitions: str) -> lis
     return [{"problem": row["problem"], "answer": str(row["answer"])} for row in rows]
 
 
+def check_names(names: list[str]) -> None:
+    """Every ranking needs a name of its own in the table."""
+    taken = [name for name in names if names.count(name) > 1 or name in RESERVED]
+    if taken:
+        raise ValueError(f"--gates: the name {taken[0]!r} is taken twice or by the table itself: give NAME=FILE")
+
+
 def read_order(path: Path) -> Order:
     """The elimination order of a ground-truth file (program ``inference/tiny_ground_truth.py``)."""
     try:
@@ -58,11 +69,11 @@ def main(
     output_dir: Annotated[Path, typer.Option(help="rows.jsonl, results.json, table.md, accuracy.png")],
     model: Annotated[str, typer.Option(help="tiny, a folder or a hub id; default: the one of the first gates")] = "",
     input: Annotated[Path | None, typer.Option(help="JSONL with problem and answer")] = None,
-    num_problems: Annotated[int, typer.Option(help="how many problems")] = 200,
+    num_problems: Annotated[int, typer.Option(help="how many problems", min=1)] = 200,
     definitions: Annotated[str, typer.Option(help="chain lengths of the drawn tiny problems")] = "3-25",
     seed: Annotated[int, typer.Option(help="of the drawn tiny problems")] = 2_000_003,
     sparsities: Annotated[str, typer.Option(help="comma separated")] = "0.2,0.4,0.5,0.6,0.8",
-    random_draws: Annotated[int, typer.Option(help="random allocations per sparsity")] = 5,
+    random_draws: Annotated[int, typer.Option(help="random allocations per sparsity", min=0)] = 5,
     oracle: Annotated[Path | None, typer.Option(help="ground-truth JSON with a measured elimination order")] = None,
     sink: Annotated[int | None, typer.Option(help="default: the first gates file's")] = None,
     window: Annotated[int | None, typer.Option(help="default: the first gates file's")] = None,
@@ -78,6 +89,7 @@ def main(
         for item in gates
         for name, sep, file in [item.partition("=")]
     ]
+    check_names([name for name, _ in named])
     rankings = {name: HeadGates.load(file) for name, file in named}
     first = next(iter(rankings.values()))
     if not model and first.model is None:
@@ -98,10 +110,11 @@ def main(
         batch_size=batch_size,
     )
     shape = ModelShape.from_config(loaded.config)
-    orders = {"oracle (measured)": read_order(oracle)} if oracle else {}
+    orders = {ORACLE: read_order(oracle)} if oracle else {}
     cells = list(plan_sweep(shape, levels, rankings, orders, random_draws))
-    if fresh and output_dir.exists():
-        shutil.rmtree(output_dir)
+    if fresh:
+        for name in ("rows.jsonl", "results.json", "table.md", "accuracy.png"):
+            (output_dir / name).unlink(missing_ok=True)
     source = str(input) if input else f"tiny task, {definitions} definitions, seed {seed}"
     config = {"model": shape.model_id, "problems_from": source}
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
@@ -111,7 +124,9 @@ def main(
             bar.update(task, completed=done, description=f"{row.method} @ {row.sparsity:g}: {row.accuracy:.3f}")
 
         rows = run_sweep(loaded, tokenizer, problems, cells, settings, output_dir / "rows.jsonl", config, on_row)
-    write_results(output_dir / "results.json", rows, {**config, **vars(settings)})
+    truth = json.loads(oracle.read_text()) if oracle else None
+    agreements = {name: agreement(ranking, truth) for name, ranking in rankings.items()} if truth else {}
+    write_results(output_dir / "results.json", rows, {**config, **vars(settings)}, agreements)
     title = f"{shape.model_id}: {source}, sink {settings.sink}, window {settings.window}, prefill {prefill}"
     table = markdown_table(rows, title)
     (output_dir / "table.md").write_text(table)

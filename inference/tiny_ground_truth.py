@@ -1,5 +1,6 @@
-"""Measure which KV heads the built-in tiny model needs: the yardstick for every head-identification method.
+r"""Measure which KV heads the built-in tiny model needs: the yardstick for every head-identification method.
 
+    \b
     python inference/tiny_ground_truth.py            # writes rlkv/tiny/model/ground_truth.json
 
 Three measurements with sink 4 and window 16 over chains of 3 to 12 definitions (decoding with prefill full):
@@ -44,7 +45,7 @@ def main(
     num_problems: Annotated[int, typer.Option(help="problems per decoded accuracy")] = 200,
     num_traces: Annotated[int, typer.Option(help="problems whose solutions are teacher-forced")] = 200,
     longest: Annotated[int, typer.Option(help="most definitions of a problem")] = 12,
-    random_draws: Annotated[int, typer.Option(help="random halves")] = 10,
+    random_draws: Annotated[int, typer.Option(help="random halves", min=1)] = 10,
     sink: int = 4,
     window: int = 16,
     device: str = "auto",

@@ -1,7 +1,8 @@
-"""Pretrain the built-in tiny reasoning model from scratch, and write its package folder.
+r"""Pretrain the built-in tiny reasoning model from scratch, and write its package folder.
 
+    \b
     python train/pretrain_tiny.py                      # 4,000 steps, about 40 minutes on 2 CPU cores
-    python train/pretrain_tiny.py --output-dir /tmp/m --steps 200
+    python train/pretrain_tiny.py --output-dir my_tiny --steps 200
 
 Seeded; resumes from ``checkpoint.pt`` in the work folder after a kill.  When it ends it measures greedy
 accuracy on held-out problems of the full length range and writes the figure into ``pretraining.json``.

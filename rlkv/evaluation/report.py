@@ -15,14 +15,24 @@ from rlkv.plots import TEXT_SIZE, curve_figure, save_figure
 from rlkv.provenance import hardware_line, provenance
 
 BYTES_NOTE = (
-    "KV held: bytes of KV entries held at the end of each batch, over the bytes that the full cache would hold "
-    "for the same tokens."
+    "KV held: bytes of KV entries in use at the end of each batch (mean of the rows above), over the bytes that the "
+    "full cache would hold for the same tokens."
 )
 
 
-def write_results(path: Path, rows: Sequence[HeadResult], config: dict[str, Any]) -> None:
+def write_results(
+    path: Path,
+    rows: Sequence[HeadResult],
+    config: dict[str, Any],
+    agreements: dict[str, dict[str, float]] | None = None,
+) -> None:
     """``{"rows": [...], "config": ..., "versions": ..., "hardware": ...}``, written in one move."""
-    content = {"rows": [row.to_dict() for row in rows], "config": config, **provenance()}
+    content = {
+        "rows": [row.to_dict() for row in rows],
+        "config": config,
+        "agreement_with_oracle": agreements or {},
+        **provenance(),
+    }
     with atomic_path(path) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n")
 

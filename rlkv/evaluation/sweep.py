@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,11 +60,11 @@ def _read_finished(path: Path, fingerprint: dict[str, Any]) -> list[HeadResult]:
     """Rows of an earlier run with the same settings; a line torn by a kill is cut off the file."""
     if not path.exists():
         return []
-    kept = path.read_bytes().rpartition(b"\n")
-    whole = kept[0] + kept[1]
-    path.write_bytes(whole)
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
     lines = [json.loads(line) for line in whole.splitlines()]
     if not lines:
+        path.write_bytes(b"")
         return []
     found = lines[0]["settings"]
     changed = sorted(k for k in fingerprint.keys() | found.keys() if fingerprint.get(k) != found.get(k))
@@ -71,6 +73,8 @@ def _read_finished(path: Path, fingerprint: dict[str, Any]) -> list[HeadResult]:
             f"{path} holds rows measured with other settings ({', '.join(changed)}): "
             "take another output folder, or start over with --fresh"
         )
+    if whole != content:
+        os.truncate(path, len(whole))
     return [HeadResult(**line) for line in lines[1:]]
 
 
@@ -89,7 +93,8 @@ def run_sweep(
     Raises:
         ValueError: if ``rows_file`` was written with other settings (it is left as it is).
     """
-    fingerprint = json.loads(json.dumps({**fingerprint, **asdict(settings), "problems": len(problems)}))
+    fingerprint = json.loads(json.dumps({**fingerprint, **asdict(settings), "dtype": str(model.dtype)}))
+    fingerprint["problems"] = hashlib.sha256(json.dumps(problems).encode()).hexdigest()
     fingerprint["cells"] = [[*cell.key, cell.allocation.full.int().flatten().tolist()] for cell in cells]
     rows = _read_finished(rows_file, fingerprint)
     done = {(r.method, r.sparsity, r.seed) for r in rows}

@@ -6,7 +6,8 @@ their token counts are equal, nothing is padded.
 
 A closing stage makes half of the KV heads specialise: in every step all, about half or none of LOCAL_HEADS read
 only the first 4 and the last 16 tokens.  From pretraining alone nearly every one of so few heads takes part in far
-recall, and no ranking could spare half of them (docs/LOG.md has the figures); large models do have local heads.
+recall, and a backward elimination could not spare half of them (docs/LOG.md has the figures); large models do have
+local heads.
 """
 
 from __future__ import annotations

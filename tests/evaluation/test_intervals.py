@@ -23,3 +23,10 @@ def test_agrees_with_scipy() -> None:
 def test_refuses_impossible_counts(successes: int, n: int) -> None:
     with pytest.raises(ValueError, match="interval"):
         wilson_interval(successes, n)
+
+
+def test_the_proportion_lies_inside_whatever_rounding_does() -> None:
+    for n in range(1, 1001):
+        for successes in (0, n):
+            low, high = wilson_interval(successes, n)
+            assert 0 <= low <= successes / n <= high <= 1

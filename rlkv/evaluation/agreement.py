@@ -1,0 +1,30 @@
+"""How far a ranking of heads agrees with the measured ground truth of the built-in model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlkv.allocation import HeadAllocation
+from rlkv.correlation import spearman
+from rlkv.gates import HeadGates
+
+
+def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float]:
+    """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the gates keep full too.
+
+    ``truth`` is the content of ``ground_truth.json``: the accuracy lost by each head alone, ``[L][H]``, and the
+    elimination, first the head that can go first.
+    """
+    order = [(step["layer"], step["head"]) for step in truth["elimination"]]
+    position = torch.zeros_like(gates.alpha)
+    for place, (layer, head) in enumerate(order):
+        position[layer, head] = place
+    lost = torch.tensor(truth["accuracy_lost_by_single_head"])
+    oracle = HeadAllocation.from_order(order, gates.num_layers, gates.num_kv_heads, 0.5)
+    return {
+        "spearman_single_head": spearman(gates.alpha.flatten(), lost.flatten()),
+        "spearman_elimination": spearman(gates.alpha.flatten(), position.flatten()),
+        "overlap_at_0.5": HeadAllocation.from_gates(gates, 0.5).overlap(oracle),
+    }
