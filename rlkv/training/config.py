@@ -18,6 +18,29 @@ from trl import GRPOConfig, TrlParser
 from rlkv.training.objective import NORMALIZATIONS
 
 WANDB_MODES = ("online", "offline", "disabled")
+_SAMPLING = "rollouts know temperature, top_p and top_k"
+_OBJECTIVE = "the loss is the paper's objective"
+# options of trl that would be ignored or do harm: names, the only value, why
+_FIXED: tuple[tuple[str, Any, str], ...] = (
+    ("beta", 0.0, "gate training has no KL term (the L1 weight is l1_beta)"),
+    ("loss_type", "grpo", _OBJECTIVE),
+    ("importance_sampling_level", "token", _OBJECTIVE),
+    ("top_entropy_quantile", 1.0, _OBJECTIVE),
+    ("entropy_coef", 0.0, _OBJECTIVE),
+    ("use_adaptive_entropy sync_ref_model use_liger_kernel", False, _OBJECTIVE),
+    ("delta off_policy_mask_threshold reward_weights", None, _OBJECTIVE),
+    ("epsilon_high", None, "clipping is symmetric: set epsilon"),
+    ("scale_rewards", "group", "set advantage: group or batch instead"),
+    ("mask_truncated_completions", False, "truncated completions count, with the reward that they got"),
+    ("logging_steps", 1, "the log has one record per step"),
+    ("log_completions", False, "the log holds figures only"),
+    ("eval_strategy", "no", "evaluate the exported gates with the programs in inference/"),
+    ("use_transformers_continuous_batching", False, "continuous batching bypasses the gates"),
+    ("use_vllm", False, "rollouts of vLLM would not see the gates"),
+    ("cache_implementation", None, "static caches do not work with gates"),
+    ("min_p generation_kwargs pad_to_multiple_of", None, _SAMPLING),
+    ("repetition_penalty", 1.0, _SAMPLING),
+)
 
 
 @dataclass
@@ -95,23 +118,10 @@ class GateTrainingArguments(GRPOConfig):
                 )
             self.gradient_accumulation_steps = samples // (at_once * processes)
         super().__post_init__()
-        for name, needed, why in (
-            ("beta", 0.0, "gate training has no KL term (the L1 weight is l1_beta)"),
-            ("loss_type", "grpo", "the paper's objective"),
-            ("scale_rewards", "group", "set advantage: group or batch instead"),
-            ("logging_steps", 1, "the log has one record per step"),
-            ("use_transformers_continuous_batching", False, "continuous batching bypasses the gates"),
-            ("use_vllm", False, "rollouts of vLLM would not see the gates"),
-            ("cache_implementation", None, "static caches do not work with gates"),
-            ("min_p", None, "rollouts know temperature, top_p and top_k"),
-            ("repetition_penalty", 1.0, "rollouts know temperature, top_p and top_k"),
-            ("generation_kwargs", None, "rollouts know temperature, top_p and top_k"),
-            ("epsilon_high", None, "clipping is symmetric: set epsilon"),
-            ("mask_truncated_completions", False, "truncated completions count, with the reward that they got"),
-            ("importance_sampling_level", "token", "the paper's objective"),
-        ):
-            if getattr(self, name) != needed:
-                raise ValueError(f"{name} must be {needed}, got {getattr(self, name)!r}: {why}")
+        for names, needed, why in _FIXED:
+            for name in names.split():
+                if getattr(self, name) != needed:
+                    raise ValueError(f"{name} must be {needed}, got {getattr(self, name)!r}: {why}")
         if self.report_to and self.report_to not in ("none", ["none"]):
             raise ValueError(f"report_to must be none, got {self.report_to!r}: W&B is set by the option wandb")
         if self.temperature <= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -22,12 +23,13 @@ from rlkv.training.export import export_run
 from rlkv.training.head_gate import gates_matrix
 from rlkv.training.loggers import LOG, GateImages, JsonlLog, StepLine, WandbLog, read_log
 from rlkv.training.records import gate_shares
-from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
+from rlkv.training.reward import Reward, verifier_reward
+from rlkv.training.trainer import RLKVTrainer
 
 RUN_CONFIG = "run_config.json"
 # what may differ between a run and its continuation
 _FREE = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit", "run_name"}
-_FREE |= {"max_steps", "num_train_epochs"}
+_FREE |= {"max_steps", "num_train_epochs", "curriculum"}  # the problems themselves are compared by their digest
 _TRAINING_KEYS = [
     *["output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "prompts_per_step", "num_generations"],
     *["temperature", "top_p", "top_k", "max_completion_length", "learning_rate", "lr_scheduler_type", "weight_decay"],
@@ -63,10 +65,12 @@ def read_problems(path: str | Path, template: str) -> Dataset:
     )
 
 
-def run_config(settings: RLKVSettings, args: GateTrainingArguments, processes: int) -> dict[str, Any]:
-    """The settings that define a run, JSON-able."""
+def run_config(settings: RLKVSettings, args: GateTrainingArguments, problems: Dataset) -> dict[str, Any]:
+    """The settings that define a run, JSON-able, with a digest of the problems."""
     training = {key: getattr(args, key) for key in _TRAINING_KEYS}
-    return json.loads(json.dumps({**asdict(settings), **training, "processes": processes}, default=str))
+    digest = hashlib.sha256(json.dumps(problems.to_list()).encode()).hexdigest()[:16]
+    found = {**asdict(settings), **training, "processes": args.world_size, "problems": digest}
+    return json.loads(json.dumps(found, default=str))
 
 
 def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path | None:
@@ -125,9 +129,9 @@ def train_gates(
     if settings.curriculum is None:
         raise ValueError("no problems to train on: pass --curriculum FILE, which data_prep/filter_deepscaler.py writes")
     folder = Path(args.output_dir or "outputs/gates")
-    config = run_config(settings, args, args.world_size)
-    checkpoint = check_output_dir(folder, config, settings.resume)
     problems = read_problems(settings.curriculum, settings.template)
+    config = run_config(settings, args, problems)
+    checkpoint = check_output_dir(folder, config, settings.resume)
     if model is None or tokenizer is None:
         model, tokenizer = load_policy(settings, args.device)
     shape = ModelShape.from_config(model.config)

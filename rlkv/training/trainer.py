@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,6 @@ from transformers import (
 )
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
-from trl.trainer.utils import RepeatSampler
 
 from rlkv.training import objective
 from rlkv.training.callbacks import ClampGates, GateMean
@@ -35,38 +33,13 @@ from rlkv.training.checkpoint import (
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
 from rlkv.training.logprobs import completion_logprobs
+from rlkv.training.prompt_order import EpochSampler, prompts_per_rollout
 from rlkv.training.records import RESPONSE_METRICS, step_record
+from rlkv.training.reward import Reward, verifier_reward
 from rlkv.training.rollout import RolloutSettings, roll_out
 
-# (completions as text, answers) -> whether each is right
-Reward = Callable[[Sequence[str], Sequence[str]], Sequence[bool]]
 ROLLOUT_STATE = "rollout_state"  # file per process: samples that later steps of the same rollout still need
 GATE_MEAN = "gate_mean.pt"
-
-
-def verifier_reward(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
-    """The project's verifier on completion texts."""
-    from rlkv.verifier import are_correct
-
-    return are_correct(zip(completions, answers, strict=True))
-
-
-def prompts_per_rollout(args: GateTrainingArguments) -> int:
-    """Different prompts of one rollout over all processes."""
-    return (args.generation_batch_size or 0) // (args.num_generations or 1)
-
-
-class EpochSampler(RepeatSampler):
-    """trl's sampler with an order per epoch that depends on (seed, epoch) alone, not on how often it was iterated."""
-
-    def __init__(self, *args: Any, epoch: Callable[[], int], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed((self.seed or 0) * 1_000_003 + self._epoch())
-        return super().__iter__()
 
 
 class RLKVTrainer(GRPOTrainer):

@@ -170,6 +170,9 @@ def test_other_settings_or_no_resume_are_refused(tmp_path: Path) -> None:
     random_run.run(tmp_path / "run", ["--max_steps", "1"])
     with pytest.raises(ValueError, match=r"l1_beta 0\.05 -> 0\.1"):
         random_run.run(tmp_path / "run", ["--max_steps", "1", "--l1_beta", "0.1"])
+    random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=11)
+    with pytest.raises(ValueError, match="problems '"):
+        random_run.run(tmp_path / "run", ["--max_steps", "1"])
     with pytest.raises(ValueError, match="holds a run already"):
         random_run.run(tmp_path / "run", ["--max_steps", "1", "--resume", "false"])
 
