@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,10 +12,15 @@ from rlkv.correlation import spearman
 from rlkv.gates import HeadGates
 
 
-def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float]:
+def _correlation(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    value = spearman(a.flatten(), b.flatten())
+    return None if math.isnan(value) else value
+
+
+def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:
     """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the gates keep full too.
 
-    ``truth`` is the content of ``ground_truth.json``: the accuracy lost by each head alone, ``[L][H]``, and the
+    A correlation is None where all gates are equal.  ``truth`` is the content of ``ground_truth.json``: the accuracy lost by each head alone, ``[L][H]``, and the
     elimination, first the head that can go first.
     """
     order = [(step["layer"], step["head"]) for step in truth["elimination"]]
@@ -24,7 +30,7 @@ def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float]:
     lost = torch.tensor(truth["accuracy_lost_by_single_head"])
     oracle = HeadAllocation.from_order(order, gates.num_layers, gates.num_kv_heads, 0.5)
     return {
-        "spearman_single_head": spearman(gates.alpha.flatten(), lost.flatten()),
-        "spearman_elimination": spearman(gates.alpha.flatten(), position.flatten()),
+        "spearman_single_head": _correlation(gates.alpha, lost),
+        "spearman_elimination": _correlation(gates.alpha, position),
         "overlap_at_0.5": HeadAllocation.from_gates(gates, 0.5).overlap(oracle),
     }

@@ -24,7 +24,7 @@ def write_results(
     path: Path,
     rows: Sequence[HeadResult],
     config: dict[str, Any],
-    agreements: dict[str, dict[str, float]] | None = None,
+    agreements: dict[str, dict[str, float | None]] | None = None,
 ) -> None:
     """``{"rows": [...], "config": ..., "versions": ..., "hardware": ...}``, written in one move."""
     content = {

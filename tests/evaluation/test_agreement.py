@@ -17,3 +17,7 @@ def test_same_order_and_reverse_order() -> None:
     assert same == pytest.approx({"spearman_single_head": 1.0, "spearman_elimination": 1.0, "overlap_at_0.5": 1.0})
     reverse = agreement(HeadGates(alpha=torch.tensor([[0.2, 0.6], [0.0, 0.9]])), TRUTH)
     assert reverse == pytest.approx({"spearman_single_head": -1.0, "spearman_elimination": -1.0, "overlap_at_0.5": 0.0})
+
+
+def test_equal_gates_have_no_correlation() -> None:
+    assert agreement(HeadGates(alpha=torch.ones(2, 2)), TRUTH)["spearman_single_head"] is None
