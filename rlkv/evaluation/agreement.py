@@ -20,8 +20,8 @@ def _correlation(a: torch.Tensor, b: torch.Tensor) -> float | None:
 def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:
     """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the gates keep full too.
 
-    A correlation is None where all gates are equal.  ``truth`` is the content of ``ground_truth.json``: the accuracy lost by each head alone, ``[L][H]``, and the
-    elimination, first the head that can go first.
+    A correlation is None where all gates are equal.  ``truth`` is the content of ``ground_truth.json``: the accuracy
+    lost by each head alone, ``[L][H]``, and the elimination, first the head that can go first.
     """
     order = [(step["layer"], step["head"]) for step in truth["elimination"]]
     position = torch.zeros_like(gates.alpha)
