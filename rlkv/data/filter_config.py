@@ -87,6 +87,10 @@ class FilterConfig:
         return {**asdict(self), "buckets": ",".join(map(str, self.buckets or ()))}
 
 
+# by the first word of a field's annotation; buckets are text or a list of texts
+_YAML_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "tuple[Bucket,": (str, list)}
+
+
 def _read_yaml(file: str) -> dict[str, Any]:
     path = Path(file)
     if not path.is_file():
@@ -101,4 +105,10 @@ def _read_yaml(file: str) -> dict[str, Any]:
     unknown = sorted(str(key) for key in values if key not in known)
     if unknown:
         raise ValueError(f"{file} has unknown keys {', '.join(unknown)}: known are {', '.join(known)}")
-    return values
+    given = {key: value for key, value in values.items() if value is not None}
+    for field in fields(FilterConfig):
+        expected = _YAML_TYPES[field.type.split(" ")[0]]
+        # type, not isinstance: true is no number
+        if field.name in given and type(given[field.name]) not in expected:
+            raise ValueError(f"{file}: {field.name} must be {expected[0].__name__}, got {given[field.name]!r}")
+    return given
