@@ -31,8 +31,8 @@ from rlkv.cli_errors import run_app
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 PROGRAMS = Path(__file__).resolve().parents[1]
-# glibc gives each large buffer back to the system and faults it in again at the next step: half of the time of a small
-# model on a CPU
+# glibc gives each large buffer back to the system and faults it in again at the next step: 3.3 of 15.8 s in a short
+# training run, 0.5 of 13.1 s with these settings
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
 
