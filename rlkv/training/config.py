@@ -63,6 +63,10 @@ class RLKVSettings:
     )
     l1_beta: float = field(default=1e-3, metadata={"help": "beta of the L1 penalty (not trl's beta, which is KL)"})
     tau: float = field(default=0.5, metadata={"help": "mean reward of a group above which the penalty acts"})
+    adaptive: bool = field(
+        default=True,
+        metadata={"help": "weigh the penalty by the group's mean reward; false: l1_beta * (e - 1) whatever the reward"},
+    )
     advantage: str = field(default="group", metadata={"help": "normalise advantages over the group or the batch"})
     reward_offset: float = field(default=0.0, metadata={"help": "the policy loss sees (reward - offset) * scale"})
     reward_scale: float = field(default=1.0, metadata={"help": "the policy loss sees (reward - offset) * scale"})

@@ -150,7 +150,7 @@ class Distiller:
 
         ``teacher/right`` is the share of answer tokens that the model itself predicts with full attention.
         """
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         answers = sum(len(sample.answers) for sample in samples)
         rate = self.learning_rate * lr_factor(self.step, self.steps)
         for group in self.optimizer.param_groups:
@@ -182,6 +182,7 @@ class Distiller:
             "gates/grad_norm": norm,
             "train/learning_rate": rate,
             "time/step_s": time.perf_counter() - started,
+            "time/step_cpu_s": time.process_time() - cpu_started,
         }
 
     def state(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Shapes: N samples in groups of G neighbours (the G samples of one prompt), T com
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,14 @@ def adaptive_weight(mean_reward: Tensor, beta: float, tau: float) -> Tensor:
     the more.  ``rbar`` is the plain mean of 0/1 rewards, whatever scaling the policy loss uses.
     """
     return torch.where(mean_reward > tau, beta * torch.expm1(mean_reward), torch.zeros_like(mean_reward))
+
+
+def constant_weight(mean_reward: Tensor, beta: float) -> Tensor:
+    """``beta * (e - 1)`` whatever the reward: what :func:`adaptive_weight` gives a group that is solved throughout.
+
+    The ablation without adaptive weighting (arXiv 2510.08525, figure 8).
+    """
+    return torch.full_like(mean_reward, beta * math.expm1(1.0))
 
 
 def penalty(weight_N: Tensor, alphas: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def step_record(
         values: what the trainer and trl measured, averaged over the step; of the rollout, that of the last one.
         alpha_LH: the gates after the step.
         logs: the trainer's own ``grad_norm`` and ``learning_rate``.
-        seconds: ``rollout``, ``reward`` and the whole ``step``; the update is what remains.
+        seconds: ``rollout``, ``reward`` and the whole ``step``; the update is what remains.  ``cpu`` is the step's CPU
+            time, all threads of this process together, without the verifier's processes.
     """
     update = max(0.0, seconds["step"] - seconds["rollout"] - seconds["reward"])
     return {
@@ -56,4 +57,5 @@ def step_record(
         "time/reward_s": seconds["reward"],
         "time/update_s": update,
         "time/step_s": seconds["step"],
+        "time/step_cpu_s": seconds["cpu"],
     }

@@ -87,7 +87,7 @@ class RLKVTrainer(GRPOTrainer):
         self.settings = settings
         self.reward = reward
         self.gate_mean = GateMean()
-        self._seconds = {"rollout": 0.0, "reward": 0.0}
+        self._seconds = {"rollout": 0.0, "reward": 0.0, "cpu": 0.0}
         self._rewards = torch.zeros(0)
         self._of_rollout: dict[str, float] = {}  # what is known of the last rollout, for all steps that use it
         super().__init__(
@@ -191,6 +191,13 @@ class RLKVTrainer(GRPOTrainer):
 
     # ---- loss ----
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As trl, which measures the wall-clock time of the same span."""
+        started = time.process_time()
+        loss = super().training_step(*args, **kwargs)
+        self._seconds["cpu"] += time.process_time() - started
+        return loss
+
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
@@ -214,7 +221,7 @@ class RLKVTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         samples = len(inputs["advantages"])
         accumulated = self.current_gradient_accumulation_steps
-        weight = objective.adaptive_weight(inputs["group_mean"], self.settings.l1_beta, self.settings.tau)
+        weight = self._penalty_weight(inputs["group_mean"])
         l1 = objective.penalty(weight, torch.cat([gate.view(-1) for gate in self.gates]))
         policy, clipped = self._policy_loss(model, inputs, samples)
         tokens = inputs["completion_mask"].sum()
@@ -223,6 +230,12 @@ class RLKVTrainer(GRPOTrainer):
             self._note(name, self.accelerator.gather(value.detach()).mean())
         self._note("policy/clip_share", counts[0] / counts[1].clamp(min=1))
         return (policy + l1) / accumulated
+
+    def _penalty_weight(self, group_mean: Tensor) -> Tensor:
+        beta = self.settings.l1_beta
+        if self.settings.adaptive:
+            return objective.adaptive_weight(group_mean, beta, self.settings.tau)
+        return objective.constant_weight(group_mean, beta)
 
     def _policy_loss(self, model: Any, inputs: dict[str, Any], samples: int) -> objective.PolicyLoss:
         """Samples of advantage 0 (groups without spread) have no gradient: their forward and backward are left out."""

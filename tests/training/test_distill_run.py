@@ -58,6 +58,7 @@ def test_a_run_of_the_tiny_model(data: str, tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(facts)
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert all(record["time/step_cpu_s"] > 0 for record in records)
     assert records[-1]["gates/mean"] == pytest.approx(gates.alpha.mean().item())
     if data == "traces":  # recorded in the model's own words
         assert min(record["teacher/right"] for record in records) > 0.95

@@ -10,6 +10,7 @@ import torch
 from rlkv.training.objective import (
     adaptive_weight,
     advantages,
+    constant_weight,
     group_means,
     penalty,
     policy_loss,
@@ -22,6 +23,13 @@ def test_the_weight_is_zero_up_to_tau_and_exponential_above() -> None:
     found = adaptive_weight(means, beta=1e-3, tau=0.5)
     # below and at tau: 0; above: 1e-3 * (e^0.75 - 1), 1e-3 * (e - 1)
     assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 1.1170000166e-3, 1.7182818285e-3], rel=1e-5)
+
+
+def test_the_constant_weight_is_that_of_a_solved_group() -> None:
+    means = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
+    found = constant_weight(means, beta=1e-3)
+    assert found.tolist() == pytest.approx([1.7182818285e-3] * 5, rel=1e-6)
+    assert found[-1] == pytest.approx(adaptive_weight(means, beta=1e-3, tau=0.5)[-1].item(), rel=1e-6)
 
 
 def test_the_penalty_averages_groups_of_different_means() -> None:

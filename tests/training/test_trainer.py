@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ KEYS = {
     *["step", "reward/mean", "reward/std", "reward/zero_spread_share", "response/length_mean", "response/length_max"],
     *["response/truncated_share", "penalty/beta_prime", "penalty/value", "policy/loss", "policy/clip_share"],
     *["gates/mean", "gates/below_0.1", "gates/below_0.5", "gates/at_0", "gates/at_1", "gates/grad_norm"],
-    *["train/learning_rate", "time/rollout_s", "time/reward_s", "time/update_s", "time/step_s", "epoch"],
+    *["train/learning_rate", "time/rollout_s", "time/reward_s", "time/update_s", "time/step_s"],
+    *["time/step_cpu_s", "epoch"],
 }
 
 
@@ -107,6 +109,18 @@ def test_the_log_has_every_key_at_every_step(whole_run: tuple[Path, Watch, HeadG
     assert any(record["penalty/beta_prime"] > 0 for record in records)
     assert all(record["gates/grad_norm"] > 0 for record in records)
     assert all(record["policy/clip_share"] == 0 for record in records)  # one update per rollout: the ratio is 1
+
+
+def test_without_adaptive_weighting_the_penalty_does_not_look_at_the_rewards(
+    whole_run: tuple[Path, Watch, HeadGates], tmp_path: Path
+) -> None:
+    folder, _, _ = whole_run
+    random_run.run(tmp_path / "run", ["--adaptive", "false", "--learning_rate", "0.3"])
+    constant, adaptive = read(tmp_path / "run" / "log.jsonl"), read(folder / "log.jsonl")
+    assert [r["penalty/beta_prime"] for r in constant] == pytest.approx([0.05 * (math.e - 1)] * 5, rel=1e-6)
+    assert constant[0]["reward/mean"] == adaptive[0]["reward/mean"] < 1  # the same rollout, not all of it right
+    assert constant[0]["penalty/beta_prime"] > adaptive[0]["penalty/beta_prime"]
+    assert HeadGates.load(tmp_path / "run" / "gates.pt").training["adaptive"] is False
 
 
 def test_rank_is_the_mean_of_the_gates_over_the_training(whole_run: tuple[Path, Watch, HeadGates]) -> None:
