@@ -1,0 +1,61 @@
+"""A page (:mod:`rlkv.evaluation.html_page`) as Markdown, for readers of a repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlkv.atomic import atomic_path
+from rlkv.evaluation.html_page import Block, Bullets, Code, Heading, Page, Paragraph, Picture, Table
+
+MARKS = {"better": " ▲", "worse": " ▼", "same": "", "": ""}
+LEGEND = "▲ better, ▼ worse"
+
+
+def markdown(page: Page, folder: Path) -> str:
+    """The page; pictures are links relative to ``folder``, where the text will lie.
+
+    The colours of cells become marks (:data:`LEGEND`); a cell that is not told apart has none.
+    """
+    blocks = [_render(block, folder) for block in page.blocks]
+    return "\n\n".join([f"# {_line(page.title)}", *blocks]) + "\n"
+
+
+def write_markdown(page: Page, path: Path) -> None:
+    """Write the page in one move."""
+    with atomic_path(path) as partial:
+        partial.write_text(markdown(page, path.parent), encoding="utf-8")
+
+
+def _render(block: Block, folder: Path) -> str:
+    match block:
+        case Heading():
+            return f"{'#' * block.level} {_line(block.text)}"
+        case Paragraph():
+            return f"**{_line(block.text)}**" if block.strong else _line(block.text)
+        case Bullets():
+            return "\n".join(f"- {_line(item)}" for item in block.items)
+        case Code():
+            return f"```\n{block.text}\n```"
+        case Table():
+            return _table(block)
+        case Picture():
+            place = Path(os.path.relpath(block.path, folder)).as_posix()
+            return f"![{_line(block.caption)}](<{place}>)\n\n*{_line(block.caption)}*"
+
+
+def _table(table: Table) -> str:
+    lines = ["| " + " | ".join(_cell(column) for column in table.columns) + " |", "|---" * len(table.columns) + "|"]
+    for row in table.rows:
+        lines.append("| " + " | ".join(_cell(cell.text) + MARKS[cell.sign] for cell in row) + " |")
+    return "\n".join([*([_line(table.caption), ""] if table.caption else []), *lines])
+
+
+def _line(text: str) -> str:
+    """``text`` on one line; what Markdown or HTML would read as markup stands as it is."""
+    escaped = "".join(f"\\{c}" if c in "\\`*_[]<>" else c for c in text)
+    return " ".join(escaped.split())
+
+
+def _cell(text: str) -> str:
+    return _line(text).replace("|", "\\|")
