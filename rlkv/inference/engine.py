@@ -21,6 +21,7 @@ from rlkv.inference.compress import compress
 from rlkv.prompts import fill_template, render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.hf import HFEngine
+from rlkv.rollout.watch import RowHooks
 
 OnText = Callable[[str], None]
 
@@ -159,8 +160,14 @@ class InferenceEngine(HFEngine):
             seconds = time.perf_counter() - start
         return Reply(completion, cache, self._usage(len(completion.token_ids), seconds, cache))
 
-    def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
-        """The completions of rendered ``prompts`` in their order; as :meth:`reply` for the rest."""
+    def batch(
+        self, prompts: list[str], sampling: SamplingParams, full: bool = False, hooks: RowHooks | None = None
+    ) -> tuple[list[Completion], Usage]:
+        """The completions of rendered ``prompts`` in their order; as :meth:`reply` for the rest.
+
+        Args:
+            hooks: sees each row when it ends, and may end rows early.
+        """
         held: list[Cache] = []
 
         def watch(module: Any, args: Any, output: Any) -> None:
@@ -170,7 +177,7 @@ class InferenceEngine(HFEngine):
         handle = self.model.register_forward_hook(watch)
         try:
             with self._caches(full):
-                completions = self.generate(prompts, sampling)
+                completions = self.generate(prompts, sampling, hooks)
         finally:
             handle.remove()
         tokens = sum(len(completion.token_ids) for completion in completions)

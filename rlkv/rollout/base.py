@@ -41,12 +41,13 @@ class Completion:
     """One decoded answer.
 
     ``token_ids`` hold no padding and include the end token; ``text`` is without special tokens;
-    ``finish_reason`` is ``stop`` if the model ended the text itself, ``length`` if it was cut.
+    ``finish_reason`` is ``stop`` if the model ended the text itself, ``length`` if it was cut at the limit,
+    ``repetition`` if a rule ended it (only where one was asked for, see :class:`rlkv.rollout.watch.RowHooks`).
     """
 
     token_ids: list[int]
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "repetition"]
 
 
 class RolloutEngine(Protocol):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.cache import IMPLEMENTATION as COMPRESSED
 from rlkv.cache.growing import growing_cache
 from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.rollout.watch import RowHooks, RowWatch
 
 
 class HFEngine:
@@ -47,8 +48,13 @@ class HFEngine:
         """Tokens of each prompt."""
         return [len(ids) for ids in self._encode(prompts)]
 
-    def stream(self, prompts: list[str], sampling: SamplingParams) -> Iterator[tuple[int, Completion]]:
+    def stream(
+        self, prompts: list[str], sampling: SamplingParams, hooks: RowHooks | None = None
+    ) -> Iterator[tuple[int, Completion]]:
         """Yield ``(index into prompts, completion)``, batch by batch.
+
+        Args:
+            hooks: sees each completion when its row ends, before its batch does, and may end rows early.
 
         Raises:
             ValueError: before anything is decoded, if a prompt is empty or does not fit into the model's
@@ -66,13 +72,11 @@ class HFEngine:
         order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
-            output_BT = self._decode([encoded[i] for i in rows], sampling, draw=start)
-            for index, ids in zip(rows, output_BT.tolist(), strict=True):
-                yield index, self._finish(ids)
+            yield from self._decode({i: encoded[i] for i in rows}, sampling, start, hooks or RowHooks()).items()
 
-    def generate(self, prompts: list[str], sampling: SamplingParams) -> list[Completion]:
-        """The completions in the order of ``prompts``; errors as :meth:`stream`."""
-        found = dict(self.stream(prompts, sampling))
+    def generate(self, prompts: list[str], sampling: SamplingParams, hooks: RowHooks | None = None) -> list[Completion]:
+        """The completions in the order of ``prompts``; as :meth:`stream` for the rest."""
+        found = dict(self.stream(prompts, sampling, hooks))
         return [found[i] for i in range(len(prompts))]
 
     def _encode(self, prompts: list[str]) -> list[list[int]]:
@@ -80,24 +84,37 @@ class HFEngine:
             return []
         return self.tokenizer(prompts, add_special_tokens=False).input_ids
 
-    def _decode(self, rows: list[list[int]], sampling: SamplingParams, draw: int) -> Tensor:
-        """The new tokens of one batch, int64 ``[rows, at most max_new_tokens]``, padded on the right."""
-        width = max(len(ids) for ids in rows)
+    def _decode(
+        self, rows: dict[int, list[int]], sampling: SamplingParams, draw: int, hooks: RowHooks
+    ) -> dict[int, Completion]:
+        """The completions of one batch: ``rows`` are the prompts' tokens by their indices."""
+        indices = list(rows)
+        width = max(len(ids) for ids in rows.values())
         device = self.model.device
-        input_ids_BT = torch.tensor([[self.pad_id] * (width - len(ids)) + ids for ids in rows], device=device)
-        mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows], device=device)
+        input_ids_BT = torch.tensor([[self.pad_id] * (width - len(ids)) + ids for ids in rows.values()], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows.values()], device=device)
+        completions: dict[int, Completion] = {}
+
+        def end(row: int, ids: list[int], was_stopped: bool) -> None:
+            done = self._finish(ids)
+            done = replace(done, finish_reason="repetition") if was_stopped else done
+            completions[indices[row]] = done
+            if hooks.on_end is not None:
+                hooks.on_end(indices[row], done)
+
         generate: Any = self.model.generate  # PreTrainedModel does not declare it, every causal LM has it
         cuda_devices = [device] if device.type == "cuda" else []
         # fork_rng: the caller's random state is left as it was
         with torch.inference_mode(), torch.random.fork_rng(devices=cuda_devices):
             torch.manual_seed(sampling.seed * 1_000_003 + draw)
-            output_BT = generate(
+            generate(
                 input_ids=input_ids_BT,
                 attention_mask=mask_BT,
                 past_key_values=self._new_cache(width + sampling.max_new_tokens),
                 generation_config=self._generation_config(sampling),
+                stopping_criteria=[RowWatch(width, sampling.max_new_tokens, self.eos_ids, hooks.stop, end)],
             )
-        return output_BT[:, width:]
+        return {index: completions[index] for index in indices}
 
     def _new_cache(self, limit: int) -> Cache | None:
         """A cache that is not copied at every token; None where compress(...) or the model brings its own."""
