@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlkv.atomic import atomic_path
 from rlkv.extras import require
 from rlkv.hub import connection_error
 
@@ -45,6 +46,13 @@ def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: in
     if not loaded:
         raise ValueError(f"{source} holds no problems")
     return loaded[:limit]
+
+
+def write_problems(path: Path, problems: Iterable[Problem]) -> None:
+    """A JSONL file with problem and answer, in one move."""
+    rows = [{"problem": p.problem, "answer": p.answer} for p in problems]
+    with atomic_path(path) as partial:
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,92 @@
+"""Problems that no model filtered: a test set of the tiny task, and a draw from the pool of the filter."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlkv.data.deepscaler import load_problems
+from rlkv.tiny.task import problems
+
+PROGRAM = Path(__file__).resolve().parents[2] / "data_prep" / "draw_problems.py"
+
+
+def draw(monkeypatch: pytest.MonkeyPatch, output: Path, *options: str) -> object:
+    monkeypatch.setattr(sys, "argv", ["draw_problems.py", "--output", str(output), *options])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    return ended.value.code
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_test_set_of_the_tiny_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "new" / "problems.jsonl"
+    assert draw(monkeypatch, output, "--num-problems", "7", "--definitions", "3-5", "--seed", "11") == 0
+    assert read(output) == problems(7, 11, 3, 5)
+    assert [(p.problem, p.answer) for p in load_problems(str(output))] == [tuple(p.values()) for p in read(output)]
+
+
+def test_a_draw_from_the_pool_of_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = problems(12, 3)
+    config = tmp_path / "filter.yaml"
+    config.write_text("model: tiny\ninput: tiny\nnum_problems: 12\nseed: 3\nbuckets: 0-99:5\n")
+    curriculum = tmp_path / "curriculum.jsonl"
+    curriculum.write_text("".join(json.dumps(row) + "\n" for row in pool[:5]))
+    options = ["--config", str(config), "--as-many-as", str(curriculum)]
+    assert draw(monkeypatch, tmp_path / "a.jsonl", *options) == 0
+    assert draw(monkeypatch, tmp_path / "b.jsonl", *options) == 0
+    found = read(tmp_path / "a.jsonl")
+    assert read(tmp_path / "b.jsonl") == found
+    assert len({row["problem"] for row in found}) == 5
+    assert all(row in pool for row in found)
+    assert found != pool[:5]
+    assert draw(monkeypatch, tmp_path / "c.jsonl", *options, "--seed", "4") == 0  # seed of the pool too
+    assert all(row in problems(12, 4) for row in read(tmp_path / "c.jsonl"))
+
+
+def test_problems_without_an_answer_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"problem": "p", "answer": None}, {"problem": "q", "answer": 2}]
+    (tmp_path / "pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert draw(monkeypatch, tmp_path / "out.jsonl", "--input", str(tmp_path / "pool.jsonl")) == 0
+    assert read(tmp_path / "out.jsonl") == [{"problem": "q", "answer": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("output", "options", "message"),
+    [
+        ("out.csv", [], "out.csv must end with .jsonl"),
+        ("out.jsonl", ["--definitions", "many"], "--definitions 'many' is no range"),
+        ("out.jsonl", ["--definitions", "2-9"], "definitions must satisfy"),
+        (
+            "out.jsonl",
+            ["--input", "p.jsonl", "--definitions", "3-5"],
+            "--definitions 3-5 draws problems of the tiny task",
+        ),
+        ("out.jsonl", ["--input", "absent.jsonl"], "absent.jsonl does not exist"),
+        ("out.jsonl", ["--as-many-as", "absent.jsonl"], "absent.jsonl: there is no such file"),
+        ("out.jsonl", ["--num-problems", "1", "--as-many-as", "two.jsonl"], "it has 2 problems, there are only 1"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    output: str,
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two.jsonl").write_text('{"problem": "p", "answer": "1"}\n{"problem": "q", "answer": "2"}\n')
+    capsys.readouterr()
+    assert draw(monkeypatch, Path(output), *options) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not Path(output).exists()
