@@ -36,3 +36,12 @@ def draw_tokens(logits_RV: Tensor, draw_R: Tensor, temperature: float, top_p: fl
     wanted = torch.minimum(draw_R.to(total)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulative, wanted, right=True)
     return index[:, 0] if token_RV is None else token_RV.gather(1, index)[:, 0]
+
+
+def token_logprobs(logits_RV: Tensor, token_R: Tensor, temperature: float) -> Tensor:
+    """``log softmax(logits / temperature)`` of the tokens, before top-k and top-p: float32 ``[R]``.
+
+    It is the distribution whose log-probabilities the loss takes; truncation only says which of its tokens are drawn.
+    """
+    logprobs = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
+    return logprobs.gather(1, token_R[:, None])[:, 0]

@@ -1,0 +1,68 @@
+"""What the training loop asks of an engine outside of its own model: take these gates, complete these prompts.
+
+Only ``num_layers * num_kv_heads`` numbers go to the engine per step: the rest of the model is frozen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from rlkv.rollout.base import SamplingParams
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Prompts (token ids) of one rollout, and which rows of it they are.
+
+    Token t of row r in rollout g is drawn by one number that depends on (the seed of the sampling, g, r, t) alone:
+    a row that is sampled again, by another engine or in other company, gets the same tokens, up to float rounding.
+    """
+
+    prompts: list[list[int]]
+    numbers: list[int]
+    rollout: int
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) != len(self.numbers):
+            raise ValueError(f"{len(self.prompts)} prompts, but {len(self.numbers)} row numbers")
+
+    def only(self, indices: list[int]) -> Rows:
+        """The rows at these indices."""
+        return Rows([self.prompts[i] for i in indices], [self.numbers[i] for i in indices], self.rollout)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sampled completion.
+
+    ``token_ids`` include the end token; ``logprobs`` are those of its tokens in the tempered distribution, before
+    top-k and top-p; ``version`` names the gates that it was sampled under.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    version: str
+
+
+class GatedEngine(Protocol):
+    """An engine with mixed attention whose gates can be exchanged."""
+
+    def set_gates(self, alpha_LH: Tensor) -> str:
+        """Sample under these gates from now on; their version."""
+        ...
+
+    def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+        """Yield ``(index into rows.prompts, sample)`` as completions finish, each index once."""
+        ...
+
+
+def gate_version(alpha_LH: Tensor) -> str:
+    """A name of these gates: a digest of their float32 values and their shape."""
+    values = alpha_LH.detach().float().cpu().contiguous()
+    return hashlib.sha256(repr(tuple(values.shape)).encode() + values.numpy().tobytes()).hexdigest()[:16]

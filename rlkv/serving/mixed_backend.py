@@ -1,0 +1,198 @@
+"""vLLM attention backends of mixed attention: plain torch on a CPU, the engine's Triton kernels on a GPU.
+
+A mixed layer has one ordinary paged cache of all its KV heads, so the engine's block management, chunked prefill,
+prefix caching and preemption are the stock ones.  Two numbers more per layer (sink, window) and one vector of gates,
+which is read anew in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from rlkv.attention.mixed import mix
+from rlkv.serving.mixed_attention import LocalSizes, PagedBatch, paged_mixed_attention, write_cache
+
+NAME = "CUSTOM"  # the engine looks the name up in its own enumeration of backends
+
+
+def mixed_backend() -> type[AttentionBackend]:
+    """The backend of this platform."""
+    return MixedTorchBackend if current_platform.is_cpu() else MixedTritonBackend
+
+
+class _LiveGates:
+    """What a mixed layer adds to an attention implementation.
+
+    ``alpha_H`` is a view of the model's buffer of gates, so that an update in place is seen by the next step, also by
+    a CUDA graph that was captured before it.
+    """
+
+    alpha_H: Tensor
+    sizes: LocalSizes
+
+    def attach(self, alpha_H: Tensor, sizes: LocalSizes) -> None:
+        self.alpha_H, self.sizes = alpha_H, sizes
+
+
+@dataclass
+class TorchMetadata:
+    """One step of the torch backend; ``num_actual_tokens`` is without padding."""
+
+    num_actual_tokens: int
+    batch: PagedBatch
+
+
+class TorchBuilder(AttentionMetadataBuilder[TorchMetadata]):
+    """Lists instead of tensors: the torch path loops over requests with several queries."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TorchMetadata:
+        common = common_attn_metadata
+        batch = PagedBatch(common.query_start_loc_cpu.tolist(), common.seq_lens.tolist(), common.block_table_tensor)
+        return TorchMetadata(common.num_actual_tokens, batch)
+
+
+class MixedTorchImpl(_LiveGates, AttentionImpl):
+    """Attention of one layer in plain torch."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        write_cache(key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: TorchMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # the engine's profiling run
+            return output.zero_()
+        batch, alpha_H = attn_metadata.batch, self.alpha_H
+        return paged_mixed_attention(query, kv_cache, batch, alpha_H, self.sizes, self.scale, output)
+
+
+class MixedTorchBackend(AttentionBackend):
+    """Any head size, any block size that the engine allows."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as in the base class)
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return MixedTorchImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return TorchBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+
+@dataclass
+class MixedTritonMetadata(TritonAttentionMetadata):
+    """The stock metadata, and beside it that of the local branch (made once per step, not per layer)."""
+
+    local: TritonAttentionMetadata | None = None
+
+
+class MixedTritonBuilder(TritonAttentionMetadataBuilder):
+    """The local branch is the engine's attention with a visible prefix (the sinks) and a window."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self.sizes: LocalSizes = layer.impl.sizes
+        rows = vllm_config.scheduler_config.max_num_seqs
+        # one tensor for good: a captured graph keeps its address
+        self.sinks_R = torch.full((rows,), self.sizes.sink, dtype=torch.int32, device=device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedTritonMetadata:
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        local = replace(stock, rswa_prefix_lens=self.sinks_R, rswa_window=self.sizes.window)
+        return MixedTritonMetadata(**vars(stock), local=local)
+
+
+class MixedTritonImpl(_LiveGates, TritonAttentionImpl):
+    """Both branches by the engine's Triton kernel, mixed in float32."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: MixedTritonMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:
+            return output.zero_()
+        full, local = torch.empty_like(output), torch.empty_like(output)
+        super().forward(layer, query, key, value, kv_cache, attn_metadata, full)
+        super().forward(layer, query, key, value, kv_cache, attn_metadata.local, local)
+        tokens = attn_metadata.num_actual_tokens
+        # mix() wants [rows, query heads, tokens, size]
+        mixed = mix(*(part[:tokens].transpose(0, 1)[None] for part in (full, local)), self.alpha_H)
+        output[:tokens] = mixed[0].transpose(0, 1)
+        return output
+
+
+class MixedTritonBackend(TritonAttentionBackend):
+    """Stock blocks, layouts and head sizes."""
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return MixedTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return MixedTritonBuilder
