@@ -77,7 +77,10 @@ def test_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     result = HeadGates.load(tmp_path / "out.pt")
     assert compression_order(gates)[-2:] == [(1, 1), (0, 2)]
     assert compression_order(result) == [*compression_order(gates)[:-2], (0, 2), (1, 1)]
-    assert result.training["reranked"] == {"low": 0.92, "high": 1.0, "traces": 6, "seed": 0, "scores": 3}
+    facts = result.training["reranked"]
+    assert facts.pop("seconds") > 0
+    assert facts.pop("cpu_seconds") > 0
+    assert facts == {"low": 0.92, "high": 1.0, "traces": 6, "seed": 0, "scores": 3}
     assert "2 of 2 candidates, 3 scores of 6 traces" in capsys.readouterr().out
     assert run_program(monkeypatch, *options, "--num-traces", "7") == 2
     assert "has only 6 solutions" in capsys.readouterr().err
