@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rlkv.serving.mixed_names import PREFIX
+
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -15,3 +17,6 @@ def register() -> None:
 
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, f"rlkv.serving.models:{name}")
+        mixed = PREFIX + name  # of rollouts; a caller in this process may have registered the class itself
+        if mixed not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(mixed, f"rlkv.serving.mixed_model:{mixed}")
