@@ -177,7 +177,7 @@ class MixedTritonImpl(_LiveGates, TritonAttentionImpl):
         super().forward(layer, query, key, value, kv_cache, attn_metadata.local, local)
         tokens = attn_metadata.num_actual_tokens
         # mix() wants [rows, query heads, tokens, size]
-        mixed = mix(*(part[:tokens].transpose(0, 1)[None] for part in (full, local)), self.alpha_H)
+        mixed = mix(full[:tokens].transpose(0, 1)[None], local[:tokens].transpose(0, 1)[None], self.alpha_H)
         output[:tokens] = mixed[0].transpose(0, 1)
         return output
 

@@ -17,6 +17,7 @@ from trl import GRPOConfig, TrlParser
 
 from rlkv.training.objective import NORMALIZATIONS
 
+ROLLOUTS = ("hf", "vllm", "vllm-server")
 WANDB_MODES = ("online", "offline", "disabled")
 _SAMPLING = "rollouts know temperature, top_p and top_k"
 _OBJECTIVE = "the loss is the paper's objective"
@@ -36,7 +37,7 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("log_completions", False, "the log holds figures only"),
     ("eval_strategy", "no", "evaluate the exported gates with the programs in inference/"),
     ("use_transformers_continuous_batching", False, "continuous batching bypasses the gates"),
-    ("use_vllm", False, "rollouts of vLLM would not see the gates"),
+    ("use_vllm", False, "trl's own rollouts of vLLM would not see the gates: set rollout to vllm or vllm-server"),
     ("cache_implementation", None, "static caches do not work with gates"),
     ("min_p generation_kwargs pad_to_multiple_of", None, _SAMPLING),
     ("repetition_penalty", 1.0, _SAMPLING),
@@ -70,6 +71,23 @@ class RLKVSettings:
     advantage: str = field(default="group", metadata={"help": "normalise advantages over the group or the batch"})
     reward_offset: float = field(default=0.0, metadata={"help": "the policy loss sees (reward - offset) * scale"})
     reward_scale: float = field(default=1.0, metadata={"help": "the policy loss sees (reward - offset) * scale"})
+    rollout: str = field(
+        default="hf",
+        metadata={"help": "who samples: hf (the trainer's model), vllm (in this process) or vllm-server (another GPU)"},
+    )
+    rollout_url: str = field(
+        default="http://127.0.0.1:8700", metadata={"help": "vllm-server: where rollout/serve_vllm.py listens"}
+    )
+    rollout_patience: float = field(
+        default=600.0, metadata={"help": "vllm-server: seconds without an answer before the training gives up"}
+    )
+    rollout_kv_gib: float = field(default=4.0, metadata={"help": "vllm: memory of its KV cache in GiB"})
+    importance_cap: float = field(
+        default=3.0,
+        metadata={
+            "help": "vllm, vllm-server: largest weight of a token in the importance correction, 0: no correction"
+        },
+    )
     rollout_rows: int = field(default=64, metadata={"help": "completions decoded at once by one process"})
     forward_rows: int = field(default=16, metadata={"help": "rows per forward of the loss (one process only)"})
     image_steps: int = field(default=20, metadata={"help": "a heat map and a histogram every so many steps, 0: never"})
@@ -86,6 +104,10 @@ class RLKVSettings:
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")
+        if self.rollout not in ROLLOUTS:
+            raise ValueError(f"rollout must be one of {', '.join(ROLLOUTS)}, got {self.rollout!r}")
+        if self.importance_cap != 0 and self.importance_cap < 1:
+            raise ValueError(f"importance_cap must be 0 (no correction) or at least 1, got {self.importance_cap}")
         if min(self.rollout_rows, self.forward_rows) < 1:
             raise ValueError("rollout_rows and forward_rows must be at least 1")
 

@@ -75,6 +75,26 @@ def advantages(rewards_N: Tensor, group_size: int, normalization: str = "group")
     return (rewards_N - means) / (stds + EPSILON)
 
 
+def truncated_ratio(trainer_NT: Tensor, rollout_NT: Tensor, cap: float) -> Tensor:
+    """``w_it = min(p_trainer(token) / p_rollout(token), cap)``: what the rollout engine's rounding is corrected by.
+
+    The engine that samples computes the same model with other kernels, so its distribution is not exactly the one
+    that is trained: importance sampling, truncated per token so that no token's weight explodes.  Where the engines
+    agree the weight is exactly 1.
+
+    Args:
+        trainer_NT: log-probabilities of the sampled tokens under the trainer's model and the gates that sampled them.
+        rollout_NT: the same of the engine that sampled them.
+        cap: largest weight, at least 1.
+
+    Raises:
+        ValueError: if ``cap`` is below 1, which would shrink tokens that both engines agree on.
+    """
+    if cap < 1:
+        raise ValueError(f"the largest importance weight must be at least 1, got {cap}")
+    return torch.exp(trainer_NT.detach() - rollout_NT).clamp(max=cap)
+
+
 class PolicyLoss(NamedTuple):
     """The loss to minimise (a scalar) and the number of tokens whose ratio was clipped."""
 
@@ -89,19 +109,22 @@ def policy_loss(
     mask_NT: Tensor,
     clip: float,
     num_samples: int,
+    weight_NT: Tensor | None = None,
 ) -> PolicyLoss:
-    """``-1/num_samples * sum_i mean_t min(rho_it A_i, clip(rho_it, 1 - clip, 1 + clip) A_i)``.
+    """``-1/num_samples * sum_i mean_t w_it min(rho_it A_i, clip(rho_it, 1 - clip, 1 + clip) A_i)``.
 
     Args:
         logprobs_NT: log-probabilities of the sampled tokens under the current gates; the gradient flows here.
         old_logprobs_NT: under the gates that sampled them, without gradient; ``rho = exp(logprobs - old)``.
         mask_NT: 1 for the completion's tokens, 0 for padding.
         num_samples: what the sum is divided by; more than N where samples of advantage 0 were left out.
+        weight_NT: ``w`` of :func:`truncated_ratio`, without gradient; None: 1.
     """
     ratio = torch.exp(logprobs_NT - old_logprobs_NT)
     advantage = advantages_N[:, None]
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     objective = torch.minimum(ratio * advantage, clipped_ratio * advantage)
+    objective = objective if weight_NT is None else objective * weight_NT
     per_sample = (objective * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1)
     outside = ((ratio < 1 - clip) & (advantage < 0)) | ((ratio > 1 + clip) & (advantage > 0))
     return PolicyLoss(-per_sample.sum() / num_samples, (outside * mask_NT).sum().detach())

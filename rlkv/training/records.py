@@ -20,6 +20,9 @@ _MEASURED = (
     "penalty/value",
     "policy/loss",
     "policy/clip_share",
+    "rollout/logprob_diff_mean",
+    "rollout/logprob_diff_max",
+    "rollout/truncated_share",
     *RESPONSE_METRICS,
 )
 

@@ -6,6 +6,7 @@ instead of copying them at every token, and draws tokens per row (:mod:`rlkv.tra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rlkv.cache.growing import growing_cache
-from rlkv.training.sampling import draw_tokens, row_draws
+from rlkv.training.sampling import draw_tokens, row_draws, token_logprobs
 
 SHRINK_AT = 0.75  # share of unfinished rows below which the others are dropped from the batch
 
@@ -33,22 +34,24 @@ class RolloutSettings:
 def roll_out(
     model: PreTrainedModel,
     prompts: list[list[int]],
-    first_row: int,
+    numbers: Sequence[int],
     rollout: int,
     eos_ids: list[int],
     pad_id: int,
     settings: RolloutSettings,
-) -> list[list[int]]:
-    """Sampled completions (token ids with the end token, without padding) in the order of ``prompts``.
+) -> list[tuple[list[int], list[float]]]:
+    """Sampled completions and the log-probabilities of their tokens, in the order of ``prompts``.
+
+    Token ids are with the end token and without padding; log-probabilities as in :func:`token_logprobs`.
 
     Args:
         model: in eval mode, on its device.
-        first_row: number of ``prompts[0]`` among the rows of all processes; with ``rollout``, the number of the
-            rollout since the start of training, it determines the draws.
+        numbers: number of each prompt among the rows of all processes; with ``rollout``, the number of the rollout
+            since the start of training, it determines the row's draws.
     """
-    draws_RT = row_draws(settings.seed, rollout, range(first_row, first_row + len(prompts)), settings.max_new_tokens)
+    draws_RT = row_draws(settings.seed, rollout, numbers, settings.max_new_tokens)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    completions: dict[int, list[int]] = {}
+    completions: dict[int, tuple[list[int], list[float]]] = {}
     for start in range(0, len(order), settings.rows):
         rows = order[start : start + settings.rows]
         chunk = _decode(model, [prompts[i] for i in rows], draws_RT[rows], eos_ids, pad_id, settings)
@@ -64,7 +67,7 @@ def _decode(
     eos_ids: list[int],
     pad_id: int,
     settings: RolloutSettings,
-) -> list[list[int]]:
+) -> list[tuple[list[int], list[float]]]:
     device = model.device
     width = max(len(ids) for ids in prompts)
     token_RQ = torch.tensor([[pad_id] * (width - len(ids)) + ids for ids in prompts], device=device)
@@ -75,6 +78,7 @@ def _decode(
     draws_RT = draws_RT.to(device)
     ends = torch.tensor(eos_ids, device=device)
     sampled = torch.full((len(prompts), settings.max_new_tokens), pad_id, device=device)
+    logprobs = torch.zeros(sampled.shape, device=device)
     lengths = torch.full((len(prompts),), settings.max_new_tokens, device=device)
     in_batch = torch.arange(len(prompts), device=device)  # row of ``prompts`` that each row of the batch is
     running = torch.ones(len(prompts), dtype=torch.bool, device=device)
@@ -92,6 +96,7 @@ def _decode(
         ).logits[:, -1]
         token_R = draw_tokens(logits, draws_RT[in_batch, step], settings.temperature, settings.top_p, settings.top_k)
         sampled[in_batch[running], step] = token_R[running]
+        logprobs[in_batch, step] = token_logprobs(logits, token_R, settings.temperature)
         ended = running & torch.isin(token_R, ends)
         lengths[in_batch[ended]] = step + 1
         running &= ~ended
@@ -103,4 +108,5 @@ def _decode(
             cache.batch_select_indices(keep)
             in_batch, running, token_R, position_RQ = in_batch[keep], running[keep], token_R[keep], position_RQ[keep]
         token_RQ, position_RQ = token_R[:, None], position_RQ[:, -1:] + 1
-    return [row[:length] for row, length in zip(sampled.tolist(), lengths.tolist(), strict=True)]
+    rows = zip(sampled.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
+    return [(ids[:length], values[:length]) for ids, values, length in rows]

@@ -19,6 +19,7 @@ from rlkv.prompts import build_messages
 from rlkv.training.checkpoint import last_checkpoint
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.curriculum_file import read_rows
+from rlkv.training.engine_rollout import open_engine
 from rlkv.training.export import export_run
 from rlkv.training.head_gate import gates_matrix, set_gates
 from rlkv.training.loggers import LOG, GateImages, JsonlLog, StepLine, WandbLog, read_log
@@ -29,6 +30,7 @@ from rlkv.training.trainer import RLKVTrainer
 RUN_CONFIG = "run_config.json"
 # what may differ between a run and its continuation
 _FREE = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit", "run_name"}
+_FREE |= {"rollout_url", "rollout_patience", "rollout_kv_gib"}
 _FREE |= {"max_steps", "num_train_epochs", "curriculum"}  # the problems themselves are compared by their digest
 _TRAINING_KEYS = [
     *["output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "prompts_per_step", "num_generations"],
@@ -45,6 +47,14 @@ def read_problems(path: str | Path, template: str) -> Dataset:
     return Dataset.from_list(
         [{"prompt": build_messages(r["problem"], template), "answer": str(r["answer"])} for r in rows]
     )
+
+
+def longest_prompt(problems: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the longest prompt."""
+    rendered = (
+        tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in problems["prompt"]
+    )
+    return max(len(tokenizer(text, add_special_tokens=False).input_ids) for text in rendered)
 
 
 def gates_facts(gates: HeadGates) -> dict[str, Any]:
@@ -149,7 +159,8 @@ def train_gates(
         extra += [images, JsonlLog(folder), StepLine()]
         if settings.wandb != "disabled":
             extra.append(WandbLog(settings.wandb, settings.wandb_project, config, folder, images))
-    trainer = RLKVTrainer(model, args, settings, problems, tokenizer, reward, extra)
+    engine = open_engine(settings, args, longest_prompt(problems, tokenizer)) if main else None
+    trainer = RLKVTrainer(model, args, settings, problems, tokenizer, reward, extra, engine)
     if start is not None:
         set_gates(trainer.model, start.alpha)
     trainer.accelerator.wait_for_everyone()  # every process has looked into the folder
@@ -170,5 +181,5 @@ def train_gates(
 
 def _summary(config: dict[str, Any]) -> dict[str, Any]:
     """What a gates file says of its training: no paths of this machine."""
-    private = {"curriculum", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
+    private = {"curriculum", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume", "rollout_url"}
     return {key: value for key, value in config.items() if key not in private}

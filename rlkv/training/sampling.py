@@ -5,12 +5,14 @@ Token t of row r in rollout g is drawn by one number in [0, 1) that depends on (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def row_draws(seed: int, rollout: int, rows: range, tokens: int) -> Tensor:
+def row_draws(seed: int, rollout: int, rows: Sequence[int], tokens: int) -> Tensor:
     """Numbers in [0, 1), float64 ``[len(rows), tokens]``, one Philox stream per (seed, rollout, row)."""
     streams = [np.random.Generator(np.random.Philox(key=[seed, (rollout << 32) | row])) for row in rows]
     return torch.from_numpy(np.stack([stream.random(tokens) for stream in streams]))

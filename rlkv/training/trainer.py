@@ -21,6 +21,8 @@ from transformers import (
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
+from rlkv.rollout.base import SamplingParams
+from rlkv.rollout.gated import GatedEngine
 from rlkv.training import objective
 from rlkv.training.callbacks import ClampGates, GateMean
 from rlkv.training.checkpoint import (
@@ -31,6 +33,7 @@ from rlkv.training.checkpoint import (
     save_tensors,
 )
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.engine_rollout import check_same_model, engine_roll_out
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
 from rlkv.training.logprobs import completion_logprobs
 from rlkv.training.prompt_order import EpochSampler, prompts_per_rollout
@@ -53,6 +56,7 @@ class RLKVTrainer(GRPOTrainer):
         train_dataset: columns ``prompt`` (messages) and ``answer``.
         tokenizer: padding on the left, with a chat template.
         reward: decides which completions are right; the verifier by default.
+        engine: samples the completions instead of ``model`` (on the main process; the others pass None).
 
     Raises:
         ValueError: if the data do not fill one step, or DeepSpeed ZeRO-3 is configured.
@@ -74,6 +78,7 @@ class RLKVTrainer(GRPOTrainer):
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward = verifier_reward,
         callbacks: list[TrainerCallback] | None = None,
+        engine: GatedEngine | None = None,
     ) -> None:
         prompts = prompts_per_rollout(args)
         if len(train_dataset) < prompts:
@@ -86,6 +91,7 @@ class RLKVTrainer(GRPOTrainer):
             raise ValueError("DeepSpeed ZeRO-3 is not supported: the frozen weights stay whole, use zero_stage 2")
         self.settings = settings
         self.reward = reward
+        self.engine = engine
         self.gate_mean = GateMean()
         self._seconds = {"rollout": 0.0, "reward": 0.0, "cpu": 0.0}
         self._rewards = torch.zeros(0)
@@ -131,11 +137,21 @@ class RLKVTrainer(GRPOTrainer):
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], Any]:
         started = time.perf_counter()
-        completions = self._roll_out(prompt_ids)
+        samples = self._roll_out(prompt_ids)
         self._seconds["rollout"] += time.perf_counter() - started
-        return completions, None
+        return [ids for ids, _ in samples], [logprobs for _, logprobs in samples]
 
-    def _roll_out(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+    def _roll_out(self, prompt_ids: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+        rollout = self._step // self.steps_per_rollout
+        if self.settings.rollout != "hf":
+            sampling = SamplingParams(
+                self.max_completion_length, self.temperature, self.top_p, self.top_k, self.args.seed
+            )
+            alpha_LH = gates_matrix(self.model)
+            return engine_roll_out(
+                self.engine, self.accelerator, alpha_LH, prompt_ids, rollout, sampling, self.eos_token_ids
+            )
+        first_row = self.accelerator.process_index * len(prompt_ids)
         settings = RolloutSettings(
             max_new_tokens=self.max_completion_length,
             temperature=self.temperature,
@@ -150,8 +166,8 @@ class RLKVTrainer(GRPOTrainer):
                 return roll_out(
                     unwrapped.get_base_model(),
                     prompt_ids,
-                    first_row=self.accelerator.process_index * len(prompt_ids),
-                    rollout=self._step // self.steps_per_rollout,
+                    numbers=range(first_row, first_row + len(prompt_ids)),
+                    rollout=rollout,
                     eos_ids=self.eos_token_ids,
                     pad_id=self._tokenizer.pad_token_id,
                     settings=settings,
@@ -240,24 +256,49 @@ class RLKVTrainer(GRPOTrainer):
     def _policy_loss(self, model: Any, inputs: dict[str, Any], samples: int) -> objective.PolicyLoss:
         """Samples of advantage 0 (groups without spread) have no gradient: their forward and backward are left out."""
         rows = inputs["advantages"].nonzero()[:, 0]
-        if len(rows) == 0:
-            if self.accelerator.num_processes == 1:
-                zero = torch.zeros((), device=inputs["advantages"].device)
-                return objective.PolicyLoss(zero, zero)
-            rows = torch.zeros(1, dtype=torch.int64, device=rows.device)  # every process takes part in the backward
+        idle = len(rows) == 0
+        if idle:  # one row all the same: it is compared, and under DDP every process takes part in the backward
+            rows = torch.zeros(1, dtype=torch.int64, device=rows.device)
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)[rows]
         completion_mask = inputs["completion_mask"][rows]
         mask = torch.cat([inputs["prompt_mask"][rows], completion_mask], dim=1)
-        logprobs, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, completion_mask.shape[1])
+        no_loss = idle and self.accelerator.num_processes == 1
+        with torch.set_grad_enabled(not no_loss):
+            logprobs, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, completion_mask.shape[1])
         old = inputs.get("old_per_token_logps")
+        old = logprobs.detach() if old is None else old[rows]
+        weight = self._importance(old, inputs["sampling_per_token_logps"][rows], completion_mask)
+        if no_loss:
+            zero = torch.zeros((), device=rows.device)
+            return objective.PolicyLoss(zero, zero)
         return objective.policy_loss(
             logprobs,
-            logprobs.detach() if old is None else old[rows],
+            old,
             inputs["advantages"][rows],
             completion_mask,
             clip=self.epsilon_low,
             num_samples=samples,
+            weight_NT=weight,
         )
+
+    def _importance(self, old_NT: Tensor, rollout_NT: Tensor, mask_NT: Tensor) -> Tensor | None:
+        """Note how far the rollout's log-probabilities are from the trainer's; the weights that correct for it.
+
+        None where the trainer's own model sampled: it differs by rounding alone.
+        """
+        cap = self.settings.importance_cap
+        difference = (old_NT - rollout_NT).abs() * mask_NT
+        corrects = self.settings.rollout != "hf" and cap > 0
+        weight = objective.truncated_ratio(old_NT, rollout_NT, cap) if corrects else None
+        truncated = torch.zeros_like(mask_NT) if weight is None else (weight >= cap) * mask_NT
+        sums = torch.stack([part.sum().float() for part in (difference, truncated, mask_NT)])
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        mean, share = (sums[:2] / sums[2].clamp(min=1)).tolist()
+        self._note("rollout/logprob_diff_mean", mean)
+        self._note("rollout/logprob_diff_max", self.accelerator.gather(difference.max()).max())
+        self._note("rollout/truncated_share", share)
+        check_same_model(mean)
+        return weight
 
     # ---- log ----
 
@@ -267,7 +308,11 @@ class RLKVTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """One record per step with the keys of :func:`rlkv.training.records.step_record`."""
         if "grad_norm" in logs:
-            values = {name: sum(found) / len(found) for name, found in self._metrics["train"].items() if found}
+            measured = {name: found for name, found in self._metrics["train"].items() if found}
+            values = {
+                name: max(found) if name.endswith("_max") else sum(found) / len(found)
+                for name, found in measured.items()
+            }
             seconds = {**self._seconds, "step": sum(self._metrics["train"].get("step_time", []))}
             logs = step_record({**self._of_rollout, **values}, gates_matrix(self.model), logs, seconds)
             self._metrics["train"].clear()

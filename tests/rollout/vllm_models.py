@@ -63,13 +63,14 @@ def forced_logprobs(model: torch.nn.Module, prompt: list[int], tokens: list[int]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def worst_difference(
-    model: torch.nn.Module, rows: Rows, samples: dict[int, Sample], temperature: float = 1.0
-) -> float:
+def worst_difference(model: torch.nn.Module, rows: Rows, samples: dict[int, Sample], temperature: float = 1.0) -> float:
     """Largest difference between the samples' log-probabilities and those of ``model``, over all tokens."""
     assert sorted(samples) == list(range(len(rows.prompts)))
     return max(
-        (forced_logprobs(model, rows.prompts[i], s.token_ids, temperature) - torch.tensor(s.logprobs)).abs().max().item()
+        (forced_logprobs(model, rows.prompts[i], s.token_ids, temperature) - torch.tensor(s.logprobs))
+        .abs()
+        .max()
+        .item()
         for i, s in samples.items()
     )
 

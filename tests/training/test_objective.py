@@ -15,6 +15,7 @@ from rlkv.training.objective import (
     penalty,
     policy_loss,
     scale_rewards,
+    truncated_ratio,
 )
 
 
@@ -94,7 +95,46 @@ def test_policy_loss_clips_on_the_pessimistic_side(
     assert (logprobs.grad.item() == 0) == bool(clipped)
 
 
+def test_the_importance_weight_is_one_where_the_engines_agree() -> None:
+    logprobs = torch.randn(3, 5, requires_grad=True)
+    weight = truncated_ratio(logprobs, logprobs.detach().clone(), cap=3.0)
+    assert torch.equal(weight, torch.ones(3, 5))
+    assert not weight.requires_grad
+    arguments = logprobs, logprobs.detach(), torch.tensor([1.0, -2.0, 0.5]), torch.ones(3, 5), 0.2, 3
+    assert policy_loss(*arguments, weight_NT=weight).loss == policy_loss(*arguments).loss
+
+
+def test_the_importance_weight_is_the_truncated_ratio() -> None:
+    trainer, rollout = torch.log(torch.tensor([[0.5, 0.2, 0.9]])), torch.log(torch.tensor([[0.25, 0.4, 0.1]]))
+    assert truncated_ratio(trainer, rollout, cap=3.0)[0].tolist() == pytest.approx([2.0, 0.5, 3.0])
+
+
+def test_weighted_tokens_give_the_trained_distribution_its_expectation() -> None:
+    """Sampled from q, weighted by p / q: the gradient is the one that samples from p would give on average."""
+    logits_p = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
+    q, gain = torch.tensor([0.5, 0.2, 0.3]), torch.tensor([1.0, -2.0, 0.7])
+    logprobs = logits_p.log_softmax(-1)
+    weight = truncated_ratio(logprobs, q.log(), cap=100.0)
+    losses = [
+        policy_loss(
+            logprobs[None, token : token + 1],
+            logprobs[None, token : token + 1].detach(),
+            gain[token : token + 1],
+            torch.ones(1, 1),
+            0.2,
+            1,
+            weight[None, token : token + 1],
+        ).loss
+        for token in range(3)
+    ]
+    found = torch.autograd.grad(sum(share * loss for share, loss in zip(q, losses, strict=True)), logits_p)[0]
+    expected = torch.autograd.grad(-(logits_p.softmax(-1) * gain).sum(), logits_p)[0]
+    assert (found - expected).abs().max() < 1e-6
+
+
 def test_wrong_input_is_named() -> None:
+    with pytest.raises(ValueError, match=r"at least 1, got 0\.5"):
+        truncated_ratio(torch.zeros(1, 1), torch.zeros(1, 1), 0.5)
     with pytest.raises(ValueError, match="groups of 4"):
         group_means(torch.ones(6), 4)
     with pytest.raises(ValueError, match="'rank'"):

@@ -16,9 +16,17 @@ def make_settings(temperature: float = 1.0, rows: int = 64) -> RolloutSettings:
     return RolloutSettings(max_new_tokens=40, temperature=temperature, top_p=1.0, top_k=0, seed=1, rows=rows)
 
 
+def sample(
+    model: object, prompts: list[list[int]], first: int, rollout: int, ends: list[int], **options: object
+) -> list:
+    """Tokens only, of rows numbered from ``first`` on."""
+    numbers = range(first, first + len(prompts))
+    return [ids for ids, _ in roll_out(model, prompts, numbers, rollout, ends, 0, make_settings(**options))]
+
+
 def test_cold_rollouts_equal_greedy_generate(family: str) -> None:
     model = make_tiny_model(family)
-    found = roll_out(model, PROMPTS, 0, 0, [2, 17, 44], 0, make_settings(temperature=1e-6))
+    found = sample(model, PROMPTS, 0, 0, [2, 17, 44], temperature=1e-6)
     for prompt, completion in zip(PROMPTS, found, strict=True):
         with torch.no_grad():
             expected = model.generate(
@@ -30,15 +38,26 @@ def test_cold_rollouts_equal_greedy_generate(family: str) -> None:
 def test_a_row_is_sampled_alike_in_any_company() -> None:
     model = make_tiny_model("llama")
     ends = list(range(2, 12))  # a tenth of the vocabulary: rows end at many different steps and the batch shrinks
-    together = roll_out(model, PROMPTS * 4, 0, 3, ends, 0, make_settings())
+    together = sample(model, PROMPTS * 4, 0, 3, ends)
     assert len({len(completion) for completion in together}) > 5
     assert all(c[-1] in ends or len(c) == 40 for c in together)
     assert not any(token in ends for c in together for token in c[:-1])
-    in_chunks = roll_out(model, PROMPTS * 4, 0, 3, ends, 0, make_settings(rows=3))
-    second_half = roll_out(model, (PROMPTS * 4)[10:], 10, 3, ends, 0, make_settings())
+    in_chunks = sample(model, PROMPTS * 4, 0, 3, ends, rows=3)
+    second_half = sample(model, (PROMPTS * 4)[10:], 10, 3, ends)
     assert in_chunks == together
     assert second_half == together[10:]
-    assert roll_out(model, PROMPTS * 4, 0, 4, ends, 0, make_settings()) != together
+    assert sample(model, PROMPTS * 4, 0, 4, ends) != together
+
+
+def test_logprobs_are_those_of_the_tempered_distribution() -> None:
+    model = make_tiny_model("llama")
+    settings = RolloutSettings(max_new_tokens=20, temperature=0.7, top_p=0.6, top_k=9, seed=1, rows=3)
+    for prompt, (ids, logprobs) in zip(
+        PROMPTS, roll_out(model, PROMPTS, range(5), 0, [2, 17], 0, settings), strict=True
+    ):
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]  # not truncated
+        assert (torch.tensor(logprobs) - expected).abs().max() < 2e-5
 
 
 def make_rows() -> tuple[torch.Tensor, torch.Tensor]:

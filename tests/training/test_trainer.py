@@ -21,6 +21,7 @@ KEYS = {
     *["step", "reward/mean", "reward/std", "reward/zero_spread_share", "response/length_mean", "response/length_max"],
     *["response/truncated_share", "penalty/beta_prime", "penalty/value", "policy/loss", "policy/clip_share"],
     *["gates/mean", "gates/below_0.1", "gates/below_0.5", "gates/at_0", "gates/at_1", "gates/grad_norm"],
+    *["rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/truncated_share"],
     *["train/learning_rate", "time/rollout_s", "time/reward_s", "time/update_s", "time/step_s"],
     *["time/step_cpu_s", "epoch"],
 }
@@ -109,6 +110,10 @@ def test_the_log_has_every_key_at_every_step(whole_run: tuple[Path, Watch, HeadG
     assert any(record["penalty/beta_prime"] > 0 for record in records)
     assert all(record["gates/grad_norm"] > 0 for record in records)
     assert all(record["policy/clip_share"] == 0 for record in records)  # one update per rollout: the ratio is 1
+    # cached decoding and the forward of the loss differ by rounding
+    assert all(
+        0 < record["rollout/logprob_diff_mean"] <= record["rollout/logprob_diff_max"] < 2e-5 for record in records
+    )
 
 
 def test_without_adaptive_weighting_the_penalty_does_not_look_at_the_rewards(
