@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +29,10 @@ from rlkv.cli_errors import help_text, run_app
 from rlkv.evaluation.eval_report import markdown_report, summarize
 from rlkv.evaluation.inputs import named_gates, repetition_rule
 from rlkv.evaluation.methods import FULL, RANDOM_HEADS, parse_method
-from rlkv.evaluation.runner import Problem, RunSettings, run_method
-from rlkv.evaluation.tasks import EvalProblem, find_task, load_task
+from rlkv.evaluation.runner import RunSettings, run_method, task_problems
+from rlkv.evaluation.tasks import find_task
 from rlkv.eviction import POLICIES
 from rlkv.models import load_model
-from rlkv.prompts import render_prompt
 from rlkv.provenance import hardware_line, provenance
 from rlkv.rollout.base import SamplingParams
 
@@ -73,19 +71,6 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
         joined["gates"] = [joined["gates"]]
     context.default_map = {**(context.default_map or {}), **joined}
     return path
-
-
-def load_problems(name: str, data: Path | None, limit: int | None, seed: int, tokenizer: Any) -> list[Problem]:
-    """The problems of a task, rendered for the model."""
-    grade = find_task(name).grade
-    return [
-        Problem(p.id, render_prompt(tokenizer, p.prompt, "plain"), partial(_judge, grade, p), f"{p.answer}{p.meta}")
-        for p in load_task(name, data, limit, seed)
-    ]
-
-
-def _judge(grade: Any, problem: EvalProblem, text: str) -> bool:
-    return grade(text, problem)
 
 
 @app.command(help=help_text(__doc__))
@@ -129,7 +114,7 @@ def main(
     allocations = {m.name: m.allocation(loaded.config, rankings, seed) for m in parsed}
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     facts = {"model": model, "seed": seed}
-    loaded_tasks = {task.name: load_problems(task.name, data, limit, seed, tokenizer) for task in chosen}
+    loaded_tasks = {task.name: task_problems(task.name, data, limit, seed, tokenizer) for task in chosen}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(
         *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not processes.is_main_process

@@ -6,6 +6,7 @@ that budgets can be chosen before anything is decoded, and every row of a batch 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,22 @@ class EntrySize:
         return 2 * self.head_dim * self.itemsize
 
 
+def entries_by_step(policy: EvictionPolicy, prompts: Tensor, prefill: str = "full") -> Iterator[Tensor]:
+    """Entries that a compressible head holds of each row, int64 ``[B]``: after the prompts, after one more token, ...
+
+    Args:
+        prompts: int64 ``[B]``, tokens of the first call, the others being fed one at a time.
+        prefill: as of the cache.
+    """
+    seen = int(prompts.max())
+    segments = plan_segments(policy, Progress.start(len(prompts)), seen - prompts, 0, seen, in_one_go=prefill == "full")
+    while True:
+        progress = segments[-1].after
+        yield progress.held
+        segments = plan_segments(policy, progress, None, seen, 1, in_one_go=True)
+        seen += 1
+
+
 def evicting_entries(policy: EvictionPolicy, prompts: Tensor, tokens: Tensor, prefill: str = "full") -> Tensor:
     """Entries that a compressible head holds of each row, int64 ``[B]``.
 
@@ -56,14 +73,10 @@ def evicting_entries(policy: EvictionPolicy, prompts: Tensor, tokens: Tensor, pr
             one at a time.
         prefill: as of the cache.
     """
-    longest = int(prompts.max())
-    segments = plan_segments(
-        policy, Progress.start(len(prompts)), longest - prompts, 0, longest, in_one_go=prefill == "full"
-    )
-    progress, entries = segments[-1].after, segments[-1].after.held.clone()
-    for step in range(1, int((tokens - prompts).max()) + 1):
-        progress = plan_segments(policy, progress, None, longest + step - 1, 1, in_one_go=True)[-1].after
-        entries = torch.where(tokens - prompts >= step, progress.held, entries)
+    entries = torch.zeros_like(prompts)
+    steps = range(int((tokens - prompts).max()) + 1)
+    for step, held in zip(steps, entries_by_step(policy, prompts, prefill), strict=False):
+        entries = torch.where(tokens - prompts >= step, held, entries)
     return entries
 
 
@@ -76,12 +89,21 @@ def kv_nbytes(
         settings: what compressible heads keep; full: bool ``[layers, KV heads]``.
         prompts, tokens: as of :func:`evicting_entries`.
     """
+    policy = settings.eviction
+    entries = None if policy is None else evicting_entries(policy, prompts, tokens, settings.prefill)
+    return nbytes_of_entries(settings, full, size, tokens, entries)
+
+
+def nbytes_of_entries(
+    settings: CacheSettings, full: Tensor, size: EntrySize, tokens: Tensor, entries: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`kv_nbytes`, where ``entries`` ``[B]`` of a compressible head are known (None without a policy)."""
     policy, num_full = settings.eviction, int(full.sum())
     num_compressible = full.numel() - num_full
     if policy is None:
         of_head = tokens.clamp(max=settings.ring) * size.nbytes
     else:
-        entries = evicting_entries(policy, prompts, tokens, settings.prefill)
+        assert entries is not None
         of_head = entries * (size.nbytes + (4 if policy.accumulates else 0))
         if policy.uses_queries and not policy.accumulates:
             of_head = of_head + tokens.clamp(max=policy.observation) * size.group_size * size.head_dim * size.itemsize

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+MOST_NAMED = 8  # differences that a refusal lists
+SHORT = 16  # characters up to which it shows values
+ABSENT = object()
 
 
 class RowLog:
@@ -28,37 +33,80 @@ class RowLog:
 
 @contextmanager
 def open_rows(path: Path, settings: dict[str, Any]) -> Iterator[RowLog]:
-    """Open or start the file.
+    """Open or start the file, for this process alone.
 
     Raises:
-        ValueError: if its rows were measured with other settings (it is left as it is).
+        ValueError: if its rows were measured with other settings (it is left as it is, the differences are named), it
+            is no file of rows, or another process is writing it.
     """
     settings = json.loads(json.dumps(settings))
-    rows = _read_finished(path, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as out:
-        if out.tell() == 0:
+        _lock(out, path, fcntl.LOCK_EX)
+        rows, end = _read(path, settings)
+        if end < path.stat().st_size:
+            os.truncate(path, end)
+        if end == 0:
             out.write(json.dumps({"settings": settings}) + "\n")
             out.flush()
         yield RowLog(path, rows, out)
 
 
-def _read_finished(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
+def read_rows(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file that nobody is writing, which is left as it is.
+
+    Raises:
+        ValueError: as :func:`open_rows`.
+    """
+    with path.open("rb") as file:
+        _lock(file, path, fcntl.LOCK_SH)
+        return _read(path, json.loads(json.dumps(settings)))[0]
+
+
+def _lock(file: Any, path: Path, kind: int) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path} is being written by another process: wait for it, or take another folder") from None
+
+
+def _read(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """The rows of whole lines, and how many bytes these lines have."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    lines = [json.loads(line) for line in whole.splitlines()]
-    if not lines:
-        path.write_bytes(b"")
-        return []
-    found = lines[0]["settings"]
-    changed = sorted(k for k in settings.keys() | found.keys() if settings.get(k) != found.get(k))
-    if changed:
+    if not whole:
+        return [], 0
+    try:
+        header, *rows = [json.loads(line) for line in whole.splitlines()]
+        found = header["settings"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is no file of measured rows: take another folder, or remove it") from None
+    changes = differences(found, settings)
+    if changes:
+        shown = [text for text in list(changes.values())[:MOST_NAMED] if text]
         raise ValueError(
-            f"{path} holds rows measured with other settings ({', '.join(changed)}): "
-            "take another output folder, or remove this file to start over"
+            f"{path} holds rows measured with other settings ({_named(list(changes))})"
+            f"{': ' if shown else ''}{', '.join(shown)}; take another output folder, or remove this file to start over"
         )
-    if whole != content:
-        os.truncate(path, len(whole))
-    return lines[1:]
+    return rows, len(whole)
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """What differs, in the order of names: ``outer.inner`` to "... was 3 and is now 4", empty for long values."""
+    found: dict[str, str] = {}
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name, ABSENT), now.get(name, ABSENT)
+        if old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= differences(old, new, f"{prefix}{name}.")
+            continue
+        values = ["absent" if value is ABSENT else json.dumps(value) for value in (old, new)]
+        is_short = max(map(len, values)) <= SHORT
+        found[f"{prefix}{name}"] = f"{prefix}{name} was {values[0]} and is now {values[1]}" if is_short else ""
+    return found
