@@ -1,0 +1,194 @@
+"""vLLM attention backends of head reallocation.
+
+Full heads: the engine's own backend. Compressible heads: the engine's Triton kernels on a GPU, plain torch on a CPU,
+both over compacted block tables. All need the layout in which a block holds all its layers side by side
+(``BLHNC``), because parts differ in their number of heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from rlkv.serving.compaction import Compactor
+from rlkv.serving.local_attention import paged_local_attention
+from rlkv.serving.mixed_attention import write_cache
+from rlkv.serving.report import check_block_bytes
+
+LAYOUTS = (KVCacheLayout.BLHNC,)
+
+
+def full_backend() -> type[AttentionBackend] | None:
+    """The backend of full heads; None leaves the choice to the engine."""
+    return PackedCPUBackend if current_platform.is_cpu() else None
+
+
+def local_backend() -> type[AttentionBackend]:
+    """The backend of compressible heads."""
+    return LocalTorchBackend if current_platform.is_cpu() else LocalTritonBackend
+
+
+class PackedCPUBackend(CPUAttentionBackend):
+    """The stock CPU kernels: they read any distance between blocks, but the stock backend does not say so."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return PackedCPUImpl
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return LAYOUTS
+
+
+class PackedCPUImpl(CPUAttentionBackendImpl):
+    """The stock CPU kernel writes rows one after the other, whatever the output's strides are."""
+
+    def forward(self, *args: Any, output: Tensor, **kwargs: Any) -> Tensor:
+        if output.is_contiguous():
+            return super().forward(*args, output=output, **kwargs)
+        return output.copy_(super().forward(*args, output=torch.empty(output.shape, dtype=output.dtype), **kwargs))
+
+
+def _compactor(vllm_config: Any, layer_names: list[str]) -> Compactor:
+    """The one that all layers of the bin share; the model put it there (:mod:`rlkv.serving.reallocation`)."""
+    layers = vllm_config.compilation_config.static_forward_context
+    check_block_bytes(vllm_config, layers[layer_names[0]])
+    return layers[layer_names[0]].compactor
+
+
+@dataclass
+class LocalMetadata:
+    """One step: block tables and lengths are compacted; ``num_actual_tokens`` is without padding."""
+
+    num_actual_tokens: int
+    starts: list[int]
+    lengths: list[int]
+    table_RC: Tensor
+    compactor: Compactor
+
+
+class LocalTorchBuilder(AttentionMetadataBuilder[LocalMetadata]):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LocalMetadata:
+        common = common_attn_metadata
+        compactor = _compactor(self.vllm_config, self.layer_names)
+        table, lengths = compactor.of_step(common)
+        starts = common.query_start_loc_cpu.tolist()
+        return LocalMetadata(common.num_actual_tokens, starts, lengths.tolist(), table, compactor)
+
+
+class LocalTorchImpl(AttentionImpl):
+    """Sinks and window in plain torch."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        write_cache(key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: LocalMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # the engine's profiling run
+            return output.zero_()
+        step = attn_metadata
+        use = step.compactor.use
+        paged_local_attention(query, kv_cache, step.table_RC, step.starts, step.lengths, use, self.scale, output)
+        return output
+
+
+class LocalTorchBackend(AttentionBackend):
+    """Any head size, any block size that the engine allows."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as in the base class)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # the engine looks the name up in its own enumeration of backends
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return LocalTorchImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return LocalTorchBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return LAYOUTS
+
+
+class LocalTritonBuilder(TritonAttentionMetadataBuilder):
+    """The stock metadata with compacted tables, and the stock kernel's "prefix or window" mask switched on."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+    sinks_R: Tensor | None = None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> TritonAttentionMetadata:
+        common = common_attn_metadata
+        compactor = _compactor(self.vllm_config, self.layer_names)
+        table, lengths = compactor.of_step(common)
+        use = compactor.use
+        longest = compactor.width(common.max_query_len, table.shape[1]) * use.block_size
+        compacted = common.replace(
+            block_table_tensor=table, seq_lens=lengths, max_seq_len=min(common.max_seq_len, longest)
+        )
+        metadata = super().build(0, compacted, fast_build)
+        metadata.rswa_prefix_lens = self._sinks(compactor, common.num_reqs)
+        metadata.rswa_window = use.window
+        return metadata
+
+    def _sinks(self, compactor: Compactor, requests: int) -> Tensor:
+        """S for every request, always at the same place."""
+        if self.sinks_R is None:
+            self.sinks_R = torch.full((compactor.rows,), compactor.use.sink, dtype=torch.int32, device=self.device)
+        return self.sinks_R[:requests]
+
+
+class LocalTritonBackend(TritonAttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return LocalTritonBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return LAYOUTS

@@ -1,0 +1,71 @@
+"""What head reallocation in vLLM does not serve: refused at start, by name, with what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raise ``ValueError`` for the first setting of the engine under which results would be wrong."""
+    for wrong, what, instead in _findings(vllm_config):
+        if wrong:
+            raise ValueError(f"rlkv: head reallocation does not work with {what}: {instead}")
+
+
+def _findings(vllm_config: Any) -> list[tuple[bool, str, str]]:
+    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    config = model.hf_text_config
+    return [
+        (
+            config.model_type not in MODEL_TYPES,
+            f"a model of type {config.model_type}",
+            f"serve one of {', '.join(MODEL_TYPES)}",
+        ),
+        (
+            parallel.tensor_parallel_size > 1,
+            f"tensor parallelism (--tensor-parallel-size {parallel.tensor_parallel_size})",
+            "full heads are not spread evenly over the GPUs; run one engine per GPU (--data-parallel-size)",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size})",
+            "run one engine per GPU (--data-parallel-size)",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "context parallelism",
+            "leave out --decode-context-parallel-size and --prefill-context-parallel-size",
+        ),
+        (vllm_config.speculative_config is not None, "speculative decoding", "leave out --speculative-config"),
+        (
+            cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype})",
+            "leave it at auto",
+        ),
+        (
+            vllm_config.quant_config is not None,
+            f"quantised weights ({model.quantization})",
+            "heads are reordered while weights are loaded; serve a checkpoint in float32, bfloat16 or float16",
+        ),
+        (vllm_config.lora_config is not None, "LoRA adapters", "merge the adapter into the model"),
+        (vllm_config.kv_transfer_config is not None, "KV connectors", "leave out --kv-transfer-config"),
+        (
+            bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+            "--disable-hybrid-kv-cache-manager",
+            "leave it out: blocks of several kinds are what saves memory",
+        ),
+        (
+            bool(getattr(config, "dual_chunk_attention_config", None)),
+            "dual chunk attention",
+            "remove dual_chunk_attention_config from the model's config",
+        ),
+        (
+            cache.sliding_window is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ()),
+            "sliding-window layers",
+            "their heads have no full cache to reallocate",
+        ),
+        (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "leave it out"),
+        (cache.kv_offloading_size is not None, "offloading of the KV cache", "leave out --kv-offloading-size"),
+    ]

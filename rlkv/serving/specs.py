@@ -1,0 +1,79 @@
+"""What the engine's memory management has to know of full and of compressible heads.
+
+Both kinds carry the number of their bin (:mod:`rlkv.serving.packing`): layers of different bins never share a block
+table, even where the engine would merge them. Importing this module registers both, in every process that reads one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from rlkv.serving.manager import SinkWindowManager
+from rlkv.serving.packing import BlockUse
+
+
+def _merge_equal(specs: list[Any]) -> Any:
+    """The engine asks whether layers may share a block table by trying to merge them; AssertionError means no."""
+    assert all(spec == specs[0] for spec in specs[1:]), "layers of different bins"
+    return specs[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedFullSpec(FullAttentionSpec):
+    """Full heads of one layer and bin: blocks for every token."""
+
+    pack_tag: int
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        return all(type(spec) is PackedFullSpec and spec.pack_tag == self.pack_tag for spec in kv_cache_specs.values())
+
+    @classmethod
+    def merge(cls, specs: list[Self]) -> Self:
+        return _merge_equal(specs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWindowSpec(AttentionSpec):
+    """Compressible heads of one layer and bin: blocks of the first ``sink`` and the last ``window`` tokens.
+
+    Attributes:
+        max_in_flight_tokens, max_model_len: the engine's limits, which bound the blocks of one request.
+    """
+
+    pack_tag: int
+    sink: int
+    window: int
+    max_in_flight_tokens: int
+    max_model_len: int
+
+    @property
+    def use(self) -> BlockUse:
+        return BlockUse(self.block_size, self.sink, self.window)
+
+    def most_blocks(self, max_model_len: int | None = None) -> int:
+        """Blocks that one request may hold at once: the sinks', and window and unsettled tokens, whose first one may
+        lie anywhere in its block."""
+        longest = self.max_model_len if max_model_len is None else max_model_len
+        moving = min(self.window - 1 + self.max_in_flight_tokens, longest)
+        return min(self.use.full(self.sink) + self.use.full(moving) + 1, self.use.full(longest))
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        return self.page_size_bytes * self.most_blocks(vllm_config.model_config.max_model_len)
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        return all(type(spec) is SinkWindowSpec and spec.pack_tag == self.pack_tag for spec in kv_cache_specs.values())
+
+    @classmethod
+    def merge(cls, specs: list[Self]) -> Self:
+        return _merge_equal(specs)
+
+
+# the registry fills itself with the stock specs only as long as it is empty
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(PackedFullSpec, FullAttentionManager, FullAttentionSpec)
+KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager, SinkWindowSpec)
