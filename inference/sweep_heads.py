@@ -7,7 +7,7 @@ r"""Compare head rankings: greedy accuracy at several sparsities, as a table, re
 ``--gates`` may be given several times, as FILE or NAME=FILE; files under one NAME are runs of one method, shown as
 their mean and range.  Where a training log lies beside a gates file, the table tells what its steps took.  Every row
 is written as it is measured; the same command goes on where it was stopped.  Without ``--input``, fresh problems of
-the tiny task are drawn.
+the tiny task are drawn.  ``problems.jsonl``, written last, is what other programs need to use the same ones.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rlkv.cli_errors import help_text, run_app
+from rlkv.data.deepscaler import Problem, write_problems
 from rlkv.evaluation.agreement import agreement
 from rlkv.evaluation.heads import CacheSettings, HeadResult
 from rlkv.evaluation.inputs import ORACLE, read_order, study_problems
@@ -48,7 +49,7 @@ def group_by_name(items: list[str]) -> dict[str, list[str]]:
 @app.command(help=help_text(__doc__))
 def main(
     gates: Annotated[list[str], typer.Option(help="FILE or NAME=FILE; repeat it for several methods or runs")],
-    output_dir: Annotated[Path, typer.Option(help="rows.jsonl, results.json, table.md, accuracy.png")],
+    output_dir: Annotated[Path, typer.Option(help="rows.jsonl, results.json, table.md, accuracy.png, problems.jsonl")],
     model: Annotated[str, typer.Option(help="tiny, a folder or a hub id; default: the one of the first gates")] = "",
     input: Annotated[Path | None, typer.Option(help=".jsonl or .parquet with problem and answer")] = None,
     num_problems: Annotated[int, typer.Option(help="how many problems", min=1)] = 200,
@@ -90,7 +91,7 @@ def main(
     orders = {ORACLE: read_order(oracle, shape)} if oracle else {}
     cells = list(plan_sweep(shape, levels, rankings, orders, random_draws))
     if fresh:
-        for name in ("rows.jsonl", "results.json", "table.md", "accuracy.png"):
+        for name in ("rows.jsonl", "results.json", "table.md", "accuracy.png", "problems.jsonl"):
             (output_dir / name).unlink(missing_ok=True)
     source = str(input) if input else f"tiny task, {definitions} definitions, seed {seed}"
     config = {"model": shape.model_id, "problems_from": source}
@@ -115,6 +116,7 @@ def main(
     table = markdown_table(rows, title, seconds)
     (output_dir / "table.md").write_text(table)
     plot_accuracy(rows, output_dir / "accuracy.png", title)
+    write_problems(output_dir / "problems.jsonl", [Problem(**problem) for problem in problems])
     print(table)
 
 

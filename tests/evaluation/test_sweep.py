@@ -78,6 +78,25 @@ def test_refuses_other_settings_and_keeps_the_rows(tmp_path: Path) -> None:
     assert (tmp_path / "rows.jsonl").read_bytes() == before
 
 
+def test_the_program_leaves_the_problems_that_it_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    HeadGates(alpha=torch.linspace(0, 1, 24).view(4, 6)).save(tmp_path / "gates.safetensors")
+    options = ["--gates", str(tmp_path / "gates.safetensors"), "--model", "tiny", "--sparsities", "0.5"]
+    options += ["--random-draws", "0", "--max-new-tokens", "8", "--sink", "4", "--window", "16"]
+
+    def sweep_heads(name: str, *more: str) -> list[dict]:
+        folder = tmp_path / name
+        monkeypatch.setattr("sys.argv", ["sweep_heads.py", *options, "--output-dir", str(folder), *more])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "inference" / "sweep_heads.py"), run_name="__main__")
+        assert ended.value.code == 0
+        return json.loads((folder / "results.json").read_text())["rows"]
+
+    drawn = sweep_heads("drawn", "--num-problems", "3", "--definitions", "3-4", "--seed", "5")
+    problems = tmp_path / "drawn" / "problems.jsonl"
+    assert [json.loads(line) for line in problems.read_text().splitlines()] == tiny.problems(3, 5, 3, 4)
+    assert sweep_heads("read", "--input", str(problems)) == drawn
+
+
 def row(method: str, sparsity: float, accuracy: float, seed: int | None = None) -> HeadResult:
     return HeadResult(method, sparsity, seed, accuracy, accuracy - 0.1, accuracy + 0.1, 50, 60, 100, 40.0)
 
