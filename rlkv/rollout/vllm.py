@@ -61,7 +61,10 @@ class VLLMEngine:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
+        from vllm.distributed.parallel_state import model_parallel_is_initialized
 
+        if model_parallel_is_initialized():  # two would share their state, and the first to go would take it along
+            raise ValueError("one vLLM engine at a time can live in a process: close() the other one first")
         self.tokenizer = load_tokenizer(model)
         self.has_gates = sizes is not None
         self._calls = 0
@@ -88,6 +91,10 @@ class VLLMEngine:
     @property
     def max_positions(self) -> int:
         return self.llm.llm_engine.model_config.max_model_len
+
+    def close(self) -> None:
+        """Give the engine's memory back; it cannot be used afterwards."""
+        self.llm.llm_engine.engine_core.shutdown()
 
     # ---- gates ----
 

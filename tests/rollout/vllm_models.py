@@ -20,14 +20,15 @@ SINK, WINDOW = 4, 16
 LAYERS, KV_HEADS = 3, 4
 # float32 through three layers of random weights: what two orders of summation differ by, an order above what was seen
 TOLERANCE = 1e-4
-ENDS = [2, *range(20, 40)]  # a random model would never end a completion
+ENDS = [2, *range(20, 25)]  # a random model would never end a completion
 OPTIONS = {"dtype": "float32", "kv_gib": 0.03, "max_rows": 8, "block_size": 32, "enforce_eager": True}
 
 
 def make_folder(family: str, folder: Path) -> Path:
     """A tiny random model (3 layers, 4 KV heads of 32) and the tiny tokenizer, as ``from_pretrained`` takes them."""
     tokenizer = build_tokenizer()
-    model = make_tiny_model(family, vocab_size=len(tokenizer), head_dim=32)
+    # Qwen2 has no head_dim of its own: hidden size over heads
+    model = make_tiny_model(family, vocab_size=len(tokenizer), head_dim=32, hidden_size=256)
     model.generation_config.eos_token_id = ENDS
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
