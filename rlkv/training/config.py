@@ -82,6 +82,7 @@ class RLKVSettings:
         default=600.0, metadata={"help": "vllm-server: seconds without an answer before the training gives up"}
     )
     rollout_kv_gib: float = field(default=4.0, metadata={"help": "vllm: memory of its KV cache in GiB"})
+    rollout_eager: bool = field(default=False, metadata={"help": "vllm: neither compile the model nor capture graphs"})
     importance_cap: float = field(
         default=3.0,
         metadata={

@@ -52,6 +52,7 @@ def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_pro
         max_positions=positions,
         kv_gib=settings.rollout_kv_gib,
         max_rows=settings.rollout_rows,
+        enforce_eager=settings.rollout_eager,
     )
 
 

@@ -30,7 +30,7 @@ from rlkv.training.trainer import RLKVTrainer
 RUN_CONFIG = "run_config.json"
 # what may differ between a run and its continuation
 _FREE = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit", "run_name"}
-_FREE |= {"rollout_url", "rollout_patience", "rollout_kv_gib"}
+_FREE |= {"rollout_url", "rollout_patience", "rollout_kv_gib", "rollout_eager"}
 _FREE |= {"max_steps", "num_train_epochs", "curriculum"}  # the problems themselves are compared by their digest
 _TRAINING_KEYS = [
     *["output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "prompts_per_step", "num_generations"],

@@ -1,0 +1,215 @@
+"""The trainer's end of a rollout server: it outlives the server, and loses no prompt.
+
+A server that dies takes its gates and the unfinished rows along.  The client keeps what has arrived, waits, sends the
+gates again and asks for the missing rows; a row sampled again gets the same tokens, as its draws belong to it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import Tensor
+
+from rlkv.rollout.base import SamplingParams
+from rlkv.rollout.gated import Rows, Sample, gate_version
+from rlkv.rollout.wire import SIGN_OF_LIFE, EngineFacts, read_sample_line, sample_request
+from rlkv.serving.mixed_attention import LocalSizes
+
+SILENCE = 15 * SIGN_OF_LIFE  # seconds without a byte after which a server counts as dead
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
+
+
+class _Failure(Exception):
+    """The server could not be reached, broke off, or failed."""
+
+
+class RolloutClient:
+    """A :class:`~rlkv.rollout.gated.GatedEngine` that lives behind ``url``.
+
+    Attributes:
+        retries: requests that failed and were made again.
+        stale: answers that came from other gates and were thrown away.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        patience: float = 600.0,
+        report: Callable[[str], None] = lambda text: print(text, flush=True),
+    ) -> None:
+        """``patience``: seconds without any progress before a request is given up."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"the rollout server's address must look like http://host:port, got {url!r}")
+        self.url, self.patience, self._report = url, patience, report
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._alpha_LH: Tensor | None = None
+        self.version = "none"
+        self.retries = self.stale = 0
+
+    # ---- as any gated engine ----
+
+    def set_gates(self, alpha_LH: Tensor) -> str:
+        """Send the gates; errors as :meth:`sample`."""
+        self._alpha_LH = alpha_LH.detach().float().cpu().clone()
+        self.version = gate_version(self._alpha_LH)
+        self._keep_trying(self._send_gates)
+        return self.version
+
+    def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+        """Yield ``(index into rows.prompts, sample)``, each index once, all of the client's gates.
+
+        Raises:
+            ValueError: if the server refuses the request, or nothing arrives for longer than the patience.
+        """
+        missing = dict(enumerate(rows.prompts))
+        waiting = _Waiting(self.patience)
+        while missing:
+            asked = sorted(missing)
+            try:
+                for index, sample in self._ask(rows.only(asked), sampling, eos_ids):
+                    del missing[asked[index]]
+                    waiting = _Waiting(self.patience)
+                    yield asked[index], sample
+                if missing:
+                    raise _Failure("the answer ended early")
+            except _Failure as failure:
+                self._pause(waiting, failure)
+                self._keep_trying(self._send_gates)
+
+    # ---- the server ----
+
+    def facts(self) -> EngineFacts:
+        """What the server says of its engine; waits for it as long as the patience lasts."""
+        found = self._keep_trying(lambda: self._request("GET", "/health"))
+        try:
+            return EngineFacts(**{field.name: found[field.name] for field in fields(EngineFacts)})
+        except KeyError as error:
+            raise ValueError(f"{self.url} is no rollout server: its /health has no {error}") from None
+
+    def check(self, sizes: LocalSizes, positions: int) -> None:
+        """Compare the server's engine with what the training needs.
+
+        Raises:
+            ValueError: for another sink or window, or too few positions.
+        """
+        facts = self.facts()
+        if (facts.sink, facts.window) != (sizes.sink, sizes.window):
+            raise ValueError(
+                f"the rollout server mixes with sink {facts.sink} and window {facts.window}, the training with "
+                f"{sizes.sink} and {sizes.window}: start rollout/serve_vllm.py with --sink {sizes.sink} "
+                f"--window {sizes.window}"
+            )
+        if facts.max_positions < positions:
+            raise ValueError(
+                f"the rollout server takes {facts.max_positions} tokens per row, the training needs {positions}: "
+                f"start rollout/serve_vllm.py with --max-positions {positions}"
+            )
+
+    def _send_gates(self) -> None:
+        if self._alpha_LH is None:
+            raise ValueError("set_gates comes before sample: the server has no gates of its own")
+        found = self._request("POST", "/gates", {"alpha": self._alpha_LH.tolist()}).get("version")
+        if found != self.version:
+            raise _Failure(f"the server took gates {found} for {self.version}")
+
+    def _ask(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+        """What one request brings, until it ends, breaks off or turns out to be stale."""
+        with _Connection(self._host, self._port) as connection:
+            answer = connection.open("POST", "/sample", sample_request(self.version, rows, sampling, eos_ids))
+            for line in connection.lines(answer):
+                if "error" in line:
+                    raise ValueError(f"the rollout server refused the request: {line['error']}")
+                if "failed" in line:
+                    raise _Failure(line["failed"])
+                if "done" in line:
+                    return
+                found = line.get("stale", line.get("version"))
+                if found != self.version:
+                    self.stale += 1
+                    raise _Failure(f"its gates are {found}, not {self.version}")
+                yield read_sample_line(line)
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        with _Connection(self._host, self._port) as connection:
+            return next(connection.lines(connection.open(method, path, body)), {})
+
+    def _keep_trying(self, action: Callable[[], Any]) -> Any:
+        waiting = _Waiting(self.patience)
+        while True:
+            try:
+                return action()
+            except _Failure as failure:
+                self._pause(waiting, failure)
+
+    def _pause(self, waiting: _Waiting, failure: _Failure) -> None:
+        self.retries += 1
+        if waiting.over():
+            raise ValueError(
+                f"the rollout server at {self.url} gave nothing for {self.patience:.0f} s ({failure}): start "
+                "rollout/serve_vllm.py, then give the training's command again, which goes on from its last checkpoint"
+            ) from failure
+        if waiting.pause == FIRST_PAUSE:
+            self._report(f"rollout server at {self.url}: {failure}; trying again")
+        waiting.sleep()
+
+
+class _Waiting:
+    """Pauses that double, and a deadline."""
+
+    def __init__(self, patience: float) -> None:
+        self.pause = FIRST_PAUSE
+        self._deadline = time.monotonic() + patience
+
+    def over(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    def sleep(self) -> None:
+        time.sleep(max(0.0, min(self.pause, self._deadline - time.monotonic())))
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+
+class _Connection:
+    """One HTTP exchange; whatever goes wrong on the way is a :class:`_Failure`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._http = http.client.HTTPConnection(host, port, timeout=SILENCE)
+
+    def __enter__(self) -> _Connection:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._http.close()
+
+    def open(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+        try:
+            self._http.request(method, path, None if body is None else json.dumps(body))
+            answer = self._http.getresponse()
+            if answer.status == 200:
+                return answer
+            error = json.loads(answer.read()).get("error", "no reason given")
+        except (OSError, http.client.HTTPException, ValueError) as failure:
+            raise _Failure(f"{type(failure).__name__}: {failure}") from failure
+        if answer.status >= 500:
+            raise _Failure(error)
+        raise ValueError(f"the rollout server refused the request: {error}")
+
+    def lines(self, answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+        """The lines of JSON as they arrive; empty ones are signs of life."""
+        while True:
+            try:
+                line = answer.readline()
+                if not line:
+                    return
+                if not line.strip():
+                    continue
+                found = json.loads(line)  # the last line of a server that died is cut off
+            except (OSError, http.client.HTTPException, ValueError) as failure:
+                raise _Failure(f"{type(failure).__name__}: {failure}") from failure
+            yield found

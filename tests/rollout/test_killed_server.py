@@ -1,0 +1,25 @@
+"""A rollout server that is really killed while it samples; ``kill_server.py --kills 10`` does more of the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("kill_server.py")
+
+
+def test_training_outlives_its_rollout_server() -> None:
+    engine = "vllm" if importlib.util.find_spec("vllm") else "hf"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "--kills", "1", "--steps", "3", "--engine", engine],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 kills in 1 rollouts, 3 steps, no prompt lost" in done.stdout

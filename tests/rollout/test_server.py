@@ -1,0 +1,197 @@
+"""Rollout server and client: samples over HTTP, other gates, broken connections, servers that are gone or silent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from conftest import make_tiny_model
+
+from rlkv.rollout import client as client_module
+from rlkv.rollout.base import SamplingParams
+from rlkv.rollout.client import RolloutClient
+from rlkv.rollout.gated import Rows, Sample, gate_version
+from rlkv.rollout.server import RolloutServer
+from rlkv.rollout.wire import EngineFacts
+from rlkv.serving.mixed_attention import LocalSizes
+from rlkv.training.hf_engine import GatedHFEngine
+
+FACTS = EngineFacts("tiny", 2, 6, 64, 3, 4)
+SAMPLING = SamplingParams(9, temperature=1.0, seed=3)
+ROWS = Rows([[5, 6, 7], [9] * 11, [30, 31], [12], [40, 50]], list(range(5)), rollout=2)
+
+
+@contextmanager
+def serving(engine: object) -> Iterator[tuple[RolloutServer, str]]:
+    with RolloutServer(("127.0.0.1", 0), engine, FACTS) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server, f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def make_client(url: str, patience: float = 20.0) -> RolloutClient:
+    return RolloutClient(url, patience, report=lambda text: None)
+
+
+class Scripted:
+    """An engine that gives row r the token r, and breaks off after so many samples of each request."""
+
+    def __init__(self, breaks: list[int | None]) -> None:
+        self.breaks, self.asked, self.version = breaks, [], "none"
+
+    def set_gates(self, alpha_LH: torch.Tensor) -> str:
+        self.version = gate_version(alpha_LH)
+        return self.version
+
+    def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+        self.asked.append(rows.numbers)
+        limit = self.breaks.pop(0) if self.breaks else None
+        for count, index in enumerate(reversed(range(len(rows.prompts)))):
+            if count == limit:
+                raise RuntimeError("out of memory")
+            yield index, Sample([rows.numbers[index]], [-0.5], "stop", self.version)
+
+
+def test_samples_over_http_are_the_engines() -> None:
+    sizes, alpha = LocalSizes(2, 6), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    engine = GatedHFEngine(make_tiny_model("llama"), sizes, pad_id=0, max_rows=2)
+    with serving(engine) as (_, url):
+        client = make_client(url)
+        client.check(sizes, positions=64)
+        assert client.facts() == FACTS
+        version = client.set_gates(alpha)
+        found = dict(client.sample(ROWS, SAMPLING, [2]))
+    engine.set_gates(alpha)
+    assert found == dict(engine.sample(ROWS, SAMPLING, [2]))  # floats are sent with all their digits
+    assert {sample.version for sample in found.values()} == {version} == {gate_version(alpha)}
+    assert client.retries == client.stale == 0
+
+
+def test_a_failing_engine_is_asked_for_the_missing_rows_only() -> None:
+    engine = Scripted([2, 0, 1])
+    with serving(engine) as (_, url):
+        client = make_client(url)
+        client.set_gates(torch.ones(1, 2))
+        found = dict(client.sample(ROWS, SAMPLING, [2]))
+    assert {index: sample.token_ids for index, sample in found.items()} == {i: [i] for i in range(5)}
+    assert engine.asked == [[0, 1, 2, 3, 4], [0, 1, 2], [0, 1, 2], [0, 1]]
+    assert client.retries == 3
+
+
+def test_samples_of_other_gates_are_thrown_away() -> None:
+    engine = Scripted([])
+    with serving(engine) as (server, url):
+        ours, theirs = make_client(url), make_client(url)
+        version = ours.set_gates(torch.zeros(1, 2))
+        theirs.set_gates(torch.ones(1, 2))  # another run takes the server
+        found = dict(ours.sample(ROWS, SAMPLING, [2]))
+        assert server.version == version
+        assert {sample.version for sample in found.values()} == {version}
+        assert (ours.stale, len(found)) == (1, 5)
+        engine.version = "changed"  # behind the server's back, between its look at the version and the samples
+        engine.set_gates = lambda alpha_LH: version
+        impatient = make_client(url, patience=0.3)
+        impatient.set_gates(torch.zeros(1, 2))
+        with pytest.raises(ValueError, match="gave nothing"):
+            dict(impatient.sample(ROWS, SAMPLING, [2]))
+        assert impatient.stale > 0
+
+
+def test_a_server_without_gates_is_sent_them_again() -> None:
+    with serving(Scripted([])) as (server, url):
+        client = make_client(url)
+        version = client.set_gates(torch.zeros(1, 2))
+        server.version = "none"  # as after a restart
+        assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
+        assert server.version == version
+
+
+def test_a_server_that_is_gone_is_named_after_the_patience() -> None:
+    with serving(Scripted([])) as (_, url):
+        pass
+    client = make_client(url, patience=0.4)
+    with pytest.raises(ValueError, match=r"gave nothing for 0 s \(ConnectionRefusedError.*start rollout/serve_vllm"):
+        client.set_gates(torch.ones(1, 2))
+    assert client.retries >= 2
+
+
+class _Silent(BaseHTTPRequestHandler):
+    """Takes a request and answers nothing at first; later ones go to a real server's handler."""
+
+    silent = 1
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if b"alpha" not in body and _Silent.silent:
+            _Silent.silent -= 1
+            self.server.hold.wait(20)  # type: ignore[attr-defined]
+            return
+        self.send_response(200)
+        self.end_headers()
+        version = gate_version(torch.ones(1, 2))
+        if b"alpha" in body:
+            answer = f'{{"version": "{version}"}}\n'
+        else:
+            line = '{{"index": {}, "token_ids": [{}], "logprobs": [0], "finish_reason": "stop", "version": "{}"}}\n'
+            answer = "\n".join(line.format(i, i, version) for i in range(5)) + '{"done": 5}\n'
+        self.wfile.write(answer.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+def test_a_silent_server_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "SILENCE", 0.3)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Silent) as server:
+        server.hold = threading.Event()  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        client = make_client(f"http://127.0.0.1:{server.server_port}")
+        client.set_gates(torch.ones(1, 2))
+        assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
+        assert client.retries == 1
+        server.hold.set()  # type: ignore[attr-defined]
+        server.shutdown()
+        thread.join()
+
+
+def test_signs_of_life_keep_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlkv.rollout.server.SIGN_OF_LIFE", 0.05)
+    monkeypatch.setattr(client_module, "SILENCE", 0.5)
+    engine, go = Scripted([]), threading.Event()
+    quick = engine.sample
+    engine.sample = lambda *args: (go.wait(1.2), (yield from quick(*args)))[1]
+    with serving(engine) as (_, url):
+        client = make_client(url)
+        client.set_gates(torch.ones(1, 2))
+        assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
+    assert client.retries == 0  # more than twice the silence, and not taken for dead
+
+
+def test_what_cannot_work_is_refused_at_once() -> None:
+    engine = GatedHFEngine(make_tiny_model("llama"), LocalSizes(2, 6), pad_id=0)
+    with serving(engine) as (_, url):
+        client = make_client(url)
+        with pytest.raises(ValueError, match=r"refused the request: the model has gates \[3, 4\], got \[2, 2\]"):
+            client.set_gates(torch.ones(2, 2))
+        with pytest.raises(ValueError, match="--sink 4 --window 6"):
+            client.check(LocalSizes(4, 6), 10)
+        with pytest.raises(ValueError, match="--max-positions 65"):
+            client.check(LocalSizes(2, 6), 65)
+        with pytest.raises(ValueError, match="not a request for samples"):
+            client._request("POST", "/sample", {"version": "x"})
+        with pytest.raises(ValueError, match="no such page"):
+            client._request("GET", "/metrics")
+        assert client.retries == 0
+    with pytest.raises(ValueError, match="set_gates comes before sample"):
+        RolloutClient(url)._send_gates()
+    with pytest.raises(ValueError, match="http://host:port"):
+        RolloutClient("localhost:8700")
