@@ -6,9 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
-from vllm.platforms import current_platform
-from vllm.utils.torch_utils import _encode_layer_name
+from vllm.model_executor.layers.attention.attention import unified_attention_with_output, unified_kv_cache_update
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
 
 from rlkv.serving.backend import full_backend, local_backend
 from rlkv.serving.compaction import Compactor
@@ -60,6 +66,7 @@ class SplitAttention(nn.Module):
 
     def __init__(self, stock: Attention, parts: list[Part], compactors: dict[int, Compactor], vllm_config: Any) -> None:
         super().__init__()
+        self.layer_name = stock.layer_name
         self.head_size, self.group_size = stock.head_size, stock.num_heads // stock.num_kv_heads
         layers: list[PackedAttention] = []
         for number, part in enumerate(parts):
@@ -79,32 +86,55 @@ class SplitAttention(nn.Module):
                 layer.compactor = compactors[part.bin]
             layers.append(layer)
         self.parts = nn.ModuleList(layers)
+        compilation = vllm_config.compilation_config
+        compilation.static_forward_context[self.layer_name] = self  # where the operator below finds it
+        if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
+            compilation.splitting_ops.append(OPERATOR)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """``[T, H * G * D]``, ``[T, H * D]`` twice, to ``[T, H * G * D]``."""
-        output = torch.empty_like(query)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        torch.ops.vllm.rlkv_split_attention(query, key, value, output, _encode_layer_name(self.layer_name))
+        return output
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Part by part: what ``Attention.forward`` of the engine does, on slices."""
         first = 0
         for layer in self.parts:
             end = first + layer.num_kv_heads * self.head_size
             own = slice(first * self.group_size, end * self.group_size)
-            _attend(layer, query[:, own], key[:, first:end], value[:, first:end], output[:, own])
+            heads = (-1, (layer.num_heads, self.head_size))
+            kv_heads = (-1, (layer.num_kv_heads, self.head_size))
+            keys, values = key[:, first:end].unflatten(*kv_heads), value[:, first:end].unflatten(*kv_heads)
+            name = _encode_layer_name(layer.layer_name)
+            if not layer.attn_backend.forward_includes_kv_cache_update:
+                unified_kv_cache_update(keys, values, name)
+            queries, outputs = query[:, own].unflatten(*heads), output[:, own].unflatten(*heads)
+            unified_attention_with_output(queries, keys, values, outputs, name)
             first = end
-        return output
 
 
-def _attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-    """``Attention.forward`` of the engine, which would make an output of its own."""
-    assert current_platform.opaque_attention_op()
-    name = _encode_layer_name(layer.layer_name)
-    key, value = (states.unflatten(-1, (layer.num_kv_heads, layer.head_size)) for states in (key, value))
-    written = None
-    if not layer.attn_backend.forward_includes_kv_cache_update:
-        written = torch.ops.vllm.unified_kv_cache_update(key, value, name)
-    torch.ops.vllm.unified_attention_with_output(
-        query.unflatten(-1, (layer.num_heads, layer.head_size)),
-        key,
-        value,
-        output.unflatten(-1, (layer.num_heads, layer.head_size)),
-        name,
-        kv_cache_dummy_dep=written,
-    )
+def _split_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerNameType) -> None:
+    layers = get_forward_context().no_compile_layers
+    layers[_resolve_layer_name(layer_name)].attend(query, key, value, output)
+
+
+def _split_attention_fake(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerNameType
+) -> None: ...
+
+
+# one operator for all parts of a layer: compiled graphs must not see slices that are written to
+OPERATOR = "vllm::rlkv_split_attention"
+# the engine reads types off the function, and here they are only names
+_split_attention.__annotations__ = {
+    **dict.fromkeys(("query", "key", "value", "output"), Tensor),
+    "layer_name": LayerNameType,
+    "return": None,
+}
+direct_register_custom_op(
+    op_name="rlkv_split_attention",
+    op_func=_split_attention,
+    mutates_args=["output"],
+    fake_impl=_split_attention_fake,
+)
