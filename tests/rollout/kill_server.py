@@ -26,7 +26,7 @@ from typing import Any
 from urllib.request import urlopen
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "training"), str(ROOT)]
+sys.path.insert(0, str(ROOT / "tests" / "training"))
 
 import random_run
 import torch
