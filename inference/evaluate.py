@@ -6,16 +6,20 @@ r"""Evaluate methods on benchmarks: every generation in a file, tables with inte
         --data FOLDER --gates rlkv=a.tsv --gates duo=b.tsv \
         --methods full,rlkv@0.4,duo@0.4,random-heads@0.4,rkv@ratio=0.6,rlkv@0.4+rkv@256 --output-dir results/llama8b
 
-Greedy by default; ``--num-samples 64 --temperature 0.6 --top-p 0.95`` for pass@1 over samples.  The same command goes
-on where it was stopped and refuses to mix settings.  ``accelerate launch inference/evaluate.py ...`` shares the batches
-over processes.  Methods are named as in rlkv/evaluation/methods.py.
+    python inference/evaluate.py --config configs/eval_llama8b.yaml --output-dir results/llama8b
+    accelerate launch --num_processes 4 inference/evaluate.py --config configs/eval_llama8b.yaml --output-dir FOLDER
+
+Greedy by default; ``--num-samples 64 --temperature 0.6 --top-p 0.95`` for pass@1 over samples and pass@k.  The same
+command goes on where it was stopped, also with another number of processes, and refuses to mix settings.  Methods are
+named as in rlkv/evaluation/methods.py.  Without --data the problems come from the hub.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,17 +30,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlkv.atomic import atomic_path
 from rlkv.cache import CacheSettings
 from rlkv.cli_errors import help_text, run_app
-from rlkv.evaluation.eval_report import markdown_report, summarize
-from rlkv.evaluation.inputs import named_gates, repetition_rule
-from rlkv.evaluation.methods import FULL, RANDOM_HEADS, parse_method
+from rlkv.evaluation.eval_files import RowFiles
+from rlkv.evaluation.eval_page import evaluation_page
+from rlkv.evaluation.eval_report import summarize
+from rlkv.evaluation.inputs import deployed_sizes, named_gates, repetition_rule
+from rlkv.evaluation.markdown_page import write_markdown
+from rlkv.evaluation.methods import FULL, RANDOM_HEADS, CompressionMethod, parse_method
+from rlkv.evaluation.processes import Processes, join_processes
 from rlkv.evaluation.runner import RunSettings, run_method, task_problems
 from rlkv.evaluation.tasks import find_task
 from rlkv.eviction import POLICIES
 from rlkv.models import load_model
-from rlkv.provenance import hardware_line, provenance
+from rlkv.provenance import provenance
 from rlkv.rollout.base import SamplingParams
-
-WAIT = timedelta(days=2)
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -75,7 +81,7 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
 
 @app.command(help=help_text(__doc__))
 def main(
-    output_dir: Annotated[Path, typer.Option(help="TASK/METHOD/*.jsonl, results.json, report.md")],
+    output_dir: Annotated[Path, typer.Option(help="TASK/METHOD/*.jsonl, results.json, report.html, report.md")],
     config: Annotated[
         Path | None, typer.Option(help="YAML with defaults for these options", callback=use_config, is_eager=True)
     ] = None,
@@ -91,85 +97,107 @@ def main(
     top_k: Annotated[int, typer.Option(help="0: no limit")] = 0,
     seed: Annotated[int, typer.Option(help="of samples, random heads and drawn problems")] = 0,
     max_new_tokens: Annotated[int | None, typer.Option(help="default: the task's published limit", min=1)] = None,
-    sink: Annotated[int, typer.Option(help="S of methods without a policy")] = 16,
-    window: Annotated[int, typer.Option(help="W of methods without a policy")] = 64,
+    sink: Annotated[int | None, typer.Option(help="S of methods without a policy; default: gates', else 16")] = None,
+    window: Annotated[int | None, typer.Option(help="W of methods without a policy; default: gates', else 64")] = None,
     prefill: Annotated[str, typer.Option(help="full or local")] = "full",
     repetition: Annotated[str, typer.Option(help="WINDOW,DISTINCT: fewer distinct tokens in a window")] = "400,40",
+    stop_repetitive: Annotated[
+        bool, typer.Option("--stop-repetitive", help="end a text when it is repetitive (recorded in its row)")
+    ] = False,
     batch_size: Annotated[int, typer.Option(help="samples decoded together", min=1)] = 16,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N; several processes take one GPU each")] = "auto",
 ) -> None:
-    from accelerate import PartialState
-
     rankings = named_gates(gates or [], (FULL, RANDOM_HEADS, *POLICIES))
-    parsed = [parse_method(name.strip(), list(rankings)) for name in methods.split(",")]
+    parsed = parse_methods(methods, list(rankings))
     chosen = [find_task(name.strip()) for name in tasks.split(",")]
     rule = repetition_rule(repetition)
-    CacheSettings(sink, window, prefill)
-    # processes wait for each other at the end only, which may be long
-    processes = PartialState(cpu=device == "cpu" or None, **({"timeout": WAIT} if "RANK" in os.environ else {}))
-    if device == "auto" and processes.device.type == "cuda":
-        device = f"cuda:{processes.local_process_index}"
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    sizes = deployed_sizes(rankings, sink, window)
+    CacheSettings(*sizes, prefill)
+    processes = join_processes(device)
+    loaded, tokenizer = load_model(model, dtype=dtype, device=processes.device or device)
     allocations = {m.name: m.allocation(loaded.config, rankings, seed) for m in parsed}
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    facts = {"model": model, "seed": seed}
-    loaded_tasks = {task.name: task_problems(task.name, data, limit, seed, tokenizer) for task in chosen}
+    problems = {task.name: task_problems(task.name, data, limit, seed, tokenizer) for task in chosen}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not processes.is_main_process
-    ) as bar:
-        for task in chosen:
-            problems = loaded_tasks[task.name]
-            for method in parsed:
-                name = f"{task.name} {method.name}"
-                shown = bar.add_task(name, total=None)
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not processes.is_main) as bar:
+        for task, method in product(chosen, parsed):
+            settings = RunSettings(
+                CacheSettings(*sizes, prefill, method.policy),
+                SamplingParams(max_new_tokens or task.max_new_tokens, temperature, top_p, top_k, seed),
+                num_samples,
+                batch_size,
+                rule,
+                processes.rank,
+                processes.count,
+                stop_repetitive,
+            )
+            files = RowFiles(output_dir, task.name, method.name)
+            run_method(
+                loaded,
+                tokenizer,
+                problems[task.name],
+                allocations[method.name],
+                settings,
+                files.own(processes.rank, processes.count),
+                {},
+                show_rows(bar, f"{task.name} {method.name}", processes),
+                files.of_others(processes.count),
+            )
+    processes.wait_for_all()
+    if processes.is_main:
+        rows = {
+            (task.name, method.name): RowFiles(output_dir, task.name, method.name).rows(
+                [problem.key for problem in problems[task.name]], num_samples
+            )
+            for task, method in product(chosen, parsed)
+        }
+        config = {
+            **{"model": model, "tasks": [task.name for task in chosen], "methods": [m.name for m in parsed]},
+            **{"sink": sizes[0], "window": sizes[1], "prefill": prefill, "seed": seed, "num_samples": num_samples},
+            **{"temperature": temperature, "top_p": top_p, "top_k": top_k, "limit": limit},
+            **{"max_new_tokens": {task.name: max_new_tokens or task.max_new_tokens for task in chosen}},
+            **{"batch_size": batch_size, "repetition": asdict(rule), "stop_repetitive": stop_repetitive},
+            **{"dtype": str(loaded.dtype), "processes": processes.count},
+        }
+        write_report(output_dir, rows, parsed, config)
 
-                def on_rows(done: int, total: int, accuracy: float, shown: Any = shown, name: str = name) -> None:
-                    bar.update(shown, completed=done, total=total, description=f"{name}: {accuracy:.3f}")
 
-                settings = RunSettings(
-                    CacheSettings(sink, window, prefill, method.policy),
-                    SamplingParams(max_new_tokens or task.max_new_tokens, temperature, top_p, top_k, seed),
-                    num_samples,
-                    batch_size,
-                    rule,
-                    processes.process_index,
-                    processes.num_processes,
-                )
-                file = f"rows-{processes.process_index}-of-{processes.num_processes}.jsonl"
-                folder = output_dir / task.name.replace(":", "_") / method.name
-                run_method(
-                    loaded, tokenizer, problems, allocations[method.name], settings, folder / file, facts, on_rows
-                )
-    processes.wait_for_everyone()
-    if processes.is_main_process:
-        for task in chosen:
-            for method in parsed:
-                folder = output_dir / task.name.replace(":", "_") / method.name
-                rows[task.name, method.name] = read_rows(folder, processes.num_processes)
-        write_report(output_dir, rows, facts, model)
+def parse_methods(names: str, rankings: list[str]) -> list[CompressionMethod]:
+    """The methods, each of which may be named once."""
+    parsed = [parse_method(name.strip(), rankings) for name in names.split(",")]
+    for i, method in enumerate(parsed):
+        if any(replace(method, name=other.name) == other for other in parsed[:i]):
+            raise ValueError(f"--methods names {method.name!r} twice: leave one out")
+    return parsed
 
 
-def read_rows(folder: Path, processes: int) -> list[dict[str, Any]]:
-    """The rows of all processes."""
-    files = [folder / f"rows-{rank}-of-{processes}.jsonl" for rank in range(processes)]
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()[1:]]
+def show_rows(bar: Progress, name: str, processes: Processes) -> Callable[[int, int, float], None]:
+    """A line of the progress bar: units done and accuracy so far, of this process."""
+    share = "" if processes.count == 1 else f" (process 0 of {processes.count})"
+    line = bar.add_task(name + share, total=None)
+
+    def on_rows(done: int, total: int, accuracy: float) -> None:
+        shown = f"{name}{share}: {accuracy:.3f}" if done else f"{name}{share}"
+        bar.update(line, completed=done, total=total, description=shown)
+
+    return on_rows
 
 
 def write_report(
-    output_dir: Path, rows: dict[tuple[str, str], list[dict[str, Any]]], facts: dict[str, Any], model: str
+    output_dir: Path,
+    rows: dict[tuple[str, str], list[dict[str, Any]]],
+    methods: list[CompressionMethod],
+    config: dict[str, Any],
 ) -> None:
-    """results.json and report.md."""
+    """results.json, report.html and report.md."""
     summaries = [summarize(task, method, found, rows.get((task, FULL))) for (task, method), found in rows.items()]
-    content = {"config": facts, **provenance(), "results": summaries}
+    origin = provenance()
     with atomic_path(output_dir / "results.json") as path:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-    notes = [f"`{content['command']}`; {hardware_line()}; torch {content['versions']['torch']}."]
-    report = markdown_report(summaries, f"Evaluation of {model}", notes)
-    with atomic_path(output_dir / "report.md") as path:
-        path.write_text(report)
-    print(report)
+        path.write_text(json.dumps({"config": config, **origin, "results": summaries}, indent=1) + "\n")
+    page = evaluation_page(config["model"], methods, summaries, origin, config)
+    page.write(output_dir / "report.html")
+    write_markdown(page, output_dir / "report.md")
+    print((output_dir / "report.md").read_text())
 
 
 if __name__ == "__main__":

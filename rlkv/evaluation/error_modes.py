@@ -26,11 +26,12 @@ class RepetitionRule:
 
 def error_mode(completion: Completion, correct: bool, rule: RepetitionRule) -> str | None:
     """One of ``MODES``, the first that fits (overlength: cut at the limit), or None for a right answer."""
-    if correct:
-        return None
-    if rule(completion.token_ids):
-        return "repetitive"
-    return "overlength" if completion.finish_reason == "length" else "incorrect"
+    return None if correct else wrong_mode(rule(completion.token_ids), completion.finish_reason == "length")
+
+
+def wrong_mode(repetitive: bool, cut: bool) -> str:
+    """The mode of a wrong answer, the first of ``MODES`` that fits."""
+    return "repetitive" if repetitive else "overlength" if cut else "incorrect"
 
 
 def count_modes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rlkv.cache import CacheSettings
 from rlkv.data.deepscaler import load_problems
 from rlkv.evaluation.error_modes import RepetitionRule
 from rlkv.gates import HeadGates
@@ -56,6 +57,20 @@ def named_gates(items: list[str], reserved: tuple[str, ...] = ()) -> dict[str, H
     if taken:
         raise ValueError(f"--gates: the name {taken[0]!r} is taken twice or by the table itself: give NAME=FILE")
     return {name: HeadGates.load(file) for name, file in named}
+
+
+def deployed_sizes(gates: dict[str, HeadGates], sink: int | None, window: int | None) -> tuple[int, int]:
+    """Sink and window of compressible heads: as given, else what the gates files say, else 16 and 64.
+
+    Raises:
+        ValueError: if files that would decide differ.
+    """
+    named = {(g.deploy_sink, g.deploy_window) for g in gates.values()} or {(CacheSettings.sink, CacheSettings.window)}
+    if len(named) > 1 and (sink is None or window is None):
+        found = ", ".join(f"{name} {g.deploy_sink} + {g.deploy_window}" for name, g in gates.items())
+        raise ValueError(f"the gates files are for different sinks and windows ({found}): pass --sink and --window")
+    default = next(iter(named))
+    return default[0] if sink is None else sink, default[1] if window is None else window
 
 
 def read_order(path: Path, shape: ModelShape) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rlkv.evaluation.intervals import sign_test
 RESAMPLES = 10_000
 ROWS_AT_ONCE = 500  # resamples drawn together: bounds the memory
 Floats = NDArray[np.float64]
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -164,6 +166,16 @@ def ngram_frequency(tokens: Sequence[Hashable], n: int) -> float:
     """
     counts = _ngrams(tokens, n)
     return sum(c * c for c in counts.values()) / counts.total() if counts else 0.0
+
+
+def sentence_redundancy(text: str) -> float:
+    """Share of the sentences of a text that repeat an earlier one, up to case and white space; 0 without sentences.
+
+    A sentence ends at ``.``, ``!`` or ``?`` before white space, or at the end of a line.
+    """
+    sentences = [" ".join(part.lower().split()) for part in _SENTENCE_END.split(text)]
+    sentences = [sentence for sentence in sentences if any(c.isalnum() for c in sentence)]
+    return 1 - len(set(sentences)) / len(sentences) if sentences else 0.0
 
 
 def _ngrams(tokens: Sequence[Hashable], n: int) -> Counter[tuple[Hashable, ...]]:

@@ -70,25 +70,39 @@ def _lock(file: Any, path: Path, kind: int) -> None:
         raise ValueError(f"{path} is being written by another process: wait for it, or take another folder") from None
 
 
+def stored_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, whatever they were measured with.
+
+    Raises:
+        ValueError: if it is no file of rows.
+    """
+    return _whole_lines(path)[1]
+
+
 def _read(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """The rows of whole lines, and how many bytes these lines have."""
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if not whole:
-        return [], 0
-    try:
-        header, *rows = [json.loads(line) for line in whole.splitlines()]
-        found = header["settings"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is no file of measured rows: take another folder, or remove it") from None
-    changes = differences(found, settings)
+    found, rows, end = _whole_lines(path)
+    changes = differences(found, settings) if end else {}
     if changes:
         shown = [text for text in list(changes.values())[:MOST_NAMED] if text]
         raise ValueError(
             f"{path} holds rows measured with other settings ({_named(list(changes))})"
             f"{': ' if shown else ''}{', '.join(shown)}; take another output folder, or remove this file to start over"
         )
-    return rows, len(whole)
+    return rows, end
+
+
+def _whole_lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+    """Settings, rows, and the bytes of these lines; a torn last line does not count."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if not whole:
+        return {}, [], 0
+    try:
+        header, *rows = [json.loads(line) for line in whole.splitlines()]
+        return header["settings"], rows, len(whole)
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is no file of measured rows: take another folder, or remove it") from None
 
 
 def _named(names: list[str]) -> str:
