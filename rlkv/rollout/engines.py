@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from rlkv.rollout.base import RolloutEngine
 
 ENGINES = ("hf", "vllm")
 
 
 def check_engine(name: str) -> None:
-    """Refuse an engine that is unknown or not there yet.
+    """Refuse an engine that is unknown or not installed, before anything is loaded.
 
     Raises:
-        ValueError: names the engines that there are.
+        ValueError: names the engines that there are, or the extra to install.
     """
-    if name == "vllm":
-        raise ValueError("engine 'vllm' comes with the extra rlkv[vllm] and is not built yet: use --engine hf")
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}: use one of {', '.join(ENGINES)}")
+    if name == "vllm" and find_spec("vllm") is None:
+        raise ValueError("engine 'vllm' comes with the extra rlkv[vllm], which is not installed: use --engine hf")
 
 
 def load_engine(
@@ -28,6 +30,12 @@ def load_engine(
         ValueError: if the engine is unknown, or the model cannot be loaded.
     """
     check_engine(name)
+    if name == "vllm":
+        if device != "auto":
+            raise ValueError(f"--engine vllm takes the device that it was built for, not {device!r}: leave --device")
+        from rlkv.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(model, dtype=dtype, max_rows=batch_size)
     from rlkv.models import load_model
     from rlkv.rollout.hf import HFEngine
 

@@ -207,7 +207,6 @@ def test_yaml_and_overrides(tmp_path: Path) -> None:
         ("limit: '5'\n", "limit must be int, got '5'"),
         ("batch_size: true\n", "batch_size must be int, got True"),
         ("engine: sglang\n", "unknown engine 'sglang'"),
-        ("engine: vllm\n", "not built yet"),
     ],
 )
 def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,10 +95,13 @@ def test_filter_program_without_a_network_says_what_to_do() -> None:
         assert flag in line
 
 
+NO_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed here")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "vllm"], "comes with the extra rlkv[vllm] and is not built yet"),
+        pytest.param(["--engine", "vllm"], "comes with the extra rlkv[vllm], which is not installed", marks=NO_VLLM),
         (["--buckets", "9-3:1"], "bucket 9-3:1 is impossible"),
         (["--config", "absent.yaml"], "config file absent.yaml does not exist"),
         (["--input", "absent.jsonl"], "absent.jsonl does not exist"),

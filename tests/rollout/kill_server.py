@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "training"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 
 import random_run
 import torch
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # 48 rows of up to 60 tokens, 4 at a time: a rollout takes long enough to be hit
 OPTIONS = ["--max_completion_length", "60", "--prompts_per_step", "6", "--num_generations", "8"]
