@@ -77,14 +77,14 @@ class Server:
 
 
 def haunt(server: Server, kills: int, seed: int, done: threading.Event, hits: list[str]) -> None:
-    """Kill the server while it samples, ``kills`` times, each time soon after it has begun."""
+    """Kill the server while it samples, ``kills`` times, each time in another rollout and at another moment of it."""
     rng = random.Random(seed)
     while len(hits) < kills and not done.is_set():
         health = server.health()
-        if health is None or not health["busy"] or health["version"] == "none":
+        if health is None or not health["busy"] or health["version"] in ("none", *hits):
             time.sleep(0.005)
             continue
-        time.sleep(rng.uniform(0, 0.3))
+        time.sleep(rng.uniform(0, 1.0))
         health = server.health()
         if health is not None and health["busy"]:
             server.kill()
@@ -129,10 +129,12 @@ def main() -> None:
     assert outcome(root / "disturbed", arguments.steps) == outcome(root / "undisturbed", arguments.steps)
     difference = (found.alpha - undisturbed.alpha).abs().max().item()
     assert difference < 1e-4, f"the gates differ by {difference}"
-    assert len(hits) == arguments.kills, f"only {len(hits)} kills before the training ended: give more --steps"
+    assert len(hits) == len(set(hits)) == arguments.kills, (
+        f"only {len(hits)} kills before the training ended: give more --steps"
+    )
     shutil.rmtree(root)
     print(
-        f"{len(hits)} kills in {len(set(hits))} rollouts, {arguments.steps} steps, no prompt lost, "
+        f"{len(hits)} kills in as many rollouts, {arguments.steps} steps, no prompt lost, "
         f"gates within {difference:.1e} of the undisturbed run"
     )
 
