@@ -5,13 +5,15 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# make demo FRESH=1 starts over; make demo QUICK=1 runs every stage at a tenth of the size
-DEMO_FLAGS := $(if $(filter 1,$(FRESH)),--fresh) $(if $(filter 1,$(QUICK)),--quick --output-dir results/demo_quick)
+# make demo FRESH=1 starts over; make demo QUICK=1 runs every stage at a tenth of the size; make study likewise
+FRESH_FLAG := $(if $(filter 1,$(FRESH)),--fresh)
+quick_flags = $(if $(filter 1,$(QUICK)),--quick --output-dir results/$(1)_quick)
 
-.PHONY: help venv demo test lint bench clean
+.PHONY: help venv demo study test lint bench clean
 
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
+	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/"
 	@echo "make test   the test suite (CPU)          make lint   ruff and mypy"
 	@echo "make bench  decode speed and KV memory    make venv   only the environment"
 	@echo "make clean  remove caches (results/ and .venv stay)"
@@ -29,7 +31,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python inference/demo.py $(DEMO_FLAGS)
+	$(BIN)/python inference/demo.py $(FRESH_FLAG) $(call quick_flags,demo)
+
+study: $(STAMP)
+	$(BIN)/python inference/tiny_study.py $(FRESH_FLAG) $(call quick_flags,study)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -8,6 +8,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -201,9 +203,9 @@ class Pipeline:
         ready = [stage for stage in waiting if all(self._ended(need) for need in stage.needs)]
         assert ready or self._running, "stages need files that no stage makes"
         for stage in ready[: max(0, self.jobs - len(self._running))]:
-            self._say("$ python " + " ".join(stage.command))
-            number = self.stages.index(stage) + 1
-            log = self.logs / f"{number}_{stage.name.replace(' ', '_')}.log"
+            self._say("$ python " + shlex.join(stage.command))
+            name = re.sub(r"[^\w.-]+", "_", stage.name)
+            log = self.logs / f"{self.stages.index(stage) + 1}_{name}.log"
             self._running.append(_Running(stage, self.root, log, bar.add_task("", total=1.0)))
             waiting.remove(stage)
 
