@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -24,10 +24,10 @@ from rlkv.allocation import compression_order
 from rlkv.atomic import atomic_path
 from rlkv.cli_errors import help_text, run_app
 from rlkv.evaluation.eviction_report import markdown_report, plot_study
-from rlkv.evaluation.eviction_study import StudyPlan, run_study
+from rlkv.evaluation.eviction_study import StudyPlan, policy_templates, run_study
 from rlkv.evaluation.heads import CacheSettings
 from rlkv.evaluation.inputs import ORACLE, named_gates, numbers, read_order, repetition_rule, study_problems
-from rlkv.eviction import POLICIES, make_policy
+from rlkv.eviction import POLICIES
 from rlkv.models import ModelShape, load_model
 from rlkv.provenance import hardware_line, provenance
 
@@ -44,27 +44,6 @@ def random_order(shape: ModelShape, seed: int) -> list[tuple[int, int]]:
     heads = [(layer, head) for layer in range(shape.num_layers) for head in range(shape.num_kv_heads)]
     random.Random(seed).shuffle(heads)
     return heads
-
-
-def templates(names: list[str], buffer: int, observation: int, extra: int, prompt_variants: bool) -> dict:
-    """The policies to compare, by the name that they have in the table; the matching sets their ratio."""
-    found = {}
-    for name in names:
-        sizes: dict[str, Any] = {"ratio": 0.0, "extra": extra}
-        # a policy that by default compacts at every token, observes one or keeps no sinks stays so
-        defaults = make_policy(name, budget=4096)
-        if defaults.buffer > 1:
-            sizes["buffer"] = buffer
-        if defaults.observation > 1 and defaults.uses_queries:
-            sizes["R" if hasattr(defaults, "R") else "observation"] = observation
-        if defaults.sink:
-            sizes["sink"] = min(4, extra - 1)
-        policy = make_policy(name, **sizes)
-        found[name] = policy
-        if prompt_variants:
-            other = make_policy(name, **sizes, protect_prompt=not policy.protect_prompt)
-            found[f"{name} (prompt {'kept' if other.protect_prompt else 'evictable'})"] = other
-    return found
 
 
 @app.command(help=help_text(__doc__))
@@ -102,9 +81,7 @@ def main(
     first = next(iter(rankings.values()))
     savings = numbers(saved, "--saved", 0.0, 0.99)
     rule = repetition_rule(repetition)
-    if extra < 5:
-        raise ValueError(f"--extra is {extra}: policies need 5 or more entries beside the ratio")
-    chosen = templates(policies.split(","), buffer, observation, extra, prompt_variants)
+    chosen = policy_templates(policies.split(","), buffer, observation, extra, prompt_variants)
     problems = study_problems(input, num_problems, seed, definitions)
     if not model and first.model is None:
         raise ValueError(f"{gates[0]} names no model: pass --model")

@@ -46,6 +46,13 @@ def compression_order(gates: HeadGates) -> list[tuple[int, int]]:
     return [divmod(i, num_heads) for i in order]
 
 
+def random_order(num_layers: int, num_kv_heads: int, seed: int) -> list[tuple[int, int]]:
+    """All heads as (layer, head), shuffled: what :meth:`HeadAllocation.random` compresses in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(num_layers * num_kv_heads, generator=generator).tolist()
+    return [divmod(i, num_kv_heads) for i in order]
+
+
 @dataclass(frozen=True, eq=False)
 class HeadAllocation:
     """Which heads are full.
@@ -136,9 +143,7 @@ class HeadAllocation:
 
         The seed fixes the order in which heads go, so draws of one seed at rising sparsity are nested.
         """
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(num_layers * num_kv_heads, generator=generator).tolist()
-        return cls.from_order([divmod(i, num_kv_heads) for i in order], num_layers, num_kv_heads, sparsity)
+        return cls.from_order(random_order(num_layers, num_kv_heads, seed), num_layers, num_kv_heads, sparsity)
 
     @property
     def num_full(self) -> int:

@@ -25,6 +25,7 @@ from rlkv.evaluation.heads import CacheSettings, Measurement, measure
 from rlkv.evaluation.intervals import wilson_interval
 from rlkv.evaluation.matching import kv_share, match_compressible, match_ratio
 from rlkv.evaluation.rows import open_rows
+from rlkv.eviction import make_policy
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.models import ModelShape
 from rlkv.prompts import render_prompt
@@ -58,6 +59,39 @@ class StudyCell:
     @property
     def key(self) -> tuple[str, float]:
         return self.method.name, self.saved
+
+
+def policy_templates(
+    names: list[str], buffer: int, observation: int, extra: int, prompt_variants: bool = False
+) -> dict[str, EvictionPolicy]:
+    """Policies of the same sizes, by the name that they have in a table; a matching sets their budgets.
+
+    Args:
+        buffer, observation, extra: as of :class:`EvictionPolicy`; a policy that by default compacts at every token,
+            observes one or keeps no sinks stays so.
+        prompt_variants: each policy also with the other choice of ``protect_prompt``.
+
+    Raises:
+        ValueError: for an unknown policy, or fewer than 5 ``extra`` entries.
+    """
+    if extra < 5:
+        raise ValueError(f"--extra is {extra}: policies need 5 or more entries beside the ratio")
+    found = {}
+    for name in names:
+        sizes: dict[str, Any] = {"ratio": 0.0, "extra": extra}
+        defaults = make_policy(name, budget=4096)
+        if defaults.buffer > 1:
+            sizes["buffer"] = buffer
+        if defaults.observation > 1 and defaults.uses_queries:
+            sizes["R" if hasattr(defaults, "R") else "observation"] = observation
+        if defaults.sink:
+            sizes["sink"] = min(4, extra - 1)
+        policy = make_policy(name, **sizes)
+        found[name] = policy
+        if prompt_variants:
+            other = make_policy(name, **sizes, protect_prompt=not policy.protect_prompt)
+            found[f"{name} (prompt {'kept' if other.protect_prompt else 'evictable'})"] = other
+    return found
 
 
 @dataclass(frozen=True)

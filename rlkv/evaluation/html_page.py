@@ -36,7 +36,10 @@ def sign_of(difference: float, p_value: float, level: float = LEVEL) -> Sign:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table: its text, and its colour (``better``, ``worse``, ``same`` = not told apart, empty: none).
+    """A cell of a table.
+
+    ``sign`` is its colour (``better``, ``worse``, ``same`` = not told apart, empty: none); the lines of ``note`` stand
+    below the text in small print.
 
     Raises:
         ValueError: for another sign.
@@ -44,6 +47,7 @@ class Cell:
 
     text: str
     sign: Sign = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         if self.sign not in SIGNS:
@@ -202,14 +206,20 @@ def _table(table: Table) -> str:
     head = "".join(f'<th scope="col">{_text(column)}</th>' for column in table.columns)
     lines = []
     for first, *others in table.rows:
-        cells = [f'<th scope="row"{_sign(first)}>{_text(first.text)}</th>']
-        cells += [f"<td{_sign(cell)}>{_text(cell.text)}</td>" for cell in others]
+        cells = [f'<th scope="row"{_sign(first)}>{_content(first)}</th>']
+        cells += [f"<td{_sign(cell)}>{_content(cell)}</td>" for cell in others]
         lines.append(f"<tr>{''.join(cells)}</tr>")
     body = "\n".join(lines)
     return (
         f'<figure>{caption}<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n'
         "</table></div></figure>"
     )
+
+
+def _content(cell: Cell) -> str:
+    if not cell.note:
+        return _text(cell.text)
+    return f'<span class="main">{_text(cell.text)}</span><small>{_text(cell.note)}</small>'
 
 
 def _sign(cell: Cell) -> str:
@@ -252,6 +262,8 @@ table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tab
 th, td { padding: .35rem .7rem; border: 1px solid var(--line); text-align: left; vertical-align: top; }
 thead th { background: var(--head); font-weight: 600; }
 tbody th { font-weight: 500; white-space: nowrap; }
+td .main { white-space: nowrap; }
+small { display: block; white-space: pre; font-size: .75rem; line-height: 1.4; color: var(--soft); }
 .better { background: var(--better); }
 .worse { background: var(--worse); }
 .same { background: var(--same); }

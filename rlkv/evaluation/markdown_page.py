@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from rlkv.atomic import atomic_path
-from rlkv.evaluation.html_page import Block, Bullets, Code, Heading, Page, Paragraph, Picture, Table
+from rlkv.evaluation.html_page import Block, Bullets, Cell, Code, Heading, Page, Paragraph, Picture, Table
 
 MARKS = {"better": " ▲", "worse": " ▼", "same": "", "": ""}
 LEGEND = "▲ better, ▼ worse"
@@ -47,8 +47,13 @@ def _render(block: Block, folder: Path) -> str:
 def _table(table: Table) -> str:
     lines = ["| " + " | ".join(_cell(column) for column in table.columns) + " |", "|---" * len(table.columns) + "|"]
     for row in table.rows:
-        lines.append("| " + " | ".join(_cell(cell.text) + MARKS[cell.sign] for cell in row) + " |")
+        lines.append("| " + " | ".join(map(_marked, row)) + " |")
     return "\n".join([*([_line(table.caption), ""] if table.caption else []), *lines])
+
+
+def _marked(cell: Cell) -> str:
+    note = "; ".join(cell.note.splitlines())
+    return _cell(cell.text) + MARKS[cell.sign] + (f" {_cell(note)}" if note else "")
 
 
 def _line(text: str) -> str:

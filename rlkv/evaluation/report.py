@@ -47,12 +47,16 @@ def _cells(rows: Sequence[HeadResult], method: str, sparsity: float) -> list[Hea
     return [r for r in rows if r.sparsity == sparsity and (r.method == method or sparsity == 0)]
 
 
-def training_seconds(gates_file: str) -> float | None:
-    """Wall-clock seconds of all optimizer steps, from the log beside a gates file; None if there is none."""
+def training_seconds(gates_file: str, field: str = "time/step_s") -> float | None:
+    """Seconds of all optimizer steps, from the log beside a gates file; None if there is none, or it lacks ``field``.
+
+    ``time/step_s`` is wall-clock time, ``time/step_cpu_s`` the time that the process spent on its processors.
+    """
     log = Path(gates_file).parent / "log.jsonl"
     if not log.is_file():
         return None
-    return sum(json.loads(line).get("time/step_s", 0.0) for line in log.read_text().splitlines())
+    found = [json.loads(line).get(field) for line in log.read_text().splitlines()]
+    return None if not found or None in found else float(sum(found))
 
 
 def markdown_table(rows: Sequence[HeadResult], title: str, seconds: dict[str, list[float]] | None = None) -> str:

@@ -55,7 +55,9 @@ def page(picture: Path) -> Page:
     made.heading("second")
     made.heading("second", level=3)
     made.table(
-        ["method", HOSTILE], [[HOSTILE, Cell(HOSTILE, "better")], ["b", Cell("c", "same")]], f"caption {HOSTILE}"
+        ["method", HOSTILE],
+        [[HOSTILE, Cell(HOSTILE, "better")], ["b", Cell("c", "same", f"note\n{HOSTILE}")]],
+        f"caption {HOSTILE}",
     )
     made.picture(picture, f"picture {HOSTILE}")
     return made
@@ -68,7 +70,7 @@ def test_every_text_is_escaped_and_every_tag_closed(picture: Path) -> None:
     text = " ".join(parsed.words)
     for part in ("title", "first", "text", "item", "code", "caption", "picture"):
         assert f"{part} {HOSTILE}" in text
-    assert text.count(HOSTILE) == 11  # the first heading is in the list of sections too
+    assert text.count(HOSTILE) == 12  # the first heading is in the list of sections too
 
 
 def test_nothing_is_loaded_from_outside(picture: Path) -> None:
@@ -120,7 +122,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_markdown_has_the_same_content(picture: Path, tmp_path: Path) -> None:
     text = markdown(page(picture), tmp_path / "reports")
-    assert "| b | c |" in text
+    assert "| b | c note; " in text
     assert r"\| \*a\* ▲ |" in text
     assert r"# title \<script" in text.splitlines()[0]
     assert "(<../a picture.png>)" in text

@@ -1,0 +1,124 @@
+"""What was measured of a cell, problem by problem, and how several of them are summed up with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlkv.evaluation.error_modes import wrong_mode
+from rlkv.evaluation.intervals import wilson_interval
+from rlkv.evaluation.metrics import Estimate, PairedDifference, bootstrap_mean, paired_difference
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """One greedy decoding of a task, with an entry per problem in the task's order.
+
+    Attributes:
+        key: of the cell; seeds that keep the same heads share one outcome.
+        correct: 1.0 or 0.0.
+        modes: how the answer failed (:data:`rlkv.evaluation.error_modes.MODES`), None where it is right.
+        tokens: the output tokens.
+        kv_bytes, kv_bytes_full: bytes of KV in use at the end of each text, and of the full cache for the same tokens.
+        seconds: that decoding took.
+    """
+
+    key: str
+    correct: Floats
+    modes: tuple[str | None, ...]
+    tokens: tuple[NDArray[np.int32], ...]
+    kv_bytes: NDArray[np.int64]
+    kv_bytes_full: NDArray[np.int64]
+    seconds: float
+
+    @property
+    def lengths(self) -> Floats:
+        """Output tokens of each problem."""
+        return np.array([len(ids) for ids in self.tokens], dtype=np.float64)
+
+    @property
+    def kv_share(self) -> float:
+        """Bytes of KV in use over those of the full cache, both summed over the problems."""
+        return float(self.kv_bytes.sum() / self.kv_bytes_full.sum())
+
+
+def outcome_of(key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
+    """The rows of :func:`rlkv.evaluation.runner.run_method`, in the order in which they are given."""
+    return Outcome(
+        key,
+        np.array([float(row["correct"]) for row in rows]),
+        tuple(row_mode(row) for row in rows),
+        tuple(np.array(row["token_ids"], dtype=np.int32) for row in rows),
+        np.array([row["kv_bytes"] for row in rows], dtype=np.int64),
+        np.array([row["kv_bytes_full"] for row in rows], dtype=np.int64),
+        sum(row["seconds"] for row in rows),
+    )
+
+
+def row_mode(row: dict[str, Any]) -> str | None:
+    """The error mode of a row, the first that fits (as :func:`rlkv.evaluation.error_modes.error_mode`)."""
+    return None if row["correct"] else wrong_mode(row["repetitive"], row["finish_reason"] == "length")
+
+
+def mean_scores(runs: Sequence[Outcome]) -> Floats:
+    """Accuracy of each problem, mean over the seeds, float ``[problems]``."""
+    return np.mean([run.correct for run in runs], axis=0)
+
+
+def mean_with_interval(scores: Floats) -> Estimate:
+    """Mean of a score in [0, 1] per problem: Wilson's interval where all are 0 or 1, else bootstrap over problems.
+
+    The bootstrap has no width where all problems have one score; Wilson's interval has, and is sound there.
+    """
+    if np.isin(scores, (0.0, 1.0)).all():
+        low, high = wilson_interval(int(scores.sum()), scores.size)
+        return Estimate(float(scores.mean()), low, high, scores.size)
+    return bootstrap_mean(scores)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A method in one setting, over its seeds.
+
+    Attributes:
+        mean, low, high, n: over problems, of the mean over seeds.
+        seeds: accuracy of each seed.
+        distinct: different measurements among them (seeds with the same heads are one).
+        kv_share: bytes of KV in use over those of the full cache.
+        versus_full: the paired difference to the full cache; None for the full cache itself.
+    """
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    seeds: tuple[float, ...]
+    distinct: int
+    kv_share: float
+    versus_full: PairedDifference | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Accuracy:
+    """Accuracy over the seeds ``runs``, against the full cache where it is given."""
+    scores = mean_scores(runs)
+    mean = mean_with_interval(scores)
+    held, whole = (sum(int(getattr(run, name).sum()) for run in runs) for name in ("kv_bytes", "kv_bytes_full"))
+    return Accuracy(
+        mean.mean,
+        mean.low,
+        mean.high,
+        mean.n,
+        tuple(float(run.correct.mean()) for run in runs),
+        len({run.key for run in runs}),
+        held / whole,
+        None if full is None else paired_difference(full.correct, scores),
+    )

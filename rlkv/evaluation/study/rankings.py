@@ -1,0 +1,113 @@
+"""What a study compares: rankings of heads, each with one order per seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from rlkv.allocation import HeadAllocation, compression_order, random_order
+from rlkv.evaluation.inputs import ORACLE, read_order
+from rlkv.gates import HeadGates
+from rlkv.models import ModelShape
+
+Order = tuple[tuple[int, int], ...]
+RANDOM = "random heads"
+RESERVED = (ORACLE, RANDOM, "full cache")
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A method that orders the heads of a model.
+
+    Attributes:
+        name: what tables call it.
+        shape: (layers, KV heads).
+        orders: for each seed or draw (layer, head) from the first to compress to the last.
+        gates, files: for each seed, where the order is that of a gates file; else empty.
+        run: what one order is called, ``seed`` or ``draw``.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    orders: tuple[Order, ...]
+    gates: tuple[HeadGates, ...] = ()
+    files: tuple[str, ...] = ()
+    run: str = "seed"
+
+    def allocations(self, sparsity: float) -> list[HeadAllocation]:
+        """For each seed, the allocation in which the first ``sparsity`` of its order is compressible."""
+        return [HeadAllocation.from_order(order, *self.shape, sparsity) for order in self.orders]
+
+    def without_top(self, heads: int) -> list[HeadAllocation]:
+        """For each seed, the allocation in which only the *last* ``heads`` of its order are compressible.
+
+        Those are the heads that the ranking holds to be needed most.  The heads that an order
+        leaves out, since it stops early, are needed more than the others: they count as last, in the model's order.
+        """
+        total = self.shape[0] * self.shape[1]
+        return [
+            HeadAllocation.from_order(_all_heads(order, self.shape)[::-1], *self.shape, heads / total)
+            for order in self.orders
+        ]
+
+    def sets_of_heads(self, sparsity: float) -> int:
+        """How many different allocations the seeds give: seeds that agree are one measurement."""
+        return len(set(self.allocations(sparsity)))
+
+
+def _all_heads(order: Order, shape: tuple[int, int]) -> Order:
+    every = [(layer, head) for layer in range(shape[0]) for head in range(shape[1])]
+    return (*order, *(head for head in every if head not in order))
+
+
+def group_by_name(items: Sequence[str], option: str, taken: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Files of ``NAME=FILE`` texts by name, in the order of the names; several files are seeds of one method.
+
+    Raises:
+        ValueError: for a text without a name, and for a name in ``taken``.
+    """
+    files: dict[str, list[str]] = {}
+    for item in items:
+        name, separator, file = item.partition("=")
+        if not separator or not name.strip() or not file:
+            raise ValueError(f"{option} {item!r} must be NAME=FILE, such as RLKV=results/demo/gates.pt")
+        if name in taken:
+            raise ValueError(f"{option}: the name {name!r} is taken: give these gates another one")
+        files.setdefault(name, []).append(file)
+    return files
+
+
+def gates_rankings(files: dict[str, list[str]], config: PretrainedConfig) -> list[Ranking]:
+    """A ranking per name, an order per gates file.
+
+    Raises:
+        ValueError: if a file is no gates file, or not for this model.
+    """
+    found = []
+    for name, paths in files.items():
+        gates = [HeadGates.load(path) for path in paths]
+        for each in gates:
+            each.check_model(config)
+        orders = tuple(tuple(compression_order(each)) for each in gates)
+        shape = (gates[0].num_layers, gates[0].num_kv_heads)
+        found.append(Ranking(name, shape, orders, tuple(gates), tuple(paths)))
+    return found
+
+
+def reference_rankings(shape: ModelShape, oracle: Path | None, random_draws: int) -> list[Ranking]:
+    """The measured elimination order, where a file has one, and random draws.
+
+    Raises:
+        ValueError: if the file is no ground truth of a model of this shape.
+    """
+    size = (shape.num_layers, shape.num_kv_heads)
+    found = []
+    if oracle is not None:
+        found.append(Ranking(ORACLE, size, (tuple(read_order(oracle, shape)),)))
+    if random_draws:
+        draws = tuple(tuple(random_order(*size, seed)) for seed in range(random_draws))
+        found.append(Ranking(RANDOM, size, draws, run="draw"))
+    return found

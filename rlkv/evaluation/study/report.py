@@ -1,0 +1,148 @@
+"""A study from its cells to the files: measure, analyse, ``results.json``, ``report.md``, ``report.html``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkv.atomic import atomic_path
+from rlkv.evaluation.html_page import Page
+from rlkv.evaluation.markdown_page import write_markdown
+from rlkv.evaluation.study.ablations import Ablations
+from rlkv.evaluation.study.base import Analysis, Figures, Study
+from rlkv.evaluation.study.bench import OnProgress
+from rlkv.evaluation.study.budget import Budget
+from rlkv.evaluation.study.comparison import Comparison
+from rlkv.evaluation.study.gates import GateDistribution
+from rlkv.evaluation.study.lengths import Lengths
+from rlkv.evaluation.study.modes import ErrorModes
+from rlkv.evaluation.study.sensitivity import Sensitivity
+from rlkv.evaluation.study.sweep import Sweep
+from rlkv.evaluation.study.threshold import NearLossless
+
+ANALYSES: dict[str, type[Analysis]] = {
+    kind.name: kind
+    for kind in (
+        Sweep,
+        Comparison,
+        NearLossless,
+        Sensitivity,
+        ErrorModes,
+        Lengths,
+        Budget,
+        GateDistribution,
+        Ablations,
+    )
+}
+
+
+def choose_analyses(names: Sequence[str] | None, has_ablations: bool) -> list[Analysis]:
+    """The analyses ``names`` in the order of the report; None: all that can be done.
+
+    Raises:
+        ValueError: for an unknown name, and for ablations without gates of any.
+    """
+    if names is None:
+        names = [name for name in ANALYSES if has_ablations or name != Ablations.name]
+    for name in names:
+        if name not in ANALYSES:
+            raise ValueError(f"--analyses: there is no analysis {name!r}: choose from {', '.join(ANALYSES)}")
+    if Ablations.name in names and not has_ablations:
+        raise ValueError("--analyses names ablations, but no gates of any are given: add --ablation NAME=FILE")
+    return [kind() for name, kind in ANALYSES.items() if name in names]
+
+
+def run_study(
+    study: Study, analyses: Sequence[Analysis], on_progress: OnProgress, on_stage: Callable[[str], None]
+) -> dict[str, Figures]:
+    """Measure what the analyses need and give their figures by name.
+
+    ``on_stage`` is called with what comes next, ``on_progress`` as of :meth:`Bench.measure`.
+    """
+    on_stage("the full cache")
+    study.bench.measure(study.full_cells(), on_progress)
+    on_stage("all other cells")
+    study.bench.measure((wanted for analysis in analyses for wanted in analysis.cells(study)), on_progress)
+    figures = {}
+    on_stage("figures")
+    for analysis in analyses:
+        figures[analysis.name] = analysis.figures(study)
+    return figures
+
+
+def write_report(
+    folder: Path,
+    title: str,
+    study: Study,
+    analyses: Sequence[Analysis],
+    figures: dict[str, Figures],
+    config: dict[str, Any],
+    facts: dict[str, Any],
+    seconds: float,
+) -> None:
+    """All files of a study but its rows.
+
+    Args:
+        config: the options of the run; facts: :func:`rlkv.provenance.provenance`.
+        seconds: wall-clock time of this run; that of the cells counts what earlier runs measured too.
+    """
+    cells = study.bench.describe()
+    measured = sum(cell["seconds"] for cell in cells)
+    findings = {analysis.name: analysis.findings(figures[analysis.name]) for analysis in analyses}
+    content = {
+        "config": config,
+        **facts,
+        "seconds": {"this run, wall": round(seconds, 1), "decoding of all cells, wall": round(measured, 1)},
+        "full_cache": {
+            task: {"accuracy": float(study.full(task).correct.mean()), "n": int(study.full(task).correct.size)}
+            for task in study.tasks
+        },
+        "findings": findings,
+        "analyses": figures,
+        "cells": cells,
+    }
+    with atomic_path(folder / "results.json") as path:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    page = Page(title)
+    page.heading("What the study finds")
+    for task in study.tasks:
+        full = study.full(task)
+        page.paragraph(
+            f"{task}: {full.correct.size} problems, of which the full cache solves {int(full.correct.sum())} "
+            f"({full.correct.mean():.3f}), decoded greedily. {len(cells)} different cells were measured.",
+        )
+    page.bullets([line for lines in findings.values() for line in lines] or ["No analysis that was asked for has any."])
+    page.paragraph(
+        "Every sentence above is made from the figures below by fixed rules: 'better' and 'worse' stand where a paired "
+        "permutation test gives p < 0.05 (not corrected for the number of tests), 'not told apart' everywhere else."
+    )
+    for analysis in analyses:
+        page.heading(analysis.title)
+        analysis.write(figures[analysis.name], page, folder)
+    page.heading("How it was measured")
+    _write_facts(page, config, facts, seconds, measured)
+    write_markdown(page, folder / "report.md")
+    page.write(folder / "report.html")
+
+
+def _write_facts(page: Page, config: dict[str, Any], facts: dict[str, Any], seconds: float, measured: float) -> None:
+    page.code(facts["command"])
+    machine = facts["hardware"]
+    where = ", ".join(machine["gpus"]) or "no GPU"
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    page.bullets(
+        [
+            f"{machine['cores']} cores of {machine['cpu']}, {machine['torch_threads']} torch threads, {where}.",
+            f"{versions}.",
+            f"This run took {seconds:.0f} s of wall time; decoding all cells, also those of earlier runs that it went "
+            f"on from, {measured:.0f} s.",
+            f"Finished {facts['finished']}.",
+        ]
+    )
+    page.table(["option", "value"], [[name, _value(value)] for name, value in config.items()], "Configuration")
+
+
+def _value(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

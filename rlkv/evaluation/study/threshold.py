@@ -1,0 +1,126 @@
+"""Near-lossless threshold: how far a ranking can go until accuracy is below the full cache's by more than a margin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from rlkv.evaluation.html_page import Page
+from rlkv.evaluation.metrics import RESAMPLES
+from rlkv.evaluation.published import find_published
+from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
+from rlkv.evaluation.study.outcomes import Floats, mean_scores
+
+ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is not more than the margin
+ROWS_AT_ONCE = 500
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The largest sparsity up to which no measured one loses more than ``margin``, with its 95% interval.
+
+    ``support`` is the share of resamples with this very threshold; 0: already the first sparsity loses more.
+    """
+
+    sparsity: float
+    low: float
+    high: float
+    support: float
+    margin: float
+    n: int
+
+
+def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], margin: float, seed: int = 0) -> Threshold:
+    """The threshold of one method and its percentile interval by bootstrap over problems.
+
+    Both runs are resampled together, and the threshold of each resample is found as that of the data.
+
+    Args:
+        full: accuracy of the full cache on each problem, ``[problems]``.
+        scores: of the method, ``[sparsities, problems]``; ``sparsities`` ascend.
+
+    Raises:
+        ValueError: if the shapes do not fit, sparsities do not ascend, or the margin is negative.
+    """
+    if scores.shape != (len(sparsities), full.size) or not full.size:
+        raise ValueError(f"scores of shape {scores.shape} for {len(sparsities)} sparsities and {full.size} problems")
+    if list(sparsities) != sorted(set(sparsities)):
+        raise ValueError(f"sparsities must ascend, got {list(sparsities)}")
+    if margin < 0:
+        raise ValueError(f"the margin is {margin}: it is the accuracy that may be lost, 0 or more")
+    values = np.array([0.0, *sparsities])
+    losses = full - scores
+    found = values[_steps(losses.mean(axis=1)[:, None], margin)[0]]
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for done in range(0, RESAMPLES, ROWS_AT_ONCE):
+        rows = rng.integers(0, full.size, (min(ROWS_AT_ONCE, RESAMPLES - done), full.size))
+        drawn.append(values[_steps(losses[:, rows].mean(axis=2), margin)])
+    thresholds = np.concatenate(drawn)
+    # inverted_cdf: an end of the interval is a measured sparsity too
+    low, high = np.quantile(thresholds, [0.025, 0.975], method="inverted_cdf")
+    support = float(np.mean(thresholds == found))
+    return Threshold(float(found), float(low), float(high), support, margin, full.size)
+
+
+def _steps(losses: Floats, margin: float) -> np.ndarray:
+    """How many sparsities from the first one on lose at most the margin: ``[S, R]`` -> int ``[R]``."""
+    return np.cumprod(losses <= margin + ROUNDING, axis=0).sum(axis=0)
+
+
+class NearLossless(Analysis):
+    """The threshold of every ranking."""
+
+    name: ClassVar[str] = "threshold"
+    title: ClassVar[str] = "Near-lossless sparsity"
+
+    def cells(self, study: Study) -> Wanted:
+        return study.cells(study.rankings, study.options.sparsities)
+
+    def figures(self, study: Study) -> Figures:
+        sparsities = study.options.sparsities
+        tasks = {}
+        for task in study.tasks:
+            full = study.full(task).correct
+            methods = {}
+            for ranking in study.rankings:
+                scores = np.stack([mean_scores(study.runs(task, ranking, s)) for s in sparsities])
+                methods[ranking.name] = asdict(near_lossless(full, scores, sparsities, study.options.margin))
+            published = find_published(study.options.published, task, metric="near_lossless_sparsity")
+            tasks[task] = {"methods": methods, "published": [[n.source.where, n.method, n.value] for n in published]}
+        return {"sparsities": list(sparsities), "margin": study.options.margin, "tasks": tasks}
+
+    def findings(self, figures: Figures) -> list[str]:
+        return [
+            f"{task}: near-lossless (at most {100 * figures['margin']:g} points below the full cache at every measured "
+            "sparsity) up to "
+            + ", ".join(f"{name} {_text(threshold)}" for name, threshold in found["methods"].items())
+            + "."
+            for task, found in figures["tasks"].items()
+        ]
+
+    def write(self, figures: Figures, page: Page, folder: Path) -> None:
+        measured = ", ".join(f"{s:g}" for s in figures["sparsities"])
+        rows = [
+            [f"{task}: {name}", _text(threshold), f"{threshold['support']:.0%}", str(threshold["n"])]
+            for task, found in figures["tasks"].items()
+            for name, threshold in found["methods"].items()
+        ]
+        page.table(
+            ["heads", "largest near-lossless sparsity", "resamples that agree", "problems"],
+            rows,
+            "The largest sparsity up to which no measured one is below the full cache by more than "
+            f"{100 * figures['margin']:g} points (margin {figures['margin']:g}), on the mean over seeds; brackets: 95% "
+            f"interval by bootstrap over problems. It can only be one of the measured sparsities ({measured}) or 0.",
+        )
+        for task, found in figures["tasks"].items():
+            for where, method, value in found["published"]:
+                page.paragraph(f"Published for {task} ({where}, {method}; without a stated rule): {value:g}.")
+
+
+def _text(threshold: Figures) -> str:
+    return f"{threshold['sparsity']:g} [{threshold['low']:g}, {threshold['high']:g}]"

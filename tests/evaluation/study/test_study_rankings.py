@@ -1,0 +1,89 @@
+"""Orders of heads: what is compressible at a sparsity, what is when only the most needed heads go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from study_fakes import SHAPE, ranking
+
+from rlkv.allocation import HeadAllocation
+from rlkv.evaluation.inputs import ORACLE
+from rlkv.evaluation.study.rankings import (
+    RANDOM,
+    Ranking,
+    gates_rankings,
+    group_by_name,
+    reference_rankings,
+)
+from rlkv.gates import HeadGates
+from rlkv.models import ModelShape
+from rlkv.tiny import load
+
+ALPHA = [0.9, 0.1, 0.5, 0.0, 0.7, 0.3]
+MODEL = ModelShape("m", "llama", *SHAPE, 6, 8)
+
+
+def compressible(allocation: HeadAllocation) -> list[int]:
+    return (~allocation.full).flatten().nonzero().flatten().tolist()
+
+
+def test_low_gates_go_first_and_the_top_is_the_other_end() -> None:
+    found = ranking("RLKV", ALPHA)
+    assert compressible(found.allocations(0.5)[0]) == [1, 3, 5]
+    assert [compressible(found.without_top(k)[0]) for k in range(1, 4)] == [[0], [0, 4], [0, 2, 4]]
+    assert compressible(found.without_top(6)[0]) == compressible(found.allocations(1.0)[0]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_share_of_heads_loses_no_head_to_rounding() -> None:
+    heads = tuple(divmod(i, 7) for i in range(7 * 13))
+    found = Ranking("x", (13, 7), (heads,))
+    assert [found.without_top(k)[0].num_compressible for k in range(92)] == list(range(92))
+
+
+def test_seeds_that_agree_are_counted_once() -> None:
+    other_low = [0.9, 0.0, 0.5, 0.1, 0.7, 0.3]  # another order of the same halves
+    found = ranking("RLKV", ALPHA, other_low, ALPHA[::-1])
+    assert found.sets_of_heads(0.5) == 2
+    assert found.sets_of_heads(0.17) == 3
+    assert found.sets_of_heads(0.0) == 1
+
+
+def test_heads_that_an_order_leaves_out_are_the_most_needed() -> None:
+    found = Ranking("oracle", SHAPE, (((1, 0), (0, 1), (0, 0)),))
+    assert compressible(found.allocations(0.5)[0]) == [0, 1, 3]
+    assert compressible(found.without_top(3)[0]) == [2, 4, 5]
+    assert compressible(found.without_top(4)[0]) == [0, 2, 4, 5]
+
+
+def test_references(tmp_path: Path) -> None:
+    order = [(1, 2), (0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
+    file = tmp_path / "truth.json"
+    file.write_text(json.dumps({"elimination": [{"layer": layer, "head": head} for layer, head in order]}))
+    oracle, random = reference_rankings(MODEL, file, 3)
+    assert (oracle.name, random.name, random.run) == (ORACLE, RANDOM, "draw")
+    assert compressible(oracle.allocations(0.34)[0]) == [0, 5]
+    for seed, allocation in enumerate(random.allocations(0.5)):
+        assert allocation == HeadAllocation.random(*SHAPE, 0.5, seed)
+    assert reference_rankings(MODEL, None, 0) == []
+
+
+def test_files_of_one_name_are_seeds() -> None:
+    assert group_by_name(["a=1.pt", "b=2.pt", "a=3.pt"], "--gates") == {"a": ["1.pt", "3.pt"], "b": ["2.pt"]}
+    for text in ("a.pt", "=a.pt", "a="):
+        with pytest.raises(ValueError, match="must be NAME=FILE"):
+            group_by_name([text], "--gates")
+    with pytest.raises(ValueError, match="--ablation: the name 'a' is taken"):
+        group_by_name(["a=1.pt"], "--ablation", ["a"])
+
+
+def test_gates_of_another_model_are_refused(tmp_path: Path) -> None:
+    model, _ = load()
+    HeadGates(torch.rand(4, 6)).save(tmp_path / "fits.pt")
+    HeadGates(torch.rand(2, 3)).save(tmp_path / "other.pt")
+    (found,) = gates_rankings({"a": [str(tmp_path / "fits.pt")]}, model.config)
+    assert found.shape == (4, 6)
+    with pytest.raises(ValueError, match=r"other layers, KV heads"):
+        gates_rankings({"a": [str(tmp_path / "fits.pt"), str(tmp_path / "other.pt")]}, model.config)

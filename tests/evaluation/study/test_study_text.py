@@ -1,0 +1,66 @@
+"""What cells and sentences say."""
+
+from __future__ import annotations
+
+import pytest
+from study_fakes import outcome
+
+from rlkv.evaluation.study.comparison import Comparison, compare
+from rlkv.evaluation.study.outcomes import accuracy_of
+from rlkv.evaluation.study.text import accuracy_cell, difference_cell, p_text, seeds_text, verdict
+
+FULL = outcome("1" * 10)
+
+
+def test_a_cell_has_accuracy_difference_interval_and_seeds() -> None:
+    low = accuracy_of([outcome("1000000000"), outcome("1100000000")], FULL).to_dict()
+    cell = accuracy_cell(low)
+    assert cell.text == "0.150 (-0.850)"
+    assert cell.sign == "worse"
+    interval, seeds = cell.note.splitlines()
+    assert interval.startswith("[0.")
+    assert seeds == "2 seeds: 0.10 to 0.20"
+    alike = accuracy_cell(accuracy_of([outcome("1111111110")], FULL).to_dict())
+    assert (alike.text, alike.sign, alike.note) == ("0.900 (-0.100)", "same", "[0.60, 0.98]")
+    assert accuracy_cell(accuracy_of([FULL]).to_dict()).text == "1.000"
+
+
+def test_seeds_with_the_same_heads_are_said_to_be_one_measurement() -> None:
+    a, b = outcome("1100000000"), outcome("1010000000")
+    assert seeds_text(accuracy_of([a]).to_dict()) == ""
+    assert seeds_text(accuracy_of([a, a, a]).to_dict()) == "3 seeds, 1 set of heads"
+    assert seeds_text(accuracy_of([a, b, a]).to_dict()) == "3 seeds, 2 sets of heads: all 0.20"
+    assert seeds_text(accuracy_of([a, FULL]).to_dict(), "draw") == "2 draws: 0.20 to 1.00"
+
+
+@pytest.mark.parametrize(("p_value", "text"), [(0.0002, "p < 0.001"), (0.0009, "p < 0.001"), (0.05, "p = 0.050")])
+def test_p_values(p_value: float, text: str) -> None:
+    assert p_text(p_value) == text
+
+
+def test_verdicts() -> None:
+    worse = compare([outcome("1000000000")], [FULL])
+    assert verdict(worse["difference"]).startswith("-0.900 [-1.00, -0.70], p = 0.004, worse")
+    assert verdict(worse["difference"], same_heads=True) == "the same heads"
+    assert verdict(compare([FULL], [outcome("1" * 10, key="other")])["difference"]) == "no problem differs"
+    cell = difference_cell(worse["difference"])
+    assert (cell.text, cell.sign) == ("-0.900", "worse")
+
+
+def test_findings_are_made_from_the_figures() -> None:
+    low = outcome("1000000000")
+    figures = {
+        "first": "RLKV",
+        "rows": [{"task": "tiny", "sparsity": 0.6, "other": "Duo", "run": "seed", **compare([FULL], [low])}],
+        "costs": {
+            "RLKV": {
+                "seeds": 1,
+                "steps": [{"step": "training", "unit": "CPU", "mean": 370.4, "low": 1, "high": 1, "n": 1}],
+            },
+            "Duo": {"seeds": 1, "steps": []},
+        },
+    }
+    assert Comparison().findings(figures) == [
+        "tiny at 0.6, n = 10: RLKV 1.000 against Duo 0.100 (+0.900 [+0.70, +1.00], p = 0.004, better).",
+        "Finding the heads took: RLKV 370 s CPU.",
+    ]
