@@ -7,7 +7,7 @@ which is read anew in every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.attention.mixed import mix
+from rlkv.serving.compaction import Compactor
 from rlkv.serving.mixed_attention import LocalSizes, PagedBatch, paged_mixed_attention, write_cache
+from rlkv.serving.packing import BlockUse
 
 NAME = "CUSTOM"  # the engine looks the name up in its own enumeration of backends
 
@@ -137,21 +139,39 @@ class MixedTritonMetadata(TritonAttentionMetadata):
 
 
 class MixedTritonBuilder(TritonAttentionMetadataBuilder):
-    """The local branch is the engine's attention with a visible prefix (the sinks) and a window."""
+    """The local branch is the engine's attention with a visible prefix (the sinks) and a window, over block tables
+    without the gap between them: it reads S + W tokens per row, not the whole past.
+    """
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self.sizes: LocalSizes = layer.impl.sizes
-        rows = vllm_config.scheduler_config.max_num_seqs
-        # one tensor for good: a captured graph keeps its address
-        self.sinks_R = torch.full((rows,), self.sizes.sink, dtype=torch.int32, device=device)
+        sizes: LocalSizes = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.sizes
+        use = BlockUse(self.block_size, sizes.sink, sizes.window)
+        rows, columns = vllm_config.scheduler_config.max_num_seqs, use.full(vllm_config.model_config.max_model_len)
+        # buffers for good: a captured graph keeps their addresses
+        self.compactor = Compactor(use, rows, columns)
+        self.sinks_R = torch.full((rows,), sizes.sink, dtype=torch.int32, device=device)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        metadata.local.seq_lens.fill_(1)  # as the stock builder does for the full branch
+        return metadata
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedTritonMetadata:
-        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        local = replace(stock, rswa_prefix_lens=self.sinks_R, rswa_window=self.sizes.window)
+        common = common_attn_metadata
+        table, lengths = self.compactor(
+            common.block_table_tensor, common.seq_lens, common.query_start_loc, common.max_query_len
+        )
+        longest = self.compactor.width(common.max_query_len, table.shape[1]) * self.block_size
+        without_gap = common.replace(
+            block_table_tensor=table, seq_lens=lengths, max_seq_len=min(common.max_seq_len, longest)
+        )
+        local = super().build(0, without_gap, fast_build)
+        local.rswa_prefix_lens = self.sinks_R[: common.num_reqs]
+        local.rswa_window = self.compactor.use.window
+        stock = super().build(common_prefix_len, common, fast_build)
         return MixedTritonMetadata(**vars(stock), local=local)
 
 

@@ -1,0 +1,117 @@
+"""The CUDA path of mixed attention on a CPU, through the Triton interpreter; prints the largest error.
+
+    TRITON_INTERPRET=1 python tests/serving/mixed_triton.py
+
+vLLM switches Triton off where there is no GPU, so it is switched on before anything imports the kernels.  Builder and
+implementation are the real ones; what they read of an engine's configuration is put together by hand.
+"""
+
+# ruff: noqa: E402  (the switch has to come between the imports)
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import triton
+import triton.language as tl
+import vllm.triton_utils as switch
+
+switch.triton, switch.tl, switch.HAS_TRITON = triton, tl, True
+
+for name in [name for name in sys.modules if "triton_" in name and name.startswith("vllm.v1.attention")]:
+    del sys.modules[name]
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from rlkv.serving.mixed_attention import LocalSizes, PagedBatch, paged_mixed_attention, write_cache
+from rlkv.serving.mixed_backend import MixedTritonBuilder, MixedTritonImpl
+
+KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
+SCALE = SIZE**-0.5
+SIZES = LocalSizes(20, 40)  # neither a whole number of blocks
+STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks beside it
+    [(1, 150), (1, 61), (1, 5), (1, 140)],
+    [(1, 130), (20, 20), (18, 115), (1, 20)],
+)
+
+
+def make_builder(layer: object) -> MixedTritonBuilder:
+    model = SimpleNamespace(
+        get_num_attention_heads=lambda parallel: KV_HEADS * GROUPS,
+        get_num_kv_heads=lambda parallel: KV_HEADS,
+        get_head_size=lambda: SIZE,
+        rswa_window=None,
+        max_model_len=320,
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        parallel_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.NONE, static_forward_context={"layer": layer}, cudagraph_capture_sizes=None
+        ),
+    )
+    spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
+    return MixedTritonBuilder(spec, ["layer"], config, torch.device("cpu"))
+
+
+def error_of(requests: list[tuple[int, int]], alpha: torch.Tensor, builder: MixedTritonBuilder, layer: object) -> float:
+    """Largest difference from the torch path, on a step of these requests."""
+    generator = torch.Generator().manual_seed(len(requests))
+    blocks = [-(-length // IN_BLOCK) for _, length in requests]
+    free = torch.randperm(sum(blocks) + 3, generator=generator).tolist()
+    cache = torch.full((len(free), KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"))
+    table = torch.zeros(len(requests), max(blocks) + 1, dtype=torch.int32)
+    for row, ((_, length), count) in enumerate(zip(requests, blocks, strict=True)):
+        table[row, :count] = torch.tensor([free.pop() for _ in range(count)])
+        cache[table[row, :count].long()] = 0  # the engine zeroes a block before its first token
+        order = torch.arange(length)
+        slots = table[row, order // IN_BLOCK].long() * IN_BLOCK + order % IN_BLOCK
+        key, value = (torch.randn(length, KV_HEADS, SIZE, generator=generator) for _ in range(2))
+        write_cache(key, value, cache, slots)
+    queries = torch.tensor([n for n, _ in requests])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)]).int()
+    lengths = torch.tensor([length for _, length in requests], dtype=torch.int32)
+    tokens = int(starts[-1])
+    query = torch.randn(tokens, KV_HEADS * GROUPS, SIZE, generator=generator)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        num_reqs=len(requests),
+        num_actual_tokens=tokens,
+        max_query_len=int(queries.max()),
+        max_seq_len=int(lengths.max()),
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+    )
+    found = torch.full((tokens + 2, *query.shape[1:]), 7.0)  # two rows of padding
+    padded = torch.cat([query, torch.zeros(2, *query.shape[1:])])
+    layer.impl.forward(layer, padded, None, None, cache, builder.build(0, common), found)
+    expected = torch.empty_like(query)
+    batch = PagedBatch(starts.tolist(), lengths.tolist(), table)
+    paged_mixed_attention(query, cache, batch, alpha, SIZES, SCALE, expected)
+    assert (found[tokens:] == 7).all(), "padding was written to"
+    return (found[:tokens] - expected).abs().max().item()
+
+
+def main() -> None:
+    alpha = torch.tensor([0.3, 1.0])
+    impl = MixedTritonImpl(KV_HEADS * GROUPS, SIZE, SCALE, KV_HEADS, None, None, "auto")
+    impl.attach(alpha, SIZES)
+    one = torch.ones(())
+    layer = SimpleNamespace(impl=impl, _q_scale=one, _k_scale=one, _v_scale=one)
+    builder = make_builder(layer)
+    print("max error", max(error_of(step, alpha, builder, layer) for step in STEPS))
+    alpha.copy_(torch.tensor([0.9, 0.0]))  # in place: builder and implementation read the same numbers
+    print("max error", error_of(STEPS[0], alpha, builder, layer))
+
+
+if __name__ == "__main__":
+    main()
