@@ -29,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
 from rlkv.cli_errors import help_text, run_app
+from rlkv.evaluation.eval_page import published_name
 from rlkv.evaluation.eviction_study import policy_templates
 from rlkv.evaluation.inputs import numbers, repetition_rule
 from rlkv.evaluation.runner import RunSettings
@@ -122,6 +123,9 @@ def main(
     saved = tuple(numbers(savings, "--savings", 0.0, 0.99))
     templates = policy_templates([name.strip() for name in policies.split(",")], buffer, observation, extra)
     rule = repetition_rule(repetition)
+    shown = published_name(published or model)
+    if published and shown is None:
+        raise ValueError(f"--published {published!r}: nothing is known to be published for a model of this name")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     shape = ModelShape.from_config(loaded.config)
     methods = gates_rankings(files, loaded.config)
@@ -147,7 +151,7 @@ def main(
         templates,
         saved,
         json.loads(oracle.read_text()) if oracle else None,
-        published or model,
+        shown,
     )
     study = Study(tuple(rankings), tuple(variants), options, bench, EntrySize.of(loaded))
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())

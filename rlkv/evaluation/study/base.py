@@ -31,7 +31,7 @@ class StudyOptions:
         top_heads: numbers of heads, the most needed ones, that the sensitivity compresses.
         policies: templates of the eviction policies whose budgets are compared; savings: at these shares of bytes.
         truth: content of a ground-truth file, to compare gates with; None if there is none.
-        published: model whose published numbers stand beside the measured ones.
+        published: model whose published numbers stand beside the measured ones; None if it has none.
     """
 
     sparsities: tuple[float, ...]
@@ -42,7 +42,7 @@ class StudyOptions:
     policies: dict[str, EvictionPolicy]
     savings: tuple[float, ...]
     truth: dict[str, Any] | None
-    published: str
+    published: str | None
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Sweep(Analysis):
             write_published(found["published"], page)
 
 
-def published_rows(model: str, task: str) -> Figures | None:
+def published_rows(model: str | None, task: str) -> Figures | None:
     """The published accuracies of a model on a task, as shares; those for orientation where there are none.
 
     Returns:
@@ -97,7 +97,9 @@ def published_rows(model: str, task: str) -> Figures | None:
         ``rows`` of method, source, and for each sparsity the accuracy and its difference to that source's full cache
         (None where the paper has no number).
     """
-    for number, (wanted_model, wanted_task) in enumerate(((model, task), ORIENTATION)):
+    for wanted_model, wanted_task in ((model, task), ORIENTATION):
+        if wanted_model is None:
+            continue
         found = [
             n
             for n in find_published(wanted_model, wanted_task)
@@ -113,7 +115,7 @@ def published_rows(model: str, task: str) -> Figures | None:
             return {
                 "model": wanted_model,
                 "task": wanted_task,
-                "own": number == 0,
+                "own": (wanted_model, wanted_task) == (model, task),
                 "sparsities": sparsities,
                 "sources": sources,
                 "rows": [{**row, "values": [row["values"].get(s) for s in sparsities]} for row in rows],

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from rlkv.evaluation.html_page import LEVEL, Cell, sign_of
+from rlkv.evaluation.markdown_page import LEGEND as MARKS_LEGEND
 from rlkv.evaluation.study.base import Figures
 
 LEGEND = (
     f"Colour: green better, red worse than the full cache by a paired permutation test (p < {LEVEL:g}, not corrected "
-    "for the number of comparisons), grey not told apart."
+    f"for the number of comparisons), grey not told apart; in Markdown {MARKS_LEGEND}."
 )
 INTERVAL_NOTE = (
     "Brackets: 95% intervals over problems (Wilson for single runs, else bootstrap of the mean over seeds). Seeds that "

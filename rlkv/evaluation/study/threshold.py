@@ -90,7 +90,8 @@ class NearLossless(Analysis):
             for ranking in study.rankings:
                 scores = np.stack([mean_scores(study.runs(task, ranking, s)) for s in sparsities])
                 methods[ranking.name] = asdict(near_lossless(full, scores, sparsities, study.options.margin))
-            published = find_published(study.options.published, task, metric="near_lossless_sparsity")
+            model = study.options.published
+            published = find_published(model, task, metric="near_lossless_sparsity") if model else []
             tasks[task] = {"methods": methods, "published": [[n.source.where, n.method, n.value] for n in published]}
         return {"sparsities": list(sparsities), "margin": study.options.margin, "tasks": tasks}
 

@@ -188,6 +188,7 @@ def test_one_analysis_measures_only_its_own(program: Any, inputs: Path, tmp_path
         (["--ablation", "mine=x.pt"], "--ablation: the name 'mine' is taken"),
         (["--gates", "x=absent.pt"], "absent.pt"),
         (["--policies", "rkv,best"], "there is no eviction policy 'best'"),
+        (["--published", "tiny"], "--published 'tiny': nothing is known"),
         (["--extra", "2"], "--extra is 2"),
         (["--repetition", "5"], "WINDOW,DISTINCT"),
         (["--tasks", "maths"], "unknown task 'maths'"),

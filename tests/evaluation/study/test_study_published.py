@@ -31,7 +31,7 @@ def test_tables_of_one_paper_are_not_merged() -> None:
 
 
 def test_orientation_is_labelled() -> None:
-    found = published_rows("tiny", "tiny")
+    found = published_rows(None, "tiny")
     assert found is not None
     assert not found["own"]
     assert (found["model"], found["task"]) == ORIENTATION
