@@ -25,12 +25,13 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("hf", "vllm")
 
 
-def _train(folder: Path, engine: str, seed: int, steps: int, curriculum: Path) -> None:
+def _train(folder: Path, engine: str, seed: int, steps: int, curriculum: Path, longest: int) -> None:
     if (folder / "summary.json").exists():
         return
     command = [sys.executable, str(ROOT / "train" / "grpo_gates.py"), "--config", str(ROOT / "configs" / "tiny.yaml")]
     command += ["--curriculum", str(curriculum), "--output_dir", str(folder), "--seed", str(seed), "--use_cpu", "true"]
-    command += ["--max_steps", str(steps), "--image_steps", "0", "--rollout", engine, "--rollout_kv_gib", "0.5"]
+    command += ["--max_steps", str(steps), "--max_completion_length", str(longest), "--image_steps", "0"]
+    command += ["--rollout", engine, "--rollout_kv_gib", "0.5"]
     if subprocess.run(command).returncode:
         raise ValueError(f"the run in {folder} failed: its message is above")
 
@@ -42,11 +43,12 @@ def main(
     steps: Annotated[int, typer.Option(min=2, help="optimizer steps of a run")] = 40,
     seeds: Annotated[str, typer.Option(help="seeds, with commas")] = "0,1,2",
     num_problems: Annotated[int, typer.Option(min=16, help="problems to train on, drawn fresh")] = 320,
-    max_definitions: Annotated[int, typer.Option(help="longest problems: so many definitions")] = 12,
+    max_definitions: Annotated[int, typer.Option(help="longest problems: so many definitions")] = 6,
 ) -> None:
     from rlkv.provenance import hardware_line, provenance
     from rlkv.rollout.engines import check_engine
     from rlkv.tiny import problems
+    from rlkv.tiny.task import longest_solution
     from rlkv.training.rollout_comparison import compare, to_table
 
     check_engine("vllm")
@@ -58,14 +60,20 @@ def main(
         partial.write_text("".join(lines))
     rows = {}
     for seed in numbers:
-        folders = [runs / f"{engine}-{seed}-{steps}" for engine in ENGINES]
+        folders = [runs / f"{engine}-{seed}-{steps}-{max_definitions}" for engine in ENGINES]
         for engine, folder in zip(ENGINES, folders, strict=True):
-            _train(folder, engine, seed, steps, curriculum)
+            _train(folder, engine, seed, steps, curriculum, longest_solution(max_definitions) + 20)
         rows[seed] = compare(folders[0], folders[1])
         print(f"seed {seed}: {json.dumps(rows[seed])}", flush=True)
     output.mkdir(parents=True, exist_ok=True)
     with atomic_path(output / "results.json") as partial:
-        content = {"engines": ENGINES, "seeds": rows, "steps": steps, **provenance()}
+        content = {
+            "engines": ENGINES,
+            "seeds": rows,
+            "steps": steps,
+            "max_definitions": max_definitions,
+            **provenance(),
+        }
         partial.write_text(json.dumps(content, indent=2) + "\n")
     with atomic_path(output / "table.md") as partial:
         partial.write_text(to_table(rows, ENGINES, hardware_line() + "."))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlkv.extras import require
-from rlkv.models import load_tokenizer, model_source
+from rlkv.models import load_tokenizer, model_source, resolve_device, resolve_dtype
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.gated import Rows, Sample, gate_version
 from rlkv.serving.mixed_attention import LocalSizes
@@ -72,7 +72,8 @@ class VLLMEngine:
         options: dict[str, Any] = {} if sizes is None else _mixed_options(model, sizes)
         self.llm = LLM(
             model_source(model),
-            dtype=dtype,
+            # as the trainer's copy of the model: the engine's own "auto" would take 16 bits on a CPU too
+            dtype=str(resolve_dtype(dtype, resolve_device())).removeprefix("torch."),
             max_model_len=max_positions,
             max_num_seqs=max_rows,
             kv_cache_memory_bytes=int(kv_gib * GIB),
@@ -150,10 +151,10 @@ class VLLMEngine:
         self._calls += 1
         ends = self.eos_ids if eos_ids is None else eos_ids
         indices = {f"{self._calls}-{index}": index for index in range(len(rows.prompts))}
-        for name, index in indices.items():
-            params = _params(sampling, rows.numbers[index], rows.rollout, ends)
-            engine.add_request(name, {"prompt_token_ids": rows.prompts[index]}, params)
         try:
+            for name, index in indices.items():
+                params = _params(sampling, rows.numbers[index], rows.rollout, ends)
+                engine.add_request(name, {"prompt_token_ids": rows.prompts[index]}, params)
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:

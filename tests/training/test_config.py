@@ -88,6 +88,8 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--advantage", "rank"], "advantage must be"),
         (["--wandb", "maybe"], "wandb must be"),
         (["--save_total_limit", "0"], "save_total_limit"),
+        (["--rollout", "sglang"], "rollout must be one of hf, vllm, vllm-server"),
+        (["--importance_cap", "0.5"], "importance_cap must be 0"),
         (["--prompts_per_step", "3", "--per_device_train_batch_size", "8"], "12 samples do not split evenly"),
         (["--config"], "needs a file"),
         (["stray"], "stray"),

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ import random_run
 import torch
 
 from rlkv.gates import HeadGates
+from rlkv.rollout.server import RolloutServer
+from rlkv.rollout.wire import EngineFacts
+from rlkv.serving.mixed_attention import LocalSizes
+from rlkv.training.hf_engine import GatedHFEngine
 
 ZERO2 = {
     "zero_optimization": {"stage": 2},
@@ -62,6 +67,21 @@ def check_equal(found: HeadGates, expected: HeadGates) -> None:
 @pytest.mark.timeout(900)
 def test_two_ddp_processes_train_the_same_gates(alone: HeadGates, tmp_path: Path) -> None:
     check_equal(run_two(tmp_path / "ddp", []), alone)
+
+
+@pytest.mark.timeout(900)
+def test_two_ddp_processes_share_a_rollout_server(alone: HeadGates, tmp_path: Path) -> None:
+    model, tokenizer = random_run.make_policy()
+    engine = GatedHFEngine(model, LocalSizes(2, 6), tokenizer.pad_token_id)
+    with RolloutServer(("127.0.0.1", 0), engine, EngineFacts("random", 2, 6, 512, 2, 4)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            check_equal(run_two(tmp_path / "ddp", ["--rollout", "vllm-server", "--rollout_url", url]), alone)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.timeout(900)

@@ -1,0 +1,30 @@
+"""The engine in a process of its own: gates reach it, and its samples are right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_models import TOLERANCE
+
+PROGRAM = Path(__file__).with_name("engine_process.py")
+
+
+@pytest.mark.skipif(
+    "rlkv" not in entry_points(group="vllm.general_plugins").names, reason="rlkv is not installed with its entry point"
+)
+def test_gates_reach_an_engine_in_another_process(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(PROGRAM), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("max error")]
+    assert len(errors) == 2
+    assert max(errors) < TOLERANCE
