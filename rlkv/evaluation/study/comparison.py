@@ -108,5 +108,6 @@ def compare(first: list[Outcome], second: list[Outcome]) -> Figures:
         "first": accuracy_of(first).to_dict(),
         "second": accuracy_of(second).to_dict(),
         "difference": {name: getattr(test, name) for name in ("difference", "low", "high", "p_value", "n", "changed")},
-        "same_heads": {run.key for run in first} == {run.key for run in second},
+        # means over seeds may differ where the same sets of heads occur, but not equally often
+        "same_heads": {run.key for run in first} == {run.key for run in second} and not test.changed,
     }

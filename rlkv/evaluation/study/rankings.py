@@ -53,10 +53,6 @@ class Ranking:
             for order in self.orders
         ]
 
-    def sets_of_heads(self, sparsity: float) -> int:
-        """How many different allocations the seeds give: seeds that agree are one measurement."""
-        return len(set(self.allocations(sparsity)))
-
 
 def _all_heads(order: Order, shape: tuple[int, int]) -> Order:
     every = [(layer, head) for layer in range(shape[0]) for head in range(shape[1])]

@@ -66,6 +66,7 @@ def test_difference_to_full_and_between_methods() -> None:
     assert found["difference"]["difference"] == pytest.approx(1.5 / 8 - 1)
     assert found["same_heads"] is False
     assert compare([full, full], [full])["same_heads"] is True
+    assert compare([runs[0], runs[0], runs[1]], runs)["same_heads"] is False
 
 
 def test_modes_count_only_what_full_solves() -> None:

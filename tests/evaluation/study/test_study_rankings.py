@@ -11,6 +11,7 @@ from study_fakes import SHAPE, ranking
 
 from rlkv.allocation import HeadAllocation
 from rlkv.evaluation.inputs import ORACLE
+from rlkv.evaluation.study.bench import Cell
 from rlkv.evaluation.study.rankings import (
     RANDOM,
     Ranking,
@@ -18,6 +19,7 @@ from rlkv.evaluation.study.rankings import (
     group_by_name,
     reference_rankings,
 )
+from rlkv.eviction import RKV
 from rlkv.gates import HeadGates
 from rlkv.models import ModelShape
 from rlkv.tiny import load
@@ -46,9 +48,13 @@ def test_a_share_of_heads_loses_no_head_to_rounding() -> None:
 def test_seeds_that_agree_are_counted_once() -> None:
     other_low = [0.9, 0.0, 0.5, 0.1, 0.7, 0.3]  # another order of the same halves
     found = ranking("RLKV", ALPHA, other_low, ALPHA[::-1])
-    assert found.sets_of_heads(0.5) == 2
-    assert found.sets_of_heads(0.17) == 3
-    assert found.sets_of_heads(0.0) == 1
+    cells = [{Cell("tiny", allocation) for allocation in found.allocations(s)} for s in (0.5, 0.17, 0.0)]
+    assert [len(same) for same in cells] == [2, 3, 1]
+    assert [len({cell.key for cell in same}) for same in cells] == [2, 3, 1]
+    full = HeadAllocation.random(*SHAPE, 0.0, 0)
+    assert Cell("tiny", full, RKV(budget=64)) == Cell("tiny", full)  # nothing to evict from
+    none = HeadAllocation.random(*SHAPE, 1.0, 0)
+    assert len({Cell("tiny", none, policy).key for policy in (None, RKV(budget=64), RKV(budget=65))}) == 3
 
 
 def test_heads_that_an_order_leaves_out_are_the_most_needed() -> None:
