@@ -68,7 +68,7 @@ class SplitAttention(nn.Module):
         super().__init__()
         self.layer_name = stock.layer_name
         self.head_size, self.group_size = stock.head_size, stock.num_heads // stock.num_kv_heads
-        layers: list[PackedAttention] = []
+        layers: list[Any] = []
         for number, part in enumerate(parts):
             kind, backend = (PackedAttention, full_backend()) if part.full else (SinkWindowAttention, local_backend())
             layer = kind(
@@ -100,7 +100,8 @@ class SplitAttention(nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Part by part: what ``Attention.forward`` of the engine does, on slices."""
         first = 0
-        for layer in self.parts:
+        layers: Any = self.parts
+        for layer in layers:
             end = first + layer.num_kv_heads * self.head_size
             own = slice(first * self.group_size, end * self.group_size)
             heads = (-1, (layer.num_heads, self.head_size))
