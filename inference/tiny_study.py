@@ -42,7 +42,13 @@ START_SECONDS = 12  # of a training program
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything; ``seeds`` per method, ``variant_seeds`` per ablation."""
+    """How much of everything.
+
+    Attributes:
+        seeds: per method; variant_seeds: per ablation.
+        cells: about as many decodings of all held-out problems are left when seeds that agree share theirs; for the
+            estimate of the time left only.
+    """
 
     filtered: int = 400
     grpo_steps: int = 50
@@ -53,9 +59,10 @@ class Size:
     held_out: int = 200
     random_draws: int = 5
     sparsities: str = "0.2,0.4,0.5,0.6,0.8"
+    cells: int = 160
 
 
-QUICK = Size(60, 5, 12, 2, 1, 10, 20, 2, "0.4,0.6")
+QUICK = Size(60, 5, 12, 2, 1, 10, 20, 2, "0.4,0.6", 75)
 
 
 @dataclass(frozen=True)
@@ -216,7 +223,9 @@ class Plan:
         for run in [run for run in self.runs if run.is_ablation]:
             command += ["--ablation", f"{run.method}={run.gates}"]
         needs = (self.problems, *(stage.done for stage in self.stages))
-        return Stage("analyses and report", command, self.report / "report.html", lambda: 0.0, 900, needs)
+        rows = size.cells * (size.held_out + 1)
+        progress = partial(self._share, self.report / "rows", "*.jsonl", rows)
+        return Stage("analyses and report", command, self.report / "report.html", progress, 0.03 * rows, needs)
 
     def _add(self, method: str, seeds: int, is_ablation: bool = False) -> list[Run]:
         short = method.lower().replace(" ", "_")
