@@ -27,6 +27,9 @@ class RolloutServer(ThreadingHTTPServer):
 
     Args:
         address: host and port; port 0 takes a free one, see ``server_port``.
+
+    Raises:
+        ValueError: if nobody can listen at the address.
     """
 
     daemon_threads = True
@@ -35,7 +38,11 @@ class RolloutServer(ThreadingHTTPServer):
         self.engine, self.facts = engine, facts
         self.version = "none"  # nobody has set gates since the start
         self.engine_lock = threading.Lock()
-        super().__init__(address, _Handler)
+        try:
+            super().__init__(address, _Handler)
+        except OSError as error:
+            host, port = address
+            raise ValueError(f"cannot listen at {host}:{port} ({error.strerror}): choose another --port") from error
 
 
 class _Handler(BaseHTTPRequestHandler):

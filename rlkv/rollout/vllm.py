@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkv.extras import require
 from rlkv.models import load_tokenizer, model_source, resolve_device, resolve_dtype
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.gated import Rows, Sample, gate_version
 from rlkv.serving.mixed_attention import LocalSizes
 from rlkv.serving.mixed_names import CONFIG_KEY, DRAW_KEY, DRAWS, WORKER, mixed_architecture
+from rlkv.serving.versions import check_version, installed_version
 
 GIB = 2**30
 _ENVIRONMENT = {
@@ -55,9 +55,10 @@ class VLLMEngine:
             engine_options: further options of ``vllm.LLM``.
 
         Raises:
-            ValueError: if vLLM is not installed, the model cannot be loaded or mixed attention does not serve it.
+            ValueError: if vLLM is not installed or of an untested version, the model cannot be loaded, or mixed
+                attention does not serve it.
         """
-        require("vllm", "vllm")
+        check_version(installed_version())
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM

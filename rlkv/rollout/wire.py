@@ -22,7 +22,7 @@ DEFAULT_PORT = 8700
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What a server tells about its engine; ``version`` names its gates."""
+    """What a server tells about its engine."""
 
     model: str
     sink: int

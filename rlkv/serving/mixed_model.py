@@ -29,14 +29,16 @@ def check_supported(config: VllmConfig) -> None:
     Raises:
         ValueError: names the setting.
     """
-    parallel, cache = config.parallel_config, config.cache_config
+    parallel, cache, text = config.parallel_config, config.cache_config, config.model_config.hf_text_config
     refused = {
         "tensor parallel size above 1": parallel.tensor_parallel_size > 1,
         "pipeline parallel size above 1": parallel.pipeline_parallel_size > 1,
-        "decode context parallel size above 1": parallel.decode_context_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "speculative decoding": config.speculative_config is not None,
         f"a quantised KV cache ({cache.cache_dtype})": cache.cache_dtype not in ("auto", "float16", "bfloat16"),
         "a KV connector": config.kv_transfer_config is not None,
+        "offloading of the KV cache": cache.kv_offloading_size is not None,
+        "dual chunk attention": bool(getattr(text, "dual_chunk_attention_config", None)),
     }
     for setting, is_set in refused.items():
         if is_set:

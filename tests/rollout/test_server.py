@@ -15,6 +15,7 @@ from rlkv.rollout import client as client_module
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.client import RolloutClient
 from rlkv.rollout.gated import Rows, Sample, gate_version
+from rlkv.rollout.serve import load_gated_engine
 from rlkv.rollout.server import RolloutServer
 from rlkv.rollout.wire import EngineFacts
 from rlkv.serving.mixed_attention import LocalSizes
@@ -195,3 +196,23 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         RolloutClient(url)._send_gates()
     with pytest.raises(ValueError, match="http://host:port"):
         RolloutClient("localhost:8700")
+
+
+def test_a_taken_port_and_an_unknown_engine_are_named() -> None:
+    with (
+        serving(Scripted([])) as (server, _),
+        pytest.raises(ValueError, match=rf"cannot listen at 127\.0\.0\.1:{server.server_port} .*--port"),
+    ):
+        RolloutServer(("127.0.0.1", server.server_port), Scripted([]), FACTS)
+    with pytest.raises(ValueError, match="unknown engine 'sglang'"):
+        load_gated_engine("sglang", "tiny", LocalSizes(2, 6))
+
+
+def test_the_tiny_model_can_be_served_by_transformers() -> None:
+    engine, facts = load_gated_engine("hf", "tiny", LocalSizes(4, 16), "float32", max_rows=2)
+    assert facts == EngineFacts("tiny", 4, 16, 1024, 4, 6)
+    alpha = torch.zeros(4, 6)
+    assert engine.set_gates(alpha) == gate_version(alpha)
+    samples = dict(engine.sample(ROWS, SAMPLING, [2]))
+    assert sorted(samples) == [0, 1, 2, 3, 4]
+    assert {sample.version for sample in samples.values()} == {gate_version(alpha)}
