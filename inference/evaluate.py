@@ -37,8 +37,8 @@ from rlkv.evaluation.inputs import deployed_sizes, named_gates, repetition_rule
 from rlkv.evaluation.markdown_page import write_markdown
 from rlkv.evaluation.methods import FULL, RANDOM_HEADS, CompressionMethod, parse_method
 from rlkv.evaluation.processes import Processes, join_processes
-from rlkv.evaluation.runner import RunSettings, run_method, task_problems
-from rlkv.evaluation.tasks import find_task
+from rlkv.evaluation.runner import RunSettings, render_problems, run_method
+from rlkv.evaluation.tasks import find_task, load_task
 from rlkv.eviction import POLICIES
 from rlkv.models import load_model
 from rlkv.provenance import provenance
@@ -114,10 +114,13 @@ def main(
     rule = repetition_rule(repetition)
     sizes = deployed_sizes(rankings, sink, window)
     CacheSettings(*sizes, prefill)
+    found = {
+        task.name: load_task(task.name, data, limit, seed) for task in chosen
+    }  # before the model, which takes long
     processes = join_processes(device)
     loaded, tokenizer = load_model(model, dtype=dtype, device=processes.device or device)
     allocations = {m.name: m.allocation(loaded.config, rankings, seed) for m in parsed}
-    problems = {task.name: task_problems(task.name, data, limit, seed, tokenizer) for task in chosen}
+    problems = {task.name: render_problems(task, found[task.name], tokenizer) for task in chosen}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not processes.is_main) as bar:
         for task, method in product(chosen, parsed):

@@ -95,10 +95,16 @@ def task_problems(
     name: str, data: Path | None, limit: int | None, seed: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[Problem]:
     """The problems of a task (:func:`rlkv.evaluation.tasks.load_task`), rendered for the model."""
-    task = find_task(name)
+    return render_problems(find_task(name), load_task(name, data, limit, seed), tokenizer)
+
+
+def render_problems(
+    task: EvalTask, problems: Iterable[EvalProblem], tokenizer: PreTrainedTokenizerBase
+) -> list[Problem]:
+    """``problems`` of ``task`` as the model reads them."""
     return [
         Problem(p.id, render_prompt(tokenizer, p.prompt, "plain"), partial(_judge, task, p), f"{p.answer}{p.meta}")
-        for p in load_task(name, data, limit, seed)
+        for p in problems
     ]
 
 

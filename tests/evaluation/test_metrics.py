@@ -18,6 +18,7 @@ from rlkv.evaluation.metrics import (
     pass_at_k,
     problem_scores,
     repetition_rate,
+    sentence_redundancy,
     smallest_provable_difference,
 )
 
@@ -149,3 +150,18 @@ def test_lengths_count_only_where_both_are_right() -> None:
     assert lengths_when_both_right([True], [False], [1], [1]).first is None
     with pytest.raises(ValueError, match="same completions"):
         lengths_when_both_right([True], [True], [1], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", 0),
+        ("One. Two. Three.", 0),
+        ("Wait, no. So it is 2.  wait, NO.", 1 / 3),
+        ("a\na\n\na\nb", 2 / 4),
+        ("x = 3.5 and y = 3.5. x = 3.5 and y = 3.5.", 1 / 2),  # a point within a number ends nothing
+        ("... ! ?", 0),  # nothing said
+    ],
+)
+def test_sentence_redundancy_by_hand(text: str, expected: float) -> None:
+    assert sentence_redundancy(text) == pytest.approx(expected)
