@@ -154,6 +154,8 @@ class _Running:
 class Pipeline:
     """Stages that run below one folder.
 
+    They end with it when it is interrupted or terminated; on Linux also when it is killed.
+
     Args:
         root: where the commands run; paths of the stages are relative to it.
         logs: folder for the output of the commands.
