@@ -37,9 +37,9 @@ def main(
     max_rows: Annotated[int, typer.Option(min=1, help="completions decoded at once")] = 64,
     eager: Annotated[bool, typer.Option(help="neither compile the model nor capture graphs")] = False,
 ) -> None:
-    from rlkv.rollout.serve import load_gated_engine
     from rlkv.rollout.server import RolloutServer
     from rlkv.serving.mixed_attention import LocalSizes
+    from rlkv.training.serve import load_gated_engine
 
     sizes = LocalSizes(sink, window)
     loaded, facts = load_gated_engine(engine, model, sizes, dtype, max_positions, kv_gib, max_rows, eager)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
 from rlkv.serving.mixed_names import DRAW_KEY
-from rlkv.training.sampling import draw_tokens, row_draws, token_logprobs
 
 
 class _Row:

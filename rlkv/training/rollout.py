@@ -1,7 +1,7 @@
 """Rollouts of the training loop: sampled completions under the current gates, with transformers on the spot.
 
 Beside ``model.generate`` this drops rows that have ended from the batch, writes keys and values into a growing buffer
-instead of copying them at every token, and draws tokens per row (:mod:`rlkv.training.sampling`).
+instead of copying them at every token, and draws tokens per row (:mod:`rlkv.rollout.draws`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rlkv.cache.growing import growing_cache
-from rlkv.training.sampling import draw_tokens, row_draws, token_logprobs
+from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
 
 SHRINK_AT = 0.75  # share of unfinished rows below which the others are dropped from the batch
 

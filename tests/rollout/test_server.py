@@ -15,11 +15,11 @@ from rlkv.rollout import client as client_module
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.client import RolloutClient
 from rlkv.rollout.gated import Rows, Sample, gate_version
-from rlkv.rollout.serve import load_gated_engine
 from rlkv.rollout.server import RolloutServer
 from rlkv.rollout.wire import EngineFacts
 from rlkv.serving.mixed_attention import LocalSizes
 from rlkv.training.hf_engine import GatedHFEngine
+from rlkv.training.serve import load_gated_engine
 
 FACTS = EngineFacts("tiny", 2, 6, 64, 3, 4)
 SAMPLING = SamplingParams(9, temperature=1.0, seed=3)
