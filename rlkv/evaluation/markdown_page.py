@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from rlkv.atomic import atomic_path
@@ -10,6 +11,10 @@ from rlkv.evaluation.html_page import Block, Bullets, Cell, Code, Heading, Page,
 
 MARKS = {"better": " ▲", "worse": " ▼", "same": "", "": ""}
 LEGEND = "▲ better, ▼ worse"
+
+# brackets alone are no link, an underscore within a word is none of emphasis: figures stay readable as text
+_MARKUP = re.compile(r"[\\`*]|<(?=[a-z/!?])|\](?=[(\[:])|(?<!\w)_|_(?!\w)|&(?=#?\w+;)", re.IGNORECASE)
+_FIRST = re.compile(r"^(\d*)([#>]|[-+](?=\s)|(?<=\d)[.)](?=\s))")
 
 
 def markdown(page: Page, folder: Path) -> str:
@@ -58,8 +63,8 @@ def _marked(cell: Cell) -> str:
 
 def _line(text: str) -> str:
     """``text`` on one line; what Markdown or HTML would read as markup stands as it is."""
-    escaped = "".join(f"\\{c}" if c in "\\`*_[]<>" else c for c in text)
-    return " ".join(escaped.split())
+    text = " ".join(text.split())
+    return _FIRST.sub(r"\1\\\2", _MARKUP.sub(r"\\\g<0>", text), count=1)
 
 
 def _cell(text: str) -> str:

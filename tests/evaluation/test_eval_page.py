@@ -123,7 +123,7 @@ def test_html_and_markdown_say_the_same(tmp_path: Path) -> None:
     for block in tables(found):
         for line in block.rows:
             for cell in line:
-                assert cell.text.replace("*", "\\*").replace("[", "\\[").replace("]", "\\]").replace("_", "\\_") in text
+                assert cell.text.replace("*", "\\*") in text
                 assert cell.text in document
     links = Links()
     links.feed(document)

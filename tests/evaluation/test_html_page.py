@@ -129,4 +129,25 @@ def test_markdown_has_the_same_content(picture: Path, tmp_path: Path) -> None:
     short = Page("t")
     short.table(["a", "b"], [["x_y", "1"]], "caption")
     write_markdown(short, tmp_path / "r.md")
-    assert (tmp_path / "r.md").read_text() == "# t\n\ncaption\n\n| a | b |\n|---|---|\n| x\\_y | 1 |\n"
+    assert (tmp_path / "r.md").read_text() == "# t\n\ncaption\n\n| a | b |\n|---|---|\n| x_y | 1 |\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("0.64 [0.57, 0.70], p < 0.05, max_new_tokens", "0.64 [0.57, 0.70], p < 0.05, max_new_tokens"),
+        ("<b> </b> <!-- a", r"\<b> \</b> \<!-- a"),
+        ("[a](b) [a][b] [a]: b", r"[a\](b) [a\][b] [a\]: b"),
+        ("*a* _b_ `c` d\\", r"\*a\* \_b\_ \`c\` d\\"),
+        ("&amp; &#35; a & b;", r"\&amp; \&#35; a & b;"),
+        ("# a", r"\# a"),
+        ("> a", r"\> a"),
+        ("- a", r"\- a"),
+        ("12. a", r"12\. a"),
+        ("-0.5 1.5", "-0.5 1.5"),
+    ],
+)
+def test_markdown_escapes_what_would_be_markup_and_nothing_else(text: str, want: str) -> None:
+    made = Page("t")
+    made.paragraph(text)
+    assert markdown(made, Path()) == f"# t\n\n{want}\n"
