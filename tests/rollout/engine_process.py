@@ -1,4 +1,4 @@
-"""Rollouts with the engine in a process of its own, its model compiled: ``python engine_process.py FOLDER``.
+"""Rollouts with the engine in a process of its own: ``python engine_process.py FOLDER``.
 
 The engine's process knows the mixed models through the plugin's entry point.  Prints the error of every update.
 """
@@ -33,7 +33,7 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     folder = make_folder("llama", Path(sys.argv[1]))
     model = load_reference(folder)
-    with closing(VLLMEngine(str(folder), LocalSizes(SINK, WINDOW), **{**OPTIONS, "enforce_eager": False})) as engine:
+    with closing(VLLMEngine(str(folder), LocalSizes(SINK, WINDOW), **OPTIONS)) as engine:
         assert not hasattr(engine.llm.llm_engine.engine_core, "engine_core"), "the engine is in this process"
         for update in range(2):
             alpha, rows = random_gates(update), make_rows(rollout=update)

@@ -63,6 +63,16 @@ def test_the_stock_engine_samples_the_same_with_gates_at_one(folder: Path) -> No
         assert (torch.tensor(mixed[i].logprobs) - torch.tensor(stock[i].logprobs)).abs().max() < TOLERANCE
 
 
+def test_a_compiled_model_reads_its_gates_anew(folder: Path) -> None:
+    model = load_reference(folder)
+    with closing(VLLMEngine(str(folder), SIZES, **{**OPTIONS, "enforce_eager": False})) as engine:
+        for update in range(2):
+            alpha, rows = random_gates(update), make_rows(rollout=update)
+            engine.set_gates(alpha)
+            samples = dict(engine.sample(rows, SamplingParams(20, temperature=1.0)))
+            assert worst_difference(put_gates(model, alpha), rows, samples) < TOLERANCE
+
+
 def test_what_does_not_work_is_refused_at_start(folder: Path) -> None:
     from transformers import GPT2Config
 
