@@ -48,7 +48,10 @@ def infer(
         int | None, typer.Option(help="First tokens that compressible heads keep; default: gates'.")
     ] = None,
     window: Annotated[int | None, typer.Option(help="Last tokens that they keep; default: gates'.")] = None,
-    prefill: Annotated[str, typer.Option(help="Prompts are read 'full' or, as in training, 'local'.")] = "full",
+    prefill: Annotated[
+        str | None,
+        typer.Option(help="Prompts are read 'full' or, as in training, 'local'; default: full, with vllm local."),
+    ] = None,
     scope: Annotated[str, typer.Option(help="Heads compete in the whole model ('global') or per 'layer'.")] = "global",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -58,6 +61,9 @@ def infer(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     batch_size: Annotated[int, typer.Option(help="Problems of --input that are decoded together.")] = 8,
     compare_full: Annotated[bool, typer.Option("--compare-full", help="Decode with the full cache too.")] = False,
+    backend: Annotated[
+        str, typer.Option(help="hf (transformers) or vllm, for many texts at once (docs/SERVING.md).")
+    ] = "hf",
 ) -> None:
     """Generate with the full KV cache in the heads that need it and a small one in all others.
 
@@ -75,6 +81,8 @@ def infer(
     R-KV in the compressible heads, and in all heads (token eviction as published):
       rlkv-infer --gates gates.pt --sparsity 0.5 --eviction rkv --budget 256 --prompt "..."
       rlkv-infer --model tiny --eviction rkv --budget 64 --prompt "..." --show-kept kept.html
+    Many problems at once through vLLM (pip install 'rlkv[vllm]'):
+      rlkv-infer --backend vllm --gates gates.pt --batch-size 64 --input problems.jsonl --output answers.jsonl
     Another model, sampled:
       rlkv-infer --gates gates.pt --model ./Qwen3-4B --prompt "..." --temperature 0.6 --top-p 0.95
     """
@@ -89,14 +97,24 @@ def infer(
     if show_kept is not None and prompt is None:
         raise ValueError("--show-kept needs --prompt: its page shows one text")
     from rlkv.inference.batch import read_problems
-    from rlkv.inference.cli_setup import build_policy, build_setup
+    from rlkv.inference.cli_setup import build_policy, build_served, build_setup, check_backend
     from rlkv.rollout.base import SamplingParams
 
+    chat = prompt is None and input is None
+    check_backend(backend, chat, eviction, show_kept, compare_full, device)
     policy = build_policy(eviction, budget, ratio, eviction_option or [])
     if input is not None:
         read_problems(input)  # before the model is loaded
     sampling = SamplingParams(max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    sizes = {"sink": sink, "window": window, "prefill": prefill}
+    if backend == "vllm":
+        request = {"scope": scope, "sink": sink, "window": window, "prefill": prefill}
+        setup = build_served(gates, sparsity, model, request, dtype, batch_size, sampling, template)
+        if prompt is not None:
+            _answer_served(setup, prompt)
+        elif input is not None and output is not None:
+            _answer_file(setup, input, output, compare_full=False)
+        return
+    sizes = {"sink": sink, "window": window, "prefill": prefill or "full"}
     record = show_kept is not None
     setup = build_setup(
         gates, sparsity, scope, policy, model, sizes, dtype, device, batch_size, record, sampling, template
@@ -139,6 +157,16 @@ def _answer(setup: Setup, prompt: str, compare_full: bool, show_kept: Path | Non
     same = "the same tokens" if reply.completion == full.completion else "other tokens"
     _say(f"compressed  {reply.usage.summary()}, {setup.heads()}")
     _say(f"full cache  {full.usage.summary()}, {same}")
+
+
+def _answer_served(setup: Setup, prompt: str) -> None:
+    from rlkv.prompts import render_prompt
+
+    (completion,), usage = setup.engine.batch(
+        [render_prompt(setup.engine.tokenizer, prompt, setup.template)], setup.sampling
+    )
+    print(completion.text, flush=True)
+    _say(f"{usage.summary()}, {setup.heads()}")
 
 
 def _answer_file(setup: Setup, input_path: Path, output_path: Path, compare_full: bool) -> None:

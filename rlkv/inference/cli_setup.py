@@ -12,6 +12,7 @@ NO_GATES = (
     "in all heads"
 )
 DEFAULT_SPARSITY = 0.5
+BACKENDS = ("hf", "vllm")
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,7 @@ def build_setup(
     else:
         gates = HeadGates.load(gates_path)
         sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
-        if model_name is None:
-            if gates.model is None:
-                raise ValueError(f"{gates_path} does not name its model: pass --model")
-            model_name = gates.model.model_id
+        model_name = _model_of(gates, gates_path) if model_name is None else model_name
     if policy is not None and any(sizes[name] is not None for name in ("sink", "window")):
         raise ValueError(
             "--sink and --window do not apply with --eviction: say it in the policy's terms, such as --eviction-option "
@@ -120,5 +118,72 @@ def build_setup(
         "sparsity": sparsity,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
+    }
+    return Setup(engine, sampling, template, settings)
+
+
+def _model_of(gates: Any, gates_path: str) -> str:
+    if gates.model is None:
+        raise ValueError(f"{gates_path} does not name its model: pass --model")
+    return gates.model.model_id
+
+
+def check_backend(
+    backend: str, chat: bool, eviction: str | None, show_kept: Any, compare_full: bool, device: str
+) -> None:
+    """Raise ``ValueError`` for an unknown backend, and for what the one of vLLM does not do."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown --backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    if backend == "hf":
+        return
+    given = {"--eviction": eviction, "--show-kept": show_kept, "--compare-full": compare_full}
+    for option, value in given.items():
+        if value:
+            raise ValueError(f"{option} does not work with --backend vllm: leave out one of the two")
+    if device != "auto":
+        raise ValueError("--device does not work with --backend vllm: the installed vLLM is for CPUs or for GPUs")
+    if chat:
+        raise ValueError("--backend vllm needs --prompt or --input; for chats, `vllm serve` (docs/SERVING.md)")
+
+
+def build_served(
+    gates_path: str | None,
+    sparsity: float | None,
+    model_name: str | None,
+    request: dict[str, Any],
+    dtype: str,
+    batch_size: int,
+    sampling: Any,
+    template: str,
+) -> Setup:
+    """As :func:`build_setup`, with the engine of vLLM.
+
+    Args:
+        request: further settings of the plugin, None where its default stands.
+
+    Raises:
+        ValueError: for anything that is missing, unknown or does not fit.
+    """
+    from rlkv.gates import HeadGates
+    from rlkv.prompts import fill_template
+
+    fill_template("", template)
+    if gates_path is None:
+        raise ValueError(NO_GATES)
+    gates = HeadGates.load(gates_path)
+    sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
+    model_name = _model_of(gates, gates_path) if model_name is None else model_name
+    from rlkv.serving.engine import ServingEngine
+
+    chosen = {key: value for key, value in request.items() if value is not None}
+    engine = ServingEngine(
+        model_name, {**chosen, "gates": gates_path, "sparsity": sparsity}, batch_size=batch_size, dtype=dtype
+    )
+    settings = {
+        "model": model_name,
+        "allocation": hashlib.sha256(bytes(engine.allocation.full.flatten().tolist())).hexdigest(),
+        "sparsity": sparsity,
+        "dtype": engine.dtype,
+        "device": "vllm",
     }
     return Setup(engine, sampling, template, settings)

@@ -1,0 +1,83 @@
+"""vLLM with head reallocation in the caller's process: the engine of ``rlkv-infer --backend vllm``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rlkv.allocation import HeadAllocation
+from rlkv.gates import HeadGates
+from rlkv.inference.engine import Usage
+from rlkv.models import ModelShape
+from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.rollout.vllm import VLLMEngine
+from rlkv.serving.packing import BlockUse, plan_packing
+from rlkv.serving.plugin import check_installed
+from rlkv.serving.report import block_bytes
+from rlkv.serving.settings import KEY, parse_settings
+from rlkv.serving.versions import check_version, installed_version
+
+CPU_BLOCK_SIZE = 32  # the smallest that the CPU kernels take; what the engine would choose, 128, keeps more than S + W
+
+
+class ServingEngine(VLLMEngine):
+    """A model under an allocation, served by vLLM.
+
+    ``request`` is what ``additional_config["rlkv"]`` holds (:class:`rlkv.serving.settings.ServingSettings`).
+
+    Raises:
+        ValueError: without vLLM, with another version or installation, for wrong settings and gates of another model.
+    """
+
+    eviction = None
+
+    def __init__(self, model: str, request: dict[str, Any], batch_size: int = 8, **options: Any) -> None:
+        check_version(installed_version())
+        check_installed()
+        settings = parse_settings(request)
+        gates = HeadGates.load(settings.gates)
+        self.allocation = HeadAllocation.from_gates(gates, settings.sparsity, settings.scope)
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            options.setdefault("block_size", CPU_BLOCK_SIZE)
+        super().__init__(model, max_rows=batch_size, additional_config={KEY: dict(request)}, **options)
+        self.batch_size = batch_size
+        config = self.llm.llm_engine.vllm_config
+        self.settings = settings
+        self.sizes: dict[str, Any] = {
+            "sink": gates.deploy_sink if settings.sink is None else settings.sink,
+            "window": gates.deploy_window if settings.window is None else settings.window,
+            "prefill": settings.prefill,
+        }
+        use = BlockUse(config.cache_config.block_size, self.sizes["sink"], self.sizes["window"])
+        self.plan = plan_packing(self.allocation.full, use, min(settings.reference_tokens, self.max_positions))
+        self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        head_size = ModelShape.from_config(config.model_config.hf_config).head_dim
+        per_block = block_bytes(self.plan, head_size, config.model_config.dtype.itemsize)
+        self.head_bytes = per_block // self.plan.heads_per_block
+
+    def cache_settings(self) -> dict[str, Any]:
+        """What the compressible heads keep, for settings and reports."""
+        return {**self.sizes, "eviction": None, "backend": "vllm"}
+
+    def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
+        """The completions of rendered ``prompts`` in their order.
+
+        The bytes are those of the blocks that all texts hold at their ends, by the plan that the engine was checked
+        against when it started.
+
+        Raises:
+            ValueError: if ``full`` is asked for: an engine has one allocation for all its life.
+        """
+        if full:
+            raise ValueError("the vLLM backend has no second, uncompressed cache: compare with the hf backend")
+        start = time.perf_counter()
+        completions = self.generate(prompts, sampling)
+        seconds = time.perf_counter() - start
+        made = [len(completion.token_ids) for completion in completions]
+        # the last token of a text is never fed back
+        lengths = [n + own - 1 for n, own in zip(self.prompt_lengths(prompts), made, strict=True)]
+        held = sum(self.plan.held(length) for length in lengths) * self.head_bytes
+        full_bytes = sum(self.plan.uncompressed(length) for length in lengths) * self.head_bytes
+        return completions, Usage(sum(made), seconds, held, full_bytes)
