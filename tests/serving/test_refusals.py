@@ -99,7 +99,8 @@ def test_the_engine_does_not_start(
 
 def test_gates_of_another_model_are_refused(llama: Served, tmp_path: Any) -> None:
     other = make_served(tmp_path, "qwen3")
-    with pytest.raises(ValueError, match="these gates are for unknown: qwen3 with 4 layers"), engine(llama, other.request(0.5)):
+    message = "these gates are for unknown: qwen3 with 4 layers"
+    with pytest.raises(ValueError, match=message), engine(llama, other.request(0.5)):
         pass
 
 
