@@ -270,7 +270,8 @@ def main(
     folder = output_dir.resolve()
     # relative names where it can be: commands are written into result files
     plan = Plan(folder.relative_to(PROGRAMS) if folder.is_relative_to(PROGRAMS) else folder, size)
-    with results_folder(output_dir, "study", asdict(size), fresh):
+    kept = {name: value for name, value in asdict(size).items() if name != "cells"}  # an estimate binds no results
+    with results_folder(output_dir, "study", kept, fresh):
         Pipeline(plan.stages, PROGRAMS, folder / "logs", console, jobs or min(4, usable_cores())).run()
         collect(plan)
     for lines in json.loads((folder / "results.json").read_text())["findings"].values():
