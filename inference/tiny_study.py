@@ -225,7 +225,7 @@ class Plan:
         needs = (self.problems, *(stage.done for stage in self.stages))
         expected = 0.03 * size.cells * size.held_out
 
-        def progress() -> float:  # files are counted, not lines: reading megabytes of texts again and again costs a core
+        def progress() -> float:  # counts files: reading all texts again and again costs half a core
             return len(list((PROGRAMS / self.report / "rows").glob("*.jsonl"))) / size.cells
 
         return Stage("analyses and report", command, self.report / "report.html", progress, expected, needs)
