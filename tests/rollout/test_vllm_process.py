@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -23,8 +25,14 @@ PROGRAM = Path(__file__).with_name("engine_process.py")
 def test_gates_reach_an_engine_in_another_process(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    errors = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("max error")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            out, messages = process.communicate(timeout=280)
+        finally:
+            with suppress(ProcessLookupError):  # the engine's process outlives a parent that was killed
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, messages[-3000:]
+    errors = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("max error")]
     assert len(errors) == 2
     assert max(errors) < TOLERANCE
