@@ -12,7 +12,7 @@ from rlkv.correlation import spearman
 from rlkv.gates import HeadGates
 from rlkv.training.loggers import GATES_LOG, LOG, read_log
 
-COLUMNS = ("rollout", "update", "step")  # seconds of a step
+COLUMNS = ("rollout", "update", "step", "step_cpu")  # seconds of a step, the last in CPU time
 
 
 def seconds_per_step(folder: Path) -> dict[str, float]:
@@ -57,12 +57,12 @@ def to_table(rows: dict[int, dict[str, Any]], names: tuple[str, str], hardware: 
         f"### Who samples: {names[0]} and {names[1]}, the same runs otherwise",
         "",
         f"| seed | Spearman of the ranking | largest difference of a gate | steps with equal rollouts "
-        f"| max difference of log-probabilities, {names[1]} | {names[0]}: rollout, update, s per step "
-        f"| {names[1]}: rollout, update, s per step |",
+        f"| max difference of log-probabilities, {names[1]} | {names[0]}: rollout, update, CPU s per step "
+        f"| {names[1]}: rollout, update, CPU s per step |",
         "|---|---|---|---|---|---|---|",
     ]
     for seed, row in rows.items():
-        times = [f"{part['rollout']:.2f}, {part['update']:.2f}" for part in row["seconds"]]
+        times = [f"{part['rollout']:.2f}, {part['update']:.2f}, {part['step_cpu']:.2f}" for part in row["seconds"]]
         equal = f"{row['equal_steps']} of {row['steps']}"
         lines.append(
             f"| {seed} | {row['spearman']:.3f} | {row['final_difference']:.3f} | {equal} "
@@ -72,6 +72,7 @@ def to_table(rows: dict[int, dict[str, Any]], names: tuple[str, str], hardware: 
         "",
         "Ranking: the mean of every gate over the training. Equal rollouts: the first steps up to which rewards and "
         "lengths are the same (the draws belong to the rows, so two engines give the same tokens until rounding flips "
-        f"one). Seconds: medians over the steps without the first. {hardware}",
+        f"one). Seconds: medians over the steps without the first; rollout and update by the clock, which other work on "
+        f"the machine slows down, and the whole step in CPU time. {hardware}",
     ]
     return "\n".join(lines) + "\n"

@@ -27,6 +27,7 @@ def write_run(folder: Path, alphas: list[torch.Tensor], rewards: list[float], se
             "time/rollout_s": second,
             "time/update_s": 2 * second,
             "time/step_s": 3 * second,
+            "time/step_cpu_s": 4 * second,
         }
         for step, (_, reward, second) in enumerate(logs, start=1)
     ]
@@ -48,12 +49,17 @@ def test_ranking_lengths_and_seconds_of_two_runs(tmp_path: Path) -> None:
     assert found["spearman"] == pytest.approx(1 - 6 * 2 * 25 / (6 * 35))  # two heads, five ranks apart
     assert found["final_difference"] == pytest.approx(5 / 6)
     assert (found["steps"], found["equal_steps"]) == (4, 2)
-    assert found["seconds"][0] == {"rollout": 2.0, "update": 4.0, "step": 6.0}  # the first step does not count
+    assert found["seconds"][0] == {
+        "rollout": 2.0,
+        "update": 4.0,
+        "step": 6.0,
+        "step_cpu": 8.0,
+    }  # the first step does not count
     assert found["logprob_diff_max"] == [4e-6, 4e-6]
     assert compare(first, first)["spearman"] == pytest.approx(1.0)
     assert compare(first, first)["equal_steps"] == 4
     table = to_table({7: found}, ("hf", "vllm"), "one machine.")
-    assert "| 7 | -0.429 | 0.833 | 2 of 4 | 4.0e-06 | 2.00, 4.00 | 4.00, 8.00 |" in table
+    assert "| 7 | -0.429 | 0.833 | 2 of 4 | 4.0e-06 | 2.00, 4.00, 8.00 | 4.00, 8.00, 16.00 |" in table
     assert table.endswith("one machine.\n")
 
 
