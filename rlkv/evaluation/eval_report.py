@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 from rlkv.evaluation.error_modes import MODES, wrong_mode
-from rlkv.evaluation.intervals import wilson_interval
 from rlkv.evaluation.methods import FULL
 from rlkv.evaluation.metrics import (
-    bootstrap_mean,
     lengths_when_both_right,
+    mean_with_interval,
     ngram_entropy,
     paired_difference,
     problem_scores,
@@ -45,18 +44,15 @@ def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | No
     """
     verdicts = by_problem(rows)
     scores = problem_scores(list(verdicts.values()))
-    estimate = bootstrap_mean(scores, seed=seed)
-    low, high = estimate.low, estimate.high
-    if len(rows) == len(scores):  # one sample each: a proportion, whose interval is sound at 0 and 1 too
-        low, high = wilson_interval(sum(row["correct"] for row in rows), len(rows))
+    estimate = mean_with_interval(scores, seed)
     summary: Summary = {
         "task": task,
         "method": method,
         "n": len(scores),
         "samples": len(rows) // len(scores),
         "accuracy": estimate.mean,
-        "ci_low": low,
-        "ci_high": high,
+        "ci_low": estimate.low,
+        "ci_high": estimate.high,
         "pass_at_k": pass_at(list(verdicts.values()), seed),
         "mean_output_tokens": _mean(rows, lambda row: len(row["token_ids"])),
         "kv_bytes": sum(row["kv_bytes"] for row in rows),
@@ -80,11 +76,11 @@ def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | No
 
 
 def pass_at(verdicts: list[list[bool]], seed: int = 0) -> dict[str, dict[str, float]]:
-    """pass@k for k = 1, 2, 4, ... up to the samples of each problem, with 95% bootstrap intervals over problems."""
+    """pass@k for k = 1, 2, 4, ... up to the samples of each problem, with 95% intervals over problems."""
     found = {}
     k = 1
     while k <= min(map(len, verdicts)):
-        estimate = bootstrap_mean(problem_scores(verdicts, k), seed=seed)
+        estimate = mean_with_interval(problem_scores(verdicts, k), seed)
         found[str(k)] = {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
         k *= 2
     return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkv.evaluation.intervals import sign_test
+from rlkv.evaluation.intervals import sign_test, wilson_interval
 
 RESAMPLES = 10_000
 ROWS_AT_ONCE = 500  # resamples drawn together: bounds the memory
@@ -76,12 +76,42 @@ def bootstrap_mean(
     return Estimate(float(values.mean()), float(low), float(high), values.size)
 
 
+def mean_with_interval(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:
+    """Mean of a score in [0, 1] per problem: Wilson's interval where all are 0 or 1, else bootstrap over problems.
+
+    Where all problems have one score in between, the bootstrap has no width; the interval is then that of
+    :func:`unseen_interval`.
+
+    Raises:
+        ValueError: without problems.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    if values.size and np.isin(values, (0.0, 1.0)).all():
+        low, high = wilson_interval(int(values.sum()), values.size)
+        return Estimate(float(values.mean()), low, high, values.size)
+    estimate = bootstrap_mean(values, seed)
+    if np.ptp(values) == 0:
+        low, high = unseen_interval(float(values[0]), values.size, 0.0, 1.0)
+        return Estimate(estimate.mean, low, high, values.size)
+    return estimate
+
+
+def unseen_interval(value: float, n: int, least: float, most: float) -> tuple[float, float]:
+    """95% interval of a mean over problems, of which ``n`` were seen and all had ``value``.
+
+    Other problems may have any value from ``least`` to ``most``.  Their share is at most Wilson's upper bound u of
+    0 in ``n``, so that the mean lies between ``value`` moved by u towards either end.
+    """
+    share = wilson_interval(0, n)[1]
+    return value + share * (least - value), value + share * (most - value)
+
+
 @dataclass(frozen=True)
 class PairedDifference:
     """How much the second run differs from the first over the same problems (second minus first).
 
     Attributes:
-        difference, low, high: mean difference and its 95% bootstrap interval over problems.
+        difference, low, high: mean difference and its 95% interval over problems.
         p_value: two-sided, of the hypothesis that the runs are exchangeable on every problem.
         n, changed: problems, and those on which the runs differ.
     """
@@ -97,7 +127,11 @@ class PairedDifference:
 def paired_difference(
     first: Sequence[float] | Floats, second: Sequence[float] | Floats, seed: int = 0, resamples: int = RESAMPLES
 ) -> PairedDifference:
-    """Compare two runs by their scores on the same problems, in the same order.
+    """Compare two runs by their scores in [0, 1] on the same problems, in the same order.
+
+    The interval is a percentile bootstrap over problems.  That has no width where all differences are one number (no
+    problem changed, or all by as much); the interval is then that of :func:`unseen_interval` for differences from -1
+    to 1: equal runs on 20 problems give [-0.16, +0.16], on 200 [-0.019, +0.019].
 
     The p value is that of a sign-flip permutation test on the differences (Fisher 1935): all flips if there are at
     most ``resamples`` of them, else ``resamples`` random ones, the observed one counted.
@@ -109,6 +143,9 @@ def paired_difference(
     if a.shape != b.shape:
         raise ValueError(f"a paired test needs the same problems in both runs, got {a.size} and {b.size}")
     estimate = bootstrap_mean(b - a, seed, resamples)
+    if np.ptp(b - a) == 0:
+        low, high = unseen_interval(float((b - a)[0]), a.size, -1.0, 1.0)
+        estimate = Estimate(estimate.mean, low, high, estimate.n)
     changes = (b - a)[b != a]
     p_value = _flip_test(changes, seed, resamples)
     return PairedDifference(estimate.mean, estimate.low, estimate.high, p_value, a.size, changes.size)

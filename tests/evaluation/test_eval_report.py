@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlkv.evaluation.eval_report import by_problem, pass_at, summarize
+from rlkv.evaluation.intervals import wilson_interval
 
 
 def row(key: str, correct: bool, sample: int = 0, **more: Any) -> dict[str, Any]:
@@ -62,6 +63,17 @@ def test_samples_give_pass_at_k() -> None:
     assert found["accuracy"] == means["1"]
     for estimate in found["pass_at_k"].values():
         assert 0 <= estimate["low"] <= estimate["mean"] <= estimate["high"] <= 1
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_samples_that_are_all_right_or_all_wrong_have_wilsons_interval(verdict: bool) -> None:
+    rows = [row(key, verdict, i) for key in "abcde" for i in range(4)]
+    found = summarize("tiny", "rlkv@0.5", rows, None)
+    low, high = wilson_interval(5 * verdict, 5)  # over problems, not samples
+    assert (found["ci_low"], found["ci_high"]) == (low, high)
+    assert high - low > 0.4
+    for estimate in found["pass_at_k"].values():
+        assert (estimate["low"], estimate["high"]) == (low, high)
 
 
 def test_k_goes_up_by_powers_of_two() -> None:

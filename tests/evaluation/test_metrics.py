@@ -8,10 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from rlkv.evaluation.intervals import sign_test
+from rlkv.evaluation.intervals import Z_95, sign_test, wilson_interval
 from rlkv.evaluation.metrics import (
     bootstrap_mean,
     lengths_when_both_right,
+    mean_with_interval,
     ngram_entropy,
     ngram_frequency,
     paired_difference,
@@ -103,7 +104,29 @@ def test_random_flips_come_near_all_flips() -> None:
 
 def test_equal_runs_do_not_differ() -> None:
     found = paired_difference([0.5, 1.0], [0.5, 1.0])
-    assert (found.difference, found.low, found.high, found.p_value, found.changed) == (0, 0, 0, 1.0, 0)
+    assert (found.difference, found.p_value, found.changed) == (0, 1.0, 0)
+
+
+@pytest.mark.parametrize("n", [1, 20, 200])
+def test_few_problems_without_a_change_leave_room_for_one(n: int) -> None:
+    bound = Z_95**2 / (n + Z_95**2)  # Wilson's upper bound of 0 in n
+    same = paired_difference([0.5] * n, [0.5] * n)
+    assert (same.low, same.high) == (pytest.approx(-bound), pytest.approx(bound))
+    # all better by one: what was not seen may be worse by one
+    better = paired_difference([0.0] * n, [1.0] * n)
+    assert (better.difference, better.low, better.high) == (1.0, pytest.approx(1 - 2 * bound), 1.0)
+    half = paired_difference([1.0] * n, [0.5] * n)
+    assert (half.low, half.high) == (pytest.approx(-0.5 - bound / 2), pytest.approx(-0.5 + 1.5 * bound))
+
+
+def test_equal_scores_between_0_and_1_have_an_interval_with_width() -> None:
+    bound = Z_95**2 / (10 + Z_95**2)
+    found = mean_with_interval([0.25] * 10)
+    assert (found.low, found.high) == (pytest.approx(0.25 * (1 - bound)), pytest.approx(0.25 + 0.75 * bound))
+    assert mean_with_interval([0.25, 0.5], seed=4) == bootstrap_mean([0.25, 0.5], seed=4)
+    assert (mean_with_interval([1, 1]).low, mean_with_interval([1, 1]).high) == wilson_interval(2, 2)
+    with pytest.raises(ValueError, match="one score per problem"):
+        mean_with_interval([])
 
 
 def test_paired_difference_refuses_other_problems() -> None:

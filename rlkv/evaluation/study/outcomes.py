@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlkv.evaluation.error_modes import wrong_mode
-from rlkv.evaluation.intervals import wilson_interval
-from rlkv.evaluation.metrics import Estimate, PairedDifference, bootstrap_mean, paired_difference
+from rlkv.evaluation.metrics import PairedDifference, mean_with_interval, paired_difference
 
 Floats = NDArray[np.float64]
 
@@ -69,17 +68,6 @@ def row_mode(row: dict[str, Any]) -> str | None:
 def mean_scores(runs: Sequence[Outcome]) -> Floats:
     """Accuracy of each problem, mean over the seeds, float ``[problems]``."""
     return np.mean([run.correct for run in runs], axis=0)
-
-
-def mean_with_interval(scores: Floats) -> Estimate:
-    """Mean of a score in [0, 1] per problem: Wilson's interval where all are 0 or 1, else bootstrap over problems.
-
-    The bootstrap has no width where all problems have one score; Wilson's interval has, and is sound there.
-    """
-    if np.isin(scores, (0.0, 1.0)).all():
-        low, high = wilson_interval(int(scores.sum()), scores.size)
-        return Estimate(float(scores.mean()), low, high, scores.size)
-    return bootstrap_mean(scores)
 
 
 @dataclass(frozen=True)

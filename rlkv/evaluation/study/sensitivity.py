@@ -11,10 +11,10 @@ from typing import ClassVar
 import numpy as np
 
 from rlkv.evaluation.html_page import Cell, Page, sign_of
-from rlkv.evaluation.metrics import paired_difference
+from rlkv.evaluation.metrics import mean_with_interval, paired_difference
 from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.bench import Cell as BenchCell
-from rlkv.evaluation.study.outcomes import Floats, Outcome, accuracy_of, mean_scores, mean_with_interval
+from rlkv.evaluation.study.outcomes import Floats, Outcome, accuracy_of, mean_scores
 from rlkv.evaluation.study.pictures import Panel, curves_picture, point
 from rlkv.evaluation.study.rankings import Ranking
 from rlkv.evaluation.study.text import INTERVAL_NOTE, LEGEND, accuracy_cell, difference_cell, interval, p_text, plural

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from rlkv.evaluation.html_page import Page
+from rlkv.evaluation.intervals import wilson_interval
 from rlkv.evaluation.metrics import RESAMPLES
 from rlkv.evaluation.published import find_published
 from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
@@ -23,13 +24,20 @@ ROWS_AT_ONCE = 500
 class Threshold:
     """The largest sparsity up to which no measured one loses more than ``margin``, with its 95% interval.
 
-    ``support`` is the share of resamples with this very threshold; 0: already the first sparsity loses more.
+    A sparsity of 0: already the first measured one loses more.
+
+    Attributes:
+        support: share of resamples with this very threshold; near 1 where methods tie, however few the problems.
+        not_excluded: the largest loss in accuracy that ``n`` problems do not exclude at the sparsities up to this one:
+            Wilson's upper bound (95%) of the share of problems that got worse, each counted as lost whole and none
+            made up for by a gain.  None where the sparsity is 0.
     """
 
     sparsity: float
     low: float
     high: float
     support: float
+    not_excluded: float | None
     margin: float
     n: int
 
@@ -54,7 +62,8 @@ def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], mar
         raise ValueError(f"the margin is {margin}: it is the accuracy that may be lost, 0 or more")
     values = np.array([0.0, *sparsities])
     losses = full - scores
-    found = values[_steps(losses.mean(axis=1)[:, None], margin)[0]]
+    steps = int(_steps(losses.mean(axis=1)[:, None], margin)[0])
+    found = values[steps]
     rng = np.random.default_rng(seed)
     drawn = []
     for done in range(0, RESAMPLES, ROWS_AT_ONCE):
@@ -64,7 +73,9 @@ def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], mar
     # inverted_cdf: an end of the interval is a measured sparsity too
     low, high = np.quantile(thresholds, [0.025, 0.975], method="inverted_cdf")
     support = float(np.mean(thresholds == found))
-    return Threshold(float(found), float(low), float(high), support, margin, full.size)
+    worse = int((losses[:steps] > ROUNDING).sum(axis=1).max(initial=0))
+    not_excluded = wilson_interval(worse, full.size)[1] if steps else None
+    return Threshold(float(found), float(low), float(high), support, not_excluded, margin, full.size)
 
 
 def _steps(losses: Floats, margin: float) -> np.ndarray:
@@ -96,31 +107,61 @@ class NearLossless(Analysis):
         return {"sparsities": list(sparsities), "margin": study.options.margin, "tasks": tasks}
 
     def findings(self, figures: Figures) -> list[str]:
-        return [
+        lines = [
             f"{task}: near-lossless (at most {100 * figures['margin']:g} points below the full cache at every measured "
             "sparsity) up to "
             + ", ".join(f"{name} {_text(threshold)}" for name, threshold in found["methods"].items())
             + "."
             for task, found in figures["tasks"].items()
         ]
+        return lines + [
+            f"{task}: {name}: {text}."
+            for task, found in figures["tasks"].items()
+            for name, threshold in found["methods"].items()
+            if not _shows_margin(threshold) and (text := excluded_text(threshold))
+        ]
 
     def write(self, figures: Figures, page: Page, folder: Path) -> None:
         measured = ", ".join(f"{s:g}" for s in figures["sparsities"])
         rows = [
-            [f"{task}: {name}", _text(threshold), f"{threshold['support']:.0%}", str(threshold["n"])]
+            [
+                f"{task}: {name}",
+                _text(threshold),
+                f"{threshold['support']:.0%}",
+                str(threshold["n"]),
+                excluded_text(threshold) or "-",
+            ]
             for task, found in figures["tasks"].items()
             for name, threshold in found["methods"].items()
         ]
         page.table(
-            ["heads", "largest near-lossless sparsity", "resamples that agree", "problems"],
+            ["heads", "largest near-lossless sparsity", "resamples that agree", "problems", "what they exclude"],
             rows,
             "The largest sparsity up to which no measured one is below the full cache by more than "
             f"{100 * figures['margin']:g} points (margin {figures['margin']:g}), on the mean over seeds; brackets: 95% "
-            f"interval by bootstrap over problems. It can only be one of the measured sparsities ({measured}) or 0.",
+            f"interval by bootstrap over problems. It can only be one of the measured sparsities ({measured}) or 0. "
+            "Where methods tie the interval has no width, however few the problems. What they exclude is the last "
+            "column: the loss above Wilson's bound (95%) on the share of problems that got worse at any of the "
+            "sparsities up to the threshold, gains not counted.",
         )
         for task, found in figures["tasks"].items():
             for where, method, value in found["published"]:
                 page.paragraph(f"Published for {task} ({where}, {method}; without a stated rule): {value:g}.")
+
+
+def _shows_margin(threshold: Figures) -> bool:
+    bound = threshold["not_excluded"]
+    return bound is None or bound <= threshold["margin"] + ROUNDING
+
+
+def excluded_text(threshold: Figures) -> str:
+    """What the problems exclude, and that it is not the margin where it is not; empty for a threshold of 0."""
+    if threshold["not_excluded"] is None:
+        return ""
+    text = f"n = {threshold['n']} excludes a loss of more than {100 * threshold['not_excluded']:.1f} points"
+    if _shows_margin(threshold):
+        return text
+    return f"{text}, which is above the margin of {100 * threshold['margin']:g}: near-lossless is not shown"
 
 
 def _text(threshold: Figures) -> str:

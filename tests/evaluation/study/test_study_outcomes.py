@@ -7,11 +7,11 @@ import pytest
 from study_fakes import outcome
 
 from rlkv.evaluation.intervals import wilson_interval
-from rlkv.evaluation.metrics import lengths_when_both_right, ngram_entropy, repetition_rate
+from rlkv.evaluation.metrics import lengths_when_both_right, mean_with_interval, ngram_entropy, repetition_rate
 from rlkv.evaluation.study.comparison import compare
 from rlkv.evaluation.study.lengths import both_right, repetition_figures
 from rlkv.evaluation.study.modes import mode_shares
-from rlkv.evaluation.study.outcomes import accuracy_of, mean_scores, mean_with_interval, outcome_of
+from rlkv.evaluation.study.outcomes import accuracy_of, mean_scores, outcome_of
 
 
 def row(correct: bool, repetitive: bool = False, finish: str = "stop", tokens: int = 3) -> dict:
