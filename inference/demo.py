@@ -5,7 +5,8 @@ r"""The whole pipeline on the built-in tiny model, on a CPU: filter, train, expo
     make demo QUICK=1    # every stage at a tenth of the size, into results/demo_quick
 
 Each stage is one of the project's own commands, printed as it starts, with its output in
-``results/demo/logs/``.  A stage that has ended is not run again; one that was stopped goes on where it was.
+``results/demo/logs/``.  A stage that has ended is not run again, if what it needs is older; one that was stopped
+goes on where it was.  Other settings, configs or another version than the folder's are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def plan(folder: Path, quick: bool) -> list[Stage]:
     sparsities = "0.5" if quick else "0.2,0.4,0.5,0.6,0.8"
     cells = 1 + len(sparsities.split(",")) * (draws + 2)
     curriculum, training, sweep = folder / "curriculum", folder / "training", folder / "sweep"
-    gates = training / "gates.pt"
+    filtered, gates = curriculum / "report.md", training / "gates.pt"
     filter_command = words(
         """data_prep/filter_deepscaler.py --config configs/filter_tiny.yaml --num-problems {problems}
             --output-dir {out}""",
@@ -59,17 +60,25 @@ def plan(folder: Path, quick: bool) -> list[Stage]:
         Stage(
             "filter",
             filter_command,
-            curriculum / "report.md",
+            filtered,
             lambda: count_lines(PROGRAMS / curriculum, "**/shard*.jsonl") / num_problems,
             40,
         ),
-        Stage("train gates", train_command, gates, lambda: count_lines(PROGRAMS / training, "log.jsonl") / steps, 240),
+        Stage(
+            "train gates",
+            train_command,
+            gates,
+            lambda: count_lines(PROGRAMS / training, "log.jsonl") / steps,
+            240,
+            (filtered,),
+        ),
         Stage(
             "compare heads",
             sweep_command,
             sweep / "problems.jsonl",
             lambda: count_lines(PROGRAMS / sweep, "rows.jsonl") / (cells + 1),
             150,
+            (gates,),
         ),
     ]
 
@@ -94,7 +103,7 @@ def main(
     # relative names where it can be: commands are written into result files
     named = folder.relative_to(PROGRAMS) if folder.is_relative_to(PROGRAMS) else folder
     with results_folder(output_dir, "demo", {"quick": quick}, fresh):
-        Pipeline(plan(named, quick), PROGRAMS, folder / "logs", console).run()
+        Pipeline(plan(named, quick), PROGRAMS, folder, console).run()
         collect(folder)
     console.print((folder / "table.md").read_text(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"{time.monotonic() - started:.0f} s; everything is in {output_dir}/", highlight=False)

@@ -11,7 +11,8 @@ RLKV's heads re-ranked, distillation on the model's own solutions and on DuoAtte
 
 Every stage is one of the project's own commands, printed as it starts, with its output in ``results/study/logs/``.
 Stages that find heads run ``--jobs`` at a time, on one thread each, so that their CPU seconds can be compared.  A stage
-that has ended is not run again; one that was stopped goes on where it was.
+that has ended is not run again, if what it needs is older; one that was stopped goes on where it was.  Other settings,
+configs or another version than the folder's are refused.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ def main(
     plan = Plan(folder.relative_to(PROGRAMS) if folder.is_relative_to(PROGRAMS) else folder, size)
     kept = {name: value for name, value in asdict(size).items() if name != "cells"}  # an estimate binds no results
     with results_folder(output_dir, "study", kept, fresh):
-        Pipeline(plan.stages, PROGRAMS, folder / "logs", console, jobs or min(4, usable_cores())).run()
+        Pipeline(plan.stages, PROGRAMS, folder, console, jobs or min(4, usable_cores())).run()
         collect(plan)
     for lines in json.loads((folder / "results.json").read_text())["findings"].values():
         for line in lines:

@@ -1,6 +1,7 @@
 """Several commands one after another, or some at a time: each runs once, and a killed pipeline goes on where it was.
 
-A stage has ended when its file ``done`` exists; commands write it last and go on by themselves where they were stopped.
+A stage has ended when its file ``done`` exists and is not older than those that it needs; commands write it last and go
+on by themselves where they were stopped.  What a stage was begun with is kept (:mod:`rlkv.stage_records`).
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from rlkv.atomic import atomic_path
+from rlkv.stage_records import StageRecords
 
 # glibc gives each large buffer back to the system and faults it in again at the next step: 3.3 of 15.8 s in a short
 # training run, 0.5 of 13.1 s with these settings
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 LOCK = "lock"
+EMPTYING = None  # in place of the size, while an earlier run's results are removed
 LOCK_SECONDS = 5.0  # stages of a pipeline that was just killed are still ending
 POLL_SECONDS = 0.25
 # PR_SET_PDEATHSIG (1) outlives exec: the stage dies with the pipeline, however that dies; a second start would
@@ -47,7 +50,8 @@ class Stage:
     Attributes:
         command: a program and its arguments.
         expected_seconds: weighs the estimate of the time left, nothing else.
-        needs: ``done`` files of other stages, which have to end first.
+        needs: ``done`` files of other stages, which have to end first; if one is newer than ``done``, this stage runs
+            again.
         threads: of OpenMP and torch; None leaves them to the environment.
     """
 
@@ -90,21 +94,29 @@ def results_folder(folder: Path, kind: str, size: dict[str, Any], fresh: bool) -
     """
     marker = folder / f"{kind}.json"
     if fresh and folder.exists() and not marker.exists():
-        raise ValueError(f"{folder} holds no {kind}, so it is not removed: take another --output-dir")
+        own = (LOCK, f".{marker.name}.")  # all that a first start killed before its marker leaves
+        if any(not entry.name.startswith(own) for entry in folder.iterdir()):
+            raise ValueError(f"{folder} holds no {kind}, so it is not removed: take another --output-dir")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as lock:
         _acquire(lock, folder)
-        if fresh:
+        before = json.loads(marker.read_text()) if marker.exists() else size
+        if fresh or before == EMPTYING:
+            _write(marker, EMPTYING)  # killed from here on, the next run goes on emptying
             for entry in folder.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
-                elif entry.name != LOCK:
+                elif entry.name not in (LOCK, marker.name):
                     entry.unlink()
-        if marker.exists() and json.loads(marker.read_text()) != size:
+        elif before != size:
             raise ValueError(f"{folder} holds a {kind} of another size: run it again with FRESH=1 (--fresh)")
-        with atomic_path(marker) as partial:
-            partial.write_text(json.dumps(size) + "\n")
+        _write(marker, size)
         yield
+
+
+def _write(marker: Path, content: Any) -> None:
+    with atomic_path(marker) as partial:
+        partial.write_text(json.dumps(content) + "\n")
 
 
 def _acquire(lock: Any, folder: Path) -> None:
@@ -158,31 +170,30 @@ class Pipeline:
 
     Args:
         root: where the commands run; paths of the stages are relative to it.
-        logs: folder for the output of the commands.
+        folder: of the results; the output of the commands goes to ``logs`` in it.
         jobs: stages that may run at once.
     """
 
-    def __init__(self, stages: Sequence[Stage], root: Path, logs: Path, console: Console, jobs: int = 1) -> None:
-        self.stages, self.root, self.logs, self.console, self.jobs = stages, root, logs, console, jobs
+    def __init__(self, stages: Sequence[Stage], root: Path, folder: Path, console: Console, jobs: int = 1) -> None:
+        self.stages, self.root, self.folder, self.console, self.jobs = stages, root, folder, console, jobs
+        self.logs = folder / "logs"
+        self._records = StageRecords(folder, root)
         self._running: list[_Running] = []
 
     def run(self) -> None:
-        """Run what has not ended yet.
+        """Run what has not ended yet, or ended before something that it needs.
 
         Raises:
-            ValueError: if a stage fails; the others are stopped.
+            ValueError: if a stage fails; the others are stopped.  If the folder holds a stage that was begun with
+                other settings; nothing is started.
         """
+        for stage in self.stages:
+            self._records.check(stage.name, stage.command, self._exists(stage.done) or self._log(stage).exists())
         # a terminated pipeline must take its running stages with it, as Ctrl-C does
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.logs.mkdir(parents=True, exist_ok=True)
-        waiting = []
-        for stage in self.stages:
-            if self._ended(stage.done):
-                self._say(f"{self._title(stage)}: done before")
-            else:
-                waiting.append(stage)
         try:
-            self._loop(waiting)
+            self._loop(list(self.stages))
         finally:
             for running in self._running:
                 running.stop()
@@ -196,20 +207,34 @@ class Pipeline:
                 for running in [r for r in self._running if r.process.poll() is not None]:
                     self._running.remove(running)
                     bar.remove_task(running.task)
-                    self._check(running)
+                    self._end(running)
                     self._say(f"{self._title(running.stage)}: done in {clock(running.elapsed)}")
                 self._show(waiting, bar)
                 time.sleep(POLL_SECONDS)
 
     def _start_ready(self, waiting: list[Stage], bar: Progress) -> None:
-        ready = [stage for stage in waiting if all(self._ended(need) for need in stage.needs)]
-        assert ready or self._running, "stages need files that no stage makes"
-        for stage in ready[: max(0, self.jobs - len(self._running))]:
-            self._say("$ python " + shlex.join(stage.command))
-            name = re.sub(r"[^\w.-]+", "_", stage.name)
-            log = self.logs / f"{self.stages.index(stage) + 1}_{name}.log"
-            self._running.append(_Running(stage, self.root, log, bar.add_task("", total=1.0)))
+        while ready := self._ready(waiting):
+            stage = ready[0]
+            if self._ended(stage):
+                self._say(f"{self._title(stage)}: done before")
+            elif len(self._running) < self.jobs:
+                self._say("$ python " + shlex.join(stage.command))
+                self._records.begin(stage.name, stage.command)
+                self._running.append(_Running(stage, self.root, self._log(stage), bar.add_task("", total=1.0)))
+            else:
+                return
             waiting.remove(stage)
+        assert self._running or not waiting, "stages need files that no stage makes"
+
+    def _ready(self, waiting: list[Stage]) -> list[Stage]:
+        """Stages of ``waiting`` whose needs exist and will not be made again, those that ended before first."""
+        open_files = {stage.done for stage in [*waiting, *(running.stage for running in self._running)]}
+        ready = [s for s in waiting if all(n not in open_files and self._exists(n) for n in s.needs)]
+        return sorted(ready, key=lambda stage: not self._ended(stage))
+
+    def _log(self, stage: Stage) -> Path:
+        name = re.sub(r"[^\w.-]+", "_", stage.name)
+        return self.logs / f"{self.stages.index(stage) + 1}_{name}.log"
 
     def _show(self, waiting: list[Stage], bar: Progress) -> None:
         later = sum(stage.expected_seconds for stage in waiting)
@@ -218,14 +243,23 @@ class Pipeline:
             text = f"{self._title(running.stage):<34} about {clock(left)} left in all"
             bar.update(running.task, completed=running.share, description=text)
 
-    def _check(self, running: _Running) -> None:
-        code, log = running.process.returncode, running.log
-        if code != 0 or not self._ended(running.stage.done):
+    def _end(self, running: _Running) -> None:
+        stage, code, log = running.stage, running.process.returncode, running.log
+        if code != 0 or not self._exists(stage.done):
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise ValueError(f"stage '{running.stage.name}' failed with exit code {code}; end of {log}:\n{tail}")
+            raise ValueError(f"stage '{stage.name}' failed with exit code {code}; end of {log}:\n{tail}")
+        if not self._ended(stage):  # it found nothing to do for what it needs now
+            (self.root / stage.done).touch()
 
-    def _ended(self, done: Path) -> bool:
+    def _exists(self, done: Path) -> bool:
         return (self.root / done).exists()
+
+    def _ended(self, stage: Stage) -> bool:
+        """Whether ``done`` exists and is not older than what the stage needs."""
+        if not self._exists(stage.done):
+            return False
+        ended = (self.root / stage.done).stat().st_mtime_ns
+        return all((self.root / need).stat().st_mtime_ns <= ended for need in stage.needs)
 
     def _title(self, stage: Stage) -> str:
         return f"[{self.stages.index(stage) + 1}/{len(self.stages)}] {stage.name}"

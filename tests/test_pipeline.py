@@ -26,7 +26,7 @@ folder = Path(sys.argv[1])
 code = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(600)"
 stage = Stage("endless", ["-c", code], Path("never"), lambda: 0.0, 1)
 with results_folder(folder, "test", {}, False):
-    Pipeline([stage], folder, folder / "logs", Console(file=sys.stderr)).run()
+    Pipeline([stage], folder, folder, Console(file=sys.stderr)).run()
 """
 
 
@@ -39,7 +39,7 @@ def make_stage(name: str, code: str, needs: tuple[str, ...] = (), threads: int |
 def run(stages: list[Stage], folder: Path, jobs: int = 1) -> str:
     """The lines that the pipeline prints, without the commands."""
     with (folder / "output.txt").open("w") as out:
-        Pipeline(stages, folder, folder / "logs", Console(file=out, width=100), jobs).run()
+        Pipeline(stages, folder, folder, Console(file=out, width=100), jobs).run()
     text = (folder / "output.txt").read_text()
     return "\n".join(line for line in text.splitlines() if line.startswith("["))
 
@@ -71,10 +71,35 @@ def test_stages_run_once_and_in_the_order_of_their_needs(tmp_path: Path) -> None
     shown = run(stages, tmp_path)
     assert (tmp_path / "order").read_text() == "fml"
     assert [line.split(":")[0] for line in shown.splitlines()] == ["[2/3] first", "[3/3] middle", "[1/3] last"]
+    shown = run(stages, tmp_path)
+    assert shown.splitlines() == [
+        f"[{n}/3] {name}: done before" for n, name in ((2, "first"), (3, "middle"), (1, "last"))
+    ]
     (tmp_path / "middle").unlink()
     shown = run(stages, tmp_path)
-    assert (tmp_path / "order").read_text() == "fmlm"
-    assert shown.splitlines()[:2] == ["[1/3] last: done before", "[2/3] first: done before"]
+    assert (tmp_path / "order").read_text() == "fmlml"
+    assert shown.splitlines()[0] == "[2/3] first: done before"
+    assert [line.split(":")[0] for line in shown.splitlines()[1:]] == ["[3/3] middle", "[1/3] last"]
+
+
+def test_a_stage_older_than_what_it_needs_runs_again_once(tmp_path: Path) -> None:
+    count = "open('count', 'a').write('x')"
+    # like a training that has ended: it leaves its file as it is
+    lazy = Stage(
+        "lazy",
+        ["-c", f"import pathlib\n{count}\nif not pathlib.Path('lazy').exists(): pathlib.Path('lazy').touch()"],
+        Path("lazy"),
+        lambda: 0.0,
+        1,
+        (Path("first"),),
+    )
+    stages = [make_stage("first", ""), lazy]
+    run(stages, tmp_path)
+    later = (tmp_path / "lazy").stat().st_mtime_ns + 1
+    os.utime(tmp_path / "first", ns=(later, later))
+    run(stages, tmp_path)
+    assert (tmp_path / "count").read_text() == "xx"
+    assert "[2/2] lazy: done before" in run(stages, tmp_path)
 
 
 def test_several_at_once_and_no_more(tmp_path: Path) -> None:
@@ -144,6 +169,30 @@ def test_a_folder_is_of_one_size(tmp_path: Path) -> None:
     (folder / "sub").mkdir()
     with results_folder(folder, "demo", size, True):
         assert {entry.name for entry in folder.iterdir()} == {"demo.json", "lock"}
+
+
+def test_a_folder_that_was_being_emptied_is_emptied_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with results_folder(tmp_path, "demo", {"quick": True}, False):
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "sub" / "done").touch()
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt  # at this place a kill -9 leaves the same files
+
+    monkeypatch.setattr("rlkv.pipeline.shutil.rmtree", die)
+    with pytest.raises(KeyboardInterrupt), results_folder(tmp_path, "demo", {"quick": True}, True):
+        pass
+    monkeypatch.undo()
+    assert (tmp_path / "sub" / "done").exists()
+    with results_folder(tmp_path, "demo", {"quick": True}, False):
+        assert {entry.name for entry in tmp_path.iterdir()} == {"demo.json", "lock"}
+
+
+def test_a_first_start_killed_at_once_can_start_fresh(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    (tmp_path / ".demo.json.123.partial").touch()
+    with results_folder(tmp_path, "demo", {}, True):
+        assert {entry.name for entry in tmp_path.iterdir()} == {"demo.json", "lock"}
 
 
 def test_a_folder_of_something_else_is_not_removed(tmp_path: Path) -> None:
