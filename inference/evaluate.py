@@ -5,7 +5,6 @@ r"""Evaluate methods on benchmarks: every generation in a file, tables with inte
     python inference/evaluate.py --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --tasks math500,aime24 \
         --data FOLDER --gates rlkv=a.tsv --gates duo=b.tsv \
         --methods full,rlkv@0.4,duo@0.4,random-heads@0.4,rkv@ratio=0.6,rlkv@0.4+rkv@256 --output-dir results/llama8b
-
     python inference/evaluate.py --config configs/eval_llama8b.yaml --output-dir results/llama8b
     accelerate launch --num_processes 4 inference/evaluate.py --config configs/eval_llama8b.yaml --output-dir FOLDER
 
@@ -38,7 +37,7 @@ from rlkv.evaluation.markdown_page import write_markdown
 from rlkv.evaluation.methods import FULL, RANDOM_HEADS, CompressionMethod, parse_method
 from rlkv.evaluation.processes import Processes, join_processes
 from rlkv.evaluation.runner import RunSettings, render_problems, run_method
-from rlkv.evaluation.tasks import find_task, load_task
+from rlkv.evaluation.tasks import find_tasks, load_task
 from rlkv.eviction import POLICIES
 from rlkv.models import load_model
 from rlkv.provenance import provenance
@@ -110,13 +109,12 @@ def main(
 ) -> None:
     rankings = named_gates(gates or [], (FULL, RANDOM_HEADS, *POLICIES))
     parsed = parse_methods(methods, list(rankings))
-    chosen = [find_task(name.strip()) for name in tasks.split(",")]
+    chosen = find_tasks(tasks, data)
     rule = repetition_rule(repetition)
     sizes = deployed_sizes(rankings, sink, window)
     CacheSettings(*sizes, prefill)
-    found = {
-        task.name: load_task(task.name, data, limit, seed) for task in chosen
-    }  # before the model, which takes long
+    # before the model, which takes long
+    found = {task.name: load_task(task.name, data, limit, seed) for task in chosen}
     processes = join_processes(device)
     loaded, tokenizer = load_model(model, dtype=dtype, device=processes.device or device)
     allocations = {m.name: m.allocation(loaded.config, rankings, seed) for m in parsed}

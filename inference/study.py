@@ -31,14 +31,15 @@ from rlkv.cache.accounting import EntrySize
 from rlkv.cli_errors import help_text, run_app
 from rlkv.evaluation.eval_page import published_name
 from rlkv.evaluation.eviction_study import policy_templates
-from rlkv.evaluation.inputs import numbers, repetition_rule
+from rlkv.evaluation.inputs import numbers, read_truth, repetition_rule
 from rlkv.evaluation.runner import RunSettings
 from rlkv.evaluation.study.base import Study, StudyOptions
 from rlkv.evaluation.study.bench import Bench, study_task
 from rlkv.evaluation.study.rankings import RESERVED, gates_rankings, group_by_name, reference_rankings
 from rlkv.evaluation.study.report import ANALYSES, choose_analyses, run_study, write_report
 from rlkv.evaluation.study.sensitivity import default_top_heads
-from rlkv.evaluation.tasks import find_task
+from rlkv.evaluation.study.text import SEEDS_FIXED
+from rlkv.evaluation.tasks import find_tasks
 from rlkv.models import ModelShape, load_model
 from rlkv.provenance import provenance
 from rlkv.rollout.base import SamplingParams
@@ -68,6 +69,8 @@ def top_heads(text: str, total: int) -> tuple[int, ...]:
         return default_top_heads(total)
     found = set()
     for value in numbers(text, "--top-heads", 0.0, total):
+        if value == 0:
+            raise ValueError(f"--top-heads {text!r}: 0 heads are the full cache: give 1 or more, or a share above 0")
         if value >= 1 and value != int(value):
             raise ValueError(f"--top-heads {text!r}: {value:g} is neither a whole number nor a share below 1")
         found.add(int(value) if value >= 1 else max(1, round(value * total)))
@@ -115,7 +118,7 @@ def main(
     variant_files = group_by_name(ablation or [], "--ablation", [*RESERVED, *files])
     names = [name.strip() for name in analyses.split(",")] if analyses else None
     chosen = choose_analyses(names, bool(variant_files))
-    found_tasks = [find_task(name.strip()) for name in tasks.split(",")]
+    found_tasks = find_tasks(tasks, data)
     sweep_at, pairs_at, variants_at = (
         levels(text, option)
         for text, option in ((sparsities, "--sparsities"), (compare_at, "--compare-at"), (ablate_at, "--ablate-at"))
@@ -128,6 +131,7 @@ def main(
         raise ValueError(f"--published {published!r}: nothing is known to be published for a model of this name")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     shape = ModelShape.from_config(loaded.config)
+    truth = read_truth(oracle, shape) if oracle else None
     methods = gates_rankings(files, loaded.config)
     variants = gates_rankings(variant_files, loaded.config)
     rankings = [*methods, *reference_rankings(shape, oracle, random_draws)]
@@ -150,7 +154,7 @@ def main(
         top_heads(top_heads_gone, shape.num_layers * shape.num_kv_heads),
         templates,
         saved,
-        json.loads(oracle.read_text()) if oracle else None,
+        truth,
         shown,
     )
     study = Study(tuple(rankings), tuple(variants), options, bench, EntrySize.of(loaded))
@@ -198,6 +202,7 @@ def main(
     for analysis in chosen:
         for line in analysis.findings(figures[analysis.name]):
             print(f"- {line}")
+    print(SEEDS_FIXED)
 
 
 if __name__ == "__main__":

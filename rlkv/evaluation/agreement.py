@@ -20,11 +20,12 @@ def _correlation(a: torch.Tensor, b: torch.Tensor) -> float | None:
 def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:
     """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the gates keep full too.
 
-    A correlation is None where all gates are equal.  ``truth`` is the content of ``ground_truth.json``: the accuracy
-    lost by each head alone, ``[L][H]``, and the elimination, first the head that can go first.
+    A correlation is None where all gates are equal.  ``truth`` is what :func:`rlkv.evaluation.inputs.read_truth`
+    gives: the accuracy lost by each head alone, ``[L][H]``, and the elimination, first the head that can go first.
+    Heads that an elimination leaves out, since it stops early, are needed most: all share the place after its last.
     """
     order = [(step["layer"], step["head"]) for step in truth["elimination"]]
-    position = torch.zeros_like(gates.alpha)
+    position = torch.full_like(gates.alpha, len(order))
     for place, (layer, head) in enumerate(order):
         position[layer, head] = place
     lost = torch.tensor(truth["accuracy_lost_by_single_head"])

@@ -21,3 +21,11 @@ def test_same_order_and_reverse_order() -> None:
 
 def test_equal_gates_have_no_correlation() -> None:
     assert agreement(HeadGates(alpha=torch.ones(2, 2)), TRUTH)["spearman_single_head"] is None
+
+
+def test_heads_that_an_elimination_leaves_out_are_needed_most() -> None:
+    early = {**TRUTH, "elimination": TRUTH["elimination"][:2]}
+    # positions 2, 1, 2, 0: the two that stay full share the last place
+    found = agreement(HeadGates(alpha=torch.tensor([[0.9, 0.2], [0.9, 0.0]])), early)
+    assert found["spearman_elimination"] == pytest.approx(1.0)
+    assert found["overlap_at_0.5"] == 1.0

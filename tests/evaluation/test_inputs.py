@@ -12,8 +12,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from rlkv.evaluation.inputs import study_problems
+from rlkv.evaluation.error_modes import RepetitionRule
+from rlkv.evaluation.inputs import named_gates, read_order, read_truth, repetition_rule, study_problems
 from rlkv.gates import HeadGates
+from rlkv.models import ModelShape
 
 PROGRAM = Path(__file__).resolve().parents[2] / "inference" / "sweep_heads.py"
 ROWS = [
@@ -75,3 +77,54 @@ def test_the_program_ends_with_the_sentence(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert "p.jsonl line 1 is not JSON" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_whole_file_may_have_an_equals_sign(tmp_path: Path) -> None:
+    file = tmp_path / "lr=0.1" / "gates.tsv"
+    file.parent.mkdir()
+    HeadGates(torch.rand(2, 3, generator=torch.Generator().manual_seed(0))).save(file)
+    assert list(named_gates([str(file)])) == ["gates"]
+    assert list(named_gates([f"a b={file}", str(file)])) == ["a b", "gates"]
+
+
+@pytest.mark.parametrize("name", ["", " ", "a/b", "a+b", "a@0.5", "a,b", "a:b"])
+def test_names_that_methods_and_folders_cannot_have(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot name a ranking: give NAME=FILE"):
+        named_gates([f"{name}=gates.tsv"])
+
+
+def test_repetition_rules() -> None:
+    assert repetition_rule("40,8") == RepetitionRule(40, 8)
+    assert repetition_rule("8,8") == RepetitionRule(8, 8)
+    for text in ("400.5,40", "400,4.5", "400", "1,2,3"):
+        with pytest.raises(ValueError, match="must be two whole numbers"):
+            repetition_rule(text)
+    with pytest.raises(ValueError, match="never holds 400 distinct ones"):
+        repetition_rule("40,400")
+
+
+SHAPE = ModelShape("m", "llama", 2, 3, 6, 8)
+LOST: list[list[object]] = [[0.1, 0.0, 0.2], [0.3, -0.1, 0]]
+
+
+def truth_file(folder: Path, **content: object) -> Path:
+    steps = [{"layer": 0, "head": 1}, {"layer": 1, "head": 2}]
+    (folder / "t.json").write_text(json.dumps({"elimination": steps, **content}))
+    return folder / "t.json"
+
+
+def test_a_ground_truth_is_read_whole(tmp_path: Path) -> None:
+    found = read_truth(truth_file(tmp_path, accuracy_lost_by_single_head=LOST), SHAPE)
+    assert found["accuracy_lost_by_single_head"] == LOST
+    assert read_order(tmp_path / "t.json", SHAPE) == [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("lost", [None, 3, [], LOST[:1], [[0.1, 0.2], [0.3, 0.4]], [LOST[0], ["a", 0, 0]], [1, 2]])
+def test_a_ground_truth_without_single_heads_is_refused(tmp_path: Path, lost: object) -> None:
+    with pytest.raises(ValueError, match="accuracy_lost_by_single_head must be 2 lists of 3 numbers"):
+        read_truth(truth_file(tmp_path, accuracy_lost_by_single_head=lost), SHAPE)
+
+
+def test_a_head_goes_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="eliminates a head twice"):
+        read_order(truth_file(tmp_path, elimination=[{"layer": 0, "head": 1}] * 2), SHAPE)

@@ -20,6 +20,7 @@ from rlkv.evaluation.study.lengths import Lengths
 from rlkv.evaluation.study.modes import ErrorModes
 from rlkv.evaluation.study.sensitivity import Sensitivity
 from rlkv.evaluation.study.sweep import Sweep
+from rlkv.evaluation.study.text import SEEDS_FIXED
 from rlkv.evaluation.study.threshold import NearLossless
 
 ANALYSES: dict[str, type[Analysis]] = {
@@ -100,6 +101,7 @@ def write_report(
             for task in study.tasks
         },
         "findings": findings,
+        "findings_note": SEEDS_FIXED,
         "analyses": figures,
         "cells": cells,
     }
@@ -116,7 +118,8 @@ def write_report(
     page.bullets([line for lines in findings.values() for line in lines] or ["No analysis that was asked for has any."])
     page.paragraph(
         "Every sentence above is made from the figures below by fixed rules: 'better' and 'worse' stand where a paired "
-        "permutation test gives p < 0.05 (not corrected for the number of tests), 'not told apart' everywhere else."
+        "permutation test gives p < 0.05 (not corrected for the number of tests), 'not told apart' everywhere else. "
+        + SEEDS_FIXED
     )
     for analysis in analyses:
         page.heading(analysis.title)

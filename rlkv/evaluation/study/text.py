@@ -12,6 +12,10 @@ LEGEND = (
     f"Colour: green better, red worse than the full cache by a paired permutation test (p < {LEVEL:g}, not corrected "
     f"for the number of comparisons), grey not told apart; in Markdown {MARKS_LEGEND}."
 )
+SEEDS_FIXED = (
+    "Intervals and p values are over problems, with the seeds held fixed: they say nothing of what another training "
+    "run or another draw would find. How many sets of heads have the sign of a difference stands beside it."
+)
 INTERVAL_NOTE = (
     "Brackets: 95% intervals over problems (Wilson for single runs, else bootstrap of the mean over seeds). Seeds that "
     "keep the same heads are one measurement, greedy decoding being deterministic: 'sets of heads' counts them."
@@ -58,6 +62,24 @@ def verdict(figures: Figures, same_heads: bool = False) -> str:
     if not figures["changed"]:
         return "no problem differs"
     return f"{difference(figures)}, {p_text(figures['p_value'])}, {judged(figures)}"
+
+
+def seeds_of_sign(compared: Figures, first: str, second: str) -> str:
+    """For a sentence, after a verdict: how many sets of heads of each method have the sign of the difference.
+
+    Args:
+        compared: of :func:`rlkv.evaluation.study.comparison.compare`, whose seeds with the same heads count once.
+
+    Empty where there is no difference, or one set of heads of each.
+    """
+    difference, seeds = compared["difference"]["difference"], compared["per_seed"]
+    if difference == 0 or len(seeds["first"]) == len(seeds["second"]) == 1:
+        return ""
+    counts = [
+        f"{sum(value * difference > 0 for value in values)} of {plural(len(values), 'set')} of heads of {name}"
+        for name, values in ((first, seeds["first"]), (second, seeds["second"]))
+    ]
+    return f"; this sign: {' and '.join(counts)}"
 
 
 def seeds_text(accuracy: Figures, run: str = "seed") -> str:

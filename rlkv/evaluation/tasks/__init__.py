@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData
-from rlkv.evaluation.tasks.registry import TASKS, find_task, load_task
+from rlkv.evaluation.tasks.registry import TASKS, find_task, find_tasks, load_task
 
-__all__ = ["TASKS", "EvalProblem", "EvalTask", "HubData", "find_task", "load_task"]
+__all__ = ["TASKS", "EvalProblem", "EvalTask", "HubData", "find_task", "find_tasks", "load_task"]

@@ -37,6 +37,24 @@ def find_task(name: str) -> EvalTask:
     raise ValueError(f"unknown task {name!r}: choose one of {', '.join(TASKS)}")
 
 
+def find_tasks(names: str, data: Path | None) -> list[EvalTask]:
+    """The tasks of a comma-separated list, whose problems are read from ``data`` (None: the hub).
+
+    Raises:
+        ValueError: if there is no such task, one is named twice, or one file would be read as the data of several.
+    """
+    found = [find_task(name.strip()) for name in names.split(",")]
+    unique = list(dict.fromkeys(task.name for task in found))
+    if len(unique) < len(found):
+        raise ValueError(f"--tasks {names!r} names a task twice: leave one out")
+    if data is not None and len(found) > 1 and data.expanduser().is_file():
+        raise ValueError(
+            f"--data {data} is one file, but --tasks names {len(found)} tasks: give a folder that holds a file for "
+            "each, or name one task"
+        )
+    return found
+
+
 def load_task(name: str, path: str | Path | None = None, limit: int | None = None, seed: int = 0) -> list[EvalProblem]:
     """The problems of a task, in the order of its data.
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlkv.evaluation.tasks import TASKS, find_task, load_task, registry
+from rlkv.evaluation.tasks import TASKS, find_task, find_tasks, load_task, registry
 from rlkv.evaluation.tasks.base import fill
 from rlkv.prompts import fill_template
 
@@ -220,3 +220,17 @@ def test_the_tasks_cannot_be_changed() -> None:
 
 def test_braces_in_problems_stay() -> None:
     assert fill("{problem} / {tests}", {"problem": "{tests} {x}", "tests": "{problem}"}) == "{tests} {x} / {problem}"
+
+
+def test_one_file_is_not_the_data_of_two_tasks(tmp_path: Path) -> None:
+    file = write(tmp_path / "aime24.jsonl", {"problem": "1 + 1 ?", "answer": "2"})
+    with pytest.raises(ValueError, match=r"aime24\.jsonl is one file, but --tasks names 2 tasks: give a folder"):
+        find_tasks("aime24,math500", file)
+    assert [task.name for task in find_tasks("aime24, math500", tmp_path)] == ["aime24", "math500"]
+    assert [task.name for task in find_tasks("aime24", file)] == ["aime24"]
+    assert len(find_tasks("aime24,math500", None)) == 2
+
+
+def test_a_task_is_named_once() -> None:
+    with pytest.raises(ValueError, match="names a task twice"):
+        find_tasks("tiny,tiny", None)
