@@ -11,7 +11,7 @@ from rlkv.evaluation.error_modes import MODES
 from rlkv.evaluation.eval_report import NGRAMS, Summary
 from rlkv.evaluation.html_page import Cell, Page, sign_of
 from rlkv.evaluation.markdown_page import LEGEND
-from rlkv.evaluation.methods import FULL, CompressionMethod
+from rlkv.evaluation.methods import FULL, RANDOM_HEADS, CompressionMethod
 from rlkv.evaluation.published import Source, find_published, published_numbers
 
 FULL_CACHE = "full cache"
@@ -42,6 +42,11 @@ def evaluation_page(
     """
     page = Page(f"Evaluation of {model}")
     page.paragraph(HOW_TO_READ)
+    if any(method.ranking == RANDOM_HEADS for method in methods):
+        page.paragraph(
+            f"{RANDOM_HEADS} is one draw of heads (seed {config['seed']}): its intervals are over problems and say "
+            "nothing of other draws."
+        )
     for task in dict.fromkeys(s["task"] for s in summaries):
         found = {s["method"]: s for s in summaries if s["task"] == task}
         page.heading(task)
@@ -66,9 +71,11 @@ def _what_it_proves(summary: Summary) -> str:
     if least is None:
         return f"{n} problems prove nothing: no difference between two methods could be called significant."
     text = (
-        f"{n} problems: at best, a difference of {100 * least:.1f} points ({round(least * n)} problems that only one "
-        "of two methods solves) can be called significant (sign test, p < 0.05)"
+        f"{n} problems: at least {round(least * n)} must change, all in one direction, for a difference between two "
+        "methods to be called significant (sign test, p < 0.05)"
     )
+    if summary["samples"] == 1:
+        text += f", which is a difference of {100 * least:.1f} points"
     return text + (": this task proves little." if _is_coarse(summary) else ".")
 
 
@@ -120,7 +127,8 @@ def _pass_at_table(page: Page, found: dict[str, Summary]) -> None:
     rows = [[name, *(_estimate(s["pass_at_k"][k]) for k in ks)] for name, s in found.items()]
     caption = (
         f"pass@k in percent from {', '.join(map(str, sorted(samples)))} samples of each problem: the probability that "
-        "one of k is right, without bias (arXiv 2107.03374, equation 1), with 95% bootstrap intervals over problems."
+        "one of k is right, without bias (arXiv 2107.03374, equation 1), with 95% intervals over problems "
+        "(Wilson where all scores are 0 or 1, else bootstrap)."
     )
     page.table(["method", *(f"k = {k}" for k in ks)], rows, caption)
 
@@ -134,13 +142,17 @@ def _text_tables(page: Page, found: dict[str, Summary]) -> None:
     for name, s in found.items():
         modes = [str(s[mode]) if mode in s else "" for mode in MODES]
         both = "" if s.get("tokens_both_right") is None else _both(s)
-        rows.append([name, *modes, str(s["stopped_for_repetition"]), f"{s['mean_output_tokens']:.0f}", both])
+        solved = str(s.get("solved_in_full", ""))
+        rows.append([name, solved, *modes, str(s["stopped_for_repetition"]), f"{s['mean_output_tokens']:.0f}", both])
+    paired = ""
+    if any(s["samples"] > 1 for s in found.values()):
+        paired = " Sample i of a problem is paired with the full cache's sample i, another draw: chance counts too."
     page.table(
-        ["method", *MODES, "ended early", "output tokens", "where both are right"],
+        ["method", "solved by full", *MODES, "ended early", "output tokens", "where both are right"],
         rows,
-        "Error modes on the samples that the full cache solves: repetitive, else cut at the limit (overlength), else "
-        "incorrect. Ended early: texts that were stopped for repetition. Mean output tokens, over all and, for the "
-        "method and the full cache, over the samples that both solve.",
+        "Error modes on the samples that the full cache solves (so many are they): repetitive, else cut at the limit "
+        "(overlength), else incorrect. Ended early: texts that were stopped for repetition. Mean output tokens, "
+        "over all and, for the method and the full cache, over the samples that both solve." + paired,
     )
     rows = [
         [

@@ -71,6 +71,7 @@ def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | No
         summary |= {"difference": test.difference, "difference_low": test.low, "difference_high": test.high}
         summary |= {"p_value": test.p_value, **_common_lengths(rows, full_rows)}
         solved = {(row["key"], row["sample"]) for row in full_rows if row["correct"]}
+        summary["solved_in_full"] = len(solved)
         summary |= _modes([row for row in rows if (row["key"], row["sample"]) in solved and not row["correct"]])
     return summary
 

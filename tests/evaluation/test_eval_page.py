@@ -63,7 +63,8 @@ def test_few_problems_are_said_to_prove_little() -> None:
     said = [block for block in page().blocks if isinstance(block, Paragraph) and "problems:" in block.text]
     assert len(said) == 1
     assert said[0].strong
-    assert "30 problems: at best, a difference of 20.0 points (6 problems" in said[0].text
+    assert "30 problems: at least 6 must change, all in one direction" in said[0].text
+    assert "which is a difference of 20.0 points" in said[0].text
     assert said[0].text.endswith("this task proves little.")
     many = next(b for b in page(n=500).blocks if isinstance(b, Paragraph) and "problems:" in b.text)
     assert not many.strong
@@ -140,6 +141,28 @@ def test_samples_get_a_table_of_pass_at_k() -> None:
     sampled = [{**row, "sample": sample} for row in base for sample in range(4)]
     methods = [parse_method("full", [])]
     found = evaluation_page("tiny", methods, [summarize("tiny", "full", sampled, None)], provenance(), CONFIG)
+    (said,) = (b.text for b in found.blocks if isinstance(b, Paragraph) and "8 problems:" in b.text)
+    assert "at least 6 must change" in said
+    assert "points" not in said  # with samples, a problem may change by less than one
+    assert any("Sample i of a problem is paired" in t.caption for t in tables(found))
     table = next(t for t in tables(found) if t.columns[1] == "k = 1")
     assert table.columns == ("method", "k = 1", "k = 2", "k = 4")
     assert table.rows[0][1].text.startswith("37.5 [")
+
+
+def test_error_modes_have_their_denominator() -> None:
+    table = next(t for t in tables(page()) if t.columns[1] == "solved by full")
+    shown = {line[0].text: [cell.text for cell in line[1:5]] for line in table.rows}
+    assert shown["full"] == ["", "", "", ""]
+    assert shown["rlkv@0.2"] == ["15", "0", "0", "8"]
+    assert "Sample i" not in table.caption
+
+
+def test_random_heads_are_said_to_be_one_draw() -> None:
+    methods = [parse_method(name, []) for name in ("full", "random-heads@0.4")]
+    full = rows(4, 8)
+    summaries = [summarize("tiny", m.name, full, full) for m in methods]
+    found = evaluation_page("tiny", methods, summaries, provenance(), CONFIG)
+    said = "random-heads is one draw of heads (seed 0)"
+    assert any(isinstance(b, Paragraph) and b.text.startswith(said) for b in found.blocks)
+    assert not any(isinstance(b, Paragraph) and "one draw" in b.text for b in page().blocks)

@@ -31,6 +31,7 @@ def test_one_sample_of_each_problem() -> None:
     assert found["ci_low"] < 0.5 < found["ci_high"]
     assert (found["kv_bytes"], found["kv_bytes_full"], found["seconds"]) == (200, 400, 8.0)
     assert found["tokens_per_second"] == pytest.approx((5 + 3 + 3 + 4) / 8)
+    assert found["solved_in_full"] == 3
     assert (found["repetitive"], found["overlength"], found["incorrect"]) == (1, 1, 0)
     assert (found["stopped_for_repetition"], found["share_repetitive"], found["share_at_limit"]) == (1, 0.25, 0.25)
     assert (found["tokens_both_right"], found["full_tokens_both_right"], found["n_both_right"]) == (5, 9, 1)

@@ -19,6 +19,7 @@ from rlkv.evaluation.study.text import (
     difference_cell,
     levels,
     p_text,
+    seeds_of_sign,
     verdict,
 )
 
@@ -57,7 +58,11 @@ class Ablations(Analysis):
         lines = []
         for task, rows in figures["tasks"].items():
             for i, sparsity in enumerate(figures["sparsities"]):
-                parts = [f"{name} {_against(found[i])}" for name, found in rows.items() if name != figures["first"]]
+                parts = [
+                    f"{name} {_against(found[i], name, figures['first'])}"
+                    for name, found in rows.items()
+                    if name != figures["first"]
+                ]
                 base = rows[figures["first"]][i]["first"]
                 lines.append(
                     f"{task} at {sparsity:g}, n = {base['n']}, variants of {figures['first']} ({base['mean']:.3f}): "
@@ -133,8 +138,9 @@ def _several(values: list[float], form: str) -> str:
     return mean if len(values) == 1 else f"{mean} ({form.format(min(values))} to {form.format(max(values))})"
 
 
-def _against(compared: Figures) -> str:
-    return f"{compared['first']['mean']:.3f} ({verdict(compared['difference'], compared['same_heads'])})"
+def _against(compared: Figures, name: str, first: str) -> str:
+    text = verdict(compared["difference"], compared["same_heads"]) + seeds_of_sign(compared, name, first)
+    return f"{compared['first']['mean']:.3f} ({text})"
 
 
 def _difference_cell(compared: Figures) -> Cell:

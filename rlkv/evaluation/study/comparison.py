@@ -10,7 +10,7 @@ from rlkv.evaluation.metrics import paired_difference
 from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.costs import cost_figures, cost_text
 from rlkv.evaluation.study.outcomes import Outcome, accuracy_of, mean_scores
-from rlkv.evaluation.study.text import accuracy_cell, difference_cell, p_number, verdict
+from rlkv.evaluation.study.text import accuracy_cell, difference_cell, p_number, seeds_of_sign, verdict
 
 COST_NOTE = (
     "Seconds of all optimizer steps (from the log beside the gates file), mean over seeds; CPU: processor time of the "
@@ -54,7 +54,7 @@ class Comparison(Analysis):
         places = dict.fromkeys((row["task"], row["sparsity"]) for row in figures["rows"])
         for task, sparsity in places:
             rows = [row for row in figures["rows"] if (row["task"], row["sparsity"]) == (task, sparsity)]
-            others = "; ".join(_against(row) for row in rows)
+            others = "; ".join(_against(row, figures["first"]) for row in rows)
             first = rows[0]["first"]
             lines.append(
                 f"{task} at {sparsity:g}, n = {first['n']}: {figures['first']} {first['mean']:.3f} against {others}."
@@ -96,18 +96,28 @@ class Comparison(Analysis):
         )
 
 
-def _against(row: Figures) -> str:
+def _against(row: Figures, first: str) -> str:
     test = row["difference"]
-    return f"{row['other']} {row['second']['mean']:.3f} ({verdict(test, row['same_heads'])})"
+    seeds = seeds_of_sign(row, first, row["other"])
+    return f"{row['other']} {row['second']['mean']:.3f} ({verdict(test, row['same_heads'])}{seeds})"
 
 
 def compare(first: list[Outcome], second: list[Outcome]) -> Figures:
-    """Both accuracies and the paired difference, first minus second."""
+    """Both accuracies and the paired difference, first minus second.
+
+    ``per_seed`` has the difference of each set of heads to the other's mean over seeds, seeds with the same heads once.
+    """
+    means = [float(mean_scores(runs).mean()) for runs in (first, second)]
+    distinct = [{run.key: float(run.correct.mean()) for run in runs}.values() for runs in (first, second)]
     test = paired_difference(mean_scores(second), mean_scores(first))
     return {
         "first": accuracy_of(first).to_dict(),
         "second": accuracy_of(second).to_dict(),
         "difference": {name: getattr(test, name) for name in ("difference", "low", "high", "p_value", "n", "changed")},
+        "per_seed": {
+            "first": [accuracy - means[1] for accuracy in distinct[0]],
+            "second": [means[0] - accuracy for accuracy in distinct[1]],
+        },
         # means over seeds may differ where the same sets of heads occur, but not equally often
         "same_heads": {run.key for run in first} == {run.key for run in second} and not test.changed,
     }

@@ -95,16 +95,12 @@ def published_rows(model: str | None, task: str) -> Figures | None:
     Returns:
         ``model``, ``task``, whether they are ``own`` (of the very model and task), ``sparsities``, ``sources``, and
         ``rows`` of method, source, and for each sparsity the accuracy and its difference to that source's full cache
-        (None where the paper has no number).
+        (None where the paper has no number); ``others``, sentences on the numbers in another layout.
     """
     for wanted_model, wanted_task in ((model, task), ORIENTATION):
         if wanted_model is None:
             continue
-        found = [
-            n
-            for n in find_published(wanted_model, wanted_task)
-            if n.sparsity is not None and n.unit == PERCENT and "@" not in n.method
-        ]
+        found = list(filter(_by_sparsity, find_published(wanted_model, wanted_task)))
         rows = _rows(found)
         if rows:
             sparsities = sorted({n.sparsity for n in found if n.sparsity})
@@ -119,8 +115,23 @@ def published_rows(model: str | None, task: str) -> Figures | None:
                 "sparsities": sparsities,
                 "sources": sources,
                 "rows": [{**row, "values": [row["values"].get(s) for s in sparsities]} for row in rows],
+                "others": [] if model is None else _others(model, task),
             }
     return None
+
+
+def _by_sparsity(number: PublishedNumber) -> bool:
+    return number.sparsity is not None and number.unit == PERCENT and "@" not in number.method
+
+
+def _others(model: str, task: str) -> list[str]:
+    """The published accuracies of a model on a task that do not fit a table by sparsity, a sentence for each."""
+    return [
+        f"{n.source.where}: {n.source.paper} (arXiv {n.source.arxiv}): {METHOD_NAMES.get(n.method, n.method)}"
+        f"{'' if n.sparsity is None else f' at s = {n.sparsity:g}'}: {n.value:g} {n.unit}; {n.source.protocol}"
+        for n in find_published(model, task)
+        if not _by_sparsity(n)
+    ]
 
 
 def _rows(numbers: list[PublishedNumber]) -> list[Figures]:
@@ -151,8 +162,8 @@ def write_published(published: Figures | None, page: Page) -> None:
     page.heading("Published numbers, not measured here", level=3)
     if not published["own"]:
         page.paragraph(
-            f"Nothing was published for this model and task. For orientation only: {published['model']} on "
-            f"{published['task']}, another model and another task."
+            "This package holds no published accuracies by share of compressed heads or entries for this model and "
+            f"task. For orientation only: {published['model']} on {published['task']}, another model or task."
         )
     rows = []
     for row in published["rows"]:
@@ -167,6 +178,9 @@ def write_published(published: Figures | None, page: Page) -> None:
         "heads: there s is the share of entries.",
     )
     page.bullets(published["sources"])
+    if published["others"]:
+        page.paragraph("Also published for the measured model and task, without a sparsity or with other settings:")
+        page.bullets(published["others"])
 
 
 def _published_cell(value: Figures | None) -> str:

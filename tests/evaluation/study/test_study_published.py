@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlkv.evaluation.html_page import Page, Paragraph, Table
+from rlkv.evaluation.html_page import Bullets, Page, Paragraph, Table
+from rlkv.evaluation.published import find_published
 from rlkv.evaluation.study.sweep import ORIENTATION, published_rows, write_published
 
 LLAMA = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
@@ -38,7 +39,24 @@ def test_orientation_is_labelled() -> None:
     page = Page("t")
     write_published(found, page)
     (text,) = (block.text for block in page.blocks if isinstance(block, Paragraph))
-    assert "another model and another task" in text
+    assert "holds no published accuracies by share" in text
+    assert "Nothing was published" not in text
     (table,) = (block for block in page.blocks if isinstance(block, Table))
     assert all("published" in row[0].text for row in table.rows)
     assert all(cell.sign == "" for row in table.rows for cell in row)
+
+
+def test_numbers_in_another_layout_are_listed() -> None:
+    found = published_rows("Qwen/QwQ-32B", "aime24")  # RPC's table has no sparsity
+    assert found is not None
+    assert not found["own"]
+    assert len(found["others"]) == len(find_published("Qwen/QwQ-32B", "aime24")) == 5
+    page = Page("t")
+    write_published(found, page)
+    last = page.blocks[-1]
+    assert isinstance(last, Bullets)
+    assert any("rpc@P=4096" in item for item in last.items)
+    own = published_rows(LLAMA, "math500")
+    assert own is not None
+    assert own["own"]
+    assert sum("rlkv@sink=" in item for item in own["others"]) == 12  # table 4: three settings at four sparsities

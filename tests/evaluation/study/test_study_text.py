@@ -7,7 +7,7 @@ from study_fakes import outcome
 
 from rlkv.evaluation.study.comparison import Comparison, compare
 from rlkv.evaluation.study.outcomes import accuracy_of
-from rlkv.evaluation.study.text import accuracy_cell, difference_cell, p_text, seeds_text, verdict
+from rlkv.evaluation.study.text import accuracy_cell, difference_cell, p_text, seeds_of_sign, seeds_text, verdict
 
 FULL = outcome("1" * 10)
 
@@ -64,3 +64,14 @@ def test_findings_are_made_from_the_figures() -> None:
         "tiny at 0.6, n = 10: RLKV 1.000 against Duo 0.100 (+0.900 [+0.70, +1.00], p = 0.004, better).",
         "Finding the heads took: RLKV 370 s CPU.",
     ]
+
+
+def test_seeds_of_a_sign_count_a_set_of_heads_once() -> None:
+    good, bad, even = outcome("1110000000"), outcome("0000000000", key="b"), outcome("1000000000")
+    found = compare([good, good, bad], [even])  # mean 0.2 against 0.1
+    assert found["per_seed"]["first"] == pytest.approx([0.2, -0.1])
+    assert found["per_seed"]["second"] == pytest.approx([0.1])
+    assert seeds_of_sign(found, "A", "B") == "; this sign: 1 of 2 sets of heads of A and 1 of 1 set of heads of B"
+    assert seeds_of_sign(compare([good], [even]), "A", "B") == ""
+    figures = {"first": "A", "rows": [{"task": "t", "sparsity": 0.5, "other": "B", **found}], "costs": {}}
+    assert "; this sign: 1 of 2 sets of heads of A" in Comparison().findings(figures)[0]
