@@ -23,7 +23,7 @@ from rlkv.cli_errors import help_text, run_app
 from rlkv.data.deepscaler import Problem, write_problems
 from rlkv.evaluation.agreement import agreement
 from rlkv.evaluation.heads import CacheSettings, HeadResult
-from rlkv.evaluation.inputs import ORACLE, read_order, study_problems
+from rlkv.evaluation.inputs import ORACLE, numbers, read_order, study_problems
 from rlkv.evaluation.report import markdown_table, plot_accuracy, training_seconds, write_results
 from rlkv.evaluation.sweep import plan_sweep, run_sweep
 from rlkv.gates import HeadGates
@@ -61,12 +61,13 @@ def main(
     sink: Annotated[int | None, typer.Option(help="default: the first gates file's")] = None,
     window: Annotated[int | None, typer.Option(help="default: the first gates file's")] = None,
     prefill: Annotated[str, typer.Option(help="full or local")] = "full",
-    max_new_tokens: Annotated[int, typer.Option(help="limit per problem")] = 440,
-    batch_size: Annotated[int, typer.Option(help="problems decoded together")] = 50,
+    max_new_tokens: Annotated[int, typer.Option(help="limit per problem", min=1)] = 440,
+    batch_size: Annotated[int, typer.Option(help="problems decoded together", min=1)] = 50,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     fresh: Annotated[bool, typer.Option(help="drop the rows of an earlier run")] = False,
 ) -> None:
+    levels = sorted(set(numbers(sparsities, "--sparsities", 0.0, 1.0)))
     files = group_by_name(gates)
     rankings = {name: [HeadGates.load(file) for file in found] for name, found in files.items()}
     first = next(iter(rankings.values()))[0]
@@ -75,10 +76,6 @@ def main(
     loaded, tokenizer = load_model(model or first.model.model_id, dtype=dtype, device=device)
     for ranking in (ranking for runs in rankings.values() for ranking in runs):
         ranking.check_model(loaded.config)
-    try:
-        levels = [float(s) for s in sparsities.split(",")]
-    except ValueError:
-        raise ValueError(f"--sparsities {sparsities!r} must be numbers separated by commas") from None
     problems = study_problems(input, num_problems, seed, definitions)
     settings = CacheSettings(
         sink=first.deploy_sink if sink is None else sink,
