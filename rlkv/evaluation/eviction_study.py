@@ -21,6 +21,7 @@ from rlkv.allocation import HeadAllocation
 from rlkv.cache import CacheSettings as CacheSizes
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.error_modes import RepetitionRule, count_modes
+from rlkv.evaluation.fingerprint import measured_with
 from rlkv.evaluation.heads import CacheSettings, Measurement, measure
 from rlkv.evaluation.intervals import wilson_interval
 from rlkv.evaluation.matching import kv_share, match_compressible, match_ratio
@@ -178,13 +179,13 @@ def run_study(
         the problems that the full cache solves), correct (one character per problem), full heads, options, seconds.
 
     Raises:
-        ValueError: if ``rows_file`` was written with other settings.
+        ValueError: if ``rows_file`` was written with other settings, weights, code or libraries.
     """
     size = EntrySize.of(model)
     sizes = CacheSizes(settings.sink, settings.window, settings.prefill)
     model_shape = ModelShape.from_config(model.config)
     shape = (model_shape.num_layers, model_shape.num_kv_heads)
-    facts = {**fingerprint, **asdict(settings), "dtype": str(model.dtype), "rule": asdict(rule), **plan.describe()}
+    facts = {**fingerprint, **asdict(settings), **measured_with(model), "rule": asdict(rule), **plan.describe()}
     with open_rows(rows_file, facts) as log:
         done = {(row["method"], row["saved"]): row for row in log.rows}
         if (FULL, 0.0) not in done:

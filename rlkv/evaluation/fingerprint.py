@@ -91,6 +91,13 @@ def code_facts() -> dict[str, str]:
     return {"version": rlkv.__version__, **found}
 
 
+def measured_with(model: PreTrainedModel) -> dict[str, Any]:
+    """What rows of :func:`rlkv.evaluation.heads.measure` depend on beside settings, heads and problems."""
+    files = ("allocation.py", "evaluation/heads.py", "evaluation/matching.py")
+    own = {name: digest((PACKAGE / name).read_bytes()) for name in files}
+    return {"model_state": model_facts(model), "code": {**code_facts(), **own}, "libraries": library_facts()}
+
+
 @cache
 def library_facts() -> dict[str, str]:
     """Versions of the libraries that decode and grade; absent ones are left out."""

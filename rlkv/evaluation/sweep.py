@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.allocation import HeadAllocation
+from rlkv.evaluation.fingerprint import measured_with
 from rlkv.evaluation.heads import CacheSettings, HeadResult, measure
 from rlkv.evaluation.rows import open_rows
 from rlkv.gates import HeadGates
@@ -72,9 +73,9 @@ def run_sweep(
     """Measure what ``rows_file`` does not hold yet; every row is flushed as it is made.
 
     Raises:
-        ValueError: if ``rows_file`` was written with other settings (it is left as it is).
+        ValueError: if ``rows_file`` was written with other settings, weights, code or libraries (it is left as it is).
     """
-    fingerprint = {**fingerprint, **asdict(settings), "dtype": str(model.dtype)}
+    fingerprint = {**fingerprint, **asdict(settings), **measured_with(model)}
     fingerprint["problems"] = hashlib.sha256(json.dumps(problems).encode()).hexdigest()
     fingerprint["cells"] = [[*cell.key, cell.allocation.full.int().flatten().tolist()] for cell in cells]
     with open_rows(rows_file, fingerprint) as log:

@@ -78,9 +78,47 @@ def test_refuses_other_settings_and_keeps_the_rows(tmp_path: Path) -> None:
     assert (tmp_path / "rows.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("changed", ["weights", "code", "libraries"])
+def test_rows_of_other_weights_code_or_libraries_are_refused(
+    tmp_path: Path, changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny.load()
+    rest = ([], [], SETTINGS, tmp_path / "rows.jsonl", {}, lambda *_: None)
+    run_sweep(model, tokenizer, *rest)
+    run_sweep(model, tokenizer, *rest)
+    if changed == "weights":
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+    else:
+        name = {"code": "code_facts", "libraries": "library_facts"}[changed]
+        monkeypatch.setattr(f"rlkv.evaluation.fingerprint.{name}", lambda: {"torch": "0.1"})
+    with pytest.raises(ValueError, match=rf"other settings \(.*{changed}"):
+        run_sweep(model, tokenizer, *rest)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--sparsities", "0.5,-0.5", "holds a number outside 0 to 1"),
+        ("--sparsities", "nan", "holds a number outside 0 to 1"),
+        ("--sparsities", "half", "must be numbers separated by commas"),
+        ("--batch-size", "0", "not in the range x>=1"),
+    ],
+)
+def test_the_program_names_what_it_cannot_measure(
+    option: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sweep_heads.py", "--gates", "absent.pt", "--output-dir", "absent", f"{option}={value}"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "inference" / "sweep_heads.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_program_leaves_the_problems_that_it_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     HeadGates(alpha=torch.linspace(0, 1, 24).view(4, 6)).save(tmp_path / "gates.safetensors")
-    options = ["--gates", str(tmp_path / "gates.safetensors"), "--model", "tiny", "--sparsities", "0.5"]
+    options = ["--gates", str(tmp_path / "gates.safetensors"), "--model", "tiny", "--sparsities", "0.5,0.5"]
     options += ["--random-draws", "0", "--max-new-tokens", "8", "--sink", "4", "--window", "16"]
 
     def sweep_heads(name: str, *more: str) -> list[dict]:
@@ -95,6 +133,7 @@ def test_the_program_leaves_the_problems_that_it_used(tmp_path: Path, monkeypatc
     problems = tmp_path / "drawn" / "problems.jsonl"
     assert [json.loads(line) for line in problems.read_text().splitlines()] == tiny.problems(3, 5, 3, 4)
     assert sweep_heads("read", "--input", str(problems)) == drawn
+    assert [row["sparsity"] for row in drawn] == [0.0, 0.5], "a sparsity given twice is measured once"
 
 
 def row(method: str, sparsity: float, accuracy: float, seed: int | None = None) -> HeadResult:
