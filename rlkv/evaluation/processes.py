@@ -49,8 +49,8 @@ def join_processes(device: str) -> Processes:
     """This process among those that torchrun or ``accelerate launch`` started; one if it was started alone.
 
     Args:
-        device: as of :func:`rlkv.models.load_model`; with ``auto`` every process has a GPU of its own where there are
-            GPUs.
+        device: as of :func:`rlkv.models.load_model`; with ``auto`` or ``cuda`` every process has a GPU of its own
+            where there are GPUs.
 
     Raises:
         ValueError: if accelerate is not installed.
@@ -64,7 +64,7 @@ def join_processes(device: str) -> Processes:
 
         # gloo notices closed connections where nccl waits for its timeout; made now, while all processes are there
         group = dist.new_group(backend="gloo", timeout=WAIT)
-    own_gpu = device == "auto" and state.device.type == "cuda"
+    own_gpu = device in ("auto", "cuda") and state.device.type == "cuda"
     return Processes(
         state.process_index, state.num_processes, f"cuda:{state.local_process_index}" if own_gpu else None, group
     )
