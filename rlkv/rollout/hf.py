@@ -107,13 +107,16 @@ class HFEngine:
         # fork_rng: the caller's random state is left as it was
         with torch.inference_mode(), torch.random.fork_rng(devices=cuda_devices):
             torch.manual_seed(sampling.seed * 1_000_003 + draw)
-            generate(
+            output_BT = generate(
                 input_ids=input_ids_BT,
                 attention_mask=mask_BT,
                 past_key_values=self._new_cache(width + sampling.max_new_tokens),
                 generation_config=self._generation_config(sampling),
                 stopping_criteria=[RowWatch(width, sampling.max_new_tokens, self.eos_ids, hooks.stop, end)],
             )
+        for row, index in enumerate(indices):
+            if index not in completions:  # the model's own generation config ended the batch
+                end(row, output_BT[row, width:].tolist(), False)
         return {index: completions[index] for index in indices}
 
     def _new_cache(self, limit: int) -> Cache | None:

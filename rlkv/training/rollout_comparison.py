@@ -72,7 +72,7 @@ def to_table(rows: dict[int, dict[str, Any]], names: tuple[str, str], hardware: 
         "",
         "Ranking: the mean of every gate over the training. Equal rollouts: the first steps up to which rewards and "
         "lengths are the same (the draws belong to the rows, so two engines give the same tokens until rounding flips "
-        f"one). Seconds: medians over the steps without the first; rollout and update by the clock, which other work on "
+        "one). Seconds: medians over the steps without the first; rollout and update by the clock, which other work on "
         f"the machine slows down, and the whole step in CPU time. {hardware}",
     ]
     return "\n".join(lines) + "\n"

@@ -10,37 +10,27 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from vllm_models import (
-    OPTIONS,
-    SINK,
-    WINDOW,
-    load_reference,
-    make_folder,
-    make_rows,
-    put_gates,
-    random_gates,
-    worst_difference,
-)
-
-from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.vllm import VLLMEngine
-from rlkv.serving.mixed_attention import LocalSizes
-
 
 def main() -> None:
+    # imported here, as the engine's processes begin by importing this file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import vllm_models as models
+
+    from rlkv.rollout.base import SamplingParams
+    from rlkv.rollout.vllm import VLLMEngine
+    from rlkv.serving.mixed_attention import LocalSizes
+
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    folder = make_folder("llama", Path(sys.argv[1]))
-    model = load_reference(folder)
-    with closing(VLLMEngine(str(folder), LocalSizes(SINK, WINDOW), **OPTIONS)) as engine:
+    folder = models.make_folder("llama", Path(sys.argv[1]))
+    reference = models.load_reference(folder)
+    with closing(VLLMEngine(str(folder), LocalSizes(models.SINK, models.WINDOW), **models.OPTIONS)) as engine:
         assert not hasattr(engine.llm.llm_engine.engine_core, "engine_core"), "the engine is in this process"
         for update in range(2):
-            alpha, rows = random_gates(update), make_rows(rollout=update)
+            alpha, rows = models.random_gates(update), models.make_rows(rollout=update)
             engine.set_gates(alpha)
             samples = dict(engine.sample(rows, SamplingParams(20, temperature=1.0)))
-            print("max error", worst_difference(put_gates(model, alpha), rows, samples))
+            print("max error", models.worst_difference(models.put_gates(reference, alpha), rows, samples))
 
 
-if __name__ == "__main__":  # the engine's process imports this file again
+if __name__ == "__main__":
     main()
