@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def test_results_of_other_stages_are_no_config_files(tmp_path: Path) -> None:
     for text in ("1", "2"):
         made.write_text(text)
         run(tmp_path, stage("train", "results/facts.json"))
+    assert json.loads((tmp_path / "results" / "stages.json").read_text())["train"]["configs"] == {}
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_rows_of_other_weights_code_or_libraries_are_refused(
         ("--sparsities", "0.5,-0.5", "holds a number outside 0 to 1"),
         ("--sparsities", "nan", "holds a number outside 0 to 1"),
         ("--sparsities", "half", "must be numbers separated by commas"),
-        ("--batch-size", "0", "not in the range x>=1"),
+        ("--batch-size", "0", "greater than or equal to 1"),
     ],
 )
 def test_the_program_names_what_it_cannot_measure(
