@@ -36,8 +36,9 @@ demo: $(STAMP)
 study: $(STAMP)
 	$(BIN)/python inference/tiny_study.py $(FRESH_FLAG) $(call quick_flags,study)
 
+# one worker per core and one thread per worker; the tests of a file share its fixtures, so they stay together
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

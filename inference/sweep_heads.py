@@ -12,7 +12,6 @@ the tiny task are drawn.  ``problems.jsonl``, written last, is what other progra
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +22,7 @@ from rlkv.cli_errors import help_text, run_app
 from rlkv.data.deepscaler import Problem, write_problems
 from rlkv.evaluation.agreement import agreement
 from rlkv.evaluation.heads import CacheSettings, HeadResult
-from rlkv.evaluation.inputs import ORACLE, numbers, read_order, study_problems
+from rlkv.evaluation.inputs import ORACLE, numbers, read_order, read_truth, study_problems
 from rlkv.evaluation.report import markdown_table, plot_accuracy, training_seconds, write_results
 from rlkv.evaluation.sweep import plan_sweep, run_sweep
 from rlkv.gates import HeadGates
@@ -85,6 +84,7 @@ def main(
         batch_size=batch_size,
     )
     shape = ModelShape.from_config(loaded.config)
+    truth = read_truth(oracle, shape) if oracle else None
     orders = {ORACLE: read_order(oracle, shape)} if oracle else {}
     cells = list(plan_sweep(shape, levels, rankings, orders, random_draws))
     if fresh:
@@ -99,7 +99,6 @@ def main(
             bar.update(task, completed=done, description=f"{row.method} @ {row.sparsity:g}: {row.accuracy:.3f}")
 
         rows = run_sweep(loaded, tokenizer, problems, cells, settings, output_dir / "rows.jsonl", config, on_row)
-    truth = json.loads(oracle.read_text()) if oracle else None
     labelled = {
         name if len(runs) == 1 else f"{name}, run {i}": ranking
         for name, runs in rankings.items()

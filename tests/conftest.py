@@ -16,6 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+# models this small lose more by waking threads than they win; workers of a parallel run have one core each
+torch.set_num_threads(1)
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import rlkv.cache
 from rlkv.allocation import HeadAllocation
+from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.evaluation.intervals import wilson_interval
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.inference.compress import compress
@@ -37,8 +40,8 @@ class CacheSettings:
 class HeadResult:
     """One row of a results table.
 
-    ``kv_bytes`` are the bytes of KV entries held when each batch ended, summed over batches;
-    ``kv_bytes_full`` what the full cache holds for the same tokens.  ``ci_*`` is the 95% Wilson interval.
+    ``kv_bytes`` are the bytes of KV entries that each text holds at its own end, as if it were decoded alone, summed
+    over texts; ``kv_bytes_full`` what the full cache holds for the same tokens.  ``ci_*`` is the 95% Wilson interval.
     """
 
     method: str
@@ -94,18 +97,18 @@ def measure(
     """
     prompts = [render_prompt(tokenizer, p["problem"], settings.template) for p in problems]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    sizes: dict[str, Any] = {"sink": settings.sink, "window": settings.window, "prefill": settings.prefill}
     engine = HFEngine(model, tokenizer, batch_size=settings.batch_size)
     sampling = SamplingParams(max_new_tokens=settings.max_new_tokens)
     completions: dict[int, Completion] = {}
-    held = full = 0
-    sizes: dict[str, Any] = {"sink": settings.sink, "window": settings.window, "prefill": settings.prefill}
-    with compress(model, allocation, **sizes, eviction=eviction) as session:
+    with compress(model, allocation, **sizes, eviction=eviction):
         for start in range(0, len(order), settings.batch_size):
             rows = order[start : start + settings.batch_size]
             completions.update(zip(rows, engine.generate([prompts[i] for i in rows], sampling), strict=True))
-            assert session.cache is not None
-            held += session.cache.used_nbytes()
-            full += session.cache.full_nbytes()
     ordered = [completions[i] for i in range(len(prompts))]
     correct = [is_correct(c.text, p["answer"]) for c, p in zip(ordered, problems, strict=True)]
-    return Measurement(correct, ordered, held, full)
+    read = torch.tensor(engine.prompt_lengths(prompts))
+    cached = read + torch.tensor([len(c.token_ids) for c in ordered]) - 1  # the last token is never fed
+    cache = rlkv.cache.CacheSettings(**sizes, eviction=eviction)
+    held, whole = kv_nbytes(cache, allocation.full, EntrySize.of(model), read, cached)
+    return Measurement(correct, ordered, int(held.sum()), int(whole.sum()))

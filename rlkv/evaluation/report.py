@@ -15,7 +15,7 @@ from rlkv.plots import TEXT_SIZE, curve_figure, save_figure
 from rlkv.provenance import hardware_line, provenance
 
 BYTES_NOTE = (
-    "KV held: bytes of KV entries in use at the end of each batch (mean of the rows above), over the bytes that the "
+    "KV held: bytes of KV entries in use at the end of each text (mean of the rows above), over the bytes that the "
     "full cache would hold for the same tokens."
 )
 

@@ -102,7 +102,7 @@ def test_files_and_resuming(program: Any, gates_file: Path, tmp_path: Path) -> N
         (["--definitions", "x"], "is no range"),
         (["--gates", "random=x.pt"], "is taken"),
         (["--input", "absent.jsonl"], "absent.jsonl"),
-        (["--repetition", "100"], "must be two numbers"),
+        (["--repetition", "100"], "must be two whole numbers"),
         (["--head-share", "2.5"], "head_share is 2.5"),
         (["--extra", "0"], "--extra is 0"),
     ],

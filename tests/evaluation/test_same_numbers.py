@@ -86,6 +86,8 @@ def test_every_problem_has_one_text_and_one_verdict(
     assert swept.correct == [row["correct"] for row in rows]
     assert [completion.token_ids for completion in swept.completions] == [row["token_ids"] for row in rows]
     assert 0 < sum(swept.correct) < N, "a test of verdicts needs both"
+    assert swept.kv_bytes == sum(row["kv_bytes"] for row in rows)
+    assert swept.kv_bytes_full == sum(row["kv_bytes_full"] for row in rows)
     results = json.loads((folder / "eval" / "results.json").read_text())["results"]
     assert next(row["accuracy"] for row in results if row["method"] == method) == swept.accuracy
 

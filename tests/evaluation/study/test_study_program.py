@@ -183,6 +183,7 @@ def test_one_analysis_measures_only_its_own(program: Any, inputs: Path, tmp_path
         (["--compare-at", "0"], "--compare-at '0' names no sparsity above 0"),
         (["--top-heads", "1.5"], "1.5 is neither a whole number nor a share below 1"),
         (["--top-heads", "25"], "outside 0 to 24"),
+        (["--top-heads", "0"], "0 heads are the full cache"),
         (["--gates", "oracle (measured)=x.pt"], "is taken"),
         (["--gates", "x.pt"], "--gates 'x.pt' must be NAME=FILE"),
         (["--ablation", "mine=x.pt"], "--ablation: the name 'mine' is taken"),
