@@ -36,7 +36,14 @@ from rlkv.evaluation.runner import RunSettings
 from rlkv.evaluation.study.base import Study, StudyOptions
 from rlkv.evaluation.study.bench import Bench, study_task
 from rlkv.evaluation.study.rankings import RESERVED, gates_rankings, group_by_name, reference_rankings
-from rlkv.evaluation.study.report import ANALYSES, choose_analyses, run_study, write_report
+from rlkv.evaluation.study.report import (
+    ANALYSES,
+    choose_analyses,
+    measure_cells,
+    run_study,
+    write_measured,
+    write_report,
+)
 from rlkv.evaluation.study.sensitivity import default_top_heads
 from rlkv.evaluation.study.text import SEEDS_FIXED
 from rlkv.evaluation.tasks import find_tasks
@@ -112,6 +119,10 @@ def main(
     batch_size: Annotated[int, typer.Option(help="problems decoded together", min=1)] = 16,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    measure_only: Annotated[
+        bool,
+        typer.Option("--measure-only", help="no report: to share the work of another process of this study"),
+    ] = False,
 ) -> None:
     started = time.monotonic()
     files = group_by_name(gates, "--gates", RESERVED)
@@ -168,6 +179,10 @@ def main(
         def on_progress(cell: str, done: int, total: int, accuracy: float) -> None:
             bar.update(stages["bar"], completed=done, total=total, description=f"{cell}: {accuracy:.3f}")
 
+        if measure_only:
+            measure_cells(study, chosen, on_progress, on_stage)
+            write_measured(output_dir, study)
+            return
         figures = run_study(study, chosen, on_progress, on_stage)
     config = {
         "model": model,

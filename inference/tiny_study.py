@@ -31,6 +31,7 @@ import yaml
 from rich.console import Console
 
 from rlkv.cli_errors import help_text, run_app
+from rlkv.evaluation.study.report import MEASURED
 from rlkv.gates import HeadGates
 from rlkv.pipeline import Pipeline, Stage, count_lines, results_folder, words
 
@@ -52,15 +53,15 @@ class Size:
     """
 
     filtered: int = 400
-    grpo_steps: int = 50
+    grpo_steps: int = 40
     distill_steps: int = 120
     seeds: int = 3
-    variant_seeds: int = 3
+    variant_seeds: int = 2
     traces: int = 100
     held_out: int = 200
     random_draws: int = 5
     sparsities: str = "0.2,0.4,0.5,0.6,0.8"
-    cells: int = 160
+    cells: int = 145
 
 
 QUICK = Size(60, 5, 12, 2, 1, 10, 20, 2, "0.4,0.6", 75)
@@ -102,7 +103,7 @@ class Plan:
             *self._distilled("traces", 0.7),
             *self._reranked(),
         ]
-        self.stages.append(self._study())
+        self.stages += self._study()
 
     def _data(self) -> list[Stage]:
         folder, size = self.folder / "curriculum", self.size
@@ -202,7 +203,7 @@ class Plan:
             stages.append(Stage(title, command, output, lambda: 0.0, 45, (run.gates,), threads=1))
         return stages
 
-    def _study(self) -> Stage:
+    def _study(self) -> list[Stage]:
         size = self.size
         command = words(
             """inference/study.py --model tiny --tasks tiny --data {problems} --oracle rlkv/tiny/model/ground_truth.json
@@ -229,7 +230,14 @@ class Plan:
         def progress() -> float:  # counts files: reading all texts again and again costs half a core
             return len(list((PROGRAMS / self.report / "rows").glob("*.jsonl"))) / size.cells
 
-        return Stage("analyses and report", command, self.report / "report.html", progress, expected, needs)
+        # two processes of the same study share its cells; with one job the first measures all of them
+        measured = Stage(
+            "cells", [*command, "--measure-only"], self.report / MEASURED, progress, expected / 2, needs, threads=1
+        )
+        report = Stage(
+            "analyses and report", command, self.report / "report.html", progress, expected / 2, needs, threads=1
+        )
+        return [measured, report]
 
     def _add(self, method: str, seeds: int, is_ablation: bool = False) -> list[Run]:
         short = method.lower().replace(" ", "_")

@@ -15,6 +15,10 @@ SHORT = 16  # characters up to which it shows values
 ABSENT = object()
 
 
+class RowsInUseError(ValueError):
+    """Another process is writing the file."""
+
+
 class RowLog:
     """The rows of a file that this measurement may go on with, and a way to add more.
 
@@ -36,8 +40,9 @@ def open_rows(path: Path, settings: dict[str, Any]) -> Iterator[RowLog]:
     """Open or start the file, for this process alone.
 
     Raises:
-        ValueError: if its rows were measured with other settings (it is left as it is, the differences are named), it
-            is no file of rows, or another process is writing it.
+        ValueError: if its rows were measured with other settings (it is left as it is, the differences are named), or
+            it is no file of rows.
+        RowsInUseError: if another process is writing it.
     """
     settings = json.loads(json.dumps(settings))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +72,9 @@ def _lock(file: Any, path: Path, kind: int) -> None:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"{path} is being written by another process: wait for it, or take another folder") from None
+        raise RowsInUseError(
+            f"{path} is being written by another process: wait for it, or take another folder"
+        ) from None
 
 
 def stored_rows(path: Path) -> list[dict[str, Any]]:

@@ -68,6 +68,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # the engine prefers it to the pool that is asked for
     from vllm import LLM
 
     work, setting = Workload.from_dict(task["workload"]), task["setting"]
@@ -91,7 +92,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     engine: Any = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     cache = scheduler.kv_cache_config
-    pool_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors)
+    (pool_bytes,) = {tensor.size for tensor in cache.kv_cache_tensors}  # parts of one allocation
     watch = Watch(scheduler, pool_bytes // cache.num_blocks)
     _serve(engine, work.prompts[:2], [8, 8], "warm-up")
     watch.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rlkv.inference.serving_workload import LIMITED, Workload
@@ -44,14 +45,14 @@ def _speed(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         expected = row.get("expected")
-        limited = expected and row["setting"] == LIMITED
+        shown = expected if row["setting"] == LIMITED else None
         lines.append(
             (
                 row["mode"],
                 _range(row["tokens_per_second"], "{:.1f}"),
                 _range(row["speedup"], "{:.2f}"),
-                f"{expected['theory']:.2f}" if limited else "",
-                f"{expected['by_blocks']:.2f}" if limited else "",
+                f"{shown['theory']:.2f}" if shown else "",
+                f"{shown['by_blocks']:.2f}" if shown else "",
                 _range(row["steps"], "{:,.0f}"),
                 f"{row['step_ratio'][0]:.2f}",
                 _range(row["mean_running"], "{:.2f}"),
@@ -75,7 +76,7 @@ def _range(values: list[float], form: str) -> str:
     return middle if least == greatest else f"{middle} [{least}, {greatest}]"
 
 
-def _table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     return "\n".join(rows + [f"| {' | '.join(line)} |" for line in lines])
 

@@ -77,7 +77,7 @@ class Workload:
     roomy_rows: int = 8
     pool_tokens: int = 2048
     block_size: int = 32
-    step_tokens: int = 512
+    step_tokens: int = 128
     eager: bool = True
     seed: int = 0
 

@@ -62,7 +62,7 @@ class VLLMEngine:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
-        from vllm.distributed.parallel_state import model_parallel_is_initialized
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, model_parallel_is_initialized
 
         if model_parallel_is_initialized():  # two would share their state, and the first to go would take it along
             raise ValueError("one vLLM engine at a time can live in a process: close() the other one first")
@@ -71,21 +71,25 @@ class VLLMEngine:
         self._calls = 0
         self._version = "stock"
         options: dict[str, Any] = {} if sizes is None else _mixed_options(model, sizes)
-        self.llm = LLM(
-            model_source(model),
-            # as the trainer's copy of the model: the engine's own "auto" would take 16 bits on a CPU too
-            dtype=str(resolve_dtype(dtype, resolve_device())).removeprefix("torch."),
-            max_model_len=max_positions,
-            max_num_seqs=max_rows,
-            kv_cache_memory_bytes=int(kv_gib * GIB),
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # what is sampled is what SamplingParams says
-            logits_processors=[DRAWS],
-            logprobs_mode="processed_logits",
-            async_scheduling=False,
-            disable_log_stats=True,
-            **{**options, **engine_options},
-        )
+        try:
+            self.llm = LLM(
+                model_source(model),
+                # as the trainer's copy of the model: the engine's own "auto" would take 16 bits on a CPU too
+                dtype=str(resolve_dtype(dtype, resolve_device())).removeprefix("torch."),
+                max_model_len=max_positions,
+                max_num_seqs=max_rows,
+                kv_cache_memory_bytes=int(kv_gib * GIB),
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # what is sampled is what SamplingParams says
+                logits_processors=[DRAWS],
+                logprobs_mode="processed_logits",
+                async_scheduling=False,
+                disable_log_stats=True,
+                **{**options, **engine_options},
+            )
+        except BaseException:
+            cleanup_dist_env_and_memory()  # a start that fails late leaves a state that no one could close
+            raise
         self.eos_ids = _end_tokens(model, self.tokenizer)
         if self.has_gates:
             self._version = gate_version(self.gates())

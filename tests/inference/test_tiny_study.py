@@ -45,10 +45,10 @@ def test_every_stage_can_start_and_nothing_is_made_twice(plan: Any) -> None:
         assert set(stage.needs) <= ended
         ended.add(stage.done)
         assert (ROOT / stage.command[0]).is_file()
-    *finding, study = plan.stages
-    assert set(study.needs) == {stage.done for stage in finding}
-    assert {stage.threads for stage in finding} == {1}
-    assert study.threads is None
+    *finding, cells, study = plan.stages
+    assert set(study.needs) == set(cells.needs) == {stage.done for stage in finding}
+    assert {stage.threads for stage in plan.stages} == {1}
+    assert cells.command == [*study.command, "--measure-only"]
 
 
 def test_rlkv_is_the_shipped_configuration_with_fewer_steps(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:

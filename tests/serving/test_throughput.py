@@ -42,7 +42,6 @@ def test_fewer_steps_in_the_same_pool(tmp_path: Path) -> None:
     assert [run["output_tokens"] for run in found["runs"]] == [sum(lengths)] * 2
     # a block of the full cache is two of the plugin's, so that the pools are equal to the byte
     assert half["pool_bytes"] == full["pool_bytes"]
-    assert half["pool_tokens"][0] > full["pool_tokens"][0]
     assert half["bytes_per_token"][0] < full["bytes_per_token"][0]
     # which step a request joins depends on blocks only, never on time
     assert half["mean_running"][0] > full["mean_running"][0]

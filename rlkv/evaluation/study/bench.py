@@ -2,12 +2,15 @@
 
 Greedy decoding is deterministic, so seeds that keep the same heads, and analyses that ask for the same cell, share one
 measurement.  Its rows are in one file, named by what was measured; a study that was stopped goes on from the files.
+Several processes may measure the same study: each takes the cells that no other one is at, and reads what those leave.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +20,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.allocation import HeadAllocation
+from rlkv.evaluation.rows import RowsInUseError
 from rlkv.evaluation.runner import Problem, RunSettings, run_method, task_problems
 from rlkv.evaluation.study.outcomes import Outcome, outcome_of
 from rlkv.eviction.base import EvictionPolicy
 
+POLL_SECONDS = 0.5  # between two looks at a cell that another process measures
 OnProgress = Callable[[str, int, int, float], None]
 
 
@@ -108,14 +113,24 @@ class Bench:
             if cell not in self._outcomes:
                 missing[cell] = None
         total = sum(len(self.tasks[cell.task].problems) for cell in missing)
-        before = 0
-        for cell in missing:
+        before = in_use = 0
+        waiting = deque(missing)
+        while waiting:
+            cell = waiting.popleft()
             label = f"{cell.task}: {self.labels[cell][0]}"
 
             def on_rows(done: int, _: int, accuracy: float, label: str = label, before: int = before) -> None:
                 on_progress(label, before + done, total, accuracy)
 
-            self._outcomes[cell] = self._measure(cell, on_rows)
+            try:
+                self._outcomes[cell] = self._measure(cell, on_rows)
+            except RowsInUseError:
+                waiting.append(cell)
+                in_use += 1
+                if in_use >= len(waiting):  # no other cell is free
+                    time.sleep(POLL_SECONDS)
+                continue
+            in_use = 0
             before += len(self.tasks[cell.task].problems)
 
     def _measure(self, cell: Cell, on_rows: Callable[[int, int, float], None]) -> Outcome:

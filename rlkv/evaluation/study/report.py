@@ -22,7 +22,9 @@ from rlkv.evaluation.study.sensitivity import Sensitivity
 from rlkv.evaluation.study.sweep import Sweep
 from rlkv.evaluation.study.text import SEEDS_FIXED
 from rlkv.evaluation.study.threshold import NearLossless
+from rlkv.provenance import provenance
 
+MEASURED = "measured.json"
 ANALYSES: dict[str, type[Analysis]] = {
     kind.name: kind
     for kind in (
@@ -55,10 +57,10 @@ def choose_analyses(names: Sequence[str] | None, has_ablations: bool) -> list[An
     return [kind() for name, kind in ANALYSES.items() if name in names]
 
 
-def run_study(
+def measure_cells(
     study: Study, analyses: Sequence[Analysis], on_progress: OnProgress, on_stage: Callable[[str], None]
-) -> dict[str, Figures]:
-    """Measure what the analyses need and give their figures by name.
+) -> None:
+    """Measure what the analyses need.
 
     ``on_stage`` is called with what comes next, ``on_progress`` as of :meth:`Bench.measure`.
     """
@@ -66,11 +68,21 @@ def run_study(
     study.bench.measure(study.full_cells(), on_progress)
     on_stage("all other cells")
     study.bench.measure((wanted for analysis in analyses for wanted in analysis.cells(study)), on_progress)
-    figures = {}
+
+
+def run_study(
+    study: Study, analyses: Sequence[Analysis], on_progress: OnProgress, on_stage: Callable[[str], None]
+) -> dict[str, Figures]:
+    """The figures of the analyses by name; as :func:`measure_cells` for the rest."""
+    measure_cells(study, analyses, on_progress, on_stage)
     on_stage("figures")
-    for analysis in analyses:
-        figures[analysis.name] = analysis.figures(study)
-    return figures
+    return {analysis.name: analysis.figures(study) for analysis in analyses}
+
+
+def write_measured(folder: Path, study: Study) -> None:
+    """``measured.json``, which says that every cell is there, for a process that only measures."""
+    with atomic_path(folder / MEASURED) as path:
+        path.write_text(json.dumps({"cells": study.bench.describe(), **provenance()}, indent=1) + "\n")
 
 
 def write_report(

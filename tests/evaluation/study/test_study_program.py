@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,19 @@ def test_the_report_is_whole_and_loads_nothing(study: Path) -> None:
 
 def _anchors(page: str) -> set[str]:
     return {f"#{name}"[:22] for name in re.findall(r'id="([^"]+)"', page)}
+
+
+def test_a_second_process_only_measures(program: Any, inputs: Path, study: Path, tmp_path: Path) -> None:
+    shutil.copytree(study / "rows", tmp_path / "rows")
+    missing = sorted((tmp_path / "rows").iterdir())[-1]
+    missing.unlink()
+    done = run(program, options(inputs, tmp_path, "--measure-only"))
+    assert done.exit_code == 0, done.output
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["measured.json", "rows"]
+    assert missing.exists()
+    found = json.loads((tmp_path / "measured.json").read_text())["cells"]
+    wanted = results(study)["cells"]
+    assert [(cell["rows"], cell["accuracy"]) for cell in found] == [(cell["rows"], cell["accuracy"]) for cell in wanted]
 
 
 def test_the_same_command_goes_on_and_refuses_other_settings(program: Any, inputs: Path, study: Path) -> None:
