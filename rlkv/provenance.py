@@ -53,9 +53,13 @@ def hardware_line() -> str:
 
 def provenance() -> dict[str, Any]:
     """Everything that a result file carries beside its figures and its configuration."""
-    program = Path(sys.argv[0]).name
+    program = Path(sys.argv[0])
+    # where a program is installed says nothing; where it lies in the repository does
+    named = (
+        [program.name] if program.is_absolute() else [*(["python"] if program.suffix == ".py" else []), str(program)]
+    )
     return {
-        "command": shlex.join([program, *sys.argv[1:]]),
+        "command": shlex.join([*named, *sys.argv[1:]]),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "hardware": hardware(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,5 +111,5 @@ def plot_results(rows: list[dict[str, Any]], title: str, path: str) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     panels[0].set_ylabel("times the full cache, same pool bytes")
-    figure.suptitle(title, fontsize=TITLE_SIZE)
+    figure.suptitle(textwrap.fill(title, 60 * len(settings)), fontsize=TITLE_SIZE)
     save_figure(figure, path)

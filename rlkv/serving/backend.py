@@ -18,7 +18,6 @@ from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
-    MultipleOf,
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.triton_attn import (
@@ -28,10 +27,10 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.serving.compaction import Compactor
+from rlkv.serving.compaction import Compactor, without_gap
 from rlkv.serving.local_attention import paged_local_attention
-from rlkv.serving.mixed_attention import write_cache
 from rlkv.serving.report import check_block_bytes
+from rlkv.serving.torch_backend import PagedTorchBackend, PagedTorchImpl
 
 LAYOUTS = (KVCacheLayout.BLHNC,)
 
@@ -97,47 +96,15 @@ class LocalTorchBuilder(AttentionMetadataBuilder[LocalMetadata]):
         return LocalMetadata(common.num_actual_tokens, starts, lengths.tolist(), table, compactor)
 
 
-class LocalTorchImpl(AttentionImpl):
+class LocalTorchImpl(PagedTorchImpl):
     """Sinks and window in plain torch."""
 
-    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
-        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        write_cache(key, value, kv_cache, slot_mapping)
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: LocalMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        if attn_metadata is None:  # the engine's profiling run
-            return output.zero_()
-        step = attn_metadata
+    def attend(self, query: Tensor, kv_cache: Tensor, step: LocalMetadata, output: Tensor) -> None:
         use = step.compactor.use
         paged_local_attention(query, kv_cache, step.table_RC, step.starts, step.lengths, use, self.scale, output)
-        return output
 
 
-class LocalTorchBackend(AttentionBackend):
-    """Any head size, any block size that the engine allows."""
-
-    forward_includes_kv_cache_update = False
-    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as in the base class)
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"  # the engine looks the name up in its own enumeration of backends
-
+class LocalTorchBackend(PagedTorchBackend):
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
         return LocalTorchImpl
@@ -145,10 +112,6 @@ class LocalTorchBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         return LocalTorchBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -167,14 +130,9 @@ class LocalTritonBuilder(TritonAttentionMetadataBuilder):
         common = common_attn_metadata
         compactor = _compactor(self.vllm_config, self.layer_names)
         table, lengths = compactor.of_step(common)
-        use = compactor.use
-        longest = compactor.width(common.max_query_len, table.shape[1]) * use.block_size
-        compacted = common.replace(
-            block_table_tensor=table, seq_lens=lengths, max_seq_len=min(common.max_seq_len, longest)
-        )
-        metadata = super().build(0, compacted, fast_build)
+        metadata = super().build(0, without_gap(common, compactor, table, lengths), fast_build)
         metadata.rswa_prefix_lens = self._sinks(compactor, common.num_reqs)
-        metadata.rswa_window = use.window
+        metadata.rswa_window = compactor.use.window
         return metadata
 
     def _sinks(self, compactor: Compactor, requests: int) -> Tensor:

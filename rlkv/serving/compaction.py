@@ -77,3 +77,9 @@ class Compactor:
         self._table[:rows, :columns] = table
         self._lengths[:rows] = lengths
         return self._table[:rows], self._lengths[:rows]
+
+
+def without_gap(common: Any, compactor: Compactor, table: Tensor, lengths: Tensor) -> Any:
+    """A step's metadata (vLLM's) with the table and lengths that ``compactor`` made of its own."""
+    longest = compactor.width(common.max_query_len, table.shape[1]) * compactor.use.block_size
+    return common.replace(block_table_tensor=table, seq_lens=lengths, max_seq_len=min(common.max_seq_len, longest))

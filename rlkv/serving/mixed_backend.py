@@ -18,7 +18,6 @@ from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
-    MultipleOf,
 )
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -29,11 +28,10 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.attention.mixed import mix
-from rlkv.serving.compaction import Compactor
-from rlkv.serving.mixed_attention import LocalSizes, PagedBatch, paged_mixed_attention, write_cache
+from rlkv.serving.compaction import Compactor, without_gap
+from rlkv.serving.mixed_attention import LocalSizes, PagedBatch, paged_mixed_attention
 from rlkv.serving.packing import BlockUse
-
-NAME = "CUSTOM"  # the engine looks the name up in its own enumeration of backends
+from rlkv.serving.torch_backend import NAME, PagedTorchBackend, PagedTorchImpl
 
 
 def mixed_backend() -> type[AttentionBackend]:
@@ -75,45 +73,14 @@ class TorchBuilder(AttentionMetadataBuilder[TorchMetadata]):
         return TorchMetadata(common.num_actual_tokens, batch)
 
 
-class MixedTorchImpl(_LiveGates, AttentionImpl):
+class MixedTorchImpl(_LiveGates, PagedTorchImpl):
     """Attention of one layer in plain torch."""
 
-    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
-        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        write_cache(key, value, kv_cache, slot_mapping)
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: TorchMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        if attn_metadata is None:  # the engine's profiling run
-            return output.zero_()
-        batch, alpha_H = attn_metadata.batch, self.alpha_H
-        return paged_mixed_attention(query, kv_cache, batch, alpha_H, self.sizes, self.scale, output)
+    def attend(self, query: Tensor, kv_cache: Tensor, step: TorchMetadata, output: Tensor) -> None:
+        paged_mixed_attention(query, kv_cache, step.batch, self.alpha_H, self.sizes, self.scale, output)
 
 
-class MixedTorchBackend(AttentionBackend):
-    """Any head size, any block size that the engine allows."""
-
-    forward_includes_kv_cache_update = False
-    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as in the base class)
-
-    @staticmethod
-    def get_name() -> str:
-        return NAME
-
+class MixedTorchBackend(PagedTorchBackend):
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
         return MixedTorchImpl
@@ -121,10 +88,6 @@ class MixedTorchBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         return TorchBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -164,11 +127,7 @@ class MixedTritonBuilder(TritonAttentionMetadataBuilder):
         table, lengths = self.compactor(
             common.block_table_tensor, common.seq_lens, common.query_start_loc, common.max_query_len
         )
-        longest = self.compactor.width(common.max_query_len, table.shape[1]) * self.block_size
-        without_gap = common.replace(
-            block_table_tensor=table, seq_lens=lengths, max_seq_len=min(common.max_seq_len, longest)
-        )
-        local = super().build(0, without_gap, fast_build)
+        local = super().build(0, without_gap(common, self.compactor, table, lengths), fast_build)
         local.rswa_prefix_lens = self.sinks_R[: common.num_reqs]
         local.rswa_window = self.compactor.use.window
         stock = super().build(common_prefix_len, common, fast_build)
