@@ -55,9 +55,8 @@ def provenance() -> dict[str, Any]:
     """Everything that a result file carries beside its figures and its configuration."""
     program = Path(sys.argv[0])
     # where a program is installed says nothing; where it lies in the repository does
-    named = (
-        [program.name] if program.is_absolute() else [*(["python"] if program.suffix == ".py" else []), str(program)]
-    )
+    python = ["python"] if program.suffix == ".py" else []
+    named = [*python, program.name if program.is_absolute() else str(program)]
     return {
         "command": shlex.join([*named, *sys.argv[1:]]),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
