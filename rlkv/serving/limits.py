@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlkv.serving.mixed_names import ARCHITECTURES, PREFIX
+from rlkv.serving.settings import read_request
+
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
+def check_architecture(vllm_config: Any) -> None:
+    """Raise ``ValueError`` if rlkv was asked for and the engine would build another model, with its full cache."""
+    model = vllm_config.model_config
+    if model is None or read_request(vllm_config.additional_config) is None:
+        return
+    name = model.architecture
+    if name not in ARCHITECTURES and not name.startswith(PREFIX):
+        raise ValueError(
+            f"rlkv: head reallocation does not work with a model of architecture {name}: serve one of "
+            f"{', '.join(ARCHITECTURES)}, or leave the rlkv settings out"
+        )
 
 
 def check_engine(vllm_config: Any) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from rlkv.serving.mixed_names import PREFIX
+from functools import wraps
+from typing import Any
+
+from rlkv.serving.mixed_names import ARCHITECTURES, PREFIX
 
 GROUP, NAME, ENTRY_POINT = "vllm.general_plugins", "rlkv", "rlkv.serving.plugin:register"
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def register() -> None:
     """Put rlkv's classes in place of the stock ones, by name.
 
-    Nothing is imported here, and the classes build the untouched stock model unless rlkv was asked for: whether it
-    was is known only when the engine builds its model. Calling it twice changes nothing.
+    The classes build the untouched stock model unless rlkv was asked for: whether it was is known only when the engine
+    has its settings. For models that have no such class it is refused then. Calling this twice changes nothing.
     """
     from vllm import ModelRegistry
 
@@ -21,6 +23,26 @@ def register() -> None:
         mixed = PREFIX + name  # of rollouts; a caller in this process may have registered the class itself
         if mixed not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(mixed, f"rlkv.serving.mixed_model:{mixed}")
+    _check_every_config()
+
+
+def _check_every_config() -> None:
+    """No class of ours is built for another model, so the engine's own settings are where it can be noticed."""
+    from vllm.config import VllmConfig
+
+    stock: Any = VllmConfig.__post_init__
+    if getattr(stock, "checked_by_rlkv", False):
+        return
+
+    @wraps(stock)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        from rlkv.serving.limits import check_architecture
+
+        stock(self, *args, **kwargs)
+        check_architecture(self)
+
+    checked.checked_by_rlkv = True  # type: ignore[attr-defined]
+    VllmConfig.__post_init__ = checked
 
 
 def check_installed() -> None:

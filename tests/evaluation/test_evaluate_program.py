@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from programs import load_program
 from typer.testing import CliRunner
 
 from rlkv.evaluation.inputs import deployed_sizes
@@ -27,12 +27,7 @@ SMALL = ("--limit", "6", "--max-new-tokens", "60", "--sink", "4", "--window", "1
 
 @pytest.fixture(scope="module")
 def module() -> Any:
-    spec = importlib.util.spec_from_file_location("evaluate", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("inference/evaluate.py")
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import load_program
 from typer.testing import CliRunner
 
 from rlkv.allocation import HeadAllocation
@@ -25,7 +25,6 @@ from rlkv.gates import HeadGates
 from rlkv.models import ModelShape
 from rlkv.tiny import load
 
-PROGRAM = Path(__file__).parents[2] / "inference" / "compare_eviction.py"
 SMALL = ("--num-problems", "4", "--definitions", "4-6", "--saved", "0.4", "--policies", "rkv,random")
 SIZES = ("--buffer", "4", "--observation", "2", "--extra", "8", "--max-new-tokens", "80")
 
@@ -42,12 +41,7 @@ def gates_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    spec = importlib.util.spec_from_file_location("compare_eviction", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.app
+    return load_program("inference/compare_eviction.py").app
 
 
 def run(program: Any, gates_file: Path, folder: Path, *more: str) -> Any:

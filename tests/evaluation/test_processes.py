@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import load_program
 from typer.testing import CliRunner
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,11 +43,7 @@ def free_port() -> str:
 
 
 def run_alone(folder: Path) -> None:
-    spec = importlib.util.spec_from_file_location("evaluate", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_program("inference/evaluate.py")
     done = CliRunner().invoke(module.app, ["--output-dir", str(folder), *OPTIONS], catch_exceptions=False)
     assert done.exit_code == 0, done.output
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import load_program
 from typer.testing import CliRunner
 
 from rlkv import tiny
@@ -18,7 +18,6 @@ from rlkv.gates import HeadGates
 from rlkv.inference.cli import app as infer
 from rlkv.models import ModelShape
 
-PROGRAM = Path(__file__).parents[2] / "inference" / "evaluate.py"
 N, TOKENS = 24, 50
 
 
@@ -47,11 +46,7 @@ def inferred(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def evaluated(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    spec = importlib.util.spec_from_file_location("evaluate", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_program("inference/evaluate.py")
     options = ["--gates", f"g={folder / 'gates.pt'}", "--methods", "full,g@0.5", "--max-new-tokens", str(TOKENS)]
     options += ["--data", str(folder / "problems.jsonl"), "--output-dir", str(folder / "eval")]
     done = CliRunner().invoke(module.app, options, catch_exceptions=False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 from engines import Served, engine, generate, make_served, need_vllm, random_prompts
 
-from rlkv.serving.limits import check_engine
+from rlkv.serving.limits import check_architecture, check_engine
 
 need_vllm()
 
@@ -78,6 +81,34 @@ def test_what_is_supported_passes() -> None:
 def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_engine(fake_engine(**{setting: value}))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "refused"),
+    [
+        ("GPT2LMHeadModel", {"rlkv": {"gates": "g", "sparsity": 0.5}}, True),
+        ("GPT2LMHeadModel", {}, False),
+        ("Qwen3ForCausalLM", {"rlkv": {"gates": "g", "sparsity": 0.5}}, False),
+        ("RLKVMixedLlamaForCausalLM", {"rlkv": {"gates": "g", "sparsity": 0.5}}, False),
+    ],
+)
+def test_other_architectures(architecture: str, settings: dict[str, Any], refused: bool) -> None:
+    model = SimpleNamespace(architecture=architecture)
+    config = SimpleNamespace(model_config=model, additional_config=settings)
+    with pytest.raises(ValueError, match=f"architecture {architecture}: serve") if refused else nullcontext():
+        check_architecture(config)
+
+
+def test_an_engine_of_another_architecture_does_not_start(llama: Served, tmp_path: Path) -> None:
+    """Without the check it would serve the full cache."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=128, n_positions=1024)).save_pretrained(
+        tmp_path
+    )
+    other = replace(llama, path=tmp_path)
+    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel"), engine(other, llama.request(0.5)):
+        pass
 
 
 @pytest.mark.parametrize(

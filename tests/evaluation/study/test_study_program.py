@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import load_program
 from typer.testing import CliRunner, Result
 
 from rlkv import tiny
@@ -21,19 +21,13 @@ from rlkv.evaluation.study.report import ANALYSES
 from rlkv.gates import HeadGates
 from rlkv.models import ModelShape
 
-PROGRAM = Path(__file__).parents[3] / "inference" / "study.py"
 TOKENS = 45
 NUM_PROBLEMS = 5
 
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    spec = importlib.util.spec_from_file_location("study_program", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("inference/study.py")
 
 
 @pytest.fixture(scope="module")
