@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("rlkv", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "math-verify", "vllm")
 
 
@@ -53,12 +54,15 @@ def hardware_line() -> str:
 
 def provenance() -> dict[str, Any]:
     """Everything that a result file carries beside its figures and its configuration."""
-    program = Path(sys.argv[0])
+    program = Path(sys.argv[0]).resolve()
     # where a program is installed says nothing; where it lies in the repository does
-    python = ["python"] if program.suffix == ".py" else []
-    named = [*python, program.name if program.is_absolute() else str(program)]
+    named = [program.name]
+    if program.suffix == ".py":
+        named = ["python", str(program.relative_to(ROOT)) if program.is_relative_to(ROOT) else program.name]
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     return {
         "command": shlex.join([*named, *sys.argv[1:]]),
+        **({"processes": processes} if processes > 1 else {}),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "hardware": hardware(),

@@ -12,6 +12,7 @@ from rlkv.evaluation.eval_report import NGRAMS, Summary
 from rlkv.evaluation.html_page import Cell, Page, sign_of
 from rlkv.evaluation.markdown_page import LEGEND
 from rlkv.evaluation.methods import FULL, RANDOM_HEADS, CompressionMethod
+from rlkv.evaluation.metrics import FEW_CHANGED
 from rlkv.evaluation.published import Source, find_published, published_numbers
 
 FULL_CACHE = "full cache"
@@ -19,9 +20,9 @@ COARSE = 0.05  # a task whose smallest provable difference is larger proves litt
 HOW_TO_READ = (
     "Accuracy is pass@1 in percent, with its 95% interval for the full cache. For a method, in parentheses: the "
     "difference to the full cache in points, with its 95% interval (bootstrap over problems, paired); * where a paired "
-    f"permutation test gives p < 0.05, coloured by sign (grey: not told apart; in Markdown {LEGEND}). The p values are "
-    "not corrected for the number of comparisons. KV: bytes of KV in use at the end of each text, over the bytes of "
-    "the full cache for the same tokens. s: share of KV heads that are compressible."
+    f"permutation test gives p < 0.05, coloured by sign (grey: not told apart; in Markdown {LEGEND}). {FEW_CHANGED} "
+    "The p values are not corrected for the number of comparisons. KV: bytes of KV in use at the end of each text, "
+    "over the bytes of the full cache for the same tokens. s: share of KV heads that are compressible."
 )
 
 

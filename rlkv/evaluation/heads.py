@@ -98,6 +98,7 @@ def measure(
     prompts = [render_prompt(tokenizer, p["problem"], settings.template) for p in problems]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     sizes: dict[str, Any] = {"sink": settings.sink, "window": settings.window, "prefill": settings.prefill}
+    entry_size = EntrySize.of(model)
     engine = HFEngine(model, tokenizer, batch_size=settings.batch_size)
     sampling = SamplingParams(max_new_tokens=settings.max_new_tokens)
     completions: dict[int, Completion] = {}
@@ -110,5 +111,5 @@ def measure(
     read = torch.tensor(engine.prompt_lengths(prompts))
     cached = read + torch.tensor([len(c.token_ids) for c in ordered]) - 1  # the last token is never fed
     cache = rlkv.cache.CacheSettings(**sizes, eviction=eviction)
-    held, whole = kv_nbytes(cache, allocation.full, EntrySize.of(model), read, cached)
+    held, whole = kv_nbytes(cache, allocation.full, entry_size, read, cached)
     return Measurement(correct, ordered, int(held.sum()), int(whole.sum()))

@@ -43,6 +43,12 @@ def problem_scores(correct: Sequence[Sequence[bool]], k: int = 1) -> Floats:
     return np.array([pass_at_k(len(verdicts), sum(verdicts), k) for verdicts in correct], dtype=np.float64)
 
 
+FEW_CHANGED = (
+    "Where only a few problems changed, all in one direction, the bootstrap interval of a difference is too narrow and "
+    "can leave out 0: the verdict is the test's."
+)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A mean over ``n`` problems with its 95% interval."""

@@ -2,7 +2,7 @@
 
 All requests arrive at once, with the same prompts and forced output lengths, and all modes have pools of the same
 bytes. Where memory is the limit, requests that hold less let more of them run in a step. The full cache is the stock
-engine, without the plugin. Weights are random ("dummy"): time and memory do not depend on them.
+model; the plugin is loaded there too, and idle. Weights are random ("dummy"): time and memory do not depend on them.
 """
 
 from __future__ import annotations

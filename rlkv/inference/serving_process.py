@@ -15,6 +15,7 @@ from typing import Any
 
 from rlkv.atomic import atomic_path
 from rlkv.inference.serving_workload import Workload
+from rlkv.serving.settings import VARIABLES
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is watched, so it lives in this process
@@ -69,6 +70,8 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # the engine prefers it to the pool that is asked for
+    for name in VARIABLES.values():  # they would ask for head reallocation in the runs of the full cache too
+        os.environ.pop(name, None)
     from vllm import LLM
 
     work, setting = Workload.from_dict(task["workload"]), task["setting"]

@@ -25,7 +25,7 @@ from rlkv.evaluation.runner import Problem, RunSettings, run_method, task_proble
 from rlkv.evaluation.study.outcomes import Outcome, outcome_of
 from rlkv.eviction.base import EvictionPolicy
 
-POLL_SECONDS = 0.5  # between two looks at a cell that another process measures
+POLL_SECONDS = 2.0  # between two looks at a cell that another process measures
 OnProgress = Callable[[str, int, int, float], None]
 
 

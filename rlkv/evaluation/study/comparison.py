@@ -14,8 +14,8 @@ from rlkv.evaluation.study.text import accuracy_cell, difference_cell, p_number,
 
 COST_NOTE = (
     "Seconds of all optimizer steps (from the log beside the gates file), mean over seeds; CPU: processor time of the "
-    "process, wall: time on the clock, which other work on the machine makes longer. What came before (a curriculum, "
-    "gates to start from) is not in it."
+    "process without the verifier's helpers, wall: time on the clock, which other work on the machine makes longer. "
+    "What came before (a curriculum, which DuoAttention does not need, gates to start from) is not in it."
 )
 
 

@@ -11,23 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlkv.evaluation.html_page import Cell, Page
-from rlkv.evaluation.metrics import bootstrap_mean, ngram_entropy, repetition_rate
+from rlkv.evaluation.metrics import bootstrap_mean, ngram_entropy, ngram_frequency, repetition_rate
 from rlkv.evaluation.study.base import FULL, Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.outcomes import Floats, Outcome
 from rlkv.evaluation.study.pictures import Panel, curves_picture, point
 from rlkv.evaluation.study.text import estimate, interval, levels
 
 NGRAMS = (1, 2, 3)
-REPETITION = tuple(f"{n}-gram {what}" for what in ("entropy", "repetition") for n in NGRAMS)
+MEASURES = {"entropy": ngram_entropy, "repetition": repetition_rate, "frequency": ngram_frequency}
+REPETITION = tuple(f"{n}-gram {what}" for what in MEASURES for n in NGRAMS)
 
 
 def repetition_figures(tokens: Sequence[NDArray[np.int32]]) -> Floats:
-    """For each text its n-gram entropies (bits) and repetition rates, n = 1 to 3: float ``[texts, 6]``."""
-    rows = []
-    for ids in tokens:
-        text = ids.tolist()
-        rows.append([*(ngram_entropy(text, n) for n in NGRAMS), *(repetition_rate(text, n) for n in NGRAMS)])
-    return np.array(rows)
+    """For each text what :data:`MEASURES` say of its n-grams, n = 1 to 3: float ``[texts, 9]``."""
+    texts = [ids.tolist() for ids in tokens]
+    return np.array([[measure(text, n) for measure in MEASURES.values() for n in NGRAMS] for text in texts])
 
 
 def both_right(runs: Sequence[Outcome], full: Outcome) -> Figures | None:
@@ -49,7 +47,7 @@ def both_right(runs: Sequence[Outcome], full: Outcome) -> Figures | None:
 
 
 class Lengths(Analysis):
-    """Output tokens, n-gram entropies and repetition rates per ranking and sparsity."""
+    """Output tokens, n-gram entropies, repetition rates and frequencies per ranking and sparsity."""
 
     name: ClassVar[str] = "lengths"
     title: ClassVar[str] = "Lengths and repetition"
@@ -108,9 +106,10 @@ class Lengths(Analysis):
             page.table(
                 ["heads, sparsity", *REPETITION],
                 [[label, *(estimate(of["repetition"][name]) for name in REPETITION)] for label, of in rows],
-                f"{task}: entropy of the n-grams of a text (bits) and share of its n-grams that occurred in it before, "
-                f"mean over the {n} texts; brackets: 95% bootstrap intervals over problems. Longer texts have more "
-                "n-grams: both figures grow with length, so compare them beside it.",
+                f"{task}: entropy of the n-grams of a text (bits), share of its n-grams that occurred in it before, "
+                "and how often the n-gram at a random position occurs in the text (our reading of R-KV's figure 2, "
+                f"which has no formula), mean over the {n} texts; brackets: 95% bootstrap intervals over problems. "
+                "Longer texts have more n-grams: all figures grow with length, so compare them beside it.",
             )
             self._picture(task, figures["sparsities"], found, page, folder)
 

@@ -10,6 +10,7 @@ from typing import Any
 from rlkv.atomic import atomic_path
 from rlkv.evaluation.html_page import Page
 from rlkv.evaluation.markdown_page import write_markdown
+from rlkv.evaluation.metrics import FEW_CHANGED
 from rlkv.evaluation.study.ablations import Ablations
 from rlkv.evaluation.study.base import Analysis, Figures, Study
 from rlkv.evaluation.study.bench import OnProgress
@@ -112,6 +113,7 @@ def write_report(
             task: {"accuracy": float(study.full(task).correct.mean()), "n": int(study.full(task).correct.size)}
             for task in study.tasks
         },
+        "training": _training(study),
         "findings": findings,
         "findings_note": SEEDS_FIXED,
         "analyses": figures,
@@ -131,13 +133,14 @@ def write_report(
     page.paragraph(
         "Every sentence above is made from the figures below by fixed rules: 'better' and 'worse' stand where a paired "
         "permutation test gives p < 0.05 (not corrected for the number of tests), 'not told apart' everywhere else. "
-        + SEEDS_FIXED
+        f"{FEW_CHANGED} {SEEDS_FIXED}"
     )
     for analysis in analyses:
         page.heading(analysis.title)
         analysis.write(figures[analysis.name], page, folder)
     page.heading("How it was measured")
     _write_facts(page, config, facts, seconds, measured)
+    _write_training(page, content["training"])
     write_markdown(page, folder / "report.md")
     page.write(folder / "report.html")
 
@@ -151,12 +154,44 @@ def _write_facts(page: Page, config: dict[str, Any], facts: dict[str, Any], seco
         [
             f"{machine['cores']} cores of {machine['cpu']}, {machine['torch_threads']} torch threads, {where}.",
             f"{versions}.",
-            f"This run took {seconds:.0f} s of wall time; decoding all cells, also those of earlier runs that it went "
-            f"on from, {measured:.0f} s.",
+            f"This run took {seconds:.0f} s of wall time; decoding all cells, also those of earlier runs and of "
+            f"other processes, {measured:.0f} s.",
             f"Finished {facts['finished']}.",
         ]
     )
     page.table(["option", "value"], [[name, _value(value)] for name, value in config.items()], "Configuration")
+
+
+def _training(study: Study) -> dict[str, list[dict[str, Any]]]:
+    """For each name and seed what its gates file says of its training, without lists."""
+    return {
+        ranking.name: [
+            {key: value for key, value in gates.training.items() if not isinstance(value, list | dict)}
+            for gates in ranking.gates
+        ]
+        for ranking in [*study.rankings, *study.ablations]
+        if ranking.gates
+    }
+
+
+def _write_training(page: Page, training: dict[str, list[dict[str, Any]]]) -> None:
+    """The first name's settings, and where each other one's differ."""
+    (first, base), *others = ((name, seeds[0]) for name, seeds in training.items())
+    rows = [[first, _settings(base)]]
+    for name, settings in others:
+        if settings.get("method") == base.get("method"):
+            settings = {key: value for key, value in settings.items() if base.get(key) != value}
+        rows.append([name, _settings(settings) or f"as {first}"])
+    page.table(
+        ["gates", "training"],
+        rows,
+        f"How the heads were found, as the gates files of the first seeds say; of methods that train as {first} does, "
+        "what differs.",
+    )
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
 
 
 def _value(value: Any) -> str:

@@ -83,7 +83,7 @@ class Sensitivity(Analysis):
             )
             lines.append(
                 f"{task}: mean accuracy when only the most needed {counts} of {figures['total_heads']} heads are "
-                f"compressed (lower: the ranking knows better which heads are needed): {means}."
+                f"compressed (lower: the ranking knows better which heads are needed; tests below): {means}."
             )
         return lines
 

@@ -7,7 +7,13 @@ import pytest
 from study_fakes import outcome
 
 from rlkv.evaluation.intervals import wilson_interval
-from rlkv.evaluation.metrics import lengths_when_both_right, mean_with_interval, ngram_entropy, repetition_rate
+from rlkv.evaluation.metrics import (
+    lengths_when_both_right,
+    mean_with_interval,
+    ngram_entropy,
+    ngram_frequency,
+    repetition_rate,
+)
 from rlkv.evaluation.study.comparison import compare
 from rlkv.evaluation.study.lengths import both_right, repetition_figures
 from rlkv.evaluation.study.modes import mode_shares
@@ -101,8 +107,9 @@ def test_repetition_is_that_of_each_text() -> None:
     texts = [np.array([1, 1, 1, 1], dtype=np.int32), np.array([1, 2, 3, 4], dtype=np.int32)]
     found = repetition_figures(texts)
     want = [
-        [*(ngram_entropy(ids, n) for n in (1, 2, 3)), *(repetition_rate(ids, n) for n in (1, 2, 3))]
+        [measure(ids, n) for measure in (ngram_entropy, repetition_rate, ngram_frequency) for n in (1, 2, 3)]
         for ids in ([1, 1, 1, 1], [1, 2, 3, 4])
     ]
     assert found.tolist() == want
     assert found[0, 3] == 0.75
+    assert found[0, 6] == 4
