@@ -65,7 +65,7 @@ def to_table(rows: dict[int, dict[str, Any]], names: tuple[str, str], hardware: 
         times = [f"{part['rollout']:.2f}, {part['update']:.2f}, {part['step_cpu']:.2f}" for part in row["seconds"]]
         equal = f"{row['equal_steps']} of {row['steps']}"
         lines.append(
-            f"| {seed} | {row['spearman']:.3f} | {row['final_difference']:.3f} | {equal} "
+            f"| {seed} | {row['spearman']:.3f} | {row['final_difference']:.1e} | {equal} "
             f"| {row['logprob_diff_max'][1]:.1e} | {times[0]} | {times[1]} |"
         )
     lines += [
