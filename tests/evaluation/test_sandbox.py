@@ -114,7 +114,10 @@ def test_a_broken_sandbox_gives_no_verdict(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_when_the_evaluator_ends(number: int, tmp_path: Path) -> None:
+    # a suite in the background passes on that SIGINT is ignored
     code = """
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         from rlkv.evaluation.sandbox import Limits, run_tests
         print("started", flush=True)
         run_tests("import time\\ntime.sleep(600)", ["assert f(3) == 4"], Limits(wall_seconds=600))

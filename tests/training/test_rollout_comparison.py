@@ -59,7 +59,7 @@ def test_ranking_lengths_and_seconds_of_two_runs(tmp_path: Path) -> None:
     assert compare(first, first)["spearman"] == pytest.approx(1.0)
     assert compare(first, first)["equal_steps"] == 4
     table = to_table({7: found}, ("hf", "vllm"), "one machine.")
-    assert "| 7 | -0.429 | 0.833 | 2 of 4 | 4.0e-06 | 2.00, 4.00, 8.00 | 4.00, 8.00, 16.00 |" in table
+    assert "| 7 | -0.429 | 8.3e-01 | 2 of 4 | 4.0e-06 | 2.00, 4.00, 8.00 | 4.00, 8.00, 16.00 |" in table
     assert table.endswith("one machine.\n")
 
 
