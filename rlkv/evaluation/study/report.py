@@ -26,6 +26,7 @@ from rlkv.evaluation.study.threshold import NearLossless
 from rlkv.provenance import provenance
 
 MEASURED = "measured.json"
+NOT_SAID = "its file does not say"
 ANALYSES: dict[str, type[Analysis]] = {
     kind.name: kind
     for kind in (
@@ -177,11 +178,13 @@ def _training(study: Study) -> dict[str, list[dict[str, Any]]]:
 def _write_training(page: Page, training: dict[str, list[dict[str, Any]]]) -> None:
     """The first name's settings, and where each other one's differ."""
     (first, base), *others = ((name, seeds[0]) for name, seeds in training.items())
-    rows = [[first, _settings(base)]]
+    rows = [[first, _settings(base) or NOT_SAID]]
     for name, settings in others:
-        if settings.get("method") == base.get("method"):
-            settings = {key: value for key, value in settings.items() if base.get(key) != value}
-        rows.append([name, _settings(settings) or f"as {first}"])
+        shown = _settings(settings) or NOT_SAID
+        if settings and settings.get("method") == base.get("method"):
+            differing = {key: value for key, value in settings.items() if base.get(key) != value}
+            shown = _settings(differing) or f"as {first}"
+        rows.append([name, shown])
     page.table(
         ["gates", "training"],
         rows,

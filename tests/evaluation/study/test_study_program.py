@@ -137,7 +137,7 @@ def test_the_report_is_whole_and_loads_nothing(study: Path) -> None:
         assert line.replace("<", "&lt;").replace(">", "&gt;") in page
     for picture in study.glob("*.png"):
         assert f"(<{picture.name}>)" in text
-    for word in ("torch", "cores", "2 seeds, 1 set of heads"):
+    for word in ("torch", "cores", "2 seeds, 1 set of heads", "its file does not say"):
         assert word in text
         assert word in page
 
