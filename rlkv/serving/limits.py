@@ -23,6 +23,18 @@ def check_architecture(vllm_config: Any) -> None:
         )
 
 
+def switch_off_prefix_caching(vllm_config: Any) -> None:
+    """Where tokens are evicted: what a compaction left over is no prefix of another text."""
+    request = read_request(vllm_config.additional_config)
+    cache = vllm_config.cache_config
+    if request is None or not request.get("eviction") or not cache.enable_prefix_caching:
+        return
+    from vllm.logger import init_logger
+
+    cache.enable_prefix_caching = False
+    init_logger(f"vllm.{__name__}").info("rlkv: eviction keeps no prefixes, so prefix caching is switched off")
+
+
 def check_engine(vllm_config: Any) -> None:
     """Raise ``ValueError`` for the first setting of the engine under which results would be wrong."""
     for wrong, what, instead in _findings(vllm_config):

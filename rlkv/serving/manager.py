@@ -1,7 +1,9 @@
-"""Blocks of compressible heads: those of the sinks stay, those that fall out of the window are given back.
+"""Blocks of compressible heads.
 
-A request's block table keeps its positions: given-back blocks are replaced by the null block, and the kernels skip
-the gap (:mod:`rlkv.serving.compaction`).
+Sinks and window: blocks that fall out of the window are given back. A request's block table keeps its positions:
+given-back blocks are replaced by the null block, and the kernels skip the gap (:mod:`rlkv.serving.compaction`).
+
+Eviction: as many blocks as the buffer has, for as long as the request runs (:mod:`rlkv.serving.buffers`).
 """
 
 from __future__ import annotations
@@ -102,3 +104,30 @@ class SinkWindowManager(SingleTypeKVCacheManager):
             for row, block in zip(table, found[number], strict=True):
                 row[number] = block
         return table, end * block_size
+
+
+class EvictingManager(SingleTypeKVCacheManager):
+    """Block tables of one bin under an eviction policy; the spec is a :class:`rlkv.serving.specs.EvictingSpec`."""
+
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        assert not self.enable_caching, "prefix caching is switched off with the engine's settings"
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
+        held = len(self.req_to_blocks.get(request_id, ()))
+        return max(0, self.kv_cache_spec.use.compressible(num_tokens) - held)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        blocks = self.kv_cache_spec.use.compressible(num_tokens) * self.block_size
+        return super().allocate_new_blocks(request_id, blocks, blocks)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """None: equal beginnings lie in blocks of their own."""
+        return 0
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: BlockHashList, max_length: int, kv_cache_group_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """None: what a compaction left over is no prefix."""
+        return tuple([] for _ in kv_cache_group_ids), 0

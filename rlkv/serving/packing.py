@@ -15,6 +15,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from rlkv.serving.buffers import Use
+
 MAX_BINS = 24
 GOOD_ENOUGH = 1.03  # bytes over the ideal ones up to which fewer bins are better than less waste
 
@@ -41,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Blocks that one bin takes for a request."""
+    """Blocks that one bin takes for a request; compressible heads keep sinks and a window."""
 
     block_size: int
     sink: int
@@ -67,7 +69,7 @@ class PackingPlan:
 
     parts: tuple[Part, ...]
     num_layers: int
-    use: BlockUse
+    use: Use
 
     @cached_property
     def bins(self) -> dict[int, list[Part]]:
@@ -118,7 +120,7 @@ class PackingPlan:
         return self.held(tokens) / self.ideal(tokens)
 
 
-def plan_packing(full_LH: Tensor, use: BlockUse, reference_tokens: int) -> PackingPlan:
+def plan_packing(full_LH: Tensor, use: Use, reference_tokens: int) -> PackingPlan:
     """Deal the heads of an allocation into bins.
 
     Args:
@@ -141,7 +143,7 @@ def _sizes(full_LH: Tensor) -> list[int]:
     return sorted(fitting or [max(counts)])
 
 
-def _plan(full_LH: Tensor, use: BlockUse, size: int) -> PackingPlan:
+def _plan(full_LH: Tensor, use: Use, size: int) -> PackingPlan:
     parts: list[Part] = []
     for full in (True, False):
         layers = [

@@ -27,7 +27,10 @@ def register() -> None:
 
 
 def _check_every_config() -> None:
-    """No class of ours is built for another model, so the engine's own settings are where it can be noticed."""
+    """No class of ours is built for another model, so the engine's own settings are where it can be noticed.
+
+    The scheduler reads the same settings, in another process perhaps than the model.
+    """
     from vllm.config import VllmConfig
 
     stock: Any = VllmConfig.__post_init__
@@ -36,10 +39,11 @@ def _check_every_config() -> None:
 
     @wraps(stock)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        from rlkv.serving.limits import check_architecture
+        from rlkv.serving.limits import check_architecture, switch_off_prefix_caching
 
         stock(self, *args, **kwargs)
         check_architecture(self)
+        switch_off_prefix_caching(self)
 
     checked.checked_by_rlkv = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = checked

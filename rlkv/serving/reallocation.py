@@ -14,7 +14,9 @@ from vllm.logger import init_logger
 
 from rlkv.allocation import HeadAllocation
 from rlkv.gates import HeadGates
+from rlkv.serving.buffers import BufferUse
 from rlkv.serving.compaction import Compactor
+from rlkv.serving.evicting import Eviction
 from rlkv.serving.limits import check_engine
 from rlkv.serving.packing import BlockUse, PackingPlan, plan_packing
 from rlkv.serving.report import block_bytes, memory_summary
@@ -65,25 +67,34 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
     """
     check_engine(vllm_config)
     allocation, sink, window, settings = resolve_request(vllm_config)
-    cache = vllm_config.cache_config
-    use = BlockUse(cache.block_size, sink, window)
+    block_size, policy = vllm_config.cache_config.block_size, settings.policy()
     tokens = min(settings.reference_tokens, vllm_config.model_config.max_model_len)
-    plan = plan_packing(allocation.full, use, tokens)
+    kept: Eviction | dict[int, Compactor]
+    if policy is None:
+        use = BlockUse(block_size, sink, window)
+        plan = plan_packing(allocation.full, use, tokens)
+        kept = _compactors(plan, use, vllm_config)
+    else:
+        stock = model.model.layers[0].self_attn.attn
+        kept = Eviction(policy, BufferUse.of(policy, block_size, stock.num_heads // stock.num_kv_heads))
+        plan = plan_packing(allocation.full, kept.use, tokens)
     known = vllm_config.compilation_config.static_forward_context
-    scheduler = vllm_config.scheduler_config
-    rows = 0 if vllm_config.device_config.device_type == "cpu" else scheduler.max_num_seqs
-    columns = use.full(vllm_config.model_config.max_model_len)
-    compactors = {number: Compactor(use, rows, columns) for number in plan.bins}
     for number, layer in enumerate(model.model.layers):
         stock = layer.self_attn.attn
         del known[stock.layer_name]
-        layer.self_attn.attn = SplitAttention(stock, plan.of_layer(number), compactors, vllm_config)
+        layer.self_attn.attn = SplitAttention(stock, plan.of_layer(number), kept, vllm_config)
     per_block = block_bytes(plan, stock.head_size, stock.kv_cache_torch_dtype.itemsize)
     for layer in model.model.layers:
         for part in layer.self_attn.attn.parts:
             part.block_bytes = per_block
     logger.info("rlkv: %s", memory_summary(plan, per_block // plan.heads_per_block, tokens))
     return Reallocation(allocation, plan, stock.head_size, stock.num_heads // stock.num_kv_heads)
+
+
+def _compactors(plan: PackingPlan, use: BlockUse, vllm_config: Any) -> dict[int, Compactor]:
+    rows = 0 if vllm_config.device_config.device_type == "cpu" else vllm_config.scheduler_config.max_num_seqs
+    columns = use.full(vllm_config.model_config.max_model_len)
+    return {number: Compactor(use, rows, columns) for number in plan.bins}
 
 
 def resolve_request(vllm_config: Any) -> tuple[HeadAllocation, int, int, ServingSettings]:
@@ -103,7 +114,7 @@ def resolve_request(vllm_config: Any) -> tuple[HeadAllocation, int, int, Serving
     sink = gates.deploy_sink if settings.sink is None else settings.sink
     window = gates.deploy_window if settings.window is None else settings.window
     allocation = HeadAllocation.from_gates(gates, settings.sparsity, settings.scope)
-    noted = f"{allocation.full.tolist()} {sink} {window}"
+    noted = f"{allocation.full.tolist()} {sink} {window} {settings.policy()}"
     if isinstance(vllm_config.additional_config, dict):
         digest = sha256(noted.encode()).hexdigest()[:16]
         vllm_config.additional_config[KEY] = {**settings.to_dict(), "digest": digest}

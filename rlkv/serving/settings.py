@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlkv.eviction import EvictionPolicy
 
 KEY = "rlkv"
 VARIABLES = {"gates": "RLKV_GATES", "sparsity": "RLKV_SPARSITY"}
+EVICTIONS = ("rkv", "snapkv")  # their scores need the keys and the last queries, and are made head by head
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class ServingSettings:
         scope: ``global`` or ``layer``, as in :meth:`rlkv.HeadAllocation.from_gates`.
         prefill: ``local``: prompt tokens see what a compressible head keeps, sinks and window, like generated ones.
         reference_tokens: the length of a request for which memory is planned and reported.
+        eviction: instead of sinks and a window: name and fields of a policy, as :func:`rlkv.eviction.make_policy`
+            takes them, such as ``{"name": "rkv", "budget": 256}``.
 
     Raises:
         ValueError: for a value that cannot be.
@@ -38,6 +44,7 @@ class ServingSettings:
     scope: str = "global"
     prefill: str = "local"
     reference_tokens: int = 3000
+    eviction: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         number = isinstance(self.sparsity, int | float) and not isinstance(self.sparsity, bool)
@@ -58,6 +65,45 @@ class ServingSettings:
                 f"rlkv: prefill {self.prefill!r} is not served by the vLLM plugin: use 'local' (docs/SERVING.md says "
                 "why), or rlkv-infer with its own backend, which has both"
             )
+        if self.eviction is not None:
+            self._check_eviction()
+
+    def _check_eviction(self) -> None:
+        policy = self.policy()
+        if self.sink is not None or self.window is not None:
+            raise ValueError("rlkv: sink and window do not apply with eviction: say it in the policy's own fields")
+        assert policy is not None
+        if policy.name not in EVICTIONS:
+            raise ValueError(
+                f"rlkv: eviction {policy.name!r} is not served by the vLLM plugin: choose from {', '.join(EVICTIONS)}, "
+                "or rlkv-infer with its own backend, which has all policies"
+            )
+        for wrong, field in ((policy.budget is None, "ratio"), (policy.protect_prompt, "protect_prompt")):
+            if wrong:
+                raise ValueError(
+                    f"rlkv: eviction with {field} is not served by the vLLM plugin, because a head would hold more the "
+                    "longer the text gets: give it a budget alone, or use rlkv-infer with its own backend"
+                )
+
+    def policy(self) -> EvictionPolicy | None:
+        """What compressible heads evict by; None: they keep sinks and a window.
+
+        Raises:
+            ValueError: for a policy or a field that does not exist, and wrong values.
+        """
+        if self.eviction is None:
+            return None
+        from rlkv.eviction import make_policy
+
+        if not isinstance(self.eviction, Mapping) or not isinstance(self.eviction.get("name"), str):
+            raise ValueError(
+                'rlkv: eviction must be a mapping with the name of a policy, such as {"name": "rkv", "budget": 256}, '
+                f"got {self.eviction!r}"
+            )
+        try:
+            return make_policy(**self.eviction)
+        except ValueError as error:
+            raise ValueError(f"rlkv: eviction: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """As :func:`read_request` takes it back."""

@@ -1,7 +1,7 @@
 """What the engine's memory management has to know of full and of compressible heads.
 
-Both kinds carry the number of their bin (:mod:`rlkv.serving.packing`): layers of different bins never share a block
-table, even where the engine would merge them. Importing this module registers both, in every process that reads one.
+All kinds carry the number of their bin (:mod:`rlkv.serving.packing`): layers of different bins never share a block
+table, even where the engine would merge them. Importing this module registers them, in every process that reads one.
 """
 
 from __future__ import annotations
@@ -13,32 +13,36 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from rlkv.serving.manager import SinkWindowManager
+from rlkv.serving.buffers import BufferUse
+from rlkv.serving.manager import EvictingManager, SinkWindowManager
 from rlkv.serving.packing import BlockUse
 
 
-def _merge_equal(specs: list[Any]) -> Any:
-    """The engine asks whether layers may share a block table by trying to merge them; AssertionError means no."""
-    assert all(spec == specs[0] for spec in specs[1:]), "layers of different bins"
-    return specs[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedFullSpec(FullAttentionSpec):
-    """Full heads of one layer and bin: blocks for every token."""
+class _OfBin:
+    """Layers of one kind and bin share a block table, others never do."""
 
     pack_tag: int
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        return all(type(spec) is PackedFullSpec and spec.pack_tag == self.pack_tag for spec in kv_cache_specs.values())
+        specs: list[Any] = list(kv_cache_specs.values())
+        return all(type(spec) is type(self) and spec.pack_tag == self.pack_tag for spec in specs)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
-        return _merge_equal(specs)
+        """The engine asks whether layers may share a block table by trying this; AssertionError means no."""
+        assert all(spec == specs[0] for spec in specs[1:]), "layers of different bins"
+        return specs[0]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkWindowSpec(AttentionSpec):
+class PackedFullSpec(_OfBin, FullAttentionSpec):
+    """Full heads of one layer and bin: blocks for every token."""
+
+    pack_tag: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWindowSpec(_OfBin, AttentionSpec):
     """Compressible heads of one layer and bin: blocks of the first ``sink`` and the last ``window`` tokens.
 
     Attributes:
@@ -65,15 +69,34 @@ class SinkWindowSpec(AttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         return self.page_size_bytes * self.most_blocks(vllm_config.model_config.max_model_len)
 
-    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        return all(type(spec) is SinkWindowSpec and spec.pack_tag == self.pack_tag for spec in kv_cache_specs.values())
 
-    @classmethod
-    def merge(cls, specs: list[Self]) -> Self:
-        return _merge_equal(specs)
+@dataclass(frozen=True, kw_only=True)
+class EvictingSpec(_OfBin, AttentionSpec):
+    """Compressible heads of one layer and bin under an eviction policy: observed queries and a buffer of entries.
+
+    Attributes: as of :class:`rlkv.serving.buffers.BufferUse`.
+    """
+
+    pack_tag: int
+    budget: int
+    buffer: int
+    observation: int
+    group_size: int
+
+    @property
+    def use(self) -> BufferUse:
+        return BufferUse(self.block_size, self.budget, self.buffer, self.observation, self.group_size)
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        return self.page_size_bytes * self.use.compressible(vllm_config.model_config.max_model_len)
+
+    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+        """The engine computes slots by position, and looks them up even though no one uses them here."""
+        return max(super().max_num_blocks_per_req(vllm_config, max_len), self.use.compressible(max_len))
 
 
 # the registry fills itself with the stock specs only as long as it is empty
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(PackedFullSpec, FullAttentionManager, FullAttentionSpec)
 KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager, SinkWindowSpec)
+KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, EvictingSpec)

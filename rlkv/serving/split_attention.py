@@ -18,8 +18,10 @@ from vllm.utils.torch_utils import (
 
 from rlkv.serving.backend import full_backend, local_backend
 from rlkv.serving.compaction import Compactor
+from rlkv.serving.evicting import Eviction
+from rlkv.serving.evicting_backend import evicting_backend
 from rlkv.serving.packing import Part
-from rlkv.serving.specs import PackedFullSpec, SinkWindowSpec
+from rlkv.serving.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
 
 
 class PackedAttention(Attention):
@@ -42,8 +44,24 @@ class PackedAttention(Attention):
         }
 
 
+class EvictingAttention(PackedAttention):
+    """Compressible heads of one part, under an eviction policy."""
+
+    eviction: Eviction
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> EvictingSpec:
+        use = self.eviction.use
+        return EvictingSpec(
+            **self.common(vllm_config),
+            budget=use.budget,
+            buffer=use.buffer,
+            observation=use.observation,
+            group_size=use.group_size,
+        )
+
+
 class SinkWindowAttention(PackedAttention):
-    """Compressible heads of one part."""
+    """Compressible heads of one part, which keep sinks and a window."""
 
     compactor: Compactor
 
@@ -64,13 +82,21 @@ class SplitAttention(nn.Module):
     were loaded: each part reads and writes a slice, nothing is gathered or concatenated.
     """
 
-    def __init__(self, stock: Attention, parts: list[Part], compactors: dict[int, Compactor], vllm_config: Any) -> None:
+    def __init__(
+        self, stock: Attention, parts: list[Part], kept: Eviction | dict[int, Compactor], vllm_config: Any
+    ) -> None:
+        """``kept``: what compressible heads keep, by an eviction policy, or sinks and a window by bin."""
         super().__init__()
+        compressible: tuple[type[PackedAttention], Any] = (
+            (EvictingAttention, evicting_backend())
+            if isinstance(kept, Eviction)
+            else (SinkWindowAttention, local_backend())
+        )
         self.layer_name = stock.layer_name
         self.head_size, self.group_size = stock.head_size, stock.num_heads // stock.num_kv_heads
         layers: list[Any] = []
         for number, part in enumerate(parts):
-            kind, backend = (PackedAttention, full_backend()) if part.full else (SinkWindowAttention, local_backend())
+            kind, backend = (PackedAttention, full_backend()) if part.full else compressible
             layer = kind(
                 part.size * self.group_size,
                 stock.head_size,
@@ -82,8 +108,10 @@ class SplitAttention(nn.Module):
                 attn_backend=backend,
             )
             layer.pack_tag = part.bin
-            if isinstance(layer, SinkWindowAttention):
-                layer.compactor = compactors[part.bin]
+            if isinstance(layer, EvictingAttention) and isinstance(kept, Eviction):
+                layer.eviction = kept
+            elif isinstance(layer, SinkWindowAttention) and isinstance(kept, dict):
+                layer.compactor = kept[part.bin]
             layers.append(layer)
         self.parts = nn.ModuleList(layers)
         compilation = vllm_config.compilation_config

@@ -14,8 +14,8 @@ from rlkv.serving.mixed_attention import write_cache
 NAME = "CUSTOM"  # the engine looks the name up in its own enumeration of backends
 
 
-class PagedTorchImpl(AttentionImpl):
-    """One layer; the engine has new keys and values written before it asks for their attention."""
+class PagedTorchCache(AttentionImpl):
+    """One layer and how its states are written."""
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
@@ -24,6 +24,10 @@ class PagedTorchImpl(AttentionImpl):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         write_cache(key, value, kv_cache, slot_mapping)
+
+
+class PagedTorchImpl(PagedTorchCache):
+    """One layer; the engine has new keys and values written before it asks for their attention."""
 
     def forward(
         self,

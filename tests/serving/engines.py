@@ -46,11 +46,10 @@ class Served:
         return HeadAllocation.from_gates(self.gates, sparsity)
 
 
-def make_served(folder: Path, family: str, alpha: torch.Tensor | None = None) -> Served:
+def make_served(folder: Path, family: str, alpha: torch.Tensor | None = None, **overrides: Any) -> Served:
     """A random model of 4 layers, 8 query heads over 4 KV heads of 32, and random gates."""
-    model = make_tiny_model(
-        family, num_hidden_layers=LAYERS, hidden_size=256, head_dim=HEAD_SIZE, max_position_embeddings=2048
-    )
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 256, "head_dim": HEAD_SIZE, "max_position_embeddings": 2048}
+    model = make_tiny_model(family, **{**sizes, **overrides})
     path = folder / family
     model.save_pretrained(path)
     if alpha is None:
@@ -103,9 +102,12 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int = 120, **sampling: 
 
 
 def check_equal(
-    served: Served, sparsity: float, outputs: list[Any], greedy: bool = True, sizes: dict[str, int] | None = None
+    served: Served, sparsity: float, outputs: list[Any], greedy: bool = True, sizes: dict[str, Any] | None = None
 ) -> int:
     """Teacher forcing with the same masks: every token is the reference's choice, every log probability equal.
+
+    Args:
+        sizes: what compressible heads keep, as :func:`rlkv.compress` takes it.
 
     Returns:
         The number of tokens that were compared.
@@ -136,6 +138,24 @@ def check_equal(
 def block_manager(llm: Any) -> Any:
     """The manager of blocks of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+
+
+def held_blocks(llm: Any) -> int:
+    """Blocks of all requests now."""
+    managers = block_manager(llm).coordinator.single_type_managers
+    return sum(not block.is_null for one in managers for blocks in one.req_to_blocks.values() for block in blocks)
+
+
+def watch_preemptions(llm: Any) -> list[str]:
+    """A list that gets the id of every request that is preempted from now on."""
+    preempted: list[str] = []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    original = scheduler._preempt_request
+    scheduler._preempt_request = lambda request, *args, **kw: (
+        preempted.append(request.request_id),
+        original(request, *args, **kw),
+    )[1]
+    return preempted
 
 
 def need_vllm() -> None:

@@ -1,31 +1,18 @@
 """The CUDA path of mixed attention on a CPU, through the Triton interpreter; prints the largest error.
 
-    TRITON_INTERPRET=1 python tests/serving/mixed_triton.py
+    python tests/serving/mixed_triton.py
 
-vLLM switches Triton off where there is no GPU, so it is switched on before anything imports the kernels.  Builder and
-implementation are the real ones; what they read of an engine's configuration is put together by hand.
+Builder and implementation are the real ones.
 """
 
-# ruff: noqa: E402  (the switch has to come between the imports)
+# ruff: noqa: I001  (the switch comes first)
 from __future__ import annotations
 
-import os
-import sys
 from types import SimpleNamespace
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-
-import triton
-import triton.language as tl
-import vllm.triton_utils as switch
-
-switch.triton, switch.tl, switch.HAS_TRITON = triton, tl, True
-
-for name in [name for name in sys.modules if "triton_" in name and name.startswith("vllm.v1.attention")]:
-    del sys.modules[name]
+from interpreted import fake_config
 
 import torch
-from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -42,21 +29,7 @@ STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks
 
 
 def make_builder(layer: object) -> MixedTritonBuilder:
-    model = SimpleNamespace(
-        get_num_attention_heads=lambda parallel: KV_HEADS * GROUPS,
-        get_num_kv_heads=lambda parallel: KV_HEADS,
-        get_head_size=lambda: SIZE,
-        rswa_window=None,
-        max_model_len=320,
-    )
-    config = SimpleNamespace(
-        model_config=model,
-        parallel_config=None,
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
-        compilation_config=SimpleNamespace(
-            cudagraph_mode=CUDAGraphMode.NONE, static_forward_context={"layer": layer}, cudagraph_capture_sizes=None
-        ),
-    )
+    config = fake_config(layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 320)
     spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
     return MixedTritonBuilder(spec, ["layer"], config, torch.device("cpu"))
 

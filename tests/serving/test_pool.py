@@ -16,6 +16,7 @@ from engines import (
     Served,
     block_manager,
     engine,
+    held_blocks,
     make_served,
     need_vllm,
     random_prompts,
@@ -35,12 +36,6 @@ USE = BlockUse(BLOCK, SINK, WINDOW)
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return make_served(tmp_path_factory.mktemp("models"), "llama")
-
-
-def held_blocks(llm: Any) -> int:
-    """Blocks of all requests now."""
-    managers = block_manager(llm).coordinator.single_type_managers
-    return sum(not block.is_null for one in managers for blocks in one.req_to_blocks.values() for block in blocks)
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.5, 0.6, 0.75, 1.0])

@@ -18,6 +18,7 @@ from engines import (
     make_served,
     need_vllm,
     random_prompts,
+    watch_preemptions,
 )
 
 need_vllm()
@@ -92,13 +93,7 @@ def test_prefix_cache(llama: Served) -> None:
 def test_preemption(llama: Served) -> None:
     prompts = random_prompts((150, 180, 200, 220, 240, 260))
     with engine(llama, llama.request(0.5), num_gpu_blocks_override=46, max_model_len=640) as llm:
-        preempted = []
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        original = scheduler._preempt_request
-        scheduler._preempt_request = lambda request, *args, **kw: (
-            preempted.append(request.request_id),
-            original(request, *args, **kw),
-        )[1]
+        preempted = watch_preemptions(llm)
         outputs = generate(llm, prompts, 160)
         pool = block_manager(llm).block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlkv.eviction import make_policy
 from rlkv.serving import plugin
 from rlkv.serving.plugin import check_installed
 from rlkv.serving.settings import parse_settings, read_request
@@ -52,6 +53,15 @@ def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[st
         ({"scope": "head"}, "scope must be global or layer"),
         ({"prefill": "full"}, "prefill 'full' is not served"),
         ({"sparsty": 1}, "unknown setting 'sparsty'"),
+        ({"eviction": "rkv"}, "eviction must be a mapping"),
+        ({"eviction": {"budget": 9}}, "eviction must be a mapping"),
+        ({"eviction": {"name": "rkw"}}, "there is no eviction policy 'rkw'"),
+        ({"eviction": {"name": "rkv", "budgets": 9}}, "rkv has no option budgets"),
+        ({"eviction": {"name": "rkv", "budget": 3}}, "less than the 8 entries"),
+        ({"eviction": {"name": "h2o", "budget": 64}}, "eviction 'h2o' is not served"),
+        ({"eviction": {"name": "rkv", "ratio": 0.3}}, "eviction with ratio is not served"),
+        ({"eviction": {"name": "rkv", "budget": 64, "protect_prompt": True}}, "eviction with protect_prompt"),
+        ({"eviction": {"name": "rkv", "budget": 64}, "sink": 4}, "sink and window do not apply"),
     ],
 )
 def test_wrong_settings_are_named(change: dict[str, Any], message: str) -> None:
@@ -68,6 +78,10 @@ def test_missing_settings_are_named(absent: str) -> None:
 def test_settings_are_read_back() -> None:
     settings = parse_settings({**REQUEST, "sink": 4, "scope": "layer"})
     assert parse_settings(settings.to_dict()) == settings
+    evicting = parse_settings({**REQUEST, "eviction": {"name": "snapkv", "budget": 64, "kernel": 5}})
+    assert parse_settings(evicting.to_dict()).policy() == make_policy("snapkv", budget=64, kernel=5)
+    described = parse_settings({**REQUEST, "eviction": make_policy("rkv", budget=64).describe()})
+    assert described.policy() == make_policy("rkv", budget=64)
 
 
 def test_versions() -> None:

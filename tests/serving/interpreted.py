@@ -1,0 +1,47 @@
+"""Import this before anything of vLLM: kernels of the CUDA path then run on a CPU, through the Triton interpreter.
+
+vLLM switches Triton off where there is no GPU, so it is switched on before anything imports the kernels.
+"""
+
+# ruff: noqa: E402  (the switch has to come between the imports)
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import triton
+import triton.language as tl
+import vllm.triton_utils as switch
+
+switch.triton, switch.tl, switch.HAS_TRITON = triton, tl, True
+
+for name in [name for name in sys.modules if "triton_" in name and name.startswith("vllm.v1.attention")]:
+    del sys.modules[name]
+
+import torch
+from vllm.config import CUDAGraphMode
+
+torch.cuda.get_device_capability = lambda device=None: (9, 0)  # some kernels choose their number of warps by it
+
+
+def fake_config(layer: object, query_heads: int, kv_heads: int, size: int, tokens: int) -> Any:
+    """What builders of attention metadata read of an engine's configuration, for one layer called ``layer``."""
+    model = SimpleNamespace(
+        get_num_attention_heads=lambda parallel: query_heads,
+        get_num_kv_heads=lambda parallel: kv_heads,
+        get_head_size=lambda: size,
+        rswa_window=None,
+        max_model_len=tokens,
+    )
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=tokens),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.NONE, static_forward_context={"layer": layer}, cudagraph_capture_sizes=None
+        ),
+    )
