@@ -6,6 +6,7 @@
     python inference/benchmark.py compaction        # what the eviction policies cost, a few minutes
     python inference/benchmark.py serving           # throughput of the vLLM plugin, about an hour on 2 cores
     python inference/benchmark.py serving --sparsities 0.5 --rounds 2
+    python inference/benchmark.py serving --eviction rkv --budget 64 --buffer 32
 
 ``decode``: a random Llama of about 100 M parameters (8 KV heads of 64, two query heads each) decodes with
 HeadReallocationCache at several sparsities and with transformers' DynamicCache (sdpa), taking turns in one run.
@@ -15,7 +16,8 @@ Writes decode.json, decode.md and decode.png.
 Writes compaction.json and compaction.md.
 
 ``serving`` (needs vLLM): offline throughput of the stock engine and of the plugin at several sparsities, with the same
-requests, output lengths and bytes of KV pool, where memory is the limit and where it is not. Every run has a process
+requests, output lengths and bytes of KV pool, where memory is the limit and where it is not; with ``--eviction`` each
+sparsity is also run with that policy in the compressible heads. Every run has a process
 of its own; finished ones are kept and not repeated. Writes serving.json, serving.md and serving.png.
 """
 
@@ -164,6 +166,7 @@ def serving(
     output_dir: Annotated[Path, typer.Option(help="Where serving.json, .md and .png go.")] = Path("results/serving"),
     shape: Annotated[str, typer.Option(help="small, llama8b, or auto: llama8b on a GPU.")] = "auto",
     sparsities: Annotated[str, typer.Option(help="Compared with the full cache.")] = "0.2,0.4,0.5,0.6",
+    eviction: Annotated[str | None, typer.Option(help="Run each sparsity with this policy too: rkv or snapkv.")] = None,
     settings: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SETTINGS),
     rounds: Annotated[int, typer.Option(help="Turns that each mode takes.", min=1)] = 5,
     gates: Annotated[str | None, typer.Option(help="A gates file of that shape; default: random gates.")] = None,
@@ -173,6 +176,8 @@ def serving(
     max_output: Annotated[int | None, typer.Option(help="Longest output.", min=1)] = None,
     sink: Annotated[int | None, typer.Option(help="Tokens that compressible heads keep.", min=0)] = None,
     window: Annotated[int | None, typer.Option(help="Tokens that compressible heads keep.", min=1)] = None,
+    budget: Annotated[int | None, typer.Option(help="Entries that --eviction keeps.", min=1)] = None,
+    buffer: Annotated[int | None, typer.Option(help="Entries between two compactions.", min=1)] = None,
     pool_tokens: Annotated[int | None, typer.Option(help="Full-cache tokens in the limited pool.", min=1)] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a block.", min=1)] = None,
     layers: Annotated[int | None, typer.Option(help="Instead of the shape's.", min=1)] = None,
@@ -197,6 +202,8 @@ def serving(
         "max_output": max_output,
         "sink": sink,
         "window": window,
+        "budget": budget,
+        "buffer": buffer,
         "pool_tokens": pool_tokens,
         "block_size": block_size,
         "dtype": dtype and str(resolve_dtype(dtype, device)).removeprefix("torch."),
@@ -207,7 +214,9 @@ def serving(
     work = replace(work, **{key: value for key, value in changes.items() if value is not None})
     chosen = HeadGates.load(gates) if gates else work.random_gates()
     serving_benchmark.check_gates(work, chosen)
-    runs = serving_benchmark.plan_runs(tuple(settings.split(",")), _numbers(sparsities, "--sparsities", float), rounds)
+    shares = _numbers(sparsities, "--sparsities", float)
+    runs = serving_benchmark.plan_runs(tuple(settings.split(",")), shares, rounds, eviction)
+    work.policy(eviction)  # for its errors
     folder = output_dir / "serving_runs"
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)

@@ -101,14 +101,14 @@ def infer(
     from rlkv.rollout.base import SamplingParams
 
     chat = prompt is None and input is None
-    check_backend(backend, chat, eviction, show_kept, compare_full, device)
+    check_backend(backend, chat, show_kept, compare_full, device)
     policy = build_policy(eviction, budget, ratio, eviction_option or [])
     if input is not None:
         read_problems(input)  # before the model is loaded
     sampling = SamplingParams(max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if backend == "vllm":
         request = {"scope": scope, "sink": sink, "window": window, "prefill": prefill}
-        setup = build_served(gates, sparsity, model, request, dtype, batch_size, sampling, template)
+        setup = build_served(gates, sparsity, policy, model, request, dtype, batch_size, sampling, template)
         if prompt is not None:
             _answer_served(setup, prompt)
         elif input is not None and output is not None:

@@ -90,11 +90,7 @@ def build_setup(
         gates = HeadGates.load(gates_path)
         sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
         model_name = _model_of(gates, gates_path) if model_name is None else model_name
-    if policy is not None and any(sizes[name] is not None for name in ("sink", "window")):
-        raise ValueError(
-            "--sink and --window do not apply with --eviction: say it in the policy's terms, such as --eviction-option "
-            "sink=4"
-        )
+    check_sizes(policy, sizes)
     if gates is not None:
         defaults = {"sink": gates.deploy_sink, "window": gates.deploy_window}
         HeadAllocation.from_gates(gates, sparsity or 0.0, scope=scope)  # for its errors
@@ -122,21 +118,28 @@ def build_setup(
     return Setup(engine, sampling, template, settings)
 
 
+def check_sizes(policy: Any, sizes: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a sink or a window beside an eviction policy."""
+    if policy is not None and any(sizes[name] is not None for name in ("sink", "window")):
+        raise ValueError(
+            "--sink and --window do not apply with --eviction: say it in the policy's terms, such as --eviction-option "
+            "sink=4"
+        )
+
+
 def _model_of(gates: Any, gates_path: str) -> str:
     if gates.model is None:
         raise ValueError(f"{gates_path} does not name its model: pass --model")
     return gates.model.model_id
 
 
-def check_backend(
-    backend: str, chat: bool, eviction: str | None, show_kept: Any, compare_full: bool, device: str
-) -> None:
+def check_backend(backend: str, chat: bool, show_kept: Any, compare_full: bool, device: str) -> None:
     """Raise ``ValueError`` for an unknown backend, and for what the one of vLLM does not do."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown --backend {backend!r}: choose one of {', '.join(BACKENDS)}")
     if backend == "hf":
         return
-    given = {"--eviction": eviction, "--show-kept": show_kept, "--compare-full": compare_full}
+    given = {"--show-kept": show_kept, "--compare-full": compare_full}
     for option, value in given.items():
         if value:
             raise ValueError(f"{option} does not work with --backend vllm: leave out one of the two")
@@ -149,6 +152,7 @@ def check_backend(
 def build_served(
     gates_path: str | None,
     sparsity: float | None,
+    policy: Any,
     model_name: str | None,
     request: dict[str, Any],
     dtype: str,
@@ -159,6 +163,7 @@ def build_served(
     """As :func:`build_setup`, with the engine of vLLM.
 
     Args:
+        policy: the eviction policy of the compressible heads; None: they keep sinks and a window.
         request: further settings of the plugin, None where its default stands.
 
     Raises:
@@ -169,13 +174,15 @@ def build_served(
 
     fill_template("", template)
     if gates_path is None:
-        raise ValueError(NO_GATES)
+        raise ValueError(NO_GATES if policy is None else "--backend vllm needs --gates; for all heads, --sparsity 1")
+    check_sizes(policy, request)
     gates = HeadGates.load(gates_path)
     sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
     model_name = _model_of(gates, gates_path) if model_name is None else model_name
     from rlkv.serving.engine import ServingEngine
 
-    chosen = {key: value for key, value in request.items() if value is not None}
+    eviction = None if policy is None else policy.describe()
+    chosen = {key: value for key, value in {**request, "eviction": eviction}.items() if value is not None}
     engine = ServingEngine(
         model_name, {**chosen, "gates": gates_path, "sparsity": sparsity}, batch_size=batch_size, dtype=dtype
     )

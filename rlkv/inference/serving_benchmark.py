@@ -24,6 +24,7 @@ from rlkv.atomic import atomic_path
 from rlkv.gates import HeadGates
 from rlkv.inference.serving_workload import SETTINGS, Workload, expect
 from rlkv.provenance import hardware, hardware_line, provenance, versions
+from rlkv.serving.settings import EVICTIONS
 from rlkv.serving.versions import check_version, installed_version
 
 FULL = "full cache"
@@ -44,34 +45,49 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Run:
-    """``sparsity`` None: the stock engine."""
+    """``sparsity`` None: the stock engine; ``eviction``: the policy of compressible heads, None: sinks and window."""
 
     setting: str
     sparsity: float | None
+    eviction: str | None
     round: int
 
     @property
     def mode(self) -> str:
-        return FULL if self.sparsity is None else f"sparsity {self.sparsity:g}"
+        if self.sparsity is None:
+            return FULL
+        return f"sparsity {self.sparsity:g}" + ("" if self.eviction is None else f" + {self.eviction}")
 
     @property
     def file(self) -> str:
-        return f"{self.setting}, {self.mode}, round {self.round}.json".replace(", ", "_").replace(" ", "-")
+        return (
+            f"{self.setting}, {self.mode}, round {self.round}.json".replace(", ", "_")
+            .replace(" + ", "-")
+            .replace(" ", "-")
+        )
 
 
-def plan_runs(settings: tuple[str, ...], sparsities: tuple[float, ...], rounds: int) -> list[Run]:
+def plan_runs(
+    settings: tuple[str, ...], sparsities: tuple[float, ...], rounds: int, eviction: str | None = None
+) -> list[Run]:
     """Modes take turns in every round, so that a machine that slows down slows all of them.
 
+    Args:
+        eviction: a policy with which every sparsity is run too.
+
     Raises:
-        ValueError: for unknown settings, and sparsities twice or out of (0, 1].
+        ValueError: for unknown settings and policies, and sparsities twice or out of (0, 1].
     """
+    if eviction is not None and eviction not in EVICTIONS:
+        raise ValueError(f"eviction {eviction!r} is not served: choose from {', '.join(EVICTIONS)}")
     for setting in settings:
         if setting not in SETTINGS:
             raise ValueError(f"unknown setting {setting!r}: choose from {', '.join(SETTINGS)}")
     if len(set(sparsities)) != len(sparsities) or not all(0 < sparsity <= 1 for sparsity in sparsities):
         raise ValueError(f"sparsities {sparsities}: give each once, above 0 and up to 1 (the full cache always runs)")
-    modes = (None, *sparsities)
-    return [Run(setting, mode, turn) for setting in settings for turn in range(rounds) for mode in modes]
+    policies = (None,) if eviction is None else (None, eviction)
+    modes = [(None, None), *((sparsity, policy) for sparsity in sparsities for policy in policies)]
+    return [Run(setting, *mode, turn) for setting in settings for turn in range(rounds) for mode in modes]
 
 
 def check_gates(work: Workload, gates: HeadGates) -> None:
@@ -158,11 +174,12 @@ def run_benchmark(
 
 
 def _run_in_process(work: Workload, run: Run, model: Path, path: Path) -> None:
+    policy = work.policy(run.eviction)
+    kept = {"sink": work.sink, "window": work.window} if policy is None else {"eviction": policy.describe()}
     request = {
         "gates": str(model.resolve() / "gates.safetensors"),
         "sparsity": run.sparsity,
-        "sink": work.sink,
-        "window": work.window,
+        **kept,
         "reference_tokens": round(work.mean_length),
     }
     task = {
@@ -210,8 +227,9 @@ def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -
     """
     full = {(row["setting"], row["round"]): row for row in results if row["sparsity"] is None}
     rows = []
-    for setting, sparsity in dict.fromkeys((row["setting"], row["sparsity"]) for row in results):
-        own = [row for row in results if (row["setting"], row["sparsity"]) == (setting, sparsity)]
+    for setting, mode in dict.fromkeys((row["setting"], row["mode"]) for row in results):
+        own = [row for row in results if (row["setting"], row["mode"]) == (setting, mode)]
+        sparsity, eviction = own[0]["sparsity"], own[0]["eviction"]
         stock = [full[setting, row["round"]] for row in own]
         for row, other in zip(own, stock, strict=True):
             if abs(row["pool_bytes"] - other["pool_bytes"]) >= other["block_bytes"]:
@@ -224,13 +242,14 @@ def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -
         rows.append(
             {
                 "setting": setting,
-                "mode": own[0]["mode"],
+                "mode": mode,
                 "sparsity": sparsity,
+                "eviction": eviction,
                 "rounds": len(own),
                 **{name: _spread([row[name] for row in own]) for name in FIGURES},
                 "speedup": _spread(speedup),
                 "step_ratio": _spread(steps),
-                **({} if sparsity is None else {"expected": asdict(expect(work, gates, sparsity))}),
+                **({} if sparsity is None else {"expected": asdict(expect(work, gates, sparsity, eviction))}),
             }
         )
     return rows

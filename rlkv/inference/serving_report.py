@@ -10,7 +10,8 @@ from rlkv.inference.serving_workload import LIMITED, Workload
 
 NOTE = (
     "Figures are medians over the rounds, in brackets the least and the greatest. x full: tokens/s over those of the "
-    "full cache in the same round. Theory: 1 / ((1-s) + s (S+W)/L) with the mean length L; by blocks: the same for the "
+    "full cache in the same round. Theory: 1 / ((1-s) + s K/L) with the mean length L and room for K entries, S+W or "
+    "budget and buffer; by blocks: the same for the "
     "blocks that these requests really hold over their lives; both are about requests that fit, so they say nothing "
     "where memory is not the limit. KV bytes per token: bytes of the blocks in use over the tokens of the running "
     "requests, mean over all steps, with the steps that are in flight. Pool: KV tokens by the engine's own count for "
@@ -27,8 +28,8 @@ def describe(work: Workload, setting: str) -> str:
         f"{work.requests} requests at once, prompts of {low} to {high} tokens, outputs of {work.mean_output} tokens on "
         f"average (lognormal, spread {work.spread:g}, at most {work.max_output}), mean length "
         f"{work.mean_length:.0f}; up to {work.rows_of(setting)} may run; a pool of {pool:,} bytes, "
-        f"{pool // work.bytes_per_token:,} tokens of the full cache; S={work.sink}, W={work.window}, blocks of "
-        f"{work.block_size}."
+        f"{pool // work.bytes_per_token:,} tokens of the full cache; S={work.sink}, W={work.window}, with eviction "
+        f"{work.budget} entries and a buffer of {work.buffer}; blocks of {work.block_size}."
     )
 
 
@@ -82,6 +83,24 @@ def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(rows + [f"| {' | '.join(line)} |" for line in lines])
 
 
+def _draw(axes: Any, rows: list[dict[str, Any]], name: str, is_limited: bool) -> None:
+    """One kind of compressible heads at rising sparsities; ``name`` is added to the labels."""
+    shares = [row["sparsity"] for row in rows]
+    middle = [row["speedup"][0] for row in rows]
+    low = [row["speedup"][0] - row["speedup"][1] for row in rows]
+    high = [row["speedup"][2] - row["speedup"][0] for row in rows]
+    drawn = axes.errorbar(
+        shares, middle, yerr=[low, high], marker="o", markersize=4, capsize=3, label=f"tokens/s{name}"
+    )
+    colour = drawn.lines[0].get_color()
+    if is_limited:
+        steps = [row["step_ratio"][0] for row in rows]
+        axes.plot(shares, steps, "-.", color=colour, marker="s", markersize=4, label=f"engine steps{name}")
+        for key, label, style in (("theory", "theory", "--"), ("by_blocks", "by blocks", ":")):
+            expected = [row["expected"][key] for row in rows]
+            axes.plot(shares, expected, style, color=colour, marker="_", label=f"{label}{name}")
+
+
 def plot_results(rows: list[dict[str, Any]], title: str, path: str) -> None:
     """One panel per setting: tokens/s over those of the full cache at each sparsity, with least and greatest."""
     from matplotlib.figure import Figure
@@ -92,18 +111,11 @@ def plot_results(rows: list[dict[str, Any]], title: str, path: str) -> None:
     figure = Figure(figsize=(4.4 * len(settings), 3.8), layout="constrained")
     panels = figure.subplots(1, len(settings), squeeze=False, sharey=True)[0]
     for axes, setting in zip(panels, settings, strict=True):
-        own = sorted(
-            (row for row in rows if row["setting"] == setting and "expected" in row), key=lambda r: r["sparsity"]
-        )
-        shares = [row["sparsity"] for row in own]
-        middle = [row["speedup"][0] for row in own]
-        low = [row["speedup"][0] - row["speedup"][1] for row in own]
-        high = [row["speedup"][2] - row["speedup"][0] for row in own]
-        axes.errorbar(shares, middle, yerr=[low, high], marker="o", markersize=4, capsize=3, label="measured tokens/s")
-        if setting == LIMITED:
-            axes.plot(shares, [row["step_ratio"][0] for row in own], marker="s", markersize=4, label="engine steps")
-            for name, label, style in (("theory", "theory", "--"), ("by_blocks", "by blocks", ":")):
-                axes.plot(shares, [row["expected"][name] for row in own], f"k{style}", marker="_", label=label)
+        compressed = [row for row in rows if row["setting"] == setting and "expected" in row]
+        for eviction in dict.fromkeys(row["eviction"] for row in compressed):
+            own = sorted((row for row in compressed if row["eviction"] == eviction), key=lambda r: r["sparsity"])
+            _draw(axes, own, "" if eviction is None else f", {eviction}", setting == LIMITED)
+        shares = sorted({row["sparsity"] for row in compressed})
         axes.axhline(1, color="grey", linewidth=0.8)
         axes.set_xlabel("sparsity")
         axes.set_xticks(shares)

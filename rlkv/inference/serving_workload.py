@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from rlkv.allocation import HeadAllocation
+from rlkv.eviction import EvictionPolicy, make_policy
 from rlkv.gates import HeadGates
 from rlkv.models import ModelShape
+from rlkv.serving.buffers import BufferUse, Use
 from rlkv.serving.packing import BlockUse, PackingPlan, plan_packing
 
 LIMITED, ROOMY = "memory-limited", "not limited"
@@ -59,6 +61,8 @@ class Workload:
         prompt_tokens: shortest and longest prompt; lengths are uniform between them.
         mean_output, max_output: of the output lengths, a clipped lognormal (:meth:`output_lengths`).
         spread: standard deviation of the logarithm of an output length.
+        budget, buffer: entries that a compressible head keeps at a compaction, and that gather before the next one, in
+            modes with an eviction policy; the others keep ``sink`` and ``window``.
         rows: requests that may run at once where memory is the limit; ``roomy_rows``: where it is not.
         pool_tokens: tokens of the full cache that the limited pool holds.
         step_tokens: tokens that the engine reads in one step at most.
@@ -73,6 +77,8 @@ class Workload:
     spread: float = 0.6
     sink: int = 4
     window: int = 28
+    budget: int = 64
+    buffer: int = 32
     rows: int = 64
     roomy_rows: int = 8
     pool_tokens: int = 2048
@@ -96,6 +102,21 @@ class Workload:
             )
         if self.window < 1 or self.sink < 0:
             raise ValueError(f"a sink of {self.sink} and a window of {self.window} tokens: they start at 0 and 1")
+
+    def policy(self, eviction: str | None) -> EvictionPolicy | None:
+        """The policy of this name; None: sinks and window."""
+        return None if eviction is None else make_policy(eviction, budget=self.budget, buffer=self.buffer)
+
+    def use(self, eviction: str | None) -> Use:
+        """Blocks that requests take."""
+        policy = self.policy(eviction)
+        if policy is None:
+            return BlockUse(self.block_size, self.sink, self.window)
+        return BufferUse.of(policy, self.block_size, self.shape.query_heads // self.shape.kv_heads)
+
+    def kept(self, eviction: str | None) -> int:
+        """Entries for which a compressible head needs room."""
+        return self.sink + self.window if eviction is None else self.budget + self.buffer
 
     @property
     def positions(self) -> int:
@@ -180,6 +201,8 @@ LLAMA8B = Workload(
     max_output=8000,
     sink=16,
     window=64,
+    budget=256,
+    buffer=128,
     rows=256,
     roomy_rows=8,
     pool_tokens=65536,
@@ -191,7 +214,7 @@ SHAPES = {"small": SMALL, "llama8b": LLAMA8B}
 
 
 def theoretical_speedup(sparsity: float, kept: int, length: float) -> float:
-    """``1 / ((1 - s) + s * (S + W) / L)``: requests that fit more, if a request always had its mean length ``L``."""
+    """``1 / ((1 - s) + s * kept / L)``: requests that fit more, if a request always had its mean length ``L``."""
     return 1 / (1 - sparsity + sparsity * min(kept, length) / length)
 
 
@@ -211,15 +234,13 @@ class Expectation:
     by_blocks: float
 
 
-def expect(work: Workload, gates: HeadGates, sparsity: float) -> Expectation:
-    """What ``sparsity`` should bring where memory is the limit."""
+def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | None = None) -> Expectation:
+    """What ``sparsity`` should bring where memory is the limit; ``eviction``: name of a policy."""
     allocation = HeadAllocation.from_gates(gates, sparsity)
     exact = allocation.num_compressible / allocation.full.numel()
-    use = BlockUse(work.block_size, work.sink, work.window)
-    plan = plan_packing(allocation.full, use, round(work.mean_length))
-    return Expectation(
-        exact, theoretical_speedup(exact, work.sink + work.window, work.mean_length), _gain_by_blocks(work, plan)
-    )
+    plan = plan_packing(allocation.full, work.use(eviction), round(work.mean_length))
+    theory = theoretical_speedup(exact, work.kept(eviction), work.mean_length)
+    return Expectation(exact, theory, _gain_by_blocks(work, plan))
 
 
 def _gain_by_blocks(work: Workload, plan: PackingPlan) -> float:

@@ -11,6 +11,7 @@ from rlkv.inference.engine import Usage
 from rlkv.models import ModelShape
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.vllm import VLLMEngine
+from rlkv.serving.buffers import BufferUse, Use
 from rlkv.serving.packing import BlockUse, plan_packing
 from rlkv.serving.plugin import check_installed
 from rlkv.serving.report import block_bytes
@@ -29,8 +30,6 @@ class ServingEngine(VLLMEngine):
         ValueError: without vLLM, with another version or installation, for wrong settings and gates of another model.
     """
 
-    eviction = None
-
     def __init__(self, model: str, request: dict[str, Any], batch_size: int = 8, **options: Any) -> None:
         check_version(installed_version())
         check_installed()
@@ -45,21 +44,25 @@ class ServingEngine(VLLMEngine):
         self.batch_size = batch_size
         config = self.llm.llm_engine.vllm_config
         self.settings = settings
+        self.eviction = settings.policy()
         self.sizes: dict[str, Any] = {
             "sink": gates.deploy_sink if settings.sink is None else settings.sink,
             "window": gates.deploy_window if settings.window is None else settings.window,
             "prefill": settings.prefill,
         }
-        use = BlockUse(config.cache_config.block_size, self.sizes["sink"], self.sizes["window"])
+        shape, block_size = ModelShape.from_config(config.model_config.hf_config), config.cache_config.block_size
+        use: Use = BlockUse(block_size, self.sizes["sink"], self.sizes["window"])
+        if self.eviction is not None:
+            use = BufferUse.of(self.eviction, block_size, shape.num_query_heads // shape.num_kv_heads)
         self.plan = plan_packing(self.allocation.full, use, min(settings.reference_tokens, self.max_positions))
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
-        head_size = ModelShape.from_config(config.model_config.hf_config).head_dim
-        per_block = block_bytes(self.plan, head_size, config.model_config.dtype.itemsize)
+        per_block = block_bytes(self.plan, shape.head_dim, config.model_config.dtype.itemsize)
         self.head_bytes = per_block // self.plan.heads_per_block
 
     def cache_settings(self) -> dict[str, Any]:
         """What the compressible heads keep, for settings and reports."""
-        return {**self.sizes, "eviction": None, "backend": "vllm"}
+        eviction = None if self.eviction is None else self.eviction.describe()
+        return {**self.sizes, "eviction": eviction, "backend": "vllm"}
 
     def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
         """The completions of rendered ``prompts`` in their order.

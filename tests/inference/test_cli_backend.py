@@ -11,7 +11,6 @@ from rlkv.inference.cli_setup import check_backend
 SERVED: dict[str, Any] = {
     "backend": "vllm",
     "chat": False,
-    "eviction": None,
     "show_kept": None,
     "compare_full": False,
     "device": "auto",
@@ -20,7 +19,7 @@ SERVED: dict[str, Any] = {
 
 def test_what_works_passes() -> None:
     check_backend(**SERVED)
-    check_backend(**{**SERVED, "backend": "hf", "chat": True, "eviction": "rkv", "compare_full": True})
+    check_backend(**{**SERVED, "backend": "hf", "chat": True, "compare_full": True})
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,6 @@ def test_what_works_passes() -> None:
     [
         ({"backend": "sglang"}, "unknown --backend 'sglang': choose one of hf, vllm"),
         ({"chat": True}, "needs --prompt or --input"),
-        ({"eviction": "rkv"}, "--eviction does not work with --backend vllm"),
         ({"show_kept": "page.html"}, "--show-kept does not work"),
         ({"compare_full": True}, "--compare-full does not work"),
         ({"device": "cpu"}, "--device does not work"),

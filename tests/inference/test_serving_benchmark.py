@@ -97,12 +97,16 @@ def test_expectation_by_blocks() -> None:
     )
     assert work.output_lengths == [90]
     gates = HeadGates(torch.tensor([[1.0, 0.0]] * 3))
+    evicting = expect(replace(work, budget=12, buffer=8), gates, 0.5, "rkv")
     found = expect(work, gates, 0.5)
     assert found.sparsity == 0.5
     assert found.theory == pytest.approx(1 / (0.5 + 0.5 * 21 / 100))
     # lengths 11 to 100: full heads hold 2 to 10 blocks, ten lengths each; the others at most 1 + 1 + 1
     full = sum(range(2, 11))
     assert found.by_blocks == pytest.approx(2 * full / (full + 2 + 8 * 3))
+    # a block of 8 queries of 2 heads, 8 entries, and 2 of the 20 entries
+    assert evicting.by_blocks == pytest.approx(2 * full / (full + 9 * 3))
+    assert evicting.theory == pytest.approx(1 / (0.5 + 0.5 * 20 / 100))
 
 
 def test_modes_take_turns() -> None:
@@ -111,6 +115,16 @@ def test_modes_take_turns() -> None:
     assert [run.setting for run in runs] == [LIMITED] * 4 + [ROOMY] * 4
     assert len({run.file for run in runs}) == 8
     assert not any(" " in run.file or "," in run.file for run in runs)
+    both = plan_runs((LIMITED,), (0.2, 0.5), 1, "rkv")
+    assert [run.mode for run in both] == [
+        FULL,
+        "sparsity 0.2",
+        "sparsity 0.2 + rkv",
+        "sparsity 0.5",
+        "sparsity 0.5 + rkv",
+    ]
+    with pytest.raises(ValueError, match="eviction 'h2o' is not served"):
+        plan_runs((LIMITED,), (0.5,), 1, "h2o")
 
 
 @pytest.mark.parametrize(
@@ -185,10 +199,12 @@ def test_runs_are_resumed_and_compared_within_their_round(
     assert (half["ttft_p50"][0], half["latency_p90"][0]) == (2.0, pytest.approx(5.8))
     assert half["expected"]["theory"] == expect(TINY, gates, 0.5).theory
 
-    page = markdown_page(TINY, [full, half])
+    evicted = {**half, "mode": "sparsity 0.5 + rkv", "eviction": "rkv"}
+    page = markdown_page(TINY, [full, half, evicted])
+    assert "| sparsity 0.5 + rkv | 155.0" in page
     assert "| sparsity 0.5 | 155.0 [150.0, 160.0] | 1.75 [1.50, 2.00] |" in page
     assert f"{TINY.pool_bytes(LIMITED):,} bytes" in page
-    plot_results([full, half], "a title", str(tmp_path / "found.png"))
+    plot_results([full, half, evicted], "a title", str(tmp_path / "found.png"))
     assert (tmp_path / "found.png").stat().st_size > 5000
 
 
