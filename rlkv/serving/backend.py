@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.serving.compaction import Compactor, without_gap
-from rlkv.serving.local_attention import paged_local_attention
+from rlkv.serving.local_attention import Reads, paged_local_attention, plan_reads
 from rlkv.serving.report import check_block_bytes
 from rlkv.serving.torch_backend import PagedTorchBackend, PagedTorchImpl
 
@@ -75,13 +75,10 @@ def _compactor(vllm_config: Any, layer_names: list[str]) -> Compactor:
 
 @dataclass
 class LocalMetadata:
-    """One step: block tables and lengths are compacted; ``num_actual_tokens`` is without padding."""
+    """One step; ``num_actual_tokens`` is without padding."""
 
     num_actual_tokens: int
-    starts: list[int]
-    lengths: list[int]
-    table_RC: Tensor
-    compactor: Compactor
+    reads: list[Reads]
 
 
 class LocalTorchBuilder(AttentionMetadataBuilder[LocalMetadata]):
@@ -92,16 +89,15 @@ class LocalTorchBuilder(AttentionMetadataBuilder[LocalMetadata]):
         common = common_attn_metadata
         compactor = _compactor(self.vllm_config, self.layer_names)
         table, lengths = compactor.of_step(common)
-        starts = common.query_start_loc_cpu.tolist()
-        return LocalMetadata(common.num_actual_tokens, starts, lengths.tolist(), table, compactor)
+        reads = plan_reads(table, common.query_start_loc_cpu.tolist(), lengths.tolist(), compactor.use)
+        return LocalMetadata(common.num_actual_tokens, reads)
 
 
 class LocalTorchImpl(PagedTorchImpl):
     """Sinks and window in plain torch."""
 
     def attend(self, query: Tensor, kv_cache: Tensor, step: LocalMetadata, output: Tensor) -> None:
-        use = step.compactor.use
-        paged_local_attention(query, kv_cache, step.table_RC, step.starts, step.lengths, use, self.scale, output)
+        paged_local_attention(query, kv_cache, step.reads, self.scale, output)
 
 
 class LocalTorchBackend(PagedTorchBackend):

@@ -12,7 +12,7 @@ another row and counted with the request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -82,6 +82,10 @@ class BufferUse:
     def is_compacted_before(self, position: int) -> bool:
         return position >= self.capacity and (position - self.capacity) % self.buffer == 0
 
+    def compacted_before(self, positions: Tensor) -> Tensor:
+        """:meth:`is_compacted_before` of each position, bool; a negative one, of padding, is not."""
+        return (positions >= self.capacity) & ((positions - self.capacity).remainder(self.buffer) == 0)
+
     def entries(self, positions: Tensor) -> Tensor:
         """The entry that the token at each position is written to, int64 like ``positions``."""
         later = self.budget + (positions - self.capacity).remainder(self.buffer)
@@ -146,24 +150,17 @@ def plan_rounds(use: BufferUse, starts: list[int], lengths: list[int]) -> list[R
     position = list(first_T)
     while True:
         ends = [min(use.next_compaction(position[row]), lengths[row]) for row in rows]
-        rounds.append(_round(use, rows, [position[row] for row in rows], ends, starts, first_T, bool(rounds)))
+        rounds.append(_round(use, rows, [position[row] for row in rows], ends, starts, first_T))
         for row, end in zip(rows, ends, strict=True):
             position[row] = end
         rows = [row for row in rows if position[row] < lengths[row]]
         if not rows:
             break
-    whole = len(rounds) == 1
-    return rounds if not whole else [Round(**{**vars(rounds[0]), "tokens": None})]
+    return rounds if len(rounds) > 1 else [replace(rounds[0], tokens=None)]
 
 
 def _round(
-    use: BufferUse,
-    rows: list[int],
-    begins: list[int],
-    ends: list[int],
-    starts: list[int],
-    first: list[int],
-    later: bool,
+    use: BufferUse, rows: list[int], begins: list[int], ends: list[int], starts: list[int], first: list[int]
 ) -> Round:
     counts = torch.tensor([end - begin for begin, end in zip(begins, ends, strict=True)])
     begin_R, row_R = torch.tensor(begins), torch.tensor(rows)

@@ -6,7 +6,8 @@ head, a observed queries, E entries per observed query; the cache is ``[blocks, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +15,23 @@ from torch import Tensor
 
 from rlkv.eviction.attention import items_at_once
 from rlkv.eviction.base import EvictionPolicy
-from rlkv.serving.buffers import NOWHERE, BufferUse
+from rlkv.serving.buffers import NOWHERE, BufferUse, Round, plan_rounds
 
 
-@dataclass(frozen=True)
+@dataclass
 class Eviction:
     """What all compressible heads of a served model share."""
 
     policy: EvictionPolicy
     use: BufferUse
+    _latest: tuple[Any, list[Round]] | None = field(default=None, repr=False)
+
+    def rounds(self, common: Any) -> list[Round]:
+        """The rounds of a step by its metadata (vLLM's), planned once for all bins."""
+        lengths = common.seq_lens_cpu_upper_bound  # exact without speculative decoding, which is refused
+        if self._latest is None or self._latest[0] is not lengths:
+            self._latest = (lengths, plan_rounds(self.use, common.query_start_loc_cpu.tolist(), lengths.tolist()))
+        return self._latest[1]
 
 
 def entry_slots(use: BufferUse, table_RM: Tensor, row_T: Tensor, entry_T: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ never holds one; those in the middle of a prompt wait for the layer's own keys a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.serving.backend import LAYOUTS
-from rlkv.serving.buffers import Round, plan_rounds
+from rlkv.serving.buffers import BufferUse, Round
 from rlkv.serving.evicting import Eviction, compact, entry_slots, query_halves, query_slots
-from rlkv.serving.local_attention import paged_local_attention
+from rlkv.serving.local_attention import Reads, paged_local_attention, plan_reads
 from rlkv.serving.packing import BlockUse
 from rlkv.serving.report import check_block_bytes
 from rlkv.serving.torch_backend import NAME, PagedTorchBackend, PagedTorchCache
@@ -43,46 +42,46 @@ class PlacedRound:
 
     Attributes:
         tokens: the step's tokens that take part; None: all of them.
-        slots_T, queries_ET: where keys and values go, and the queries.
-        table_RM: the blocks of the requests' entries; ``lengths``: how many entries each has.
-        due_RM, positions_R: blocks and next positions of the requests to compact first; None: there are none.
-        stock: what the engine's own kernel needs; None on a CPU.
+        slots_T, queries_ET: where keys and values go, and the queries; longer than the tokens, or shorter by padding.
+        due: blocks and next positions of the requests to compact first; None: there are none.
+        stock: what the engine's own kernel needs; ``reads``: what attention in torch needs.
     """
 
     tokens: Tensor | None
     slots_T: Tensor
     queries_ET: Tensor
-    table_RM: Tensor
-    starts: list[int]
-    lengths: list[int]
-    due_RM: Tensor | None
-    positions_R: Tensor
+    due: tuple[Tensor, Tensor] | None
     stock: TritonAttentionMetadata | None = None
+    reads: list[Reads] = field(default_factory=list)
 
 
 @dataclass
 class EvictingMetadata:
-    """One step; ``num_actual_tokens`` as the engine wants it."""
+    """One step."""
 
-    num_actual_tokens: int
     rounds: list[PlacedRound]
 
 
-def place(plan: Round, eviction: Eviction, table_RM: Tensor) -> PlacedRound:
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On ``device``, and to a GPU without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def place(plan: Round, use: BufferUse, table_RM: Tensor) -> PlacedRound:
     """``plan`` on the device of the block table ``table_RM`` of the step's requests."""
-    use, device = eviction.use, table_RM.device
-    row_T, position_T = plan.row_T.to(device), plan.position_T.to(device)
-    rows = torch.tensor(plan.rows, device=device)
+    device = table_RM.device
+    row_T, position_T = moved(plan.row_T, device), moved(plan.position_T, device)
     return PlacedRound(
-        tokens=None if plan.tokens is None else plan.tokens.to(device),
+        tokens=None if plan.tokens is None else moved(plan.tokens, device),
         slots_T=entry_slots(use, table_RM, row_T, use.entries(position_T)),
         queries_ET=query_slots(use, table_RM, row_T, use.observed(position_T)),
-        table_RM=(table_RM if len(rows) == len(table_RM) else table_RM[rows])[:, use.query_blocks :],
-        starts=plan.starts,
-        lengths=plan.lengths,
-        due_RM=table_RM[torch.tensor(plan.due, device=device)] if plan.due else None,
-        positions_R=torch.tensor(plan.due_positions, dtype=torch.int64, device=device),
+        due=place_due(torch.tensor(plan.due), torch.tensor(plan.due_positions), table_RM) if plan.due else None,
     )
+
+
+def place_due(row_R: Tensor, position_R: Tensor, table_RM: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks and next positions of the requests ``row_R``."""
+    return table_RM[moved(row_R, table_RM.device)], moved(position_R, table_RM.device)
 
 
 class _EvictingBuilder:
@@ -100,16 +99,12 @@ class _EvictingBuilder:
         known = self.vllm_config.compilation_config.static_forward_context
         return [known[name] for name in self.layer_names]
 
-    def plan(self, common: Any, compacting: bool) -> list[tuple[Round, PlacedRound]]:
-        """The rounds of a step; ``compacting``: what is due before it is done now."""
+    def compact(self, part: PlacedRound) -> None:
+        """What is due before the first tokens of a step, in every layer."""
         check_block_bytes(self.vllm_config, self._layers[0])
-        lengths = common.seq_lens_cpu_upper_bound  # exact without speculative decoding, which is refused
-        rounds = plan_rounds(self.eviction.use, common.query_start_loc_cpu.tolist(), lengths.tolist())
-        placed = [place(plan, self.eviction, common.block_table_tensor) for plan in rounds]
-        if compacting and placed[0].due_RM is not None:
+        if part.due is not None:
             for layer in self._layers:
-                layer.impl.compact(layer.kv_cache, placed[0], self.eviction)
-        return list(zip(rounds, placed, strict=True))
+                layer.impl.compact(layer.kv_cache, part, self.eviction)
 
 
 class _Evicting:
@@ -120,10 +115,11 @@ class _Evicting:
     do_kv_cache_update: Any
 
     def compact(self, kv_cache: Tensor, part: PlacedRound, eviction: Eviction) -> None:
-        assert part.due_RM is not None
+        if part.due is None:
+            return
         # the policies' logit is query . key / sqrt(D), whatever the model's scale
         factor = self.scale * (kv_cache.shape[-1] // 2) ** 0.5
-        compact(kv_cache, part.due_RM, part.positions_R, eviction, factor)
+        compact(kv_cache, *part.due, eviction, factor)
 
     def forward(
         self,
@@ -140,7 +136,7 @@ class _Evicting:
         if attn_metadata is None:  # the engine's profiling run
             return output.zero_()
         for number, part in enumerate(attn_metadata.rounds):
-            if number > 0 and part.due_RM is not None:
+            if number > 0:  # what was due before the first round is done
                 self.compact(kv_cache, part, layer.eviction)
             if part.tokens is None:
                 self._store(layer, query, key, value, kv_cache, part)
@@ -171,16 +167,23 @@ class EvictingTorchBuilder(_EvictingBuilder, AttentionMetadataBuilder[EvictingMe
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> EvictingMetadata:
-        common = common_attn_metadata
-        return EvictingMetadata(common.num_actual_tokens, [part for _, part in self.plan(common, compacting=True)])
+        use, table_RM = self.eviction.use, common_attn_metadata.block_table_tensor
+        everything = BlockUse(use.block_size, 0, use.capacity)
+        parts = []
+        for plan in self.eviction.rounds(common_attn_metadata):
+            part = place(plan, use, table_RM)
+            entries_RM = table_RM[plan.rows, use.query_blocks :]
+            part.reads = plan_reads(entries_RM, plan.starts, plan.lengths, everything)
+            parts.append(part)
+        self.compact(parts[0])
+        return EvictingMetadata(parts)
 
 
 class EvictingTorchImpl(_Evicting, PagedTorchCache):
     """Everything that is held, in plain torch."""
 
     def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
-        everything = BlockUse(kv_cache.shape[2], 0, layer.eviction.use.capacity)
-        paged_local_attention(query, kv_cache, part.table_RM, part.starts, part.lengths, everything, self.scale, output)
+        paged_local_attention(query, kv_cache, part.reads, self.scale, output)
 
 
 class EvictingTorchBackend(PagedTorchBackend):
@@ -200,60 +203,74 @@ class EvictingTorchBackend(PagedTorchBackend):
 
 
 class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
-    """The stock metadata over the entries' blocks; in decoding, at the same places in every step."""
+    """The stock metadata over the entries' blocks.
+
+    A step in which every request has one token is placed on the GPU, without a copy to it, and at the same addresses
+    every time.
+    """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        scheduler = vllm_config.scheduler_config
+        rows = vllm_config.scheduler_config.max_num_seqs
         # buffers for good: a captured graph keeps their addresses
-        self.lengths_R = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
-        places = (1 + self.eviction.use.entries_per_query, scheduler.max_num_batched_tokens)
-        self.slots = torch.full(places, -1, dtype=torch.int64, device=device)
+        self.lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.slots = torch.full((1 + self.eviction.use.entries_per_query, rows), -1, dtype=torch.int64, device=device)
+        self.row_R = torch.arange(rows, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        return self._build(common_attn_metadata, compacting=True)
+        common = common_attn_metadata
+        if common.max_query_len == 1:
+            parts = [self._decoding(common)]
+            # on the CPU, where these lengths are exact without speculative decoding, which is refused
+            position_R = common.seq_lens_cpu_upper_bound.long() - 1
+            due_R = self.eviction.use.compacted_before(position_R)
+            if due_R.any():
+                parts[0].due = place_due(due_R.nonzero()[:, 0], position_R[due_R], common.block_table_tensor)
+        else:
+            parts = [self._reading(common, plan) for plan in self.eviction.rounds(common)]
+        self.compact(parts[0])
+        return EvictingMetadata(parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        step = self._build(common_attn_metadata, compacting=False)
-        self.lengths_R.fill_(1)  # as the stock builder does: a longer request makes the capture slow
-        return step
+        part = self._decoding(common_attn_metadata)
+        self.lengths_R.fill_(1)  # as the stock builder does: longer requests make the capture slow
+        return EvictingMetadata([part])
 
-    def _build(self, common: Any, compacting: bool) -> EvictingMetadata:
-        parts = list(self._placed(common, compacting))
-        return EvictingMetadata(common.num_actual_tokens, parts)
+    def _decoding(self, common: Any) -> PlacedRound:
+        use, table_RM, rows = self.eviction.use, common.block_table_tensor, common.num_reqs
+        position_R, row_R = common.seq_lens.long() - 1, self.row_R[:rows]  # -1: a row of padding
+        entry_R = use.entries(position_R)
+        self.lengths_R[:rows] = entry_R + 1
+        self.slots[0, :rows] = entry_slots(use, table_RM, row_R, entry_R.clamp(min=0))
+        self.slots[1:, :rows] = query_slots(use, table_RM, row_R, use.observed(position_R))
+        self.slots[:, :rows].masked_fill_(position_R < 0, -1)
+        own = common.replace(
+            block_table_tensor=table_RM[:, use.query_blocks :],
+            seq_lens=self.lengths_R[:rows],
+            max_seq_len=min(common.max_seq_len, use.capacity),
+        )
+        stock = TritonAttentionMetadataBuilder.build(self, 0, own)
+        return PlacedRound(None, self.slots[0, :rows], self.slots[1:, :rows], None, stock)
 
-    def _placed(self, common: Any, compacting: bool) -> Iterator[PlacedRound]:
-        for number, (plan, part) in enumerate(self.plan(common, compacting)):
-            lengths = torch.tensor(plan.lengths, dtype=torch.int32)
-            starts = torch.tensor(plan.starts, dtype=torch.int32)
-            if number == 0:
-                tokens = part.slots_T.shape[0]
-                self.slots[0, :tokens], self.slots[1:, :tokens] = part.slots_T, part.queries_ET
-                # the engine may have padded the step: those tokens are written nowhere
-                self.slots[:, tokens : common.num_actual_tokens] = -1
-                self.lengths_R[: len(lengths)].copy_(lengths, non_blocking=True)
-                on_device = self.lengths_R[: len(lengths)]
-                if part.tokens is None:
-                    part.slots_T = self.slots[0, : common.num_actual_tokens]
-                    part.queries_ET = self.slots[1:, : common.num_actual_tokens]
-            else:
-                on_device = lengths.to(self.device)
-            whole = part.tokens is None
-            own = common.replace(
-                block_table_tensor=part.table_RM,
-                seq_lens=on_device,
-                max_seq_len=max(1, *plan.lengths),
-                slot_mapping=part.slots_T,
-                query_start_loc=common.query_start_loc if whole else starts.to(self.device),
-                query_start_loc_cpu=common.query_start_loc_cpu if whole else starts,
-                max_query_len=common.max_query_len if whole else int((starts[1:] - starts[:-1]).max()),
-                num_reqs=len(plan.rows),
-                num_actual_tokens=part.slots_T.shape[0],
-            )
-            part.stock = TritonAttentionMetadataBuilder.build(self, 0, own)
-            yield part
+    def _reading(self, common: Any, plan: Round) -> PlacedRound:
+        use, table_RM = self.eviction.use, common.block_table_tensor
+        part = place(plan, use, table_RM)
+        lengths = torch.tensor(plan.lengths, dtype=torch.int32)
+        starts = torch.tensor(plan.starts, dtype=torch.int32)
+        own = common.replace(
+            block_table_tensor=table_RM[moved(torch.tensor(plan.rows), self.device), use.query_blocks :],
+            seq_lens=moved(lengths, self.device),
+            max_seq_len=max(plan.lengths),
+            query_start_loc=moved(starts, self.device),
+            query_start_loc_cpu=starts,
+            max_query_len=int((starts[1:] - starts[:-1]).max()),
+            num_reqs=len(plan.rows),
+            num_actual_tokens=len(plan.row_T),
+        )
+        part.stock = TritonAttentionMetadataBuilder.build(self, 0, own)
+        return part
 
 
 class EvictingTritonImpl(_Evicting, TritonAttentionImpl):

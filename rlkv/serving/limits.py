@@ -32,7 +32,7 @@ def switch_off_prefix_caching(vllm_config: Any) -> None:
     from vllm.logger import init_logger
 
     cache.enable_prefix_caching = False
-    init_logger(f"vllm.{__name__}").info("rlkv: eviction keeps no prefixes, so prefix caching is switched off")
+    init_logger(f"vllm.{__name__}").warning("rlkv: eviction keeps no prefixes, so prefix caching is switched off")
 
 
 def check_engine(vllm_config: Any) -> None:

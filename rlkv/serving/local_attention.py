@@ -2,15 +2,18 @@
 
 The CPU path of compressible heads, and the reference of the CUDA path.
 
-Shapes: R requests, T query tokens of all requests one after the other, H KV heads, G query heads per KV head, D size
-of a head; the cache is ``[blocks, H, N, 2 * D]``: N tokens per block, keys then values.
+Shapes: R requests, Q queries of each, T query tokens of all requests one after the other, H KV heads, G query heads
+per KV head, C blocks that a request reads, D size of a head; the cache is ``[blocks, H, N, 2 * D]``: N tokens per
+block, keys then values.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlkv.serving.packing import BlockUse
@@ -19,38 +22,56 @@ QUERIES_AT_ONCE = 128  # of one request: its window and these tokens are read to
 ROWS_AT_ONCE = 64  # of decoding requests
 
 
-def paged_local_attention(
-    query_TXD: Tensor,
-    cache: Tensor,
-    table_RC: Tensor,
-    starts: list[int],
-    lengths: list[int],
-    use: BlockUse,
-    scale: float,
-    out: Tensor,
-) -> None:
-    """Fill ``out`` ``[T, H * G, D]``; scores and weights are in float32.
+@dataclass(frozen=True)
+class Reads:
+    """Queries that are computed together, and the keys that they see; made once for all layers of a bin.
+
+    Attributes:
+        token_RQ: the step's tokens that ask.
+        block_RC: the blocks that are read.
+        seen_RQK: bool ``[R, Q, C * N]``.
+        unwritten: row, column and slot of each slot that is read and that perhaps nobody wrote yet.
+    """
+
+    token_RQ: Tensor
+    block_RC: Tensor
+    seen_RQK: Tensor
+    unwritten: tuple[Tensor, Tensor, Tensor]
+
+
+def plan_reads(table_RC: Tensor, starts: list[int], lengths: list[int], use: BlockUse) -> list[Reads]:
+    """What the queries of a step read.
 
     Args:
-        query_TXD: ``[T, H * G, D]``; the query heads of one KV head are neighbours.
         table_RC, lengths: block tables and lengths without gaps (:mod:`rlkv.serving.compaction`).
         starts: ``R + 1`` numbers: request r has the queries ``starts[r] <= t < starts[r + 1]``, its last tokens.
     """
     queries = [end - start for start, end in pairwise(starts)]
     decoding = sorted((row for row, number in enumerate(queries) if number == 1), key=lambda row: lengths[row])
+    found = []
     for first in range(0, len(decoding), ROWS_AT_ONCE):
         rows = decoding[first : first + ROWS_AT_ONCE]
         blocks = torch.arange(-(-lengths[rows[-1]] // use.block_size))
         token_RQ = torch.tensor([[starts[row]] for row in rows])
         position_RQ = torch.tensor([[lengths[row] - 1] for row in rows])
-        _attend(query_TXD, cache, table_RC[rows][:, blocks], blocks, token_RQ, position_RQ, use, scale, out)
+        found.append(_reads(table_RC[rows][:, : len(blocks)], blocks, token_RQ, position_RQ, use))
     for row, number in enumerate(queries):
         for first in range(0, number if number > 1 else 0, QUERIES_AT_ONCE):
             own = torch.arange(first, min(first + QUERIES_AT_ONCE, number))
             position_RQ = (lengths[row] - number + own)[None]
             blocks = _blocks(int(position_RQ[0, 0]), int(position_RQ[0, -1]), use)
-            token_RQ = (starts[row] + own)[None]
-            _attend(query_TXD, cache, table_RC[row, blocks][None], blocks, token_RQ, position_RQ, use, scale, out)
+            found.append(_reads(table_RC[row, blocks][None], blocks, (starts[row] + own)[None], position_RQ, use))
+    return found
+
+
+def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], scale: float, out: Tensor) -> None:
+    """Fill ``out`` ``[T, H * G, D]``; scores and weights are in float32.
+
+    Args:
+        query_TXD: ``[T, H * G, D]``; the query heads of one KV head are neighbours.
+    """
+    for part in reads:
+        _attend(query_TXD, cache, part, scale, out)
 
 
 def _blocks(first: int, last: int, use: BlockUse) -> Tensor:
@@ -61,29 +82,53 @@ def _blocks(first: int, last: int, use: BlockUse) -> Tensor:
     return torch.cat([torch.arange(sinks), torch.arange(window, end)])
 
 
-def _attend(
-    query_TXD: Tensor,
-    cache: Tensor,
-    table_RC: Tensor,
-    blocks_C: Tensor,
-    token_RQ: Tensor,
-    position_RQ: Tensor,
-    use: BlockUse,
-    scale: float,
-    out: Tensor,
-) -> None:
-    """Queries ``token_RQ`` at ``position_RQ`` over the keys in the blocks ``table_RC``, which are the ``blocks_C``-th
-    of their requests."""
+def _reads(table_RC: Tensor, blocks_C: Tensor, token_RQ: Tensor, position_RQ: Tensor, use: BlockUse) -> Reads:
+    """Queries ``token_RQ`` at ``position_RQ``, the longest request last; column c of the table is the
+    ``blocks_C[c]``-th block of a request."""
+    slot_N = torch.arange(use.block_size)
+    column_K = (blocks_C[:, None] * use.block_size + slot_N).flatten()
+    distance = position_RQ[:, :, None] - column_K
+    seen_RQK = (distance >= 0) & ((column_K < use.sink) | (distance < use.window))
+    end_R = position_RQ[:, -1]
+    has_RC = blocks_C <= (end_R // use.block_size)[:, None]
+    # only in the last block of a request
+    row, slot = (slot_N > (end_R % use.block_size)[:, None]).nonzero(as_tuple=True)
+    return Reads(
+        token_RQ=token_RQ,
+        # where a request has no block, the first one of the longest request: not seen, but every slot was written
+        block_RC=torch.where(has_RC, table_RC, table_RC[-1, 0]).long(),
+        seen_RQK=seen_RQK,
+        unwritten=(row, has_RC.sum(1)[row] - 1, slot),
+    )
+
+
+def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: Tensor) -> None:
     _, kv_heads, in_block, twice = cache.shape
-    size = twice // 2
-    states = cache[table_RC.long()].permute(0, 2, 1, 3, 4).flatten(2, 3).float()  # [R, H, C * N, 2 * D]
-    column = (blocks_C[:, None] * in_block + torch.arange(in_block)).flatten()
-    distance = position_RQ[:, :, None] - column
-    seen = (distance >= 0) & ((column < use.sink) | (distance < use.window))  # [R, Q, C * N]
-    # what nobody wrote may be anything: 0 * NaN would be NaN
-    value = states[..., size:].masked_fill((distance[:, -1] < 0)[:, None, :, None], 0.0)
-    query = query_TXD[token_RQ].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).float()  # [R, H, G, Q, D]
-    scores = (query.flatten(2, 3) @ states[..., :size].transpose(-1, -2) * scale).view(*query.shape[:4], -1)
-    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
-    mixed = (weights.flatten(2, 3) @ value).view_as(query)
-    out[token_RQ] = mixed.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
+    (rows, columns), size = reads.block_RC.shape, twice // 2
+    states = _gather(cache, reads.block_RC)  # [R, H, C, N, 2 * D], a copy
+    row, column, slot = reads.unwritten
+    states[row, :, column, slot] = 0.0  # what nobody wrote may be anything, and 0 * NaN would be NaN
+    states = states.view(rows, kv_heads, columns * in_block, twice).float()
+    query = query_TXD[reads.token_RQ].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).float()  # [R, H, G, Q, D]
+    group, queries = query.shape[2:4]
+    seen = reads.seen_RQK[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)  # [R, 1, G * Q, C * N]
+    mixed = F.scaled_dot_product_attention(
+        query.flatten(2, 3), states[..., :size], states[..., size:], attn_mask=seen, scale=scale
+    )
+    mixed = mixed.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out[reads.token_RQ] = mixed.to(out.dtype)
+
+
+def _gather(cache: Tensor, block_RC: Tensor) -> Tensor:
+    """The blocks ``[R, H, C, N, 2 * D]`` of a cache, with one copy.
+
+    The heads of a block lie one after the other, and so do the blocks, perhaps with other layers between them: seen as
+    rows of one head each, blocks are picked in the order in which they are wanted.
+    """
+    blocks, kv_heads, in_block, twice = cache.shape
+    per_block = cache.stride(0) // cache.stride(1)
+    assert cache.stride(0) % cache.stride(1) == 0
+    assert cache.stride()[1:] == (in_block * twice, twice, 1)
+    heads = cache.as_strided(((blocks - 1) * per_block + kv_heads, in_block, twice), (in_block * twice, twice, 1))
+    index = block_RC[:, None] * per_block + torch.arange(kv_heads)[:, None]
+    return heads.index_select(0, index.flatten()).view(*index.shape, in_block, twice)

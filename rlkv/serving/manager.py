@@ -112,14 +112,39 @@ class EvictingManager(SingleTypeKVCacheManager):
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         assert not self.enable_caching, "prefix caching is switched off with the engine's settings"
+        self._computed: dict[str, int] = {}
 
-    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        """As the base class.
+
+        Raises:
+            RuntimeError: if a request goes back to earlier tokens without giving its blocks back, as the engine does
+                between two parts of a streamed input: what a compaction dropped is not there any more.
+        """
+        if total_computed_tokens < self._computed.get(request_id, 0):
+            raise RuntimeError(
+                f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} on, but its entries "
+                "were compacted since: streamed inputs do not work with eviction, send whole prompts"
+            )
+        self._computed[request_id] = total_computed_tokens
         held = len(self.req_to_blocks.get(request_id, ()))
         return max(0, self.kv_cache_spec.use.compressible(num_tokens) - held)
 
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._computed.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        blocks = self.kv_cache_spec.use.compressible(num_tokens) * self.block_size
-        return super().allocate_new_blocks(request_id, blocks, blocks)
+        slots = self.kv_cache_spec.use.compressible(num_tokens) * self.block_size
+        return super().allocate_new_blocks(request_id, slots, slots)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
         """None: equal beginnings lie in blocks of their own."""

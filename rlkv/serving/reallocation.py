@@ -77,6 +77,12 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
     else:
         stock = model.model.layers[0].self_attn.attn
         kept = Eviction(policy, BufferUse.of(policy, block_size, stock.num_heads // stock.num_kv_heads))
+        if kept.use.capacity >= vllm_config.model_config.max_model_len:
+            raise ValueError(
+                f"rlkv: eviction would never drop anything: a head holds up to {kept.use.capacity:,} entries (budget "
+                f"+ buffer), and no text is longer than {vllm_config.model_config.max_model_len:,} tokens: lower the "
+                "budget, or raise --max-model-len"
+            )
         plan = plan_packing(allocation.full, kept.use, tokens)
     known = vllm_config.compilation_config.static_forward_context
     for number, layer in enumerate(model.model.layers):

@@ -2,8 +2,9 @@
 
     python tests/serving/evicting_triton.py
 
-Three requests are read in chunks and decoded, with several compactions, once by the torch path and once by the
-builder and the implementation of the CUDA path, each over a cache of its own.
+Three requests are read in chunks and decoded, with several compactions, by the torch path and twice by the builder and
+the implementation of the CUDA path, each over a cache of its own, which is NaN where nobody wrote. The second one
+decodes as a captured graph does: every step computes with the metadata of the first, whose numbers change in place.
 """
 
 # ruff: noqa: I001  (the switch comes first)
@@ -34,15 +35,16 @@ POLICY = make_policy("rkv", budget=20, buffer=12)
 USE = BufferUse.of(POLICY, IN_BLOCK, GROUPS)
 # tokens of each request after each step: chunks with no, one and two compactions, then decoding over the next ones
 STEPS = [(30, 5, 70), (33, 21, 71), *((33 + n, 32 + n, 71 + n) for n in range(1, 14)), (60, 60, 90)]
-PADDING = 2  # tokens, and one row, that the engine adds in some steps
+ROWS, PADDED = 3, 5  # requests, and rows of a captured graph
 
 
 class Side:
     """One path with a cache of its own."""
 
-    def __init__(self, builder: Any, implementation: Any, blocks: int) -> None:
-        # the engine zeroes a block before its first token
-        self.cache = torch.zeros(blocks, KV_HEADS, IN_BLOCK, 2 * SIZE)
+    def __init__(self, builder: Any, implementation: Any, dtype: torch.dtype, captures: bool = False) -> None:
+        blocks = ROWS * USE.compressible(USE.capacity) + 1
+        self.cache = torch.full((blocks, KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"), dtype=dtype)
+        self.cache[0] = 0  # the null block
         self.impl = implementation(KV_HEADS * GROUPS, SIZE, SCALE, KV_HEADS, None, None, "auto")
         one = torch.ones(())
         self.layer = SimpleNamespace(
@@ -54,58 +56,76 @@ class Side:
             _k_scale=one,
             _v_scale=one,
         )
-        spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
+        spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype)
         config = fake_config(self.layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 256)
         self.builder = builder(spec, ["layer"], config, torch.device("cpu"))
+        self.captures, self.captured = captures, None
 
     def step(self, common: CommonAttentionMetadata, query: Any, key: Any, value: Any) -> torch.Tensor:
         found = torch.full_like(query, 7.0)
         metadata = self.builder.build(0, common)
+        if self.captures and common.max_query_len == 1:
+            metadata = self.captured = self.captured or metadata
         self.impl.forward(self.layer, query, key, value, self.cache, metadata, found)
         return found
 
 
-def main() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows, per_request = len(STEPS[0]), USE.compressible(USE.capacity)
-    blocks = torch.randperm(rows * per_request, generator=generator) + 1  # block 0 is the null block
-    table = torch.cat([blocks.view(rows, per_request), torch.zeros(rows, 2, dtype=torch.int64)], dim=1).int()
-    sides = [
-        Side(builder, implementation, len(blocks) + 1)
-        for builder, implementation in (
-            (EvictingTorchBuilder, EvictingTorchImpl),
-            (EvictingTritonBuilder, EvictingTritonImpl),
-        )
-    ]
-    earlier = (0,) * rows
-    for number, lengths in enumerate(STEPS):
-        queries = [now - before for now, before in zip(lengths, earlier, strict=True)]
-        padding, extra = (PADDING, 1) if number % 3 == 2 else (0, 0)
-        starts = torch.tensor([0, *queries, *[0] * extra]).cumsum(0).int()
-        seen = torch.tensor([*lengths, *[0] * extra], dtype=torch.int32)
-        tokens = sum(queries)
-        query, key, value = (
-            torch.randn(tokens + padding, heads, SIZE, generator=generator)
-            for heads in (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
-        )
-        common = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            seq_lens=seen,
-            seq_lens_cpu_upper_bound=seen,
-            num_reqs=rows + extra,
-            num_actual_tokens=tokens + padding,
+class Inputs:
+    """What the engine keeps at one place: the numbers of a step are written into the same tensors."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = torch.zeros(PADDED, table.shape[1], dtype=torch.int32)
+        self.table[:ROWS] = table
+        self.starts = torch.zeros(PADDED + 1, dtype=torch.int32)
+        self.lengths = torch.zeros(PADDED, dtype=torch.int32)
+
+    def step(self, lengths: tuple[int, ...], queries: list[int]) -> CommonAttentionMetadata:
+        """Padded rows and tokens where all decode, as for a graph of five; else as they are."""
+        decoding, tokens = max(queries) == 1, sum(queries)
+        rows = PADDED if decoding else ROWS
+        self.starts[: ROWS + 1] = torch.tensor([0, *queries]).cumsum(0)
+        self.starts[ROWS + 1 :] = tokens
+        self.lengths[:ROWS] = torch.tensor(lengths)
+        return CommonAttentionMetadata(
+            query_start_loc=self.starts[: rows + 1],
+            query_start_loc_cpu=self.starts[: rows + 1].clone(),
+            seq_lens=self.lengths[:rows],
+            seq_lens_cpu_upper_bound=self.lengths[:rows].clone(),
+            num_reqs=rows,
+            num_actual_tokens=PADDED if decoding else tokens,
             max_query_len=max(queries),
             max_seq_len=max(lengths),
-            block_table_tensor=torch.cat([table, table[:extra] * 0]),
-            slot_mapping=torch.full((tokens + padding,), -1, dtype=torch.int64),
+            block_table_tensor=self.table[:rows],
+            slot_mapping=torch.full((PADDED if decoding else tokens,), -1, dtype=torch.int64),
         )
-        expected, found = (side.step(common, query, key, value)[:tokens] for side in sides)
-        error = (found - expected).abs().max()
-        assert torch.equal(sides[0].cache[1:], sides[1].cache[1:]), f"step {number}: other entries"
-        print(f"max error {error.item()}")
+
+
+def run(dtype: torch.dtype, steps: list[tuple[int, ...]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randperm(ROWS * USE.compressible(USE.capacity), generator=generator) + 1
+    table = torch.cat([blocks.view(ROWS, -1), torch.zeros(ROWS, 2, dtype=torch.int64)], dim=1)
+    sides = [
+        Side(EvictingTorchBuilder, EvictingTorchImpl, dtype),
+        Side(EvictingTritonBuilder, EvictingTritonImpl, dtype),
+        Side(EvictingTritonBuilder, EvictingTritonImpl, dtype, captures=True),
+    ]
+    inputs = Inputs(table)
+    earlier = (0,) * ROWS
+    for number, lengths in enumerate(steps):
+        queries = [now - before for now, before in zip(lengths, earlier, strict=True)]
+        tokens = sum(queries)
+        query, key, value = (
+            torch.randn(tokens + PADDED - ROWS, heads, SIZE, generator=generator).to(dtype)
+            for heads in (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
+        )
+        expected, *others = (side.step(inputs.step(lengths, queries), query, key, value)[:tokens] for side in sides)
+        for side, found in zip(sides[1:], others, strict=True):
+            same = torch.equal(side.cache[1:].nan_to_num(nan=9.0), sides[0].cache[1:].nan_to_num(nan=9.0))
+            assert same, f"step {number}: other entries"
+            print(f"max error {str(dtype).removeprefix('torch.')} {(found - expected).abs().max().item()}")
         earlier = lengths
 
 
 if __name__ == "__main__":
-    main()
+    run(torch.float32, STEPS)
+    run(torch.float16, STEPS[:5])  # the interpreter has no bfloat16

@@ -38,6 +38,8 @@ def test_tokens_are_compacted_as_in_the_cache_of_transformers(use: BufferUse) ->
     for segment in segments:
         before = int(segment.before.held)
         held |= {n + 1: before + n + 1 - segment.begin for n in range(segment.begin, segment.end)}
+    at_once = use.compacted_before(torch.arange(-1, length))
+    assert at_once.tolist() == [use.is_compacted_before(n) for n in range(-1, length)]
     found = use.entries(torch.arange(length)) + 1
     assert found.tolist() == [held[n] for n in range(1, length + 1)]
     assert [use.next_compaction(n) for n in range(length)] == [
@@ -106,10 +108,14 @@ def test_blocks_do_not_grow_with_the_text(use: BufferUse) -> None:
     assert use.compressible(use.capacity) == use.compressible(10**6) == queries + use.full(use.capacity)
 
 
+@pytest.mark.parametrize("at_once", [1, 2**22])
 @pytest.mark.parametrize("name", ["rkv", "snapkv"])
 @pytest.mark.parametrize("variant", ["paper", "published"])
-def test_a_compaction_keeps_what_the_policy_selects(use: BufferUse, name: str, variant: str) -> None:
-    """Three requests in scattered blocks; what nobody wrote is NaN, and other blocks stay as they were."""
+def test_a_compaction_keeps_what_the_policy_selects(
+    use: BufferUse, name: str, variant: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests in scattered blocks, one by one or together; what nobody wrote is NaN, and other blocks stay."""
+    monkeypatch.setattr("rlkv.eviction.attention.FLOATS", at_once)
     policy = make_policy(
         name, budget=use.budget, buffer=use.buffer, observation=use.observation, variant=variant, sink=1
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import (
     BLOCK,
     ELEMENT,
@@ -89,6 +90,50 @@ def test_preemption(llama: Served) -> None:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
     assert preempted
     assert check(llama, 0.5, outputs) == 960
+
+
+def test_a_pool_for_one_request(llama: Served) -> None:
+    """Two requests of the longest length one after the other; with a block less the engine does not start."""
+    plan = plan_packing(llama.allocation(0.5).full, BufferUse.of(make_policy(**RKV), BLOCK, 2), 320)
+    options: dict[str, Any] = {"max_model_len": 320, "num_gpu_blocks_override": plan.blocks(320) + 1}
+    with engine(llama, llama.request(0.5, eviction=RKV), **options) as llm:
+        outputs = generate(llm, random_prompts((200, 220)), 100)
+    assert check(llama, 0.5, outputs) == 200
+    options["num_gpu_blocks_override"] -= 1
+    with (
+        pytest.raises(ValueError, match="KV cache"),
+        engine(llama, llama.request(0.5, eviction=RKV), **options),
+    ):
+        pass
+
+
+def test_what_would_never_be_dropped_is_refused(llama: Served) -> None:
+    request = llama.request(0.5, eviction={"name": "rkv", "budget": 100, "buffer": 60})
+    with (
+        pytest.raises(ValueError, match="never drop anything: a head holds up to 160 entries"),
+        engine(llama, request, max_model_len=160),
+    ):
+        pass
+
+
+def test_a_request_that_goes_back_is_refused() -> None:
+    """As between two parts of a streamed input, where the engine computes a token anew without freeing anything."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    from rlkv.serving.manager import EvictingManager
+    from rlkv.serving.specs import EvictingSpec
+
+    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    spec = EvictingSpec(**sizes, pack_tag=1, budget=20, buffer=12, observation=8, group_size=2)
+    pool = BlockPool(num_gpu_blocks=20, enable_caching=False, hash_block_size=16)
+    manager = EvictingManager(spec, block_pool=pool, enable_caching=False, kv_cache_group_id=0, scheduler_block_size=16)
+    assert manager.get_num_blocks_to_allocate("a", 30, [], 0, 0, 30) == 3
+    assert len(manager.allocate_new_blocks("a", 30, 30)) == 3
+    assert manager.get_num_blocks_to_allocate("a", 90, [], 30, 30, 90) == 0
+    with pytest.raises(RuntimeError, match="read again from token 29 on"):
+        manager.get_num_blocks_to_allocate("a", 91, [], 29, 29, 91)
+    manager.free("a")
+    assert manager.get_num_blocks_to_allocate("a", 91, [], 0, 0, 91) == 3  # preempted, or another one of that name
 
 
 def test_several_completions_where_prefix_caching_was_asked_for(llama: Served) -> None:

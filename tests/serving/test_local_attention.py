@@ -9,7 +9,7 @@ import torch
 
 from rlkv.kernels.reference import local_mask, mixed_by_head_attention
 from rlkv.serving.compaction import Compactor
-from rlkv.serving.local_attention import paged_local_attention
+from rlkv.serving.local_attention import paged_local_attention, plan_reads
 from rlkv.serving.mixed_attention import write_cache
 from rlkv.serving.packing import BlockUse
 
@@ -44,7 +44,7 @@ def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None
     compacted, shorter = Compactor(use)(table, lengths, starts, most)
     query = torch.cat([request[0][-n:] for (n, _), request in zip(REQUESTS, requests, strict=True)])
     out = torch.full_like(query, float("nan"))
-    paged_local_attention(query, cache, compacted, starts.tolist(), shorter.tolist(), use, SCALE, out)
+    paged_local_attention(query, cache, plan_reads(compacted, starts.tolist(), shorter.tolist(), use), SCALE, out)
     for row, (queries, length) in enumerate(REQUESTS):
         states = (state.transpose(0, 1)[None] for state in requests[row])
         mask = local_mask(torch.ones(1, length, dtype=torch.bool), use.sink, use.window)
