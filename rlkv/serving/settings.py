@@ -28,7 +28,7 @@ class ServingSettings:
         sparsity: share of KV heads that are compressible, in [0, 1].
         sink, window: tokens that a compressible head keeps; default: what the gates file states for deployment.
         scope: ``global`` or ``layer``, as in :meth:`rlkv.HeadAllocation.from_gates`.
-        prefill: ``local``: prompt tokens see what a compressible head keeps, sinks and window, like generated ones.
+        prefill: ``local``: prompt tokens see what a compressible head keeps, like generated ones.
         reference_tokens: the length of a request for which memory is planned and reported.
         eviction: instead of sinks and a window: name and fields of a policy, as :func:`rlkv.eviction.make_policy`
             takes them, such as ``{"name": "rkv", "budget": 256}``.
