@@ -28,8 +28,10 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.serving.compaction import Compactor, without_gap
+from rlkv.serving.full_prefill import ask_for_prompt_lengths, prompt_lengths
 from rlkv.serving.local_attention import Reads, paged_local_attention, plan_reads
 from rlkv.serving.report import check_block_bytes
+from rlkv.serving.settings import read_request
 from rlkv.serving.torch_backend import PagedTorchBackend, PagedTorchImpl
 
 LAYOUTS = (KVCacheLayout.BLHNC,)
@@ -81,7 +83,20 @@ class LocalMetadata:
     reads: list[Reads]
 
 
-class LocalTorchBuilder(AttentionMetadataBuilder[LocalMetadata]):
+class _LocalBuilder:
+    """What both builders do; the engine's base class beside it gives ``vllm_config``."""
+
+    vllm_config: Any
+
+    def _reads_in_full(self, compactor: Compactor, common: Any) -> bool:
+        """Whether prompts of this step may have to be read in full."""
+        if not compactor.full_prefill:
+            return False
+        ask_for_prompt_lengths(self.vllm_config)
+        return common.max_query_len > 1  # a prompt of one token sees itself only
+
+
+class LocalTorchBuilder(_LocalBuilder, AttentionMetadataBuilder[LocalMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -89,7 +104,9 @@ class LocalTorchBuilder(AttentionMetadataBuilder[LocalMetadata]):
         common = common_attn_metadata
         compactor = _compactor(self.vllm_config, self.layer_names)
         table, lengths = compactor.of_step(common)
-        reads = plan_reads(table, common.query_start_loc_cpu.tolist(), lengths.tolist(), compactor.use)
+        starts = common.query_start_loc_cpu.tolist()
+        prompts = prompt_lengths(common, starts) if self._reads_in_full(compactor, common) else None
+        reads = plan_reads(table, starts, lengths.tolist(), compactor.use, prompts)
         return LocalMetadata(common.num_actual_tokens, reads)
 
 
@@ -114,11 +131,24 @@ class LocalTorchBackend(PagedTorchBackend):
         return LAYOUTS
 
 
-class LocalTritonBuilder(TritonAttentionMetadataBuilder):
-    """The stock metadata with compacted tables, and the stock kernel's "prefix or window" mask switched on."""
+class LocalTritonBuilder(_LocalBuilder, TritonAttentionMetadataBuilder):
+    """The stock metadata with compacted tables, and the stock kernel's "prefix or window" mask switched on.
+
+    Prompts that are read in full have themselves as a visible prefix; what a request wrote itself and that is read
+    again in the same step is a request of its own in the metadata, over the same blocks.
+    """
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
     sinks_R: Tensor | None = None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        request = read_request(vllm_config.additional_config) or {}
+        return (
+            AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            if request.get("prefill") == "full"  # the number of requests in the metadata may be another one
+            else cls._cudagraph_support
+        )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -126,10 +156,35 @@ class LocalTritonBuilder(TritonAttentionMetadataBuilder):
         common = common_attn_metadata
         compactor = _compactor(self.vllm_config, self.layer_names)
         table, lengths = compactor.of_step(common)
-        metadata = super().build(0, without_gap(common, compactor, table, lengths), fast_build)
-        metadata.rswa_prefix_lens = self._sinks(compactor, common.num_reqs)
+        own, prefix_R = without_gap(common, compactor, table, lengths), self._sinks(compactor, common.num_reqs)
+        if self._reads_in_full(compactor, common):
+            own, prefix_R = self._with_prompts(own, common, compactor.use.sink)
+        metadata = super().build(0, own, fast_build)
+        metadata.rswa_prefix_lens = prefix_R
         metadata.rswa_window = compactor.use.window
         return metadata
+
+    def _with_prompts(self, own: Any, common: Any, sink: int) -> tuple[Any, Tensor]:
+        """``own`` (without gaps) with prompts and what follows them apart, and the visible prefix of each."""
+        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
+        pieces: list[tuple[int, int, int]] = []  # request, end of its last query in the step, visible prefix
+        for row, prompt in enumerate(prompt_lengths(common, starts)):
+            if prompt:
+                pieces.append((row, starts[row] + prompt, prompt))
+            if prompt < lengths[row]:
+                pieces.append((row, starts[row + 1], sink))
+        row_P, end_P, prefix_P = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*pieces, strict=True))
+        cuts = torch.cat([end_P.new_zeros(1), end_P])
+        row_P, on_device, prefix_P = row_P.long().to(self.device), cuts.to(self.device), prefix_P.to(self.device)
+        behind_P = common.query_start_loc[1:][row_P] - on_device[1:]  # queries of the same request that come after
+        split = own.replace(
+            block_table_tensor=own.block_table_tensor[row_P],
+            seq_lens=own.seq_lens[row_P] - behind_P,
+            query_start_loc=on_device,
+            query_start_loc_cpu=cuts,
+            num_reqs=len(pieces),
+        )
+        return split, prefix_P
 
     def _sinks(self, compactor: Compactor, requests: int) -> Tensor:
         """S for every request, always at the same place."""

@@ -20,6 +20,8 @@ from rlkv.serving.packing import BlockUse
 class Compactor:
     """Compacts the block tables of one bin; all layers of the bin share it.
 
+    ``full_prefill``: prompts are read in full (:mod:`rlkv.serving.full_prefill`).
+
     With ``rows`` and ``columns`` set, results lie in buffers of that size, always at the same place: a CUDA graph
     that was captured with them reads the next step's.
     """
@@ -27,6 +29,7 @@ class Compactor:
     use: BlockUse
     rows: int = 0
     columns: int = 0
+    full_prefill: bool = False
     _table: Tensor | None = field(default=None, repr=False)
     _lengths: Tensor | None = field(default=None, repr=False)
     _latest: tuple[Any, Tensor, Tensor] | None = field(default=None, repr=False)

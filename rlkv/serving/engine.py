@@ -8,7 +8,7 @@ from typing import Any
 from rlkv.allocation import HeadAllocation
 from rlkv.gates import HeadGates
 from rlkv.inference.engine import Usage
-from rlkv.models import ModelShape
+from rlkv.models import ModelShape, model_source
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.vllm import VLLMEngine
 from rlkv.serving.buffers import BufferUse, Use
@@ -19,6 +19,12 @@ from rlkv.serving.settings import KEY, parse_settings
 from rlkv.serving.versions import check_version, installed_version
 
 CPU_BLOCK_SIZE = 32  # the smallest that the CPU kernels take; what the engine would choose, 128, keeps more than S + W
+
+
+def _longest_text(model: str) -> int:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model_source(model)).get_text_config().max_position_embeddings
 
 
 class ServingEngine(VLLMEngine):
@@ -40,6 +46,8 @@ class ServingEngine(VLLMEngine):
 
         if current_platform.is_cpu():
             options.setdefault("block_size", CPU_BLOCK_SIZE)
+        if settings.prefill == "full":  # a step has to have room for the longest prompt
+            options.setdefault("max_num_batched_tokens", options.get("max_positions") or _longest_text(model))
         super().__init__(model, max_rows=batch_size, additional_config={KEY: dict(request)}, **options)
         self.batch_size = batch_size
         config = self.llm.llm_engine.vllm_config

@@ -23,16 +23,35 @@ def check_architecture(vllm_config: Any) -> None:
         )
 
 
-def switch_off_prefix_caching(vllm_config: Any) -> None:
-    """Where tokens are evicted: what a compaction left over is no prefix of another text."""
+def adapt_engine(vllm_config: Any) -> None:
+    """Switch off what contradicts the settings of rlkv and is on by default, with a warning.
+
+    Raises:
+        ValueError: if ``prefill: full`` was asked for and a prompt may be longer than a step.
+    """
     request = read_request(vllm_config.additional_config)
-    cache = vllm_config.cache_config
-    if request is None or not request.get("eviction") or not cache.enable_prefix_caching:
+    if request is None or vllm_config.model_config is None:
         return
     from vllm.logger import init_logger
 
-    cache.enable_prefix_caching = False
-    init_logger(f"vllm.{__name__}").warning("rlkv: eviction keeps no prefixes, so prefix caching is switched off")
+    logger = init_logger(f"vllm.{__name__}")
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    is_full = request.get("prefill") == "full"
+    if is_full:
+        longest = vllm_config.model_config.max_model_len
+        if scheduler.max_num_batched_tokens < longest:
+            raise ValueError(
+                f"rlkv: prefill 'full' reads every prompt in one step, but a step has "
+                f"{scheduler.max_num_batched_tokens:,} tokens and a text up to {longest:,}: raise "
+                "--max-num-batched-tokens, lower --max-model-len, or use prefill 'local'"
+            )
+        if scheduler.enable_chunked_prefill or scheduler.long_prefill_token_threshold:
+            scheduler.enable_chunked_prefill, scheduler.long_prefill_token_threshold = False, 0
+            logger.warning("rlkv: prefill 'full' reads every prompt in one step, so chunked prefill is switched off")
+    if cache.enable_prefix_caching and (is_full or request.get("eviction")):
+        cache.enable_prefix_caching = False
+        why = "cached answers were not read in full" if is_full else "eviction keeps no prefixes"
+        logger.warning("rlkv: %s, so prefix caching is switched off", why)
 
 
 def check_engine(vllm_config: Any) -> None:

@@ -39,12 +39,15 @@ class Reads:
     unwritten: tuple[Tensor, Tensor, Tensor]
 
 
-def plan_reads(table_RC: Tensor, starts: list[int], lengths: list[int], use: BlockUse) -> list[Reads]:
+def plan_reads(
+    table_RC: Tensor, starts: list[int], lengths: list[int], use: BlockUse, prompts: list[int] | None = None
+) -> list[Reads]:
     """What the queries of a step read.
 
     Args:
         table_RC, lengths: block tables and lengths without gaps (:mod:`rlkv.serving.compaction`).
         starts: ``R + 1`` numbers: request r has the queries ``starts[r] <= t < starts[r + 1]``, its last tokens.
+        prompts: how many first tokens of each request see everything before them; None: none.
     """
     queries = [end - start for start, end in pairwise(starts)]
     decoding = sorted((row for row, number in enumerate(queries) if number == 1), key=lambda row: lengths[row])
@@ -59,8 +62,10 @@ def plan_reads(table_RC: Tensor, starts: list[int], lengths: list[int], use: Blo
         for first in range(0, number if number > 1 else 0, QUERIES_AT_ONCE):
             own = torch.arange(first, min(first + QUERIES_AT_ONCE, number))
             position_RQ = (lengths[row] - number + own)[None]
-            blocks = _blocks(int(position_RQ[0, 0]), int(position_RQ[0, -1]), use)
-            found.append(_reads(table_RC[row, blocks][None], blocks, (starts[row] + own)[None], position_RQ, use))
+            prompt, begin = prompts[row] if prompts else 0, int(position_RQ[0, 0])
+            blocks = _blocks(begin, int(position_RQ[0, -1]), use, begin < prompt)
+            token_RQ = (starts[row] + own)[None]
+            found.append(_reads(table_RC[row, blocks][None], blocks, token_RQ, position_RQ, use, prompt))
     return found
 
 
@@ -74,21 +79,26 @@ def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], 
         _attend(query_TXD, cache, part, scale, out)
 
 
-def _blocks(first: int, last: int, use: BlockUse) -> Tensor:
+def _blocks(first: int, last: int, use: BlockUse, everything: bool) -> Tensor:
     """Blocks of the keys that the queries at ``first`` to ``last`` see."""
     end = last // use.block_size + 1
+    if everything:
+        return torch.arange(end)
     sinks = min(use.full(use.sink), end)
     window = max(sinks, (first - use.window + 1) // use.block_size)
     return torch.cat([torch.arange(sinks), torch.arange(window, end)])
 
 
-def _reads(table_RC: Tensor, blocks_C: Tensor, token_RQ: Tensor, position_RQ: Tensor, use: BlockUse) -> Reads:
+def _reads(
+    table_RC: Tensor, blocks_C: Tensor, token_RQ: Tensor, position_RQ: Tensor, use: BlockUse, prompt: int = 0
+) -> Reads:
     """Queries ``token_RQ`` at ``position_RQ``, the longest request last; column c of the table is the
     ``blocks_C[c]``-th block of a request."""
     slot_N = torch.arange(use.block_size)
     column_K = (blocks_C[:, None] * use.block_size + slot_N).flatten()
     distance = position_RQ[:, :, None] - column_K
-    seen_RQK = (distance >= 0) & ((column_K < use.sink) | (distance < use.window))
+    kept = (column_K < use.sink) | (distance < use.window) | (position_RQ < prompt)[:, :, None]
+    seen_RQK = (distance >= 0) & kept
     end_R = position_RQ[:, -1]
     has_RC = blocks_C <= (end_R // use.block_size)[:, None]
     # only in the last block of a request

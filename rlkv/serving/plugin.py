@@ -39,11 +39,11 @@ def _check_every_config() -> None:
 
     @wraps(stock)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        from rlkv.serving.limits import check_architecture, switch_off_prefix_caching
+        from rlkv.serving.limits import adapt_engine, check_architecture
 
         stock(self, *args, **kwargs)
         check_architecture(self)
-        switch_off_prefix_caching(self)
+        adapt_engine(self)
 
     checked.checked_by_rlkv = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = checked

@@ -73,7 +73,7 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
     if policy is None:
         use = BlockUse(block_size, sink, window)
         plan = plan_packing(allocation.full, use, tokens)
-        kept = _compactors(plan, use, vllm_config)
+        kept = _compactors(plan, use, vllm_config, settings.prefill == "full")
     else:
         stock = model.model.layers[0].self_attn.attn
         kept = Eviction(policy, BufferUse.of(policy, block_size, stock.num_heads // stock.num_kv_heads))
@@ -97,10 +97,10 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
     return Reallocation(allocation, plan, stock.head_size, stock.num_heads // stock.num_kv_heads)
 
 
-def _compactors(plan: PackingPlan, use: BlockUse, vllm_config: Any) -> dict[int, Compactor]:
+def _compactors(plan: PackingPlan, use: BlockUse, vllm_config: Any, full_prefill: bool) -> dict[int, Compactor]:
     rows = 0 if vllm_config.device_config.device_type == "cpu" else vllm_config.scheduler_config.max_num_seqs
     columns = use.full(vllm_config.model_config.max_model_len)
-    return {number: Compactor(use, rows, columns) for number in plan.bins}
+    return {number: Compactor(use, rows, columns, full_prefill) for number in plan.bins}
 
 
 def resolve_request(vllm_config: Any) -> tuple[HeadAllocation, int, int, ServingSettings]:
@@ -120,7 +120,7 @@ def resolve_request(vllm_config: Any) -> tuple[HeadAllocation, int, int, Serving
     sink = gates.deploy_sink if settings.sink is None else settings.sink
     window = gates.deploy_window if settings.window is None else settings.window
     allocation = HeadAllocation.from_gates(gates, settings.sparsity, settings.scope)
-    noted = f"{allocation.full.tolist()} {sink} {window} {settings.policy()}"
+    noted = f"{allocation.full.tolist()} {sink} {window} {settings.policy()} {settings.prefill}"
     if isinstance(vllm_config.additional_config, dict):
         digest = sha256(noted.encode()).hexdigest()[:16]
         vllm_config.additional_config[KEY] = {**settings.to_dict(), "digest": digest}

@@ -28,7 +28,8 @@ class ServingSettings:
         sparsity: share of KV heads that are compressible, in [0, 1].
         sink, window: tokens that a compressible head keeps; default: what the gates file states for deployment.
         scope: ``global`` or ``layer``, as in :meth:`rlkv.HeadAllocation.from_gates`.
-        prefill: ``local``: prompt tokens see what a compressible head keeps, like generated ones.
+        prefill: ``local``: prompt tokens see what a compressible head keeps, like generated ones. ``full``: they see
+            everything before them (:mod:`rlkv.serving.full_prefill`), for sinks and window only.
         reference_tokens: the length of a request for which memory is planned and reported.
         eviction: instead of sinks and a window: name and fields of a policy, as :func:`rlkv.eviction.make_policy`
             takes them, such as ``{"name": "rkv", "budget": 256}``.
@@ -60,11 +61,8 @@ class ServingSettings:
                 raise ValueError(f"rlkv: {name} must be an integer of at least {least}, got {value!r}")
         if self.scope not in ("global", "layer"):
             raise ValueError(f"rlkv: scope must be global or layer, got {self.scope!r}")
-        if self.prefill != "local":
-            raise ValueError(
-                f"rlkv: prefill {self.prefill!r} is not served by the vLLM plugin: use 'local' (docs/SERVING.md says "
-                "why), or rlkv-infer with its own backend, which has both"
-            )
+        if self.prefill not in ("local", "full"):
+            raise ValueError(f"rlkv: prefill must be local or full, got {self.prefill!r}")
         if self.eviction is not None:
             self._check_eviction()
 
@@ -73,6 +71,11 @@ class ServingSettings:
         if self.sink is not None or self.window is not None:
             raise ValueError("rlkv: sink and window do not apply with eviction: say it in the policy's own fields")
         assert policy is not None
+        if self.prefill == "full":
+            raise ValueError(
+                "rlkv: prefill 'full' is not served together with eviction by the vLLM plugin, because a prompt's "
+                "entries would not fit into the buffer: use 'local', or rlkv-infer with its own backend, which has both"
+            )
         if policy.name not in EVICTIONS:
             raise ValueError(
                 f"rlkv: eviction {policy.name!r} is not served by the vLLM plugin: choose from {', '.join(EVICTIONS)}, "

@@ -101,6 +101,17 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int = 120, **sampling: 
     return llm.generate(inputs, SamplingParams(**{**chosen, **sampling}), use_tqdm=False)
 
 
+def reference_logits(model: PreTrainedModel, prompt: list[int], tokens: list[int], prefill: str) -> torch.Tensor:
+    """``[tokens, vocabulary]``: the logits that each of ``tokens`` was chosen from."""
+    if prefill == "local":  # how a text is cut into calls changes nothing
+        return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    read = model(torch.tensor([prompt]))
+    logits, cache = [read.logits[0, -1]], read.past_key_values
+    for token in tokens[:-1]:
+        logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1])
+    return torch.stack(logits)
+
+
 def check_equal(
     served: Served, sparsity: float, outputs: list[Any], greedy: bool = True, sizes: dict[str, Any] | None = None
 ) -> int:
@@ -113,17 +124,16 @@ def check_equal(
         The number of tokens that were compared.
     """
     compared, worst = 0, 0.0
-    sizes = sizes or {"sink": SINK, "window": WINDOW}
-    with torch.no_grad(), rlkv.compress(served.model, served.gates, sparsity=sparsity, prefill="local", **sizes):
+    sizes = {"prefill": "local", **(sizes or {"sink": SINK, "window": WINDOW})}
+    with torch.no_grad(), rlkv.compress(served.model, served.gates, sparsity=sparsity, **sizes):
         for output in outputs:
             prompt = list(output.prompt_token_ids)
             for completion in output.outputs:
                 tokens = list(completion.token_ids)
-                logits = served.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+                logits = reference_logits(served.model, prompt, tokens, sizes["prefill"])
                 if greedy:
-                    chosen = logits.argmax(-1).tolist()
-                    differing = [at for at, pair in enumerate(zip(chosen, tokens, strict=True)) if pair[0] != pair[1]]
-                    gaps = [float(logits[at].max() - logits[at, tokens[at]]) for at in differing]
+                    short = logits.amax(-1) - logits[torch.arange(len(tokens)), tokens]  # 0 too if two tokens tie
+                    differing, gaps = short.nonzero()[:, 0].tolist(), short[short > 0].tolist()
                     assert not differing, f"prompt of {len(prompt)} tokens: other tokens at {differing}, by {gaps}"
                 expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
                 found = torch.tensor([row[t].logprob for row, t in zip(completion.logprobs, tokens, strict=True)])
