@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlkv.allocation import HeadAllocation
+from rlkv.serving.buffers import BufferUse
 from rlkv.serving.packing import BlockUse, Part, engine_groups, plan_packing
 
 SHAPES = [(28, 4), (32, 8), (36, 8), (28, 2)]  # the three models of the paper, and one with very few KV heads
@@ -26,6 +27,16 @@ def test_bytes_are_within_five_percent_of_ideal(shape: tuple[int, int], sparsity
         assert plan.waste(10_000) <= 1.05
         sizes = {sum(part.size for part in group) for group in plan.groups}
         assert plan.heads_per_block == max(sizes)
+
+
+@pytest.mark.parametrize("budget", [128, 512, 1024])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_with_eviction(shape: tuple[int, int], budget: int) -> None:
+    """Compressible heads hold more than with sinks and window; few heads cannot be dealt into bins as evenly."""
+    use = BufferUse(16, budget, buffer=128, observation=8, group_size=4)
+    for sparsity in SPARSITIES:
+        plan = plan_packing(HeadAllocation.random(*shape, sparsity, 0).full, use, reference_tokens=3000)
+        assert 1 <= plan.waste(3000) <= (1.09 if shape == (28, 2) else 1.05), sparsity
 
 
 def test_uneven_layers_are_packed_too() -> None:
