@@ -142,7 +142,11 @@ class EvictionPolicy(ABC):
         """
         rows, _, n = scores.shape
         most = budget if isinstance(budget, int) else int(budget.max())
-        budget_B = torch.as_tensor(budget, device=scores.device).expand(rows)
+        budget_B = (
+            torch.full((rows,), budget, device=scores.device)  # without a copy to a GPU
+            if isinstance(budget, int)
+            else budget.to(scores.device).expand(rows)
+        )
         count_B = valid.sum(-1)
         rank_BN = valid.cumsum(-1) - 1
         is_recent = rank_BN >= (count_B - self.recent(budget_B))[:, None]

@@ -103,12 +103,12 @@ def infer(
     chat = prompt is None and input is None
     check_backend(backend, chat, show_kept, compare_full, device)
     policy = build_policy(eviction, budget, ratio, eviction_option or [])
-    if input is not None:
-        read_problems(input)  # before the model is loaded
+    # before the model is loaded
+    problems = [prompt or ""] if input is None else [row["problem"] for row in read_problems(input)]
     sampling = SamplingParams(max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if backend == "vllm":
         request = {"scope": scope, "sink": sink, "window": window, "prefill": prefill}
-        setup = build_served(gates, sparsity, policy, model, request, dtype, batch_size, sampling, template)
+        setup = build_served(gates, sparsity, policy, model, request, dtype, batch_size, sampling, template, problems)
         if prompt is not None:
             _answer_served(setup, prompt)
         elif input is not None and output is not None:

@@ -118,6 +118,16 @@ def build_setup(
     return Setup(engine, sampling, template, settings)
 
 
+def _longest(model_name: str, problems: list[str], template: str) -> int:
+    """Tokens of the longest prompt."""
+    from rlkv.models import load_tokenizer
+    from rlkv.prompts import render_prompt
+
+    tokenizer = load_tokenizer(model_name)
+    texts = [render_prompt(tokenizer, problem, template) for problem in problems]
+    return max(len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids)
+
+
 def check_sizes(policy: Any, sizes: dict[str, Any]) -> None:
     """Raise ``ValueError`` for a sink or a window beside an eviction policy."""
     if policy is not None and any(sizes[name] is not None for name in ("sink", "window")):
@@ -159,12 +169,14 @@ def build_served(
     batch_size: int,
     sampling: Any,
     template: str,
+    problems: list[str],
 ) -> Setup:
     """As :func:`build_setup`, with the engine of vLLM.
 
     Args:
         policy: the eviction policy of the compressible heads; None: they keep sinks and a window.
         request: further settings of the plugin, None where its default stands.
+        problems: all that will be asked.
 
     Raises:
         ValueError: for anything that is missing, unknown or does not fit.
@@ -183,9 +195,10 @@ def build_served(
 
     eviction = None if policy is None else policy.describe()
     chosen = {key: value for key, value in {**request, "eviction": eviction}.items() if value is not None}
-    engine = ServingEngine(
-        model_name, {**chosen, "gates": gates_path, "sparsity": sparsity}, batch_size=batch_size, dtype=dtype
-    )
+    options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype}
+    if request.get("prefill") == "full":  # steps and pool have to have room for the longest text: no longer than needed
+        options["max_positions"] = _longest(model_name, problems, template) + sampling.max_new_tokens
+    engine = ServingEngine(model_name, {**chosen, "gates": gates_path, "sparsity": sparsity}, **options)
     settings = {
         "model": model_name,
         "allocation": hashlib.sha256(bytes(engine.allocation.full.flatten().tolist())).hexdigest(),

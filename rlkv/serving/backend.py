@@ -27,12 +27,11 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.serving.compaction import Compactor, without_gap
-from rlkv.serving.full_prefill import ask_for_prompt_lengths, prompt_lengths
+from rlkv.serving.compaction import Compactor, SteadyTables, without_gap
 from rlkv.serving.local_attention import Reads, paged_local_attention, plan_reads
 from rlkv.serving.report import check_block_bytes
 from rlkv.serving.settings import read_request
-from rlkv.serving.torch_backend import PagedTorchBackend, PagedTorchImpl
+from rlkv.serving.torch_backend import PagedTorchBackend, PagedTorchImpl, moved
 
 LAYOUTS = (KVCacheLayout.BLHNC,)
 
@@ -83,20 +82,12 @@ class LocalMetadata:
     reads: list[Reads]
 
 
-class _LocalBuilder:
-    """What both builders do; the engine's base class beside it gives ``vllm_config``."""
-
-    vllm_config: Any
-
-    def _reads_in_full(self, compactor: Compactor, common: Any) -> bool:
-        """Whether prompts of this step may have to be read in full."""
-        if not compactor.full_prefill:
-            return False
-        ask_for_prompt_lengths(self.vllm_config)
-        return common.max_query_len > 1  # a prompt of one token sees itself only
+def _prompts(compactor: Compactor, common: Any, vllm_config: Any) -> list[int] | None:
+    """Lengths of the prompts that this step reads in full; None if there are none."""
+    return None if compactor.full_prefill is None else compactor.full_prefill.prompts(common, vllm_config)
 
 
-class LocalTorchBuilder(_LocalBuilder, AttentionMetadataBuilder[LocalMetadata]):
+class LocalTorchBuilder(AttentionMetadataBuilder[LocalMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -105,7 +96,7 @@ class LocalTorchBuilder(_LocalBuilder, AttentionMetadataBuilder[LocalMetadata]):
         compactor = _compactor(self.vllm_config, self.layer_names)
         table, lengths = compactor.of_step(common)
         starts = common.query_start_loc_cpu.tolist()
-        prompts = prompt_lengths(common, starts) if self._reads_in_full(compactor, common) else None
+        prompts = _prompts(compactor, common, self.vllm_config)
         reads = plan_reads(table, starts, lengths.tolist(), compactor.use, prompts)
         return LocalMetadata(common.num_actual_tokens, reads)
 
@@ -131,7 +122,7 @@ class LocalTorchBackend(PagedTorchBackend):
         return LAYOUTS
 
 
-class LocalTritonBuilder(_LocalBuilder, TritonAttentionMetadataBuilder):
+class LocalTritonBuilder(TritonAttentionMetadataBuilder):
     """The stock metadata with compacted tables, and the stock kernel's "prefix or window" mask switched on.
 
     Prompts that are read in full have themselves as a visible prefix; what a request wrote itself and that is read
@@ -140,6 +131,10 @@ class LocalTritonBuilder(_LocalBuilder, TritonAttentionMetadataBuilder):
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
     sinks_R: Tensor | None = None
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.tables = SteadyTables(vllm_config.scheduler_config.max_num_seqs)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -155,27 +150,30 @@ class LocalTritonBuilder(_LocalBuilder, TritonAttentionMetadataBuilder):
     ) -> TritonAttentionMetadata:
         common = common_attn_metadata
         compactor = _compactor(self.vllm_config, self.layer_names)
-        table, lengths = compactor.of_step(common)
-        own, prefix_R = without_gap(common, compactor, table, lengths), self._sinks(compactor, common.num_reqs)
-        if self._reads_in_full(compactor, common):
-            own, prefix_R = self._with_prompts(own, common, compactor.use.sink)
+        table, lengths = self.tables(*compactor.of_step(common), common.block_table_tensor.shape[1])
+        # the engine states prompt lengths for us alone: the stock builder has no use for them
+        own = without_gap(common, compactor, table, lengths).replace(rswa_prefix_lens=None)
+        prefix_R = self._sinks(compactor.use.sink, common.num_reqs)
+        prompts = _prompts(compactor, common, self.vllm_config)
+        if prompts is not None and common.max_query_len > 1:  # a prompt of one token sees itself only
+            own, prefix_R = self._with_prompts(own, common, prompts, compactor.use.sink)
         metadata = super().build(0, own, fast_build)
         metadata.rswa_prefix_lens = prefix_R
         metadata.rswa_window = compactor.use.window
         return metadata
 
-    def _with_prompts(self, own: Any, common: Any, sink: int) -> tuple[Any, Tensor]:
+    def _with_prompts(self, own: Any, common: Any, prompts: list[int], sink: int) -> tuple[Any, Tensor]:
         """``own`` (without gaps) with prompts and what follows them apart, and the visible prefix of each."""
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
         pieces: list[tuple[int, int, int]] = []  # request, end of its last query in the step, visible prefix
-        for row, prompt in enumerate(prompt_lengths(common, starts)):
+        for row, prompt in enumerate(prompts):
             if prompt:
                 pieces.append((row, starts[row] + prompt, prompt))
             if prompt < lengths[row]:
                 pieces.append((row, starts[row + 1], sink))
         row_P, end_P, prefix_P = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*pieces, strict=True))
         cuts = torch.cat([end_P.new_zeros(1), end_P])
-        row_P, on_device, prefix_P = row_P.long().to(self.device), cuts.to(self.device), prefix_P.to(self.device)
+        row_P, on_device, prefix_P = (moved(tensor, self.device) for tensor in (row_P.long(), cuts, prefix_P))
         behind_P = common.query_start_loc[1:][row_P] - on_device[1:]  # queries of the same request that come after
         split = own.replace(
             block_table_tensor=own.block_table_tensor[row_P],
@@ -186,10 +184,10 @@ class LocalTritonBuilder(_LocalBuilder, TritonAttentionMetadataBuilder):
         )
         return split, prefix_P
 
-    def _sinks(self, compactor: Compactor, requests: int) -> Tensor:
+    def _sinks(self, sink: int, requests: int) -> Tensor:
         """S for every request, always at the same place."""
         if self.sinks_R is None:
-            self.sinks_R = torch.full((compactor.rows,), compactor.use.sink, dtype=torch.int32, device=self.device)
+            self.sinks_R = torch.full((self.tables.rows,), sink, dtype=torch.int32, device=self.device)
         return self.sinks_R[:requests]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkv.serving.full_prefill import FullPrefill
 from rlkv.serving.packing import BlockUse
 
 
@@ -20,18 +21,11 @@ from rlkv.serving.packing import BlockUse
 class Compactor:
     """Compacts the block tables of one bin; all layers of the bin share it.
 
-    ``full_prefill``: prompts are read in full (:mod:`rlkv.serving.full_prefill`).
-
-    With ``rows`` and ``columns`` set, results lie in buffers of that size, always at the same place: a CUDA graph
-    that was captured with them reads the next step's.
+    ``full_prefill``: if prompts are read in full.
     """
 
     use: BlockUse
-    rows: int = 0
-    columns: int = 0
-    full_prefill: bool = False
-    _table: Tensor | None = field(default=None, repr=False)
-    _lengths: Tensor | None = field(default=None, repr=False)
+    full_prefill: FullPrefill | None = None
     _latest: tuple[Any, Tensor, Tensor] | None = field(default=None, repr=False)
 
     def width(self, queries: int, columns: int) -> int:
@@ -67,17 +61,28 @@ class Compactor:
         column_C = torch.arange(self.width(queries, table_RM.shape[1]), device=table_RM.device)
         source_RC = column_C + torch.where(column_C < sinks, 0, 1) * gap_R[:, None]
         table = table_RM.gather(1, source_RC.clamp(max=table_RM.shape[1] - 1).long())
-        lengths = (lengths_R - gap_R * use.block_size).to(lengths_R.dtype)
-        return self._kept(table, lengths)
+        return table, (lengths_R - gap_R * use.block_size).to(lengths_R.dtype)
 
-    def _kept(self, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.rows:
-            return table, lengths
+
+@dataclass
+class SteadyTables:
+    """Compacted tables at the same place in every step: a CUDA graph that was captured with them reads the next one's.
+
+    Every builder has its own: the engine may cut a bin into several block tables, and it builds the metadata of all of
+    them before it uses one.
+    """
+
+    rows: int
+    _table: Tensor | None = field(default=None, repr=False)
+    _lengths: Tensor | None = field(default=None, repr=False)
+
+    def __call__(self, table: Tensor, lengths: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """``table`` and ``lengths`` in the buffers; ``columns``: those of the table that was compacted."""
         if self._table is None or self._lengths is None:
-            self._table = table.new_zeros(self.rows, self.columns)
+            self._table = table.new_zeros(self.rows, columns)
             self._lengths = lengths.new_zeros(self.rows)
-        rows, columns = table.shape
-        self._table[:rows, :columns] = table
+        rows, own = table.shape
+        self._table[:rows, :own] = table
         self._lengths[:rows] = lengths
         return self._table[:rows], self._lengths[:rows]
 

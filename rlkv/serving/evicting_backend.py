@@ -28,7 +28,7 @@ from rlkv.serving.evicting import Eviction, compact, entry_slots, query_halves, 
 from rlkv.serving.local_attention import Reads, paged_local_attention, plan_reads
 from rlkv.serving.packing import BlockUse
 from rlkv.serving.report import check_block_bytes
-from rlkv.serving.torch_backend import NAME, PagedTorchBackend, PagedTorchCache
+from rlkv.serving.torch_backend import NAME, PagedTorchBackend, PagedTorchCache, moved
 
 
 def evicting_backend() -> type[AttentionBackend]:
@@ -60,11 +60,6 @@ class EvictingMetadata:
     """One step."""
 
     rounds: list[PlacedRound]
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """On ``device``, and to a GPU without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def place(plan: Round, use: BufferUse, table_RM: Tensor) -> PlacedRound:

@@ -39,12 +39,16 @@ def adapt_engine(vllm_config: Any) -> None:
     is_full = request.get("prefill") == "full"
     if is_full:
         longest = vllm_config.model_config.max_model_len
-        if scheduler.max_num_batched_tokens < longest:
-            raise ValueError(
-                f"rlkv: prefill 'full' reads every prompt in one step, but a step has "
-                f"{scheduler.max_num_batched_tokens:,} tokens and a text up to {longest:,}: raise "
-                "--max-num-batched-tokens, lower --max-model-len, or use prefill 'local'"
-            )
+        given = {
+            name: getattr(scheduler, name, None) for name in ("max_num_batched_tokens", "max_num_scheduled_tokens")
+        }
+        for name, tokens in given.items():
+            if tokens is not None and tokens < longest:
+                raise ValueError(
+                    f"rlkv: prefill 'full' reads every prompt in one step, but a step has {tokens:,} tokens and a text "
+                    f"up to {longest:,}: raise --{name.replace('_', '-')}, lower --max-model-len, or use prefill "
+                    "'local'"
+                )
         if scheduler.enable_chunked_prefill or scheduler.long_prefill_token_threshold:
             scheduler.enable_chunked_prefill, scheduler.long_prefill_token_threshold = False, 0
             logger.warning("rlkv: prefill 'full' reads every prompt in one step, so chunked prefill is switched off")

@@ -9,7 +9,7 @@ block, keys then values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -28,15 +28,29 @@ class Reads:
 
     Attributes:
         token_RQ: the step's tokens that ask.
-        block_RC: the blocks that are read.
-        seen_RQK: bool ``[R, Q, C * N]``.
+        block_RC: the blocks that are read; ``column_K``: the position of each slot in them.
+        position_RQ: of the queries.
+        prompt: so many first tokens see everything before them.
+        seen_RQK: bool ``[R, Q, C * N]``; None if it is made for each layer anew, because all together may be large.
         unwritten: row, column and slot of each slot that is read and that perhaps nobody wrote yet.
     """
 
     token_RQ: Tensor
     block_RC: Tensor
-    seen_RQK: Tensor
+    column_K: Tensor
+    position_RQ: Tensor
+    use: BlockUse
+    prompt: int
     unwritten: tuple[Tensor, Tensor, Tensor]
+    seen_RQK: Tensor | None = None
+
+    def seen(self) -> Tensor:
+        """Which slots each query sees, bool ``[R, Q, C * N]``."""
+        if self.seen_RQK is not None:
+            return self.seen_RQK
+        distance = self.position_RQ[:, :, None] - self.column_K
+        kept = (self.column_K < self.use.sink) | (distance < self.use.window)
+        return (distance >= 0) & (kept | (self.position_RQ < self.prompt)[:, :, None])
 
 
 def plan_reads(
@@ -57,7 +71,8 @@ def plan_reads(
         blocks = torch.arange(-(-lengths[rows[-1]] // use.block_size))
         token_RQ = torch.tensor([[starts[row]] for row in rows])
         position_RQ = torch.tensor([[lengths[row] - 1] for row in rows])
-        found.append(_reads(table_RC[rows][:, : len(blocks)], blocks, token_RQ, position_RQ, use))
+        reads = _reads(table_RC[rows][:, : len(blocks)], blocks, token_RQ, position_RQ, use)
+        found.append(replace(reads, seen_RQK=reads.seen()))
     for row, number in enumerate(queries):
         for first in range(0, number if number > 1 else 0, QUERIES_AT_ONCE):
             own = torch.arange(first, min(first + QUERIES_AT_ONCE, number))
@@ -96,9 +111,6 @@ def _reads(
     ``blocks_C[c]``-th block of a request."""
     slot_N = torch.arange(use.block_size)
     column_K = (blocks_C[:, None] * use.block_size + slot_N).flatten()
-    distance = position_RQ[:, :, None] - column_K
-    kept = (column_K < use.sink) | (distance < use.window) | (position_RQ < prompt)[:, :, None]
-    seen_RQK = (distance >= 0) & kept
     end_R = position_RQ[:, -1]
     has_RC = blocks_C <= (end_R // use.block_size)[:, None]
     # only in the last block of a request
@@ -107,7 +119,10 @@ def _reads(
         token_RQ=token_RQ,
         # where a request has no block, the first one of the longest request: not seen, but every slot was written
         block_RC=torch.where(has_RC, table_RC, table_RC[-1, 0]).long(),
-        seen_RQK=seen_RQK,
+        column_K=column_K,
+        position_RQ=position_RQ,
+        use=use,
+        prompt=prompt,
         unwritten=(row, has_RC.sum(1)[row] - 1, slot),
     )
 
@@ -121,7 +136,7 @@ def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: T
     states = states.view(rows, kv_heads, columns * in_block, twice).float()
     query = query_TXD[reads.token_RQ].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).float()  # [R, H, G, Q, D]
     group, queries = query.shape[2:4]
-    seen = reads.seen_RQK[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)  # [R, 1, G * Q, C * N]
+    seen = reads.seen()[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)  # [R, 1, G * Q, C * N]
     mixed = F.scaled_dot_product_attention(
         query.flatten(2, 3), states[..., :size], states[..., size:], attn_mask=seen, scale=scale
     )

@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.attention.mixed import mix
-from rlkv.serving.compaction import Compactor, without_gap
+from rlkv.serving.compaction import Compactor, SteadyTables, without_gap
 from rlkv.serving.mixed_attention import LocalSizes, PagedBatch, paged_mixed_attention
 from rlkv.serving.packing import BlockUse
 from rlkv.serving.torch_backend import NAME, PagedTorchBackend, PagedTorchImpl
@@ -112,9 +112,9 @@ class MixedTritonBuilder(TritonAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         sizes: LocalSizes = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.sizes
         use = BlockUse(self.block_size, sizes.sink, sizes.window)
-        rows, columns = vllm_config.scheduler_config.max_num_seqs, use.full(vllm_config.model_config.max_model_len)
+        rows = vllm_config.scheduler_config.max_num_seqs
         # buffers for good: a captured graph keeps their addresses
-        self.compactor = Compactor(use, rows, columns)
+        self.compactor, self.tables = Compactor(use), SteadyTables(rows)
         self.sinks_R = torch.full((rows,), sizes.sink, dtype=torch.int32, device=device)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:
@@ -127,6 +127,7 @@ class MixedTritonBuilder(TritonAttentionMetadataBuilder):
         table, lengths = self.compactor(
             common.block_table_tensor, common.seq_lens, common.query_start_loc, common.max_query_len
         )
+        table, lengths = self.tables(table, lengths, common.block_table_tensor.shape[1])
         local = super().build(0, without_gap(common, self.compactor, table, lengths), fast_build)
         local.rswa_prefix_lens = self.sinks_R[: common.num_reqs]
         local.rswa_window = self.compactor.use.window

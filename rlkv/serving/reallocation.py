@@ -17,6 +17,7 @@ from rlkv.gates import HeadGates
 from rlkv.serving.buffers import BufferUse
 from rlkv.serving.compaction import Compactor
 from rlkv.serving.evicting import Eviction
+from rlkv.serving.full_prefill import FullPrefill
 from rlkv.serving.limits import check_engine
 from rlkv.serving.packing import BlockUse, PackingPlan, plan_packing
 from rlkv.serving.report import block_bytes, memory_summary
@@ -73,7 +74,8 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
     if policy is None:
         use = BlockUse(block_size, sink, window)
         plan = plan_packing(allocation.full, use, tokens)
-        kept = _compactors(plan, use, vllm_config, settings.prefill == "full")
+        full_prefill = FullPrefill() if settings.prefill == "full" else None
+        kept = {number: Compactor(use, full_prefill) for number in plan.bins}
     else:
         stock = model.model.layers[0].self_attn.attn
         kept = Eviction(policy, BufferUse.of(policy, block_size, stock.num_heads // stock.num_kv_heads))
@@ -95,12 +97,6 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
             part.block_bytes = per_block
     logger.info("rlkv: %s", memory_summary(plan, per_block // plan.heads_per_block, tokens))
     return Reallocation(allocation, plan, stock.head_size, stock.num_heads // stock.num_kv_heads)
-
-
-def _compactors(plan: PackingPlan, use: BlockUse, vllm_config: Any, full_prefill: bool) -> dict[int, Compactor]:
-    rows = 0 if vllm_config.device_config.device_type == "cpu" else vllm_config.scheduler_config.max_num_seqs
-    columns = use.full(vllm_config.model_config.max_model_len)
-    return {number: Compactor(use, rows, columns, full_prefill) for number in plan.bins}
 
 
 def resolve_request(vllm_config: Any) -> tuple[HeadAllocation, int, int, ServingSettings]:

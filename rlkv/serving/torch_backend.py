@@ -14,6 +14,11 @@ from rlkv.serving.mixed_attention import write_cache
 NAME = "CUSTOM"  # the engine looks the name up in its own enumeration of backends
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On ``device``, and to a GPU without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 class PagedTorchCache(AttentionImpl):
     """One layer and how its states are written."""
 

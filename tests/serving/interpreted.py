@@ -28,18 +28,22 @@ from vllm.config import CUDAGraphMode
 torch.cuda.get_device_capability = lambda device=None: (9, 0)  # some kernels choose their number of warps by it
 
 
-def fake_config(layer: object, query_heads: int, kv_heads: int, size: int, tokens: int) -> Any:
+def fake_config(
+    layer: object, query_heads: int, kv_heads: int, size: int, tokens: int, rswa_window: int | None = None
+) -> Any:
     """What builders of attention metadata read of an engine's configuration, for one layer called ``layer``."""
     model = SimpleNamespace(
         get_num_attention_heads=lambda parallel: query_heads,
         get_num_kv_heads=lambda parallel: kv_heads,
         get_head_size=lambda: size,
-        rswa_window=None,
+        rswa_window=rswa_window,
+        model_arch_config=SimpleNamespace(rswa_window=rswa_window),
         max_model_len=tokens,
     )
     return SimpleNamespace(
         model_config=model,
         parallel_config=None,
+        additional_config={},
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=tokens),
         compilation_config=SimpleNamespace(
             cudagraph_mode=CUDAGraphMode.NONE, static_forward_context={"layer": layer}, cudagraph_capture_sizes=None

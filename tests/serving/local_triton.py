@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.serving.backend import LocalTorchBuilder, LocalTorchImpl, LocalTritonBuilder
 from rlkv.serving.compaction import Compactor
+from rlkv.serving.full_prefill import FullPrefill
 from rlkv.serving.mixed_attention import write_cache
 from rlkv.serving.packing import BlockUse
 
@@ -29,16 +30,16 @@ SCALE = SIZE**-0.5
 USE = BlockUse(IN_BLOCK, 20, 40)
 # (queries, tokens, tokens of the prompt) of each request
 STEPS = [
-    [(1, 150, 30), (1, 61, 60), (1, 5, 5), (1, 140, 100)],
+    [(1, 150, 30), (1, 61, 60), (1, 5, 4), (1, 140, 100)],
     [(1, 130, 20), (120, 120, 120), (1, 90, 7), (9, 9, 9)],
     [(130, 130, 80), (33, 33, 33), (1, 64, 63), (100, 100, 20)],
 ]
 
 
 def builder_of(kind: Any, layer: Any, full_prefill: bool) -> Any:
-    layer.compactor = Compactor(USE, 8, 20, full_prefill)
-    config = fake_config(layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 320)
-    config.model_config.model_arch_config = SimpleNamespace(rswa_window=None)
+    layer.compactor = Compactor(USE, FullPrefill() if full_prefill else None)
+    # as in an engine whose builders were made after prompt lengths had been asked for
+    config = fake_config(layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 320, rswa_window=320 if full_prefill else None)
     spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
     return kind(spec, ["layer"], config, torch.device("cpu"))
 
@@ -57,8 +58,10 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool) -> float:
         outside = max(0, length - queries - USE.window + 1) // IN_BLOCK
         own[USE.full(USE.sink) : max(outside, USE.full(USE.sink))] = 0  # given back by now
         table[row, :count] = own
-    starts = torch.tensor([0] + [queries for queries, _, _ in requests]).cumsum(0).int()
-    lengths = torch.tensor([length for _, length, _ in requests], dtype=torch.int32)
+    starts = torch.tensor([0] + [queries for queries, _, _ in requests] + [0]).cumsum(0).int()
+    lengths = torch.tensor([length for _, length, _ in requests] + [0], dtype=torch.int32)  # and a row of padding
+    table = torch.cat([table, table[:1] * 0])
+    prompts = torch.tensor([prompt for _, _, prompt in requests])  # without padding, as the newer runner states them
     tokens = int(starts[-1])
     query = torch.randn(tokens, KV_HEADS * GROUPS, SIZE, generator=generator)
     one = torch.ones(())
@@ -72,13 +75,14 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool) -> float:
             query_start_loc_cpu=starts,
             seq_lens=lengths,
             seq_lens_cpu_upper_bound=lengths,
-            num_reqs=len(requests),
+            num_reqs=len(requests) + 1,
             num_actual_tokens=tokens,
             max_query_len=max(queries for queries, _, _ in requests),
             max_seq_len=int(lengths.max()),
             block_table_tensor=table,
             slot_mapping=torch.zeros(tokens, dtype=torch.int64),
-            rswa_prefix_lens=torch.tensor([prompt for _, _, prompt in requests]),
+            rswa_prefix_lens=prompts,
+            is_prefilling=torch.tensor([length - queries < prompt for queries, length, prompt in requests] + [False]),
         )
         metadata = builder_of(kind, layer, full_prefill).build(0, common)
         found.append(torch.full_like(query, 7.0))

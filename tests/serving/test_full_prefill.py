@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from engines import (
 
 need_vllm()
 
-from rlkv.serving.full_prefill import prompt_lengths  # noqa: E402  (after the environment is set)
+from rlkv.serving.full_prefill import FullPrefill, prompt_lengths  # noqa: E402  (after the environment is set)
 
 SIZES: dict[str, Any] = {"sink": SINK, "window": WINDOW, "prefill": "full"}
 LENGTHS = (1, SINK, BLOCK + 1, SINK + WINDOW, 200, 333)
@@ -75,49 +74,41 @@ def test_prompts_are_read_whole_and_anew(llama: Served) -> None:
 
 
 def test_prompts_that_do_not_fit_into_a_step_are_refused(llama: Served) -> None:
-    with (
-        pytest.raises(ValueError, match=r"a step has 300 tokens and a text up to 1,024: raise"),
-        engine(llama, llama.request(0.5, prefill="full"), max_num_batched_tokens=300),
-    ):
-        pass
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        message = rf"a step has 300 tokens and a text up to 1,024: raise --{name.replace('_', '-')}"
+        with (
+            pytest.raises(ValueError, match=message),
+            engine(llama, llama.request(0.5, prefill="full"), **{name: 300}),
+        ):
+            pass
 
 
-def step(starts: list[int], lengths: list[int], prompts: list[int] | None) -> tuple[Any, list[int]]:
-    stated = None if prompts is None else torch.tensor(prompts)
-    return SimpleNamespace(seq_lens_cpu_upper_bound=torch.tensor(lengths), rswa_prefix_lens=stated), starts
+def step(starts: list[int], lengths: list[int], prompts: list[int] | None, prefilling: bool = True) -> Any:
+    return SimpleNamespace(
+        query_start_loc_cpu=torch.tensor(starts),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths),
+        rswa_prefix_lens=None if prompts is None else torch.tensor(prompts),
+        is_prefilling=torch.tensor([prefilling] + [False] * (len(lengths) - 1)),
+    )
 
 
 def test_where_prompts_end() -> None:
-    # a prompt, one that is read again with 7 more tokens, a decoding request, padding
-    assert prompt_lengths(*step([0, 20, 47, 48, 48], [20, 27, 90, 0], [20, 20, 60, 0])) == [20, 20, 0, 0]
-    assert prompt_lengths(*step([0, 20, 21], [20, 30], None)) == [20, 0]
-    for lengths, queries in (([10], 10), ([20], 10)):
+    # a prompt, one that is read again with 7 more tokens, a decoding request, padding that is not stated
+    assert prompt_lengths(step([0, 20, 47, 48, 48], [20, 27, 90, 0], [20, 20, 60])) == [20, 20, 0, 0]
+    assert prompt_lengths(step([0, 20, 21], [20, 30], None)) == [20, 0]
+    for lengths, queries in (([10], 10), ([20], 10), ([21], 1)):
         with pytest.raises(RuntimeError, match="a prompt of 25 tokens is read in pieces"):
-            prompt_lengths(*step([0, queries], lengths, [25]))
+            prompt_lengths(step([0, queries], lengths, [25]))
 
 
-def test_rlkv_infer_reads_prompts_in_full(tmp_path: Path) -> None:
-    """The engine of ``rlkv-infer`` gives itself steps that are long enough."""
-    from rlkv import tiny
-    from rlkv.gates import HeadGates
-    from rlkv.inference.engine import InferenceEngine
-    from rlkv.models import ModelShape
-    from rlkv.rollout.base import SamplingParams
-    from rlkv.serving.engine import ServingEngine
-
-    model, tokenizer = tiny.load()
-    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    gates = HeadGates(alpha, model=ModelShape.from_config(model.config, "tiny"), deploy_sink=4, deploy_window=16)
-    gates.save(tmp_path / "gates.safetensors")
-    texts = [problem["problem"] for problem in tiny.problems(6, seed=11, min_definitions=3, max_definitions=8)]
-    sampling = SamplingParams(max_new_tokens=40)
-    request = {"gates": str(tmp_path / "gates.safetensors"), "sparsity": 0.5, "prefill": "full"}
-    served = ServingEngine("tiny", request, dtype="float32")
-    try:
-        found, _ = served.batch(texts, sampling)
-    finally:
-        served.close()
-    sizes = {"sink": 4, "window": 16, "prefill": "full"}
-    reference = InferenceEngine(model, tokenizer, served.allocation, **sizes)
-    expected, _ = reference.batch(texts, sampling)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+def test_prompt_lengths_are_asked_for_with_the_first_prompt() -> None:
+    """Not before: an engine that starts makes up batches, and stock builders that are made later must not know."""
+    arch = SimpleNamespace(rswa_window=None)
+    config = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640))
+    found = FullPrefill()
+    assert found.prompts(step([0, 20], [20], None, prefilling=False), config) is None
+    assert arch.rswa_window is None
+    common = step([0, 20], [20], None)
+    assert found.prompts(common, config) == [20]
+    assert found.prompts(common, config) is found.prompts(common, config)
+    assert arch.rswa_window == 640

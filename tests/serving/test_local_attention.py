@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlkv.kernels.reference import local_mask, mixed_by_head_attention
-from rlkv.serving.compaction import Compactor
+from rlkv.serving.compaction import Compactor, SteadyTables
 from rlkv.serving.local_attention import paged_local_attention, plan_reads
 from rlkv.serving.mixed_attention import write_cache
 from rlkv.serving.packing import BlockUse
@@ -64,7 +64,7 @@ def test_a_decoding_request_has_a_short_table() -> None:
 
 
 def test_buffers_stay_in_place_and_a_step_is_compacted_once() -> None:
-    compactor = Compactor(BlockUse(16, 16, 64), rows=8, columns=40)
+    compactor = Compactor(BlockUse(16, 16, 64))
     tables = torch.randint(1, 99, (2, 3, 30), dtype=torch.int32)
     steps = [
         SimpleNamespace(
@@ -75,11 +75,24 @@ def test_buffers_stay_in_place_and_a_step_is_compacted_once() -> None:
         )
         for table in tables
     ]
-    first = compactor.of_step(steps[0])
-    assert compactor.of_step(steps[0])[0] is first[0]
-    plain = Compactor(compactor.use).of_step(steps[0])
-    assert torch.equal(first[0][:, : plain[0].shape[1]], plain[0])
-    second = compactor.of_step(steps[1])
-    assert second[0].data_ptr() == first[0].data_ptr()
+    plain = [compactor.of_step(step) for step in steps]
+    again = compactor.of_step(steps[1])
+    assert again[0] is plain[1][0]  # not made twice
+    tables_in_place, of_another_builder = SteadyTables(8), SteadyTables(8)
+    first = tables_in_place(*plain[0], columns=30)
+    assert first[0].shape == (3, 30)
+    assert torch.equal(first[0][:, : plain[0][0].shape[1]], plain[0][0])
+    other = of_another_builder(*plain[1], columns=30)
+    assert torch.equal(first[0][:, : plain[0][0].shape[1]], plain[0][0])  # the engine builds all before it uses one
+    second = tables_in_place(*plain[1], columns=30)
+    assert second[0].data_ptr() == first[0].data_ptr() != other[0].data_ptr()
     assert second[1].data_ptr() == first[1].data_ptr()
-    assert not torch.equal(second[0][:, : plain[0].shape[1]], plain[0])
+    assert torch.equal(second[0], other[0])
+    assert not torch.equal(second[0][:, : plain[0][0].shape[1]], plain[0][0])
+
+
+def test_buffers_have_room_for_the_longest_prompt() -> None:
+    """The engine rounds the width of its tables up, and a step of many tokens may ask for all of it."""
+    table = torch.arange(1, 65)[None].int()
+    compacted, lengths = Compactor(BlockUse(16, 16, 64))(table, torch.tensor([1000]), torch.tensor([0, 1000]), 1000)
+    assert SteadyTables(2)(compacted, lengths, columns=64)[0][0].tolist() == list(range(1, 65))

@@ -54,11 +54,11 @@ def expected(folder: Path) -> list[dict[str, Any]]:
 
 
 def infer(folder: Path, backend: str, *options: str) -> list[dict[str, Any]]:
-    output = folder / f"{backend}{len(options)}.jsonl"
+    options = options or ("--prefill", "local")
+    output = folder / f"{backend}{len(options)}{options[1]}.jsonl"
     command = [sys.executable, "-c", "from rlkv.inference.cli import main; main()", "--backend", backend]
-    command += ["--gates", str(folder / "gates.safetensors"), "--sparsity", "0.5", "--prefill", "local"]
+    command += ["--gates", str(folder / "gates.safetensors"), "--sparsity", "0.5", *options]
     command += ["--input", str(folder / "problems.jsonl"), "--output", str(output), "--max-new-tokens", str(TOKENS)]
-    command += options
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in output.read_text().splitlines()]
@@ -71,9 +71,16 @@ def test_both_backends_of_rlkv_infer_write_the_same(folder: Path, expected: list
     assert len(found) == N
 
 
+def test_both_backends_write_the_same_with_prompts_read_in_full(folder: Path) -> None:
+    """A step is as long as the longest text of the file can get."""
+    reference, found = infer(folder, "hf", "--prefill", "full"), infer(folder, "vllm", "--prefill", "full")
+    assert [row["output"] for row in found] == [row["output"] for row in reference]
+    assert len(found) == N
+
+
 def test_both_backends_write_the_same_with_eviction(folder: Path) -> None:
     """The prompts are longer than the buffer, so they are compacted while they are read."""
-    options = ("--eviction", "rkv", "--budget", "20", "--eviction-option", "buffer=12")
+    options = ("--eviction", "rkv", "--budget", "20", "--eviction-option", "buffer=12", "--prefill", "local")
     reference, found = infer(folder, "hf", *options), infer(folder, "vllm", *options)
     assert [row["output"] for row in found] == [row["output"] for row in reference]
     assert len(found) == N
