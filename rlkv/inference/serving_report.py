@@ -98,7 +98,7 @@ def _draw(axes: Any, rows: list[dict[str, Any]], name: str, is_limited: bool) ->
         axes.plot(shares, steps, "-.", color=colour, marker="s", markersize=4, label=f"engine steps{name}")
         for key, label, style in (("theory", "theory", "--"), ("by_blocks", "by blocks", ":")):
             expected = [row["expected"][key] for row in rows]
-            axes.plot(shares, expected, style, color=colour, marker="_", label=f"{label}{name}")
+            axes.plot(shares, expected, style, color=colour, label=f"{label}{name}")
 
 
 def plot_results(rows: list[dict[str, Any]], title: str, path: str) -> None:
@@ -121,7 +121,7 @@ def plot_results(rows: list[dict[str, Any]], title: str, path: str) -> None:
         axes.set_xticks(shares)
         axes.set_title(setting, fontsize=TITLE_SIZE)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=7, handlelength=3.2)
     panels[0].set_ylabel("times the full cache, same pool bytes")
     figure.suptitle(textwrap.fill(title, 60 * len(settings)), fontsize=TITLE_SIZE)
     save_figure(figure, path)
