@@ -27,7 +27,9 @@ def infer(
     ] = None,
     eviction: Annotated[
         str | None,
-        typer.Option(help="What compressible heads keep: rkv, rpc, snapkv, h2o, tova, random, sink_window."),
+        typer.Option(
+            help="What compressible heads keep: rkv, rpc, snapkv, h2o, tova, random, sink_window; with vllm: rkv, snapkv."
+        ),
     ] = None,
     budget: Annotated[int | None, typer.Option(help="Entries per head that --eviction keeps.")] = None,
     ratio: Annotated[float | None, typer.Option(help="Instead of --budget: share of the text so far.")] = None,
