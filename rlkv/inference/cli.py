@@ -28,7 +28,7 @@ def infer(
     eviction: Annotated[
         str | None,
         typer.Option(
-            help="What compressible heads keep: rkv, rpc, snapkv, h2o, tova, random, sink_window; with vllm: rkv, snapkv."
+            help="What compressible heads keep: rkv, rpc, snapkv, h2o, tova, random, sink_window; vllm: rkv, snapkv."
         ),
     ] = None,
     budget: Annotated[int | None, typer.Option(help="Entries per head that --eviction keeps.")] = None,
