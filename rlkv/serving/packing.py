@@ -10,6 +10,7 @@ table and metadata in every step. A layer's heads may be split over two bins, wh
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -179,10 +180,17 @@ def _unbalanced(parts: list[Part], number: int) -> list[Part]:
     """The parts of one bin, split until the engine leaves them together (see :func:`engine_groups`)."""
     own = [part for part in parts if part.bin == number]
     while _is_balanced_mix(own):
-        at = max(range(len(own)), key=lambda i: own[i].size)
-        big = own.pop(at)
-        own += [replace(big, heads=big.heads[:-1]), replace(big, heads=big.heads[-1:])]
+        ways = list(_splits(own))
+        own = next((way for way in ways if not _is_balanced_mix(way)), ways[0])
     return own
+
+
+def _splits(parts: list[Part]) -> Iterator[list[Part]]:
+    """All ways to cut one part in two, the largest part first."""
+    for part in sorted(parts, key=lambda part: -part.size):
+        rest = [other for other in parts if other is not part]
+        for cut in range(1, part.size // 2 + 1):
+            yield [*rest, replace(part, heads=part.heads[:-cut]), replace(part, heads=part.heads[-cut:])]
 
 
 def _is_balanced_mix(parts: list[Part]) -> bool:

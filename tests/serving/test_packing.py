@@ -54,6 +54,14 @@ def test_nothing_to_compress_is_one_group() -> None:
     assert plan.held(3000) == plan.uncompressed(3000) == 24 * 188
 
 
+def test_parts_are_not_cut_more_often_than_the_engine_makes_necessary() -> None:
+    """Parts of 3 and 5 heads in a bin would be torn apart; of 3, 3 and 2 heads they are not."""
+    full = torch.tensor([[True] * 3 + [False] * 5, [True] * 5 + [False] * 3])
+    plan = plan_packing(full, BlockUse(32, 4, 28), 370)
+    assert sorted(part.size for part in plan.bins[0]) == [2, 3, 3]
+    assert [len(group) for group in plan.groups] == [3, 3]
+
+
 def test_few_bins_are_preferred_to_a_little_waste() -> None:
     plan = plan_packing(HeadAllocation.random(32, 8, 0.4, 0).full, BlockUse(16, 16, 64), 3000)
     assert len(plan.groups) == 2
