@@ -98,7 +98,7 @@ def _draw(axes: Any, rows: list[dict[str, Any]], name: str, is_limited: bool) ->
         axes.plot(shares, steps, "-.", color=colour, marker="s", markersize=4, label=f"engine steps{name}")
         for key, label, style in (("theory", "theory", "--"), ("by_blocks", "by blocks", ":")):
             expected = [row["expected"][key] for row in rows]
-            axes.plot(shares, expected, style, color=colour, label=f"{label}{name}")
+            axes.plot(shares, expected, style, color=colour, marker="_", label=f"{label}{name}")
 
 
 def plot_results(rows: list[dict[str, Any]], title: str, path: str) -> None:
