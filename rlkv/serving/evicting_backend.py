@@ -7,6 +7,7 @@ never holds one; those in the middle of a prompt wait for the layer's own keys a
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,9 +153,9 @@ class _Evicting:
         for (first, second), slots_T in zip(halves, part.queries_ET, strict=True):
             self.do_kv_cache_update(layer, first, second, kv_cache, slots_T)
 
+    @abstractmethod
     def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
         """Write the attention of ``query`` to ``output``, both ``[tokens, query heads, size]``."""
-        raise NotImplementedError
 
 
 class EvictingTorchBuilder(_EvictingBuilder, AttentionMetadataBuilder[EvictingMetadata]):
