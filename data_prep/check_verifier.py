@@ -18,12 +18,12 @@ from typing import Annotated, Any
 
 import typer
 
-from rlkv.atomic import atomic_path
-from rlkv.cli_errors import help_text, run_app
+from rlkv.cli.errors import help_text, run_app
 from rlkv.data.deepscaler import load_problems
 from rlkv.evaluation.verifier_check import check_verifier
-from rlkv.provenance import hardware_line, provenance
-from rlkv.verifier import Verifier
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.provenance import hardware_line, provenance
+from rlkv.verifier.verifier import Verifier
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -17,11 +17,11 @@ from typing import Annotated
 
 import typer
 
-from rlkv.cli_errors import help_text, run_app
+from rlkv.cli.errors import help_text, run_app
+from rlkv.data.curriculum_file import read_rows
 from rlkv.data.deepscaler import TINY, Problem, load_problems, write_problems
 from rlkv.data.filter_config import FilterConfig
-from rlkv.evaluation.inputs import study_problems
-from rlkv.training.curriculum_file import read_rows
+from rlkv.evaluation.run.cli_args import study_problems
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from rlkv.cli_errors import help_text, run_app
+from rlkv.cli.errors import help_text, run_app
 from rlkv.data.filter_config import FilterConfig
 from rlkv.data.filter_job import run_filter
 from rlkv.data.filtering import STATUSES

@@ -36,17 +36,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rlkv.atomic import atomic_path
-from rlkv.cli_errors import help_text, run_app
-from rlkv.gates import HeadGates
-from rlkv.inference import serving_benchmark
-from rlkv.inference.compaction_benchmark import CompactionConfig, compaction_table, run_compaction_benchmark
-from rlkv.inference.decode_benchmark import BenchmarkConfig, build_model, markdown_rows, plot_results, run_benchmark
-from rlkv.inference.serving_report import markdown_page
-from rlkv.inference.serving_report import plot_results as plot_serving
-from rlkv.inference.serving_workload import SETTINGS, SHAPES
-from rlkv.models import resolve_device, resolve_dtype
-from rlkv.provenance import hardware, hardware_line, provenance
+from rlkv.benchmarks import serving_benchmark
+from rlkv.benchmarks.compaction_benchmark import CompactionConfig, compaction_table, run_compaction_benchmark
+from rlkv.benchmarks.decode_benchmark import BenchmarkConfig, build_model, markdown_rows, plot_results, run_benchmark
+from rlkv.benchmarks.serving_report import markdown_page
+from rlkv.benchmarks.serving_report import plot_results as plot_serving
+from rlkv.benchmarks.serving_workload import SETTINGS, SHAPES
+from rlkv.cli.errors import help_text, run_app
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.loading import resolve_device, resolve_dtype
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.provenance import hardware, hardware_line, provenance
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

@@ -19,13 +19,13 @@ from typing import Annotated, Any
 
 import typer
 
-from rlkv.atomic import atomic_path
-from rlkv.cli_errors import help_text, run_app
+from rlkv.cli.errors import help_text, run_app
 from rlkv.evaluation.grader_check import check_code, check_math
 from rlkv.evaluation.tasks import find_task, load_task
-from rlkv.progress import CountingProgress
-from rlkv.provenance import hardware_line, provenance
-from rlkv.verifier import Verifier, last_box
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.progress import progress_bar
+from rlkv.utils.provenance import hardware_line, provenance
+from rlkv.verifier.verifier import Verifier, last_box
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 MATHS = ("gsm8k", "math500", "aime24", "aime25")
@@ -48,8 +48,8 @@ def code_row(data: Path, limit: int | None) -> dict[str, Any]:
     """MBPP with reference, empty, wrong and next programs."""
     problems = load_task("mbpp", data, limit)
     started = time.monotonic()
-    with CountingProgress("mbpp", "problems", len(problems)) as progress:
-        found = check_code(find_task("mbpp"), problems, lambda: progress.advance({"done": 1}))
+    with progress_bar("mbpp", "problems", len(problems)) as progress:
+        found = check_code(find_task("mbpp"), problems, progress.advance)
     return {"task": "mbpp", **asdict(found), "seconds": round(time.monotonic() - started, 3)}
 
 

@@ -20,16 +20,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rlkv.allocation import compression_order
-from rlkv.atomic import atomic_path
-from rlkv.cli_errors import help_text, run_app
+from rlkv.cli.errors import help_text, run_app
 from rlkv.evaluation.eviction_report import markdown_report, plot_study
 from rlkv.evaluation.eviction_study import StudyPlan, policy_templates, run_study
-from rlkv.evaluation.heads import CacheSettings
-from rlkv.evaluation.inputs import ORACLE, named_gates, numbers, read_order, repetition_rule, study_problems
+from rlkv.evaluation.heads.measure import CacheSettings
+from rlkv.evaluation.run.cli_args import ORACLE, named_gates, numbers, read_order, repetition_rule, study_problems
 from rlkv.eviction import POLICIES
-from rlkv.models import ModelShape, load_model
-from rlkv.provenance import hardware_line, provenance
+from rlkv.gates.allocation import compression_order
+from rlkv.models.loading import load_model
+from rlkv.models.shape import ModelShape
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.provenance import hardware_line, provenance
 
 RANDOM_HEADS = "random"
 OUTPUTS = ("rows.jsonl", "results.json", "report.md", "accuracy.png")

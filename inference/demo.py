@@ -19,8 +19,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rlkv.cli_errors import help_text, run_app
-from rlkv.pipeline import Pipeline, Stage, count_lines, results_folder, words
+from rlkv.cli.errors import help_text, run_app
+from rlkv.utils.pipeline import Pipeline, Stage, count_lines, results_folder, words
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 PROGRAMS = Path(__file__).resolve().parents[1]

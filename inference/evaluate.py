@@ -10,7 +10,7 @@ r"""Evaluate methods on benchmarks: every generation in a file, tables with inte
 
 Greedy by default; ``--num-samples 64 --temperature 0.6 --top-p 0.95`` for pass@1 over samples and pass@k.  The same
 command goes on where it was stopped, also with another number of processes, and refuses to mix settings.  Methods are
-named as in rlkv/evaluation/methods.py.  Without --data the problems come from the hub.
+named as in rlkv/evaluation/run/methods.py.  Without --data the problems come from the hub.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rlkv.atomic import atomic_path
 from rlkv.cache import CacheSettings
-from rlkv.cli_errors import help_text, run_app
-from rlkv.evaluation.eval_files import RowFiles
-from rlkv.evaluation.eval_page import evaluation_page
-from rlkv.evaluation.eval_report import summarize
-from rlkv.evaluation.inputs import deployed_sizes, named_gates, repetition_rule
-from rlkv.evaluation.markdown_page import write_markdown
-from rlkv.evaluation.methods import FULL, RANDOM_HEADS, CompressionMethod, parse_method
-from rlkv.evaluation.processes import Processes, join_processes
-from rlkv.evaluation.runner import RunSettings, render_problems, run_method
+from rlkv.cli.errors import help_text, run_app
+from rlkv.evaluation.report.eval_page import evaluation_page
+from rlkv.evaluation.report.eval_report import summarize
+from rlkv.evaluation.report.markdown_page import write_markdown
+from rlkv.evaluation.run.cli_args import deployed_sizes, named_gates, repetition_rule
+from rlkv.evaluation.run.distributed import Processes, join_processes
+from rlkv.evaluation.run.eval_files import RowFiles
+from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod, parse_method
+from rlkv.evaluation.run.runner import RunSettings, render_problems, run_method
 from rlkv.evaluation.tasks import find_tasks, load_task
 from rlkv.eviction import POLICIES
-from rlkv.models import load_model
-from rlkv.provenance import provenance
+from rlkv.models.loading import load_model
 from rlkv.rollout.base import SamplingParams
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.provenance import provenance
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -26,13 +26,13 @@ import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rlkv.allocation import HeadAllocation
-from rlkv.cli_errors import help_text, run_app
-from rlkv.evaluation.reranking import Span, rerank
-from rlkv.evaluation.traces import Trace, TraceScorer
-from rlkv.gates import HeadGates
-from rlkv.gates_io import SUFFIXES
-from rlkv.models import load_model
+from rlkv.cli.errors import help_text, run_app
+from rlkv.evaluation.heads.reranking import Span, rerank
+from rlkv.evaluation.heads.traces import Trace, TraceScorer
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.formats import SUFFIXES
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.loading import load_model
 from rlkv.training.distill_data import read_traces
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -48,7 +48,7 @@ def main(
     num_traces: Annotated[int, typer.Option(help="solutions that are teacher-forced", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="of the drawn traces")] = 0,
     model: Annotated[str, typer.Option(help="tiny, a folder or a hub id; default: the one of the gates")] = "",
-    template: Annotated[str, typer.Option(help="prompt template, a name in rlkv.prompts")] = "rlkv",
+    template: Annotated[str, typer.Option(help="prompt template, a name in rlkv.models.prompts")] = "rlkv",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
 ) -> None:

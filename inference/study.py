@@ -28,11 +28,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.cli_errors import help_text, run_app
-from rlkv.evaluation.eval_page import published_name
+from rlkv.cli.errors import help_text, run_app
 from rlkv.evaluation.eviction_study import policy_templates
-from rlkv.evaluation.inputs import numbers, read_truth, repetition_rule
-from rlkv.evaluation.runner import RunSettings
+from rlkv.evaluation.report.eval_page import published_name
+from rlkv.evaluation.run.cli_args import numbers, read_truth, repetition_rule
+from rlkv.evaluation.run.runner import RunSettings
 from rlkv.evaluation.study.base import Study, StudyOptions
 from rlkv.evaluation.study.bench import Bench, study_task
 from rlkv.evaluation.study.rankings import RESERVED, gates_rankings, group_by_name, reference_rankings
@@ -47,9 +47,10 @@ from rlkv.evaluation.study.report import (
 from rlkv.evaluation.study.sensitivity import default_top_heads
 from rlkv.evaluation.study.text import SEEDS_FIXED
 from rlkv.evaluation.tasks import find_tasks
-from rlkv.models import ModelShape, load_model
-from rlkv.provenance import provenance
+from rlkv.models.loading import load_model
+from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
+from rlkv.utils.provenance import provenance
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -18,15 +18,16 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rlkv.cli_errors import help_text, run_app
+from rlkv.cli.errors import help_text, run_app
 from rlkv.data.deepscaler import Problem, write_problems
-from rlkv.evaluation.agreement import agreement
-from rlkv.evaluation.heads import CacheSettings, HeadResult
-from rlkv.evaluation.inputs import ORACLE, numbers, read_order, read_truth, study_problems
-from rlkv.evaluation.report import markdown_table, plot_accuracy, training_seconds, write_results
-from rlkv.evaluation.sweep import plan_sweep, run_sweep
-from rlkv.gates import HeadGates
-from rlkv.models import ModelShape, load_model
+from rlkv.evaluation.heads.agreement import agreement
+from rlkv.evaluation.heads.measure import CacheSettings, HeadResult
+from rlkv.evaluation.heads.sweep import plan_sweep, run_sweep
+from rlkv.evaluation.report.sweep_report import markdown_table, plot_accuracy, training_seconds, write_results
+from rlkv.evaluation.run.cli_args import ORACLE, numbers, read_order, read_truth, study_problems
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.loading import load_model
+from rlkv.models.shape import ModelShape
 
 RESERVED = ("full cache", "random heads", ORACLE)
 

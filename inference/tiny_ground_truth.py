@@ -21,17 +21,18 @@ import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rlkv.allocation import HeadAllocation
-from rlkv.atomic import atomic_path
-from rlkv.cli_errors import help_text, run_app
-from rlkv.evaluation.elimination import backward_elimination, single_head_scores
-from rlkv.evaluation.heads import CacheSettings, measure
-from rlkv.evaluation.traces import Trace, TraceScorer
-from rlkv.models import ModelShape, load_model
-from rlkv.prompts import render_prompt
-from rlkv.provenance import provenance
+from rlkv.cli.errors import help_text, run_app
+from rlkv.evaluation.heads.elimination import backward_elimination, single_head_scores
+from rlkv.evaluation.heads.measure import CacheSettings, measure
+from rlkv.evaluation.heads.traces import Trace, TraceScorer
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.models.loading import load_model
+from rlkv.models.prompts import render_prompt
+from rlkv.models.shape import ModelShape
 from rlkv.tiny import GROUND_TRUTH, problems
 from rlkv.tiny.task import MIN_DEFINITIONS, longest_solution
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.provenance import provenance
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 TRACE_SEED, ACCURACY_SEED = 3_000_003, 4_000_003

@@ -30,10 +30,10 @@ import typer
 import yaml
 from rich.console import Console
 
-from rlkv.cli_errors import help_text, run_app
+from rlkv.cli.errors import help_text, run_app
 from rlkv.evaluation.study.report import MEASURED
-from rlkv.gates import HeadGates
-from rlkv.pipeline import Pipeline, Stage, count_lines, results_folder, words
+from rlkv.gates.head_gates import HeadGates
+from rlkv.utils.pipeline import Pipeline, Stage, count_lines, results_folder, words
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 PROGRAMS = Path(__file__).resolve().parents[1]

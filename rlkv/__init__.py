@@ -11,8 +11,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "HeadGates": "rlkv.gates",
-    "HeadAllocation": "rlkv.allocation",
+    "HeadGates": "rlkv.gates.head_gates",
+    "HeadAllocation": "rlkv.gates.allocation",
     "HeadReallocationCache": "rlkv.cache",
     "compress": "rlkv.inference.compress",
 }

@@ -17,8 +17,8 @@ from typing import Annotated
 
 import typer
 
-from rlkv.atomic import atomic_path
-from rlkv.cli_errors import help_text, run_app
+from rlkv.cli.errors import help_text, run_app
+from rlkv.utils.atomic import atomic_path
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,11 +45,11 @@ def main(
     num_problems: Annotated[int, typer.Option(min=16, help="problems to train on, drawn fresh")] = 320,
     max_definitions: Annotated[int, typer.Option(help="longest problems: so many definitions")] = 6,
 ) -> None:
-    from rlkv.provenance import hardware_line, provenance
-    from rlkv.rollout.engines import check_engine
+    from rlkv.inference.engines import check_engine
     from rlkv.tiny import problems
     from rlkv.tiny.task import longest_solution
     from rlkv.training.rollout_comparison import compare, to_table
+    from rlkv.utils.provenance import hardware_line, provenance
 
     check_engine("vllm")
     numbers = [int(part) for part in seeds.split(",")]

@@ -18,13 +18,13 @@ from typing import Annotated
 
 import typer
 
-from rlkv.cli_errors import help_text, run_app
+from rlkv.cli.errors import help_text, run_app
 from rlkv.data.deepscaler import load_problems
-from rlkv.progress import CountingProgress
-from rlkv.prompts import render_prompt
+from rlkv.inference.engines import load_engine
+from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.engines import load_engine
-from rlkv.verifier import Verifier
+from rlkv.utils.progress import progress_bar
+from rlkv.verifier.verifier import Verifier
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -63,8 +63,7 @@ def main(
         file = output.open("x")
     except FileExistsError:
         raise ValueError(f"{output} exists: name another --output, or remove it") from None
-    bar = CountingProgress("sample", "completions", len(prompts))
-    with file, bar, closing(Verifier()) as verifier:
+    with file, progress_bar("sample", "completions", len(prompts)) as bar, closing(Verifier()) as verifier:
         for row, completion in loaded.stream(prompts, sampling):
             problem = problems[row // samples]
             correct = verifier.is_correct(completion.text, problem.answer) if problem.answer else None

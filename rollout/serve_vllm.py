@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from rlkv.cli_errors import help_text, run_app
+from rlkv.cli.errors import help_text, run_app
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -37,11 +37,11 @@ def main(
     max_rows: Annotated[int, typer.Option(min=1, help="completions decoded at once")] = 64,
     eager: Annotated[bool, typer.Option(help="neither compile the model nor capture graphs")] = False,
 ) -> None:
+    from rlkv.attention.sizes import SinkWindow
     from rlkv.rollout.server import RolloutServer
-    from rlkv.serving.mixed_attention import LocalSizes
     from rlkv.training.serve import load_gated_engine
 
-    sizes = LocalSizes(sink, window)
+    sizes = SinkWindow(sink, window)
     loaded, facts = load_gated_engine(engine, model, sizes, dtype, max_positions, kv_gib, max_rows, eager)
     with RolloutServer((host, port), loaded, facts) as server:
         print(f"serving {model} at http://{host}:{server.server_port} (sink {sink}, window {window})", flush=True)

@@ -23,7 +23,8 @@ def test_the_package_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "statement", ["from rlkv import HeadGates", "from rlkv import HeadAllocation", "import rlkv.gates_cli, rlkv.plots"]
+    "statement",
+    ["from rlkv import HeadGates", "from rlkv import HeadAllocation", "import rlkv.cli.gates, rlkv.gates.plots"],
 )
 def test_gates_load_nothing_heavy(statement: str) -> None:
     assert loaded_after(statement) - {"triton"} == set()  # torch itself may load triton on a GPU machine

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 
-from rlkv.cli_errors import run_app
+from rlkv.cli.errors import run_app
 
 
 def main() -> None:

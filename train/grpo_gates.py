@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from rlkv.cli_errors import run_app
+from rlkv.cli.errors import run_app
 
 
 def main() -> None:

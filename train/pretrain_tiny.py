@@ -19,13 +19,13 @@ import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rlkv.cli_errors import help_text, run_app
-from rlkv.models import resolve_device
-from rlkv.provenance import hardware_line
+from rlkv.cli.errors import help_text, run_app
+from rlkv.models.loading import resolve_device
 from rlkv.tiny import MODEL_DIR
-from rlkv.tiny.heldout import heldout_accuracy
-from rlkv.tiny.pretraining import PretrainConfig, build_model, pretrain
 from rlkv.tiny.tokenizer import build_tokenizer
+from rlkv.training.tiny_heldout import heldout_accuracy
+from rlkv.training.tiny_pretraining import PretrainConfig, build_model, pretrain
+from rlkv.utils.provenance import hardware_line
 
 app = typer.Typer(add_completion=False, help=help_text(__doc__), rich_markup_mode=None)
 

@@ -15,9 +15,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
+from rlkv.attention.arguments import refuse_variants
 from rlkv.attention.branches import full_attention, local_attention
 from rlkv.attention.call import AttentionCall, mixed_mask
-from rlkv.kernels.arguments import refuse_variants
 
 IMPLEMENTATION = "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 GATE = "rlkv_gate"  # the attribute of an attention module that holds its gate

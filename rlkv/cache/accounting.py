@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rlkv.cache.plan import CacheSettings
 from rlkv.cache.schedule import Progress, plan_segments
 from rlkv.eviction.base import EvictionPolicy
-from rlkv.models import ModelShape
+from rlkv.models.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
+from rlkv.attention.arguments import refuse_variants
 from rlkv.cache.layer import NewStates
 from rlkv.cache.plan import CacheState, CallPlan, read_padding
 from rlkv.cache.schedule import Segment
-from rlkv.kernels.arguments import refuse_variants
 
 IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlkv.data.deepscaler import Problem, read_rows, text_field
-from rlkv.prompts import render_prompt
+from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import RolloutEngine, SamplingParams
 
 SKIPPED, MISSING = "skipped", "missing"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlkv.atomic import atomic_path
-from rlkv.extras import require
-from rlkv.hub import connection_error
+from rlkv.models.hub import connection_error
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.extras import require
 
 HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
 TINY = "tiny"

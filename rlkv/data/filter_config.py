@@ -11,7 +11,7 @@ import yaml
 from rlkv.data.curriculum import PAPER_BUCKETS, TINY_BUCKETS, Bucket, check_buckets, parse_buckets
 from rlkv.data.deepscaler import HUB_DATASET, TINY
 from rlkv.data.shards import parse_shard
-from rlkv.rollout.engines import check_engine
+from rlkv.inference.engines import check_engine
 
 # arXiv 2510.08525: max length 8192, of it 7168 for the completion
 PAPER = {"input": HUB_DATASET, "max_length": 8192, "max_new_tokens": 7168, "buckets": PAPER_BUCKETS}

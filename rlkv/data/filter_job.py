@@ -16,11 +16,11 @@ from rlkv.data.filter_config import FilterConfig
 from rlkv.data.filter_report import build_report, write_curriculum, write_report
 from rlkv.data.filtering import merge_shards, missing_shards, problems_digest, read_outputs, run_shard
 from rlkv.data.shards import parse_shard
-from rlkv.models import load_tokenizer, resolve_device, resolve_dtype
-from rlkv.progress import CountingProgress
-from rlkv.prompts import fill_template
-from rlkv.rollout.engines import load_engine
-from rlkv.verifier import Verifier
+from rlkv.inference.engines import load_engine
+from rlkv.models.loading import load_tokenizer, resolve_device, resolve_dtype
+from rlkv.models.prompts import fill_template
+from rlkv.utils.progress import progress_bar
+from rlkv.verifier.verifier import Verifier
 
 
 def job_settings(config: FilterConfig, problems: list[Problem], num_shards: int) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def run_filter(config: FilterConfig) -> FilterResult:
         decoder = build_decoder(config, problems)
         total = len(range(shard, len(problems), num_shards))
         title = "filter" if num_shards == 1 else f"filter, shard {config.shard}"
-        with CountingProgress(title, "problems", total) as progress, closing(Verifier()) as verifier:
+        with progress_bar(title, "problems", total) as progress, closing(Verifier()) as verifier:
             run_shard(
                 problems,
                 decoder,

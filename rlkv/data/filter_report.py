@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlkv.atomic import atomic_path
 from rlkv.data.curriculum import Selection
 from rlkv.data.filtering import STATUSES, Outcome
-from rlkv.extras import require
-from rlkv.provenance import hardware_line, provenance
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.extras import require
+from rlkv.utils.provenance import hardware_line, provenance
 
 Row = dict[str, Any]
 

@@ -13,7 +13,7 @@ from typing import Any
 from rlkv.data.decoders import MISSING, SKIPPED, Decoder, Output
 from rlkv.data.deepscaler import Problem
 from rlkv.data.shards import ShardWriter, check_settings, read_shard, shard_path
-from rlkv.verifier import Verifier, extract_answer
+from rlkv.verifier.verifier import Verifier, extract_answer
 
 CORRECT, WRONG, TRUNCATED, UNPARSABLE, NO_ANSWER = "correct", "wrong", "truncated", "unparsable", "no_answer"
 

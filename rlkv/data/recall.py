@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rlkv.data.sample import MarkedText
 
 # words of passkeys: any fixed list of distinct words will do
 PASSKEY_WORDS = (
@@ -27,18 +28,6 @@ NEEDLE = "\n\nPlease remember: the {ordinal} passkey is:{words}.\n\n"
 QUESTION = "\n\nWhat was the {ordinal} passkey in the text above? The {ordinal} passkey is:"
 WORDS_PER_SENTENCE = 12
 FEWEST_FILLER_WORDS = 200
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Token ids of a text, and the positions (each above 0) of the tokens whose prediction counts."""
-
-    ids: tuple[int, ...]
-    answers: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        assert self.answers
-        assert 0 < min(self.answers) <= max(self.answers) < len(self.ids)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -122,7 +111,7 @@ class TextRecall:
                 f"leaves nothing of max_length={max_length}: raise max_length, or lower passkeys or passkey_words"
             )
 
-    def draw(self, rng: random.Random) -> Sample:
+    def draw(self, rng: random.Random) -> MarkedText:
         """A sample of min_length to max_length tokens, or of what the passkeys alone take where that is more."""
         pieces = self._pieces(rng)
         room = rng.randint(self.min_length, self.max_length) - self._fixed_length(pieces)
@@ -137,7 +126,7 @@ class TextRecall:
             ids += piece.question
             answers += range(len(ids), len(ids) + len(piece.answer))
             ids += piece.answer
-        return Sample(tuple(ids), tuple(answers))
+        return MarkedText(tuple(ids), tuple(answers))
 
     def _pieces(self, rng: random.Random) -> list[_Piece]:
         found = []

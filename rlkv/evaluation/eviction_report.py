@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlkv.evaluation.error_modes import MODES
 from rlkv.evaluation.eviction_study import FULL
-from rlkv.evaluation.intervals import sign_test
+from rlkv.evaluation.stats.error_modes import MODES
+from rlkv.evaluation.stats.intervals import sign_test
 
 Row = dict[str, Any]
 ALIKE = 0.05  # p value of the paired test above which a method is not told apart from the best
@@ -76,7 +76,7 @@ def plot_study(rows: list[Row], path: Path, title: str) -> None:
     """Accuracy over bytes in use: one panel for policies alone, one for rankings of heads and their combinations."""
     from matplotlib.figure import Figure
 
-    from rlkv.plots import TEXT_SIZE, TITLE_SIZE, save_figure
+    from rlkv.utils.figures import TEXT_SIZE, TITLE_SIZE, save_figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)

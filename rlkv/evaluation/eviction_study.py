@@ -2,7 +2,7 @@
 
 A *saving* is the share of the full cache's bytes that must not be held at the end of a text.  Every method gets the
 largest budget that holds at most the rest, computed over the texts of the full-cache run
-(:mod:`rlkv.evaluation.matching`); what its own texts held is in its row.
+(:mod:`rlkv.evaluation.stats.matching`); what its own texts held is in its row.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlkv.allocation import HeadAllocation
 from rlkv.cache import CacheSettings as CacheSizes
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.error_modes import RepetitionRule, count_modes
-from rlkv.evaluation.fingerprint import measured_with
-from rlkv.evaluation.heads import CacheSettings, Measurement, measure
-from rlkv.evaluation.intervals import wilson_interval
-from rlkv.evaluation.matching import kv_share, match_compressible, match_ratio
-from rlkv.evaluation.rows import open_rows
+from rlkv.evaluation.heads.measure import CacheSettings, Measurement, measure
+from rlkv.evaluation.run.fingerprint import library_facts, model_facts
+from rlkv.evaluation.run.rows import open_rows
+from rlkv.evaluation.stats.error_modes import RepetitionRule, count_modes
+from rlkv.evaluation.stats.intervals import wilson_interval
+from rlkv.evaluation.stats.matching import kv_share, match_compressible, match_ratio
 from rlkv.eviction import make_policy
 from rlkv.eviction.base import EvictionPolicy
-from rlkv.models import ModelShape
-from rlkv.prompts import render_prompt
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.models.prompts import render_prompt
+from rlkv.models.shape import ModelShape
 
 Order = list[tuple[int, int]]
 FULL = "full cache"
@@ -185,7 +185,14 @@ def run_study(
     sizes = CacheSizes(settings.sink, settings.window, settings.prefill)
     model_shape = ModelShape.from_config(model.config)
     shape = (model_shape.num_layers, model_shape.num_kv_heads)
-    facts = {**fingerprint, **asdict(settings), **measured_with(model), "rule": asdict(rule), **plan.describe()}
+    facts = {
+        **fingerprint,
+        **asdict(settings),
+        "model_state": model_facts(model),
+        "libraries": library_facts(),
+        "rule": asdict(rule),
+        **plan.describe(),
+    }
     with open_rows(rows_file, facts) as log:
         done = {(row["method"], row["saved"]): row for row in log.rows}
         if (FULL, 0.0) not in done:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlkv.data.deepscaler import Problem
 from rlkv.evaluation.tasks import EvalProblem, EvalTask
 from rlkv.evaluation.verifier_check import VerifierCheck, check_verifier
-from rlkv.verifier import Verifier, last_box
+from rlkv.verifier.verifier import Verifier, last_box
 
 SENTENCE = "Therefore, the final answer is: $\\boxed{%s}$. I hope it is correct"
 

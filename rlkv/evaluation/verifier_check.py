@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlkv.data.deepscaler import Problem
-from rlkv.verifier import Verifier, extract_answer
+from rlkv.verifier.verifier import Verifier, extract_answer
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rlkv.atomic import atomic_path
-from rlkv.inference.engine import NO_USAGE, InferenceEngine, Usage
-from rlkv.prompts import render_prompt
-from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.inference.engine import InferenceEngine
+from rlkv.models.prompts import render_prompt
+from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage
+from rlkv.utils.atomic import atomic_path
 
 OnProgress = Callable[[int, int], None]
 
@@ -141,7 +141,7 @@ def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> di
         "finish_reason": completion.finish_reason,
     }
     if "answer" in problem:
-        from rlkv.verifier import is_correct
+        from rlkv.verifier.verifier import is_correct
 
         outcome["correct"] = is_correct(completion.text, str(problem["answer"]))
     return {name + suffix: value for name, value in outcome.items()}

@@ -19,14 +19,14 @@ from transformers.generation import GenerationMode
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.inference.servable import check_servable, leave_alone, note_positions, stock_layers
-from rlkv.models import ModelShape
+from rlkv.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rlkv.allocation import HeadAllocation
     from rlkv.eviction.base import EvictionPolicy
-    from rlkv.gates import HeadGates
+    from rlkv.gates.allocation import HeadAllocation
+    from rlkv.gates.head_gates import HeadGates
 
 
 class CompressedSession:
@@ -93,8 +93,8 @@ def resolve_allocation(
     Raises:
         ValueError: if it does not fit the model, or ``sparsity`` is missing or superfluous.
     """
-    from rlkv.allocation import HeadAllocation
-    from rlkv.gates import HeadGates
+    from rlkv.gates.allocation import HeadAllocation
+    from rlkv.gates.head_gates import HeadGates
 
     if gates is None:
         if sparsity is not None:

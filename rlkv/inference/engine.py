@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from rlkv.allocation import HeadAllocation
 from rlkv.cache import HeadReallocationCache
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import compress
-from rlkv.prompts import fill_template, render_prompt
-from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.models.prompts import fill_template, render_prompt
+from rlkv.rollout.base import Completion, SamplingParams, Usage
 from rlkv.rollout.hf import HFEngine
 from rlkv.rollout.watch import RowHooks
 
@@ -32,39 +32,6 @@ def cache_nbytes(cache: Cache) -> int:
         return cache.nbytes()
     layers: list[Any] = list(cache.layers)
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What one call cost.
-
-    ``kv_bytes`` is held by the cache at its end, ``kv_bytes_full`` what the full cache would hold for the same
-    tokens; ``seconds`` is wall time with the reading of the prompt.
-    """
-
-    tokens: int
-    seconds: float
-    kv_bytes: int
-    kv_bytes_full: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def __add__(self, other: Usage) -> Usage:
-        """Both calls: tokens and seconds add up, the bytes are those of the call that held more."""
-        larger = max(self, other, key=lambda usage: usage.kv_bytes_full)
-        return Usage(self.tokens + other.tokens, self.seconds + other.seconds, larger.kv_bytes, larger.kv_bytes_full)
-
-    def summary(self) -> str:
-        share = self.kv_bytes / self.kv_bytes_full if self.kv_bytes_full else 1.0
-        return (
-            f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, bytes of KV held / bytes the full cache "
-            f"would hold: {self.kv_bytes:,} / {self.kv_bytes_full:,} ({share:.1%})"
-        )
-
-
-NO_USAGE = Usage(0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True)

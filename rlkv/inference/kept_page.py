@@ -6,8 +6,8 @@ import html
 from pathlib import Path
 from typing import Any
 
-from rlkv.atomic import atomic_path
 from rlkv.cache import HeadReallocationCache
+from rlkv.utils.atomic import atomic_path
 
 CONTEXT = 4  # tokens before a token that decide how it is written (spaces, accents in several tokens)
 

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlkv.allocation import HeadAllocation
 from rlkv.cache import IMPLEMENTATION
+from rlkv.gates.allocation import HeadAllocation
 
 KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 

@@ -51,7 +51,7 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Decodes rendered prompts (see :func:`rlkv.prompts.render_prompt`); no special tokens are added to them."""
+    """Decodes rendered prompts (see :func:`rlkv.models.prompts.render_prompt`); no special tokens are added to them."""
 
     @property
     def tokenizer(self) -> Any:
@@ -74,3 +74,36 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: list[str], sampling: SamplingParams) -> list[Completion]:
         """The completions in the order of ``prompts``."""
         ...
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one call cost.
+
+    ``kv_bytes`` is held by the cache at its end, ``kv_bytes_full`` what the full cache would hold for the same
+    tokens; ``seconds`` is wall time with the reading of the prompt.
+    """
+
+    tokens: int
+    seconds: float
+    kv_bytes: int
+    kv_bytes_full: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def __add__(self, other: Usage) -> Usage:
+        """Both calls: tokens and seconds add up, the bytes are those of the call that held more."""
+        larger = max(self, other, key=lambda usage: usage.kv_bytes_full)
+        return Usage(self.tokens + other.tokens, self.seconds + other.seconds, larger.kv_bytes, larger.kv_bytes_full)
+
+    def summary(self) -> str:
+        share = self.kv_bytes / self.kv_bytes_full if self.kv_bytes_full else 1.0
+        return (
+            f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, bytes of KV held / bytes the full cache "
+            f"would hold: {self.kv_bytes:,} / {self.kv_bytes_full:,} ({share:.1%})"
+        )
+
+
+NO_USAGE = Usage(0, 0.0, 0, 0)

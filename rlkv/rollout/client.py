@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
+from rlkv.attention.sizes import SinkWindow
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import Rows, Sample, gate_version
-from rlkv.rollout.wire import SIGN_OF_LIFE, EngineFacts, read_sample_line, sample_request
-from rlkv.serving.mixed_attention import LocalSizes
+from rlkv.rollout.protocol import SIGN_OF_LIFE, EngineFacts, read_sample_line, sample_request
 
 SILENCE = 15 * SIGN_OF_LIFE  # seconds without a byte after which a server counts as dead
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
@@ -93,7 +93,7 @@ class RolloutClient:
         except KeyError as error:
             raise ValueError(f"{self.url} is no rollout server: its /health has no {error}") from None
 
-    def check(self, sizes: LocalSizes, positions: int) -> None:
+    def check(self, sizes: SinkWindow, positions: int) -> None:
         """Compare the server's engine with what the training needs.
 
         Raises:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rlkv.rollout.gated import GatedEngine
-from rlkv.rollout.wire import SIGN_OF_LIFE, EngineFacts, read_sample_request, sample_line
+from rlkv.rollout.protocol import SIGN_OF_LIFE, EngineFacts, read_sample_request, sample_line
 
 _END = object()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlkv.prompts import RLKV_INSTRUCTION
+from rlkv.models.prompts import RLKV_INSTRUCTION
 from rlkv.tiny.task import ANSWER_PREFIX, ANSWER_SUFFIX, NAMES, OPERATORS
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlkv.atomic import atomic_path
+from rlkv.utils.atomic import atomic_path
 
 MARKER = "complete.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")

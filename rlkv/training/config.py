@@ -53,7 +53,7 @@ class RLKVSettings:
     curriculum: str | None = field(
         default=None, metadata={"help": "problems to train on: the filter's .parquet or .jsonl (problem, answer)"}
     )
-    template: str = field(default="rlkv", metadata={"help": "prompt template, a name in rlkv.prompts"})
+    template: str = field(default="rlkv", metadata={"help": "prompt template, a name in rlkv.models.prompts"})
     sink: int = field(default=128, metadata={"help": "S: first tokens that the local branch sees"})
     window: int = field(default=256, metadata={"help": "W: last tokens that the local branch sees"})
     deploy_sink: int = field(default=16, metadata={"help": "sink size recommended for serving, kept in the gates file"})

@@ -31,7 +31,7 @@ class DistillSettings:
     curriculum: str | None = field(
         default=None, metadata={"help": "traces: the filter's .parquet or .jsonl (problem, answer, output)"}
     )
-    template: str = field(default="rlkv", metadata={"help": "traces: prompt template, a name in rlkv.prompts"})
+    template: str = field(default="rlkv", metadata={"help": "traces: prompt template, a name in rlkv.models.prompts"})
     haystack: str | None = field(
         default=None, metadata={"help": "recall: text file to hide passkeys in; default: words of the vocabulary"}
     )

@@ -8,14 +8,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from rlkv.data.recall import Sample, TextRecall, encode, read_haystack
-from rlkv.prompts import render_prompt
-from rlkv.tiny.recall import knows_bindings, recall_sample
-from rlkv.training.curriculum_file import read_rows
+from rlkv.data.curriculum_file import read_rows
+from rlkv.data.recall import TextRecall, encode, read_haystack
+from rlkv.data.sample import MarkedText
+from rlkv.data.tiny_recall import knows_bindings, recall_sample
+from rlkv.models.prompts import render_prompt
 from rlkv.training.distill_config import DistillSettings
 
 # the samples of a step (0-based), the same whenever it is asked, so that a resumed run sees what it would have seen
-Draw = Callable[[int], list[Sample]]
+Draw = Callable[[int], list[MarkedText]]
 
 
 def digest(value: Any) -> str:
@@ -23,7 +24,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def read_traces(path: str, tokenizer: Any, template: str, max_length: int) -> list[Sample]:
+def read_traces(path: str, tokenizer: Any, template: str, max_length: int) -> list[MarkedText]:
     """The curriculum's problems with their recorded outputs; every token of an output counts, the end token included.
 
     Texts of more than ``max_length`` tokens are cut there; those whose prompt fills it are left out.
@@ -38,16 +39,16 @@ def read_traces(path: str, tokenizer: Any, template: str, max_length: int) -> li
         prompt = encode(tokenizer, render_prompt(tokenizer, row["problem"], template))
         ids = (*prompt, *encode(tokenizer, row["output"]), tokenizer.eos_token_id)[:max_length]
         if len(prompt) < len(ids):
-            samples.append(Sample(ids, tuple(range(len(prompt), len(ids)))))
+            samples.append(MarkedText(ids, tuple(range(len(prompt), len(ids)))))
     if not samples:
         raise ValueError(f"{path}: no row has an output token within max_length={max_length} tokens")
     return samples
 
 
-def in_epochs(samples: list[Sample], batch_size: int, seed: int) -> Draw:
+def in_epochs(samples: list[MarkedText], batch_size: int, seed: int) -> Draw:
     """Every sample once an epoch, in an order that depends on (seed, epoch) alone."""
 
-    def at(place: int) -> Sample:
+    def at(place: int) -> MarkedText:
         epoch, index = divmod(place, len(samples))
         order = list(range(len(samples)))
         random.Random(f"rlkv-distill-{seed}-{epoch}").shuffle(order)
@@ -68,7 +69,7 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
         traces = read_traces(settings.curriculum, tokenizer, settings.template, settings.max_length)
         facts = {"samples": len(traces), "data_digest": digest([trace.ids for trace in traces])}
         return in_epochs(traces, settings.batch_size, settings.seed), facts
-    draw_one: Callable[[random.Random], Sample]
+    draw_one: Callable[[random.Random], MarkedText]
     if knows_bindings(tokenizer):
         if settings.haystack is not None:
             raise ValueError(
@@ -76,7 +77,7 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
             )
         facts = {"recall_task": "bindings of the tiny task"}
 
-        def draw_one(rng: random.Random) -> Sample:
+        def draw_one(rng: random.Random) -> MarkedText:
             return recall_sample(tokenizer, rng, settings.passkeys)
     else:
         haystack = None if settings.haystack is None else read_haystack(settings.haystack, tokenizer)
@@ -84,7 +85,7 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
         sizes = (settings.passkeys, settings.passkey_words, settings.min_length, settings.max_length)
         draw_one = TextRecall(tokenizer, haystack, *sizes).draw
 
-    def draw(step: int) -> list[Sample]:
+    def draw(step: int) -> list[MarkedText]:
         rng = random.Random(f"rlkv-recall-{settings.seed}-{step}")
         return [draw_one(rng) for _ in range(settings.batch_size)]
 

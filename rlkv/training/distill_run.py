@@ -10,11 +10,9 @@ from typing import Any
 from peft import get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
-from rlkv.atomic import atomic_path
-from rlkv.gates import HeadGates
-from rlkv.models import ModelShape, load_model, load_tokenizer
-from rlkv.plots import TEXT_SIZE, curve_figure, save_figure
-from rlkv.progress import CountingProgress
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.loading import load_model, load_tokenizer
+from rlkv.models.shape import ModelShape
 from rlkv.training.checkpoint import (
     begin_checkpoint,
     checkpoint_folder,
@@ -30,6 +28,9 @@ from rlkv.training.head_gate import HeadGateConfig, gates_matrix
 from rlkv.training.loggers import LOG, GateImages, JsonlLog, WandbLog, read_log
 from rlkv.training.records import gate_shares
 from rlkv.training.run import RUN_CONFIG, check_output_dir
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
+from rlkv.utils.progress import progress_bar
 
 STATE = "state.pt"
 CHECKPOINTS_KEPT = 2
@@ -81,7 +82,7 @@ def distill_gates(
         method = {key: value for key, value in config.items() if key not in _PRIVATE}
         return HeadGates(
             alpha=gates_matrix(gated),
-            rank=distiller.gate_mean.mean(),
+            mean_alpha=distiller.gate_mean.mean(),
             model=shape,
             sink=settings.sink,
             window=settings.window,
@@ -115,8 +116,8 @@ def _loop(
     given: tuple[Any, TrainerState, TrainerControl] = (settings, state, TrainerControl())
     for callback in callbacks:
         callback.on_train_begin(*given)
-    with CountingProgress(f"distil {settings.data}", "step", settings.steps) as progress:
-        progress.resume({"done": distiller.step})
+    with progress_bar(f"distil {settings.data}", "step", settings.steps) as progress:
+        progress.resume(distiller.step)
         while distiller.step < settings.steps:
             record = distiller.train_step(draw(distiller.step))
             state.global_step = distiller.step
@@ -126,7 +127,7 @@ def _loop(
                 callback.on_log(*given, logs=record, model=distiller.model)
             if distiller.step % settings.save_steps == 0 or distiller.step == settings.steps:
                 _save(distiller, folder)
-            progress.advance({"done": 1})
+            progress.advance()
     for callback in callbacks:
         callback.on_train_end(*given)
 

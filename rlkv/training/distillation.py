@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlkv.data.recall import Sample
+from rlkv.data.sample import MarkedText
 from rlkv.training.callbacks import GateMean, clamp_gate
 from rlkv.training.head_gate import gate_parameters, gates_matrix
 from rlkv.training.records import gate_shares
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
     answer_N: Tensor
 
 
-def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Batch:
+def collate(samples: Sequence[MarkedText], pad_id: int, device: torch.device) -> Batch:
     """Samples of any lengths as one batch on ``device``."""
     width = max(len(sample.ids) for sample in samples)
     ids = [list(sample.ids) + [pad_id] * (width - len(sample.ids)) for sample in samples]
@@ -140,12 +140,12 @@ class Distiller:
             return kl_of_states(self.base.get_output_embeddings(), mixed_ND, full_ND)
         return squared_distance(mixed_ND, full_ND)
 
-    def _batches(self, samples: Sequence[Sample]) -> Iterator[Batch]:
+    def _batches(self, samples: Sequence[MarkedText]) -> Iterator[Batch]:
         ordered = sorted(samples, key=lambda sample: len(sample.ids))
         for start in range(0, len(ordered), self.forward_rows):
             yield collate(ordered[start : start + self.forward_rows], self.pad_id, self.base.device)
 
-    def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def train_step(self, samples: Sequence[MarkedText]) -> dict[str, float]:
         """One optimizer step on ``samples``; the record for the log.
 
         ``teacher/right`` is the share of answer tokens that the model itself predicts with full attention.

@@ -10,9 +10,9 @@ from typing import Any
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
+from rlkv.attention.sizes import SinkWindow
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import GatedEngine, Rows
-from rlkv.serving.mixed_attention import LocalSizes
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 
 # mean |difference| of log-probabilities above which two engines hold different models; rounding in bf16 gives ~0.02
@@ -30,7 +30,7 @@ def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_pro
     """
     if settings.rollout == "hf":
         return None
-    sizes = LocalSizes(settings.sink, settings.window)
+    sizes = SinkWindow(settings.sink, settings.window)
     positions = longest_prompt + (args.max_completion_length or 0)
     if settings.rollout == "vllm-server":
         from rlkv.rollout.client import RolloutClient
@@ -43,7 +43,7 @@ def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_pro
             f"--rollout vllm samples in the trainer's process and takes one process, not {args.world_size}: start "
             "rollout/serve_vllm.py on a GPU of its own and train with --rollout vllm-server"
         )
-    from rlkv.rollout.vllm import VLLMEngine
+    from rlkv.vllm.engine import VLLMEngine
 
     return VLLMEngine(
         settings.model,

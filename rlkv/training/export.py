@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkv.atomic import atomic_path
-from rlkv.gates import HeadGates
-from rlkv.plots import TEXT_SIZE, new_figure, plot_gates, plot_histogram, save_figure
-from rlkv.provenance import provenance
+from rlkv.gates.head_gates import HeadGates
+from rlkv.gates.plots import plot_gates, plot_histogram
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.figures import TEXT_SIZE, new_figure, save_figure
+from rlkv.utils.provenance import provenance
 
 GATES = "gates.pt"
 CURVES = (

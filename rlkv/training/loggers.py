@@ -14,11 +14,11 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rlkv.atomic import atomic_path
-from rlkv.gates import HeadGates
-from rlkv.plots import plot_gates, plot_histogram
-from rlkv.progress import duration
+from rlkv.gates.head_gates import HeadGates
+from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.training.head_gate import gates_matrix
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.progress import duration
 
 LOG = "log.jsonl"
 GATES_LOG = "gates.jsonl"
@@ -110,7 +110,7 @@ class WandbLog(TrainerCallback):
         self.run: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from rlkv.extras import require
+        from rlkv.utils.extras import require
 
         wandb = require("wandb", "wandb")
         mode = self.mode

@@ -10,6 +10,6 @@ Reward = Callable[[Sequence[str], Sequence[str]], Sequence[bool]]
 
 def verifier_reward(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
     """The project's verifier on completion texts."""
-    from rlkv.verifier import are_correct
+    from rlkv.verifier.verifier import are_correct
 
     return are_correct(zip(completions, answers, strict=True))

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rlkv.correlation import spearman
-from rlkv.gates import HeadGates
+from rlkv.gates.correlation import spearman
+from rlkv.gates.head_gates import HeadGates
 from rlkv.training.loggers import GATES_LOG, LOG, read_log
 
 COLUMNS = ("rollout", "update", "step", "step_cpu")  # seconds of a step, the last in CPU time
@@ -31,7 +31,7 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     """Two runs of the same seed, each an output folder of ``train/grpo_gates.py``.
 
     Returns:
-        ``steps``; ``spearman`` of the rank values (means of the gates over the training); ``final_difference``, the
+        ``steps``; ``spearman`` of the means of the gates over training; ``final_difference``, the
         largest of the gates; ``equal_steps``, how many first steps had the same rewards and lengths; largest
         difference of log-probabilities in each run; seconds per step of each.
     """
@@ -43,7 +43,7 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     paths = [torch.tensor([r["alpha"] for r in read_log(folder / GATES_LOG)]) for folder in (first, second)]
     return {
         "steps": len(same),
-        "spearman": spearman(gates[0].rank, gates[1].rank),
+        "spearman": spearman(gates[0].mean_alpha, gates[1].mean_alpha),
         "final_difference": (paths[0][-1] - paths[1][-1]).abs().max().item(),
         "equal_steps": same.index(False) if False in same else len(same),
         "logprob_diff_max": [max(record["rollout/logprob_diff_max"] for record in log) for log in logs],

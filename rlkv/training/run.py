@@ -12,13 +12,13 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
-from rlkv.atomic import atomic_path
-from rlkv.gates import HeadGates
-from rlkv.models import ModelShape, load_model, resolve_dtype
-from rlkv.prompts import build_messages
+from rlkv.data.curriculum_file import read_rows
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.loading import load_model, resolve_dtype
+from rlkv.models.prompts import build_messages
+from rlkv.models.shape import ModelShape
 from rlkv.training.checkpoint import last_checkpoint
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
-from rlkv.training.curriculum_file import read_rows
 from rlkv.training.engine_rollout import open_engine
 from rlkv.training.export import export_run
 from rlkv.training.head_gate import gates_matrix, set_gates
@@ -26,6 +26,7 @@ from rlkv.training.loggers import LOG, GateImages, JsonlLog, StepLine, WandbLog,
 from rlkv.training.records import gate_shares
 from rlkv.training.reward import Reward, verifier_reward
 from rlkv.training.trainer import RLKVTrainer
+from rlkv.utils.atomic import atomic_path
 
 RUN_CONFIG = "run_config.json"
 # what may differ between a run and its continuation
@@ -143,7 +144,7 @@ def train_gates(
     def make_gates() -> HeadGates:
         return HeadGates(
             alpha=gates_matrix(trainer.model),
-            rank=trainer.gate_mean.mean(),
+            mean_alpha=trainer.gate_mean.mean(),
             model=shape,
             sink=settings.sink,
             window=settings.window,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rlkv.models import load_model
+from rlkv.attention.sizes import SinkWindow
+from rlkv.models.loading import load_model
 from rlkv.rollout.gated import GatedEngine
-from rlkv.rollout.wire import EngineFacts
-from rlkv.serving.mixed_attention import LocalSizes
+from rlkv.rollout.protocol import EngineFacts
 
 GATED_ENGINES = ("vllm", "hf")
 
@@ -13,7 +13,7 @@ GATED_ENGINES = ("vllm", "hf")
 def load_gated_engine(
     name: str,
     model: str,
-    sizes: LocalSizes,
+    sizes: SinkWindow,
     dtype: str = "auto",
     max_positions: int | None = None,
     kv_gib: float = 4.0,
@@ -26,7 +26,7 @@ def load_gated_engine(
         ValueError: if the engine is unknown or not installed, or the model cannot be loaded.
     """
     if name == "vllm":
-        from rlkv.rollout.vllm import VLLMEngine
+        from rlkv.vllm.engine import VLLMEngine
 
         served = VLLMEngine(model, sizes, dtype, max_positions, kv_gib, max_rows, enforce_eager=eager)
         layers, heads = served.gates().shape

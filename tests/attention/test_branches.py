@@ -16,7 +16,7 @@ from rlkv.attention.branches import (
 )
 from rlkv.attention.call import AttentionCall, mixed_mask
 from rlkv.attention.mixed import mix
-from rlkv.kernels.reference import full_mask, local_mask
+from tests.helpers.mixed_reference import full_mask, local_mask
 
 SCALE = 16**-0.5
 TOLERANCE = 2e-6  # float32 sums of at most 300 terms of size ~1

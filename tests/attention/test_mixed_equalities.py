@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import make_tiny_model
-from gated import SINK, WINDOW, make_batch, make_gated, positions, set_gates
 
-from rlkv.kernels.reference import local_mask
 from rlkv.training.head_gate import gate_parameters
+from tests.helpers.gated import SINK, WINDOW, make_batch, make_gated, positions, set_gates
+from tests.helpers.mixed_reference import local_mask
+from tests.helpers.models import make_tiny_model
 
 LENGTHS = [(0, 0), (7, 0), (60, 0), (150, 0)]
 TOTAL = 230  # beyond S + W + 2 blocks: the banded form runs

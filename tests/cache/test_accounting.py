@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import make_tiny_model
-from test_evicting_cache import POLICIES
-from test_reallocation_cache import MIXED
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.accounting import EntrySize, kv_nbytes
+from tests.cache.test_evicting_cache import POLICIES
+from tests.cache.test_reallocation_cache import MIXED
+from tests.helpers.models import make_tiny_model
 
 LENGTHS = [(20, 44), (4, 31), (30, 30), (1, 26)]
 

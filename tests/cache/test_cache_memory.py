@@ -6,10 +6,10 @@ import gc
 
 import pytest
 import torch
-from conftest import make_tiny_model
 
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.cache.attend import grown_capacity
+from tests.helpers.models import make_tiny_model
 
 LAYERS, HEADS, DIM, FLOAT = 3, 4, 16, 4
 

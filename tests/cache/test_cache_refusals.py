@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import make_tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
+from tests.helpers.models import make_tiny_model
 
 MIXED = torch.tensor([[True, False, True, False]] * 3)
 IDS = torch.arange(3, 13).view(2, 5)

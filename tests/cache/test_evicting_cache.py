@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import make_tiny_model
-from naive_eviction import naive_logits
-from test_reallocation_cache import MIXED, TOLERANCE, cached_logits, draw_ids
 from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow, SnapKV
 from rlkv.eviction.base import EvictionPolicy
+from tests.cache.test_reallocation_cache import MIXED, TOLERANCE, cached_logits, draw_ids
+from tests.helpers.models import make_tiny_model
+from tests.helpers.naive_eviction import naive_logits
 
 ALL = torch.zeros(3, 4, dtype=torch.bool)
 

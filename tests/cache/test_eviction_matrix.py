@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FAMILIES, make_tiny_model
-from test_reallocation_cache import MIXED, cached_logits, draw_ids
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,6 +13,8 @@ from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.eviction import POLICIES, make_policy
 from rlkv.eviction.base import EvictionPolicy
+from tests.cache.test_reallocation_cache import MIXED, cached_logits, draw_ids
+from tests.helpers.models import FAMILIES, make_tiny_model
 
 PROMPT, NEW, PADDING = 20, 15, (0, 5)
 KINDS = ("fixed", "ratio", "prompt kept", "prompt kept, ratio")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import make_tiny_model
 from transformers import MistralConfig
 from transformers.cache_utils import DynamicLayer
 
 from rlkv.cache.growing import GrowingLayer, growing_cache
+from tests.helpers.models import make_tiny_model
 
 CHANGES = {
     "select": lambda layer: layer.batch_select_indices(torch.tensor([2, 0])),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import make_tiny_model
-from reference_model import reference_logits
 from transformers import DynamicCache, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.cache import plan as plan_module
+from tests.helpers.models import make_tiny_model
+from tests.helpers.reference_model import reference_logits
 
 SINK, WINDOW = 3, 5
 # fp32 logits up to 4 that differ by the order of summation only: 3e-6 was measured

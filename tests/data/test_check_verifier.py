@@ -13,9 +13,10 @@ import pytest
 
 from rlkv.data.deepscaler import Problem
 from rlkv.evaluation.verifier_check import Miss, VerifierCheck, check_verifier
-from rlkv.verifier import Verifier
+from rlkv.verifier.verifier import Verifier
+from tests.helpers.paths import ROOT
 
-PROGRAM = Path(__file__).resolve().parents[2] / "data_prep" / "check_verifier.py"
+PROGRAM = ROOT / "data_prep" / "check_verifier.py"
 PROBLEMS = [
     Problem("p", "7", r"so \boxed{7}"),
     Problem("p", "8", "no answer at all"),

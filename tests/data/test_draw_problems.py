@@ -11,8 +11,9 @@ import pytest
 
 from rlkv.data.deepscaler import load_problems
 from rlkv.tiny.task import problems
+from tests.helpers.paths import ROOT
 
-PROGRAM = Path(__file__).resolve().parents[2] / "data_prep" / "draw_problems.py"
+PROGRAM = ROOT / "data_prep" / "draw_problems.py"
 
 
 def draw(monkeypatch: pytest.MonkeyPatch, output: Path, *options: str) -> object:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from conftest import make_tiny_model
 
 from rlkv.data.filter_config import FilterConfig
 from rlkv.data.filter_job import run_filter
 from rlkv.tiny.task import draw_problem
 from rlkv.tiny.tokenizer import build_tokenizer
+from tests.helpers.models import make_tiny_model
+from tests.helpers.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +185,7 @@ def test_presets() -> None:
 
 
 def test_yaml_and_overrides(tmp_path: Path) -> None:
-    packaged = Path(__file__).resolve().parents[2] / "configs" / "filter_tiny.yaml"
+    packaged = ROOT / "configs" / "filter_tiny.yaml"
     found = FilterConfig.resolve(str(packaged), {"num_problems": 9, "seed": None})
     assert (found.model, found.num_problems, found.max_new_tokens) == ("tiny", 9, 208)
     assert found.buckets is not None

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
+from tests.helpers.paths import ROOT
+
 VOLATILE = ("seconds", "finished", "command", "config")
 KILLS = 20
 
@@ -22,10 +23,14 @@ def report(folder: Path) -> dict:
 
 
 def test_killed_runs_end_in_the_files_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
-    driver = TESTS / "data" / "filter_kill_driver.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, driver, tmp_path, str(KILLS)], env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, "-m", "tests.helpers.filter_kill_driver", tmp_path, str(KILLS)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])

@@ -10,11 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import make_tiny_model
 
 from rlkv.tiny.tokenizer import build_tokenizer
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.models import make_tiny_model
+from tests.helpers.paths import ROOT
 
 
 @pytest.fixture(scope="module")

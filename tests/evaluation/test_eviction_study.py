@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from programs import load_program
 from typer.testing import CliRunner
 
-from rlkv.allocation import HeadAllocation
 from rlkv.cache import CacheSettings as CacheSizes
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.error_modes import RepetitionRule, count_modes
 from rlkv.evaluation.eviction_report import markdown_report, winners
 from rlkv.evaluation.eviction_study import cached_lengths
-from rlkv.evaluation.heads import CacheSettings, measure
-from rlkv.evaluation.inputs import study_problems
-from rlkv.evaluation.matching import kv_share
+from rlkv.evaluation.heads.measure import CacheSettings, measure
+from rlkv.evaluation.run.cli_args import study_problems
+from rlkv.evaluation.stats.error_modes import RepetitionRule, count_modes
+from rlkv.evaluation.stats.matching import kv_share
 from rlkv.eviction import make_policy
-from rlkv.gates import HeadGates
-from rlkv.models import ModelShape
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
 from rlkv.tiny import load
+from tests.helpers.programs import load_program
 
 SMALL = ("--num-problems", "4", "--definitions", "4-6", "--saved", "0.4", "--policies", "rkv,random")
 SIZES = ("--buffer", "4", "--observation", "2", "--extra", "8", "--max-new-tokens", "80")

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from matrix import CASES, IDS, build, random_entries
 
 from rlkv.eviction import H2O, POLICIES, RKV, RPC, TOVA, RandomEviction, SinkWindow, SnapKV, make_policy
+from tests.helpers.eviction_matrix import CASES, IDS, build, random_entries
 
 
 def counts(policy, seen, compactions=0):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import HEADS, random_entries
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlkv.eviction import attention, rkv
+from tests.helpers.eviction_matrix import HEADS, random_entries
 
 ROWS, N = 2, 500
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import naive
 import numpy as np
 import pytest
 import torch
 
 from rlkv.eviction import H2O, RKV, RPC, TOVA, SnapKV
+from tests.helpers import naive_selection as naive
 
 SEEDS, HEADS, GROUP_SIZE, N, HEAD_SIZE, BUDGET = 200, 2, 2, 63, 16, 24
 

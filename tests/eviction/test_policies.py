@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import BUDGET, CASES, HEAD_SIZE, HEADS, IDS, build, random_entries
 
 from rlkv.eviction import EvictionPolicy, attention
 from rlkv.eviction.reference import REFERENCES
+from tests.helpers.eviction_matrix import BUDGET, CASES, HEAD_SIZE, HEADS, IDS, build, random_entries
 
 every_policy = pytest.mark.parametrize("case", CASES, ids=IDS)
 lengths = pytest.mark.parametrize("n", [63, 500])

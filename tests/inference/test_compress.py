@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_tiny_model
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 import rlkv
 from rlkv import HeadAllocation, HeadGates
 from rlkv.cache import HeadReallocationCache
-from rlkv.models import ModelShape
+from rlkv.models.shape import ModelShape
+from tests.helpers.models import make_tiny_model
 
 MIXED = HeadAllocation(
     torch.tensor([[True, False, True, False], [False, False, False, False], [True, True, True, True]])

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_tiny_model
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
 
 import rlkv
-from rlkv.allocation import HeadAllocation
 from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
-from rlkv.gates import HeadGates
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.compress import CompressedSession, resolve_allocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.rollout.base import SamplingParams
+from tests.helpers.models import make_tiny_model
 
 MIXED = HeadAllocation(
     torch.tensor([[True, False, True, False], [False, False, False, False], [True, True, True, True]])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import make_tiny_model
 
-from rlkv.allocation import HeadAllocation
 from rlkv.cache import HeadReallocationCache
-from rlkv.inference.engine import Chat, InferenceEngine, Usage
-from rlkv.prompts import render_prompt
-from rlkv.rollout.base import SamplingParams
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.inference.engine import Chat, InferenceEngine
+from rlkv.models.prompts import render_prompt
+from rlkv.rollout.base import SamplingParams, Usage
 from rlkv.tiny.tokenizer import build_tokenizer
+from tests.helpers.models import make_tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=15)
 QUESTIONS = ["a=7 . find a ?", "b=2 . c=3 . d = b + c . find d ?", "e=1 . find e ?"]

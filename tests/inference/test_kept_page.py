@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlkv.inference.cli import app
-from rlkv.inference.cli_setup import build_policy
+from rlkv.cli.infer import app
+from rlkv.cli.infer_setup import build_policy
 from rlkv.inference.kept_page import shade, token_texts
 
 PROMPT = "a=7 . b=2 . c = b + a . d = c - b . e = d + a . find e ?"

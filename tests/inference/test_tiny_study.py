@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlkv.gates import HeadGates
-from rlkv.pipeline import Stage
+from rlkv.gates.head_gates import HeadGates
 from rlkv.training.config import parse_config
 from rlkv.training.distill_config import parse_distill_config
+from rlkv.utils.pipeline import Stage
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = runpy.run_path(str(ROOT / "inference" / "tiny_study.py"))
 FOLDER = Path("results/a study")
 

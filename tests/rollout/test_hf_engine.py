@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from conftest import make_tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlkv.prompts import render_prompt
+from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 from rlkv.tiny.task import problems
 from rlkv.tiny.tokenizer import build_tokenizer
+from tests.helpers.models import make_tiny_model
 
 VOCAB = 340  # covers the tiny tokenizer
 

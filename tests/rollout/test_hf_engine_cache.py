@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from conftest import make_tiny_model
 from peft import get_peft_model
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
 
@@ -16,6 +15,7 @@ from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters
+from tests.helpers.models import make_tiny_model
 
 VOCAB = 340  # covers the tiny tokenizer
 PROMPTS = ["a=7 . b=2 .", "a=7 .", "c = b + a . d = c * b . find d ?", "b=2 . c = b + a ."]

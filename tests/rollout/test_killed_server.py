@@ -6,16 +6,18 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-PROGRAM = Path(__file__).with_name("kill_server.py")
+from tests.helpers.paths import ROOT
+
+PROGRAM = "tests.helpers.kill_server"
 
 
 def test_training_outlives_its_rollout_server() -> None:
     engine = "vllm" if importlib.util.find_spec("vllm") else "hf"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--kills", "1", "--steps", "2", "--engine", engine],
+        [sys.executable, "-m", PROGRAM, "--kills", "1", "--steps", "2", "--engine", engine],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env=environment,

@@ -9,17 +9,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from conftest import make_tiny_model
 
+from rlkv.attention.sizes import SinkWindow
 from rlkv.rollout import client as client_module
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.client import RolloutClient
 from rlkv.rollout.gated import Rows, Sample, gate_version
+from rlkv.rollout.protocol import EngineFacts
 from rlkv.rollout.server import RolloutServer
-from rlkv.rollout.wire import EngineFacts
-from rlkv.serving.mixed_attention import LocalSizes
 from rlkv.training.hf_engine import GatedHFEngine
 from rlkv.training.serve import load_gated_engine
+from tests.helpers.models import make_tiny_model
 
 FACTS = EngineFacts("tiny", 2, 6, 64, 3, 4)
 SAMPLING = SamplingParams(9, temperature=1.0, seed=3)
@@ -62,7 +62,7 @@ class Scripted:
 
 
 def test_samples_over_http_are_the_engines() -> None:
-    sizes, alpha = LocalSizes(2, 6), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    sizes, alpha = SinkWindow(2, 6), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
     engine = GatedHFEngine(make_tiny_model("llama"), sizes, pad_id=0, max_rows=2)
     with serving(engine) as (_, url):
         client = make_client(url)
@@ -178,15 +178,15 @@ def test_signs_of_life_keep_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_cannot_work_is_refused_at_once() -> None:
-    engine = GatedHFEngine(make_tiny_model("llama"), LocalSizes(2, 6), pad_id=0)
+    engine = GatedHFEngine(make_tiny_model("llama"), SinkWindow(2, 6), pad_id=0)
     with serving(engine) as (_, url):
         client = make_client(url)
         with pytest.raises(ValueError, match=r"refused the request: the model has gates \[3, 4\], got \[2, 2\]"):
             client.set_gates(torch.ones(2, 2))
         with pytest.raises(ValueError, match="--sink 4 --window 6"):
-            client.check(LocalSizes(4, 6), 10)
+            client.check(SinkWindow(4, 6), 10)
         with pytest.raises(ValueError, match="--max-positions 65"):
-            client.check(LocalSizes(2, 6), 65)
+            client.check(SinkWindow(2, 6), 65)
         with pytest.raises(ValueError, match="not a request for samples"):
             client._request("POST", "/sample", {"version": "x"})
         with pytest.raises(ValueError, match="no such page"):
@@ -205,11 +205,11 @@ def test_a_taken_port_and_an_unknown_engine_are_named() -> None:
     ):
         RolloutServer(("127.0.0.1", server.server_port), Scripted([]), FACTS)
     with pytest.raises(ValueError, match="unknown engine 'sglang'"):
-        load_gated_engine("sglang", "tiny", LocalSizes(2, 6))
+        load_gated_engine("sglang", "tiny", SinkWindow(2, 6))
 
 
 def test_the_tiny_model_can_be_served_by_transformers() -> None:
-    engine, facts = load_gated_engine("hf", "tiny", LocalSizes(4, 16), "float32", max_rows=2)
+    engine, facts = load_gated_engine("hf", "tiny", SinkWindow(4, 16), "float32", max_rows=2)
     assert facts == EngineFacts("tiny", 4, 16, 1024, 4, 6)
     alpha = torch.zeros(4, 6)
     assert engine.set_gates(alpha) == gate_version(alpha)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import make_tiny_model
 
 from rlkv import tiny
-from rlkv.allocation import HeadAllocation
-from rlkv.evaluation.error_modes import RepetitionRule
+from rlkv.evaluation.stats.error_modes import RepetitionRule
 from rlkv.eviction import RKV
+from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
-from rlkv.prompts import render_prompt
+from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.hf import HFEngine
 from rlkv.rollout.watch import RowHooks, RowWatch
 from rlkv.tiny.tokenizer import build_tokenizer
+from tests.helpers.models import make_tiny_model
 
 RULE = RepetitionRule(window=8, distinct=7)
 PROBLEMS = tiny.problems(9, seed=3, max_definitions=6)

@@ -5,9 +5,9 @@ import json
 import torch
 
 from rlkv import tiny
-from rlkv.allocation import HeadAllocation
-from rlkv.evaluation.heads import CacheSettings, measure
-from rlkv.models import ModelShape
+from rlkv.evaluation.heads.measure import CacheSettings, measure
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.models.shape import ModelShape
 from rlkv.tiny.task import longest_solution
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rlkv.prompts import render_prompt
+from rlkv.models.prompts import render_prompt
 from rlkv.tiny.task import MAX_DEFINITIONS, draw_problem, longest_solution, problems
 from rlkv.tiny.tokenizer import build_tokenizer
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from rlkv.prompts import fill_template
+from rlkv.models.prompts import fill_template
 from rlkv.training.config import parse_config
 from rlkv.training.run import read_problems
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.paths import ROOT
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:

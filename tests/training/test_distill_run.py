@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import random_run
 import torch
 
-from rlkv.gates import HeadGates
+from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny.task import draw_problem
 from rlkv.training.distill_config import parse_distill_config
 from rlkv.training.distill_run import distill_gates
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = [
     *["--sink", "2", "--window", "6", "--steps", "4", "--batch_size", "3", "--forward_rows", "2", "--device", "cpu"],
     *["--dtype", "float32", "--save_steps", "2", "--learning_rate", "0.1", "--passkeys", "6", "--l1_weight", "0.5"],
@@ -112,10 +111,10 @@ def test_seeds_draw_other_samples_and_gradient_checkpointing_changes_nothing(tmp
 
 def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
     """A tokenizer that knows no bindings gets the task in text; here one of bytes, with a random model."""
-    sys.path.insert(0, str(random_run.HERE.parent))
-    from conftest import make_tiny_model
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    from tests.helpers.models import make_tiny_model
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *letters])}

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_tiny_model
 from peft import get_peft_model
 
-from rlkv.data.recall import Sample
+from rlkv.data.sample import MarkedText
 from rlkv.training.distillation import (
     Distiller,
     check_head,
@@ -21,14 +20,15 @@ from rlkv.training.distillation import (
     squared_distance,
 )
 from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
+from tests.helpers.models import make_tiny_model
 
 
-def random_samples(number: int, seed: int = 0) -> list[Sample]:
+def random_samples(number: int, seed: int = 0) -> list[MarkedText]:
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(number):
         ids = torch.randint(3, 128, (30 + 7 * i,), generator=generator).tolist()
-        samples.append(Sample(tuple(ids), tuple(range(len(ids) - 6 - i, len(ids)))))
+        samples.append(MarkedText(tuple(ids), tuple(range(len(ids) - 6 - i, len(ids)))))
     return samples
 
 
@@ -83,7 +83,7 @@ def test_the_learning_rate_rises_and_falls_by_a_fifth() -> None:
 
 
 def test_batches_pad_on_the_right_and_look_one_token_back() -> None:
-    batch = collate([Sample((5, 6, 7), (1, 2)), Sample((8, 9), (1,))], 0, torch.device("cpu"))
+    batch = collate([MarkedText((5, 6, 7), (1, 2)), MarkedText((8, 9), (1,))], 0, torch.device("cpu"))
     assert batch.ids_BT.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch.mask_BT.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert (batch.row_N.tolist(), batch.position_N.tolist()) == ([0, 0, 1], [0, 1, 0])

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_tiny_model
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
+from tests.helpers.models import make_tiny_model
 
 IDS = torch.randint(3, 128, (2, 60), generator=torch.Generator().manual_seed(0))
 

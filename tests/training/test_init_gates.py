@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import random_run
 import torch
 
-from rlkv.gates import HeadGates
-from rlkv.models import ModelShape
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
 from rlkv.training.config import parse_config
+from tests.helpers import random_run
 
 START = torch.tensor([[0.0, 0.3, 0.6, 1.0], [0.2, 0.4, 0.8, 0.5]])
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-PROGRAM = Path(__file__).with_name("kill_training.py")
+from tests.helpers.paths import ROOT
+
+PROGRAM = "tests.helpers.kill_training"
 
 
 def test_killed_runs_end_like_uninterrupted_ones() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--kills", "3", "--seed", "1"],
+        [sys.executable, "-m", PROGRAM, "--kills", "3", "--seed", "1"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env=environment,

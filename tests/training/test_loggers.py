@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import random_run
 
 from rlkv.training.loggers import JsonlLog, read_log
+from tests.helpers import random_run
 
 
 def test_a_resumed_log_drops_later_and_broken_records(tmp_path: Path) -> None:

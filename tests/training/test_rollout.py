@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import make_tiny_model
 
 from rlkv.training.logprobs import completion_logprobs, shift_left
 from rlkv.training.rollout import RolloutSettings, roll_out
+from tests.helpers.models import make_tiny_model
 
 PROMPTS = [[5, 6, 7], [9] * 11, [30, 31], [40, 50, 60, 70, 80, 90], [12]]
 

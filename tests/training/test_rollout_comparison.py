@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.gates import HeadGates
-from rlkv.models import ModelShape
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
 from rlkv.training.rollout_comparison import compare, to_table
 
 SHAPE = ModelShape("tiny", "llama", 2, 3, 6, 8)
@@ -35,7 +35,7 @@ def write_run(folder: Path, alphas: list[torch.Tensor], rewards: list[float], se
     gates = [{"step": step, "alpha": alpha.tolist()} for step, alpha in enumerate(alphas, start=1)]
     (folder / "gates.jsonl").write_text("".join(json.dumps(r) + "\n" for r in gates))
     rank = torch.stack(alphas).mean(0)
-    HeadGates(alpha=alphas[-1], rank=rank, model=SHAPE, sink=2, window=6).save(folder / "gates.safetensors")
+    HeadGates(alpha=alphas[-1], mean_alpha=rank, model=SHAPE, sink=2, window=6).save(folder / "gates.safetensors")
     return folder
 
 

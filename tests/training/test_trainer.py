@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import random_run
 import torch
 from peft import PeftModel
 from transformers import TrainerCallback
 
-from rlkv.gates import HeadGates
+from rlkv.gates.head_gates import HeadGates
 from rlkv.training.head_gate import gates_matrix
 from rlkv.training.trainer import RLKVTrainer
+from tests.helpers import random_run
 
 KEYS = {
     *["step", "reward/mean", "reward/std", "reward/zero_spread_share", "response/length_mean", "response/length_max"],
@@ -132,7 +132,7 @@ def test_rank_is_the_mean_of_the_gates_over_the_training(whole_run: tuple[Path, 
     folder, _, gates = whole_run
     history = torch.tensor([record["alpha"] for record in read(folder / "gates.jsonl")])
     assert history.shape == (5, 2, 4)
-    assert (history.mean(0) - gates.rank).abs().max() < 2e-6  # six decimals in the log
+    assert (history.mean(0) - gates.mean_alpha).abs().max() < 2e-6  # six decimals in the log
     assert (history[-1] - gates.alpha).abs().max() < 2e-6
 
 
@@ -171,7 +171,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(scheme: str, tmp_path: Path) 
             random_run.run(tmp_path / "crashed", options, [Watch(crash_at)])
     found = random_run.run(tmp_path / "crashed", options)
     assert torch.equal(found.alpha, expected.alpha)
-    assert torch.equal(found.rank, expected.rank)
+    assert torch.equal(found.mean_alpha, expected.mean_alpha)
     for name in ("log.jsonl", "gates.jsonl"):
         assert without_times(tmp_path / "crashed" / name) == without_times(tmp_path / "whole" / name)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from rlkv.evaluation.agreement import agreement
-from rlkv.evaluation.html_page import Cell, Page
+from rlkv.evaluation.heads.agreement import agreement
+from rlkv.evaluation.report.html_page import Cell, Page
 from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.comparison import COST_NOTE, compare
 from rlkv.evaluation.study.costs import cost_figures, cost_text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.html_page import Page
+from rlkv.evaluation.report.html_page import Page
 from rlkv.evaluation.study.bench import Bench, Cell
 from rlkv.evaluation.study.outcomes import Outcome
 from rlkv.evaluation.study.rankings import Ranking

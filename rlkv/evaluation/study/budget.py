@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlkv.allocation import HeadAllocation
-from rlkv.evaluation.html_page import Cell, Page
-from rlkv.evaluation.matching import match_budget, match_ratio
+from rlkv.evaluation.report.html_page import Cell, Page
+from rlkv.evaluation.stats.matching import match_budget, match_ratio
 from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.bench import Cell as BenchCell
 from rlkv.evaluation.study.comparison import compare
@@ -21,6 +20,7 @@ from rlkv.evaluation.study.outcomes import accuracy_of
 from rlkv.evaluation.study.pictures import Panel, curves_picture, point
 from rlkv.evaluation.study.text import LEGEND, accuracy_cell, difference_cell, p_number, verdict
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.gates.allocation import HeadAllocation
 
 KINDS = {"dynamic": match_ratio, "fixed": match_budget}
 # policy, saving, kind of budget, the policy with that budget (None: it holds more, whatever the budget)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from rlkv.evaluation.html_page import Cell, Page
-from rlkv.evaluation.metrics import paired_difference
+from rlkv.evaluation.report.html_page import Cell, Page
+from rlkv.evaluation.stats.metrics import paired_difference
 from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.costs import cost_figures, cost_text
 from rlkv.evaluation.study.outcomes import Outcome, accuracy_of, mean_scores

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from rlkv.evaluation.report import training_seconds
+from rlkv.evaluation.report.sweep_report import training_seconds
 from rlkv.evaluation.study.base import Figures
 from rlkv.evaluation.study.rankings import Ranking
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlkv.evaluation.agreement import agreement
-from rlkv.evaluation.html_page import Page
+from rlkv.evaluation.heads.agreement import agreement
+from rlkv.evaluation.report.html_page import Page
 from rlkv.evaluation.study.base import Analysis, Figures, Study
 from rlkv.evaluation.study.pictures import colours
 from rlkv.evaluation.study.rankings import Ranking
-from rlkv.plots import COLORS, TEXT_SIZE, TITLE_SIZE, save_figure
+from rlkv.gates.plots import COLORS
+from rlkv.utils.figures import TEXT_SIZE, TITLE_SIZE, save_figure
 
 COLUMNS = 4  # heat maps side by side
 BETWEEN = (0.1, 0.9)  # gates in here are neither closed nor open

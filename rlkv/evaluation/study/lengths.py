@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkv.evaluation.html_page import Cell, Page
-from rlkv.evaluation.metrics import bootstrap_mean, ngram_entropy, ngram_frequency, repetition_rate
+from rlkv.evaluation.report.html_page import Cell, Page
+from rlkv.evaluation.stats.metrics import bootstrap_mean, ngram_entropy, ngram_frequency, repetition_rate
 from rlkv.evaluation.study.base import FULL, Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.outcomes import Floats, Outcome
 from rlkv.evaluation.study.pictures import Panel, curves_picture, point

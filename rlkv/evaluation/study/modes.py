@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from rlkv.evaluation.error_modes import MODES
-from rlkv.evaluation.html_page import Cell, Page
-from rlkv.evaluation.metrics import mean_with_interval
+from rlkv.evaluation.report.html_page import Cell, Page
+from rlkv.evaluation.stats.error_modes import MODES
+from rlkv.evaluation.stats.metrics import mean_with_interval
 from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.outcomes import Floats, Outcome
 from rlkv.evaluation.study.pictures import MODE_COLOURS, stacked_picture

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkv.evaluation.error_modes import wrong_mode
-from rlkv.evaluation.metrics import PairedDifference, mean_with_interval, paired_difference
+from rlkv.evaluation.stats.error_modes import wrong_mode
+from rlkv.evaluation.stats.metrics import PairedDifference, mean_with_interval, paired_difference
 
 Floats = NDArray[np.float64]
 
@@ -22,7 +22,7 @@ class Outcome:
     Attributes:
         key: of the cell; seeds that keep the same heads share one outcome.
         correct: 1.0 or 0.0.
-        modes: how the answer failed (:data:`rlkv.evaluation.error_modes.MODES`), None where it is right.
+        modes: how the answer failed (:data:`rlkv.evaluation.stats.error_modes.MODES`), None where it is right.
         tokens: the output tokens.
         kv_bytes, kv_bytes_full: bytes of KV in use at the end of each text, and of the full cache for the same tokens.
         seconds: that decoding took.
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def outcome_of(key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
-    """The rows of :func:`rlkv.evaluation.runner.run_method`, in the order in which they are given."""
+    """The rows of :func:`rlkv.evaluation.run.runner.run_method`, in the order in which they are given."""
     return Outcome(
         key,
         np.array([float(row["correct"]) for row in rows]),
@@ -61,7 +61,7 @@ def outcome_of(key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
 
 
 def row_mode(row: dict[str, Any]) -> str | None:
-    """The error mode of a row, the first that fits (as :func:`rlkv.evaluation.error_modes.error_mode`)."""
+    """The error mode of a row, the first that fits (as :func:`rlkv.evaluation.stats.error_modes.error_mode`)."""
     return None if row["correct"] else wrong_mode(row["repetitive"], row["finish_reason"] == "length")
 
 

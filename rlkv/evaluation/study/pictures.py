@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkv.evaluation.inputs import ORACLE
+from rlkv.evaluation.run.cli_args import ORACLE
 from rlkv.evaluation.study.rankings import RANDOM
-from rlkv.plots import TEXT_SIZE, TITLE_SIZE, save_figure
+from rlkv.utils.figures import TEXT_SIZE, TITLE_SIZE, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

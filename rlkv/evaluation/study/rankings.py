@@ -8,10 +8,10 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from rlkv.allocation import HeadAllocation, compression_order, random_order
-from rlkv.evaluation.inputs import ORACLE, read_order
-from rlkv.gates import HeadGates
-from rlkv.models import ModelShape
+from rlkv.evaluation.run.cli_args import ORACLE, read_order
+from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
 
 Order = tuple[tuple[int, int], ...]
 RANDOM = "random heads"

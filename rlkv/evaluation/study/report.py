@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkv.atomic import atomic_path
-from rlkv.evaluation.html_page import Page
-from rlkv.evaluation.markdown_page import write_markdown
-from rlkv.evaluation.metrics import FEW_CHANGED
+from rlkv.evaluation.report.html_page import Page
+from rlkv.evaluation.report.markdown_page import write_markdown
+from rlkv.evaluation.stats.metrics import FEW_CHANGED
 from rlkv.evaluation.study.ablations import Ablations
 from rlkv.evaluation.study.base import Analysis, Figures, Study
 from rlkv.evaluation.study.bench import OnProgress
@@ -23,7 +22,8 @@ from rlkv.evaluation.study.sensitivity import Sensitivity
 from rlkv.evaluation.study.sweep import Sweep
 from rlkv.evaluation.study.text import SEEDS_FIXED
 from rlkv.evaluation.study.threshold import NearLossless
-from rlkv.provenance import provenance
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.provenance import provenance
 
 MEASURED = "measured.json"
 NOT_SAID = "its file does not say"
@@ -100,7 +100,7 @@ def write_report(
     """All files of a study but its rows.
 
     Args:
-        config: the options of the run; facts: :func:`rlkv.provenance.provenance`.
+        config: the options of the run; facts: :func:`rlkv.utils.provenance.provenance`.
         seconds: wall-clock time of this run; that of the cells counts what earlier runs measured too.
     """
     cells = study.bench.describe()

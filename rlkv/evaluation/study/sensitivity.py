@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from rlkv.evaluation.html_page import Cell, Page, sign_of
-from rlkv.evaluation.metrics import mean_with_interval, paired_difference
+from rlkv.evaluation.report.html_page import Cell, Page, sign_of
+from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference
 from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.bench import Cell as BenchCell
 from rlkv.evaluation.study.outcomes import Floats, Outcome, accuracy_of, mean_scores

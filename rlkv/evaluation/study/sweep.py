@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from rlkv.evaluation.html_page import Cell, Page
-from rlkv.evaluation.published import PublishedNumber, find_published
+from rlkv.evaluation.report.html_page import Cell, Page
+from rlkv.evaluation.report.published import PublishedNumber, find_published
 from rlkv.evaluation.study.base import FULL, Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.outcomes import accuracy_of
 from rlkv.evaluation.study.pictures import Panel, colours, curves_picture, point

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlkv.evaluation.html_page import LEVEL, Cell, sign_of
-from rlkv.evaluation.markdown_page import LEGEND as MARKS_LEGEND
+from rlkv.evaluation.report.html_page import LEVEL, Cell, sign_of
+from rlkv.evaluation.report.markdown_page import LEGEND as MARKS_LEGEND
 from rlkv.evaluation.study.base import Figures
 
 LEGEND = (

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from rlkv.evaluation.html_page import Page
-from rlkv.evaluation.intervals import wilson_interval
-from rlkv.evaluation.metrics import RESAMPLES
-from rlkv.evaluation.published import find_published
+from rlkv.evaluation.report.html_page import Page
+from rlkv.evaluation.report.published import find_published
+from rlkv.evaluation.stats.intervals import wilson_interval
+from rlkv.evaluation.stats.metrics import RESAMPLES
 from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
 from rlkv.evaluation.study.outcomes import Floats, mean_scores
 

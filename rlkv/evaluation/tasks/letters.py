@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from rlkv.verifier import last_box
+from rlkv.verifier.verifier import last_box
 
 THINKING_END = "</think>"
 MAX_NESTED = 8

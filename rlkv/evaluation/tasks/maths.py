@@ -8,9 +8,9 @@ from typing import Any
 
 from rlkv.data.deepscaler import text_field
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, first_field
-from rlkv.prompts import TEMPLATES
+from rlkv.models.prompts import TEMPLATES
 from rlkv.tiny.task import problems as tiny_problems
-from rlkv.verifier import is_correct, last_box
+from rlkv.verifier.verifier import is_correct, last_box
 
 # the published evaluation has two spaces here, as lighteval has; one space is the paper's (appendix B)
 MATH_TEMPLATE = TEMPLATES["rlkv"].replace("clearly. The", "clearly.  The")
@@ -21,7 +21,7 @@ TINY_TOKENS = 1024
 
 
 def grade_math(text: str, problem: EvalProblem) -> bool:
-    """Whether the answer that ``text`` ends in equals the reference (see :mod:`rlkv.verifier`)."""
+    """Whether the answer that ``text`` ends in equals the reference (see :mod:`rlkv.verifier.verifier`)."""
     return is_correct(text, problem.answer)
 
 

@@ -11,8 +11,8 @@ from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, Row
 from rlkv.evaluation.tasks.choice import MMLU_PRO
 from rlkv.evaluation.tasks.code import MBPP
 from rlkv.evaluation.tasks.maths import AIME24, AIME25, GSM8K, MATH500, TINY
-from rlkv.extras import require
-from rlkv.hub import connection_error
+from rlkv.models.hub import connection_error
+from rlkv.utils.extras import require
 
 TASKS: Mapping[str, EvalTask] = MappingProxyType(
     {task.name: task for task in (GSM8K, MATH500, AIME24, AIME25, MBPP, *MMLU_PRO, TINY)}

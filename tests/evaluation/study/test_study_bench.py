@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from study_fakes import SHAPE, outcome
 
-from rlkv.allocation import HeadAllocation
 from rlkv.cache import CacheSettings
-from rlkv.evaluation.rows import open_rows
-from rlkv.evaluation.runner import Problem, RunSettings
+from rlkv.evaluation.run.rows import open_rows
+from rlkv.evaluation.run.runner import Problem, RunSettings
 from rlkv.evaluation.study import bench as module
 from rlkv.evaluation.study.bench import Bench, Cell, StudyTask
+from rlkv.gates.allocation import HeadAllocation
 from rlkv.rollout.base import SamplingParams
+from tests.helpers.study_fakes import SHAPE, outcome
 
 
 def cell(number: int) -> Cell:

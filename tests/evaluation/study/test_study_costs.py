@@ -6,9 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from study_fakes import ranking
-
 from rlkv.evaluation.study.costs import Cost, cost_figures, cost_text, identification_costs
+from tests.helpers.study_fakes import ranking
 
 ALPHA = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from study_fakes import outcome
 
-from rlkv.evaluation.intervals import wilson_interval
-from rlkv.evaluation.metrics import (
+from rlkv.evaluation.stats.intervals import wilson_interval
+from rlkv.evaluation.stats.metrics import (
     lengths_when_both_right,
     mean_with_interval,
     ngram_entropy,
@@ -18,6 +17,7 @@ from rlkv.evaluation.study.comparison import compare
 from rlkv.evaluation.study.lengths import both_right, repetition_figures
 from rlkv.evaluation.study.modes import mode_shares
 from rlkv.evaluation.study.outcomes import accuracy_of, mean_scores, outcome_of
+from tests.helpers.study_fakes import outcome
 
 
 def row(correct: bool, repetitive: bool = False, finish: str = "stop", tokens: int = 3) -> dict:

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from programs import load_program
 from typer.testing import CliRunner, Result
 
 from rlkv import tiny
-from rlkv.allocation import HeadAllocation
-from rlkv.evaluation.heads import CacheSettings, measure
+from rlkv.evaluation.heads.measure import CacheSettings, measure
 from rlkv.evaluation.study.budget import KINDS
 from rlkv.evaluation.study.report import ANALYSES
-from rlkv.gates import HeadGates
-from rlkv.models import ModelShape
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
+from tests.helpers.programs import load_program
 
 TOKENS = 45
 NUM_PROBLEMS = 5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlkv.evaluation.html_page import Bullets, Page, Paragraph, Table
-from rlkv.evaluation.published import find_published
+from rlkv.evaluation.report.html_page import Bullets, Page, Paragraph, Table
+from rlkv.evaluation.report.published import find_published
 from rlkv.evaluation.study.sweep import ORIENTATION, published_rows, write_published
 
 LLAMA = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"

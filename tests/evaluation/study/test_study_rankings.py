@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from study_fakes import SHAPE, ranking
 
-from rlkv.allocation import HeadAllocation
-from rlkv.evaluation.inputs import ORACLE
+from rlkv.evaluation.run.cli_args import ORACLE
 from rlkv.evaluation.study.bench import Cell
 from rlkv.evaluation.study.rankings import (
     RANDOM,
@@ -20,9 +18,11 @@ from rlkv.evaluation.study.rankings import (
     reference_rankings,
 )
 from rlkv.eviction import RKV
-from rlkv.gates import HeadGates
-from rlkv.models import ModelShape
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
 from rlkv.tiny import load
+from tests.helpers.study_fakes import SHAPE, ranking
 
 ALPHA = [0.9, 0.1, 0.5, 0.0, 0.7, 0.3]
 MODEL = ModelShape("m", "llama", *SHAPE, 6, 8)

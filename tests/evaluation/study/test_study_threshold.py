@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlkv.evaluation.html_page import Page, Table
-from rlkv.evaluation.intervals import wilson_interval
+from rlkv.evaluation.report.html_page import Page, Table
+from rlkv.evaluation.stats.intervals import wilson_interval
 from rlkv.evaluation.study.threshold import NearLossless, excluded_text, near_lossless
 
 SPARSITIES = (0.2, 0.4, 0.6)

@@ -13,11 +13,12 @@ import pytest
 from rlkv.evaluation.grader_check import check_code, check_math, stated, wrong_program
 from rlkv.evaluation.tasks import TASKS, EvalProblem, load_task
 from rlkv.evaluation.tasks.code import extract_code
-from rlkv.verifier import Verifier
+from rlkv.verifier.verifier import Verifier
+from tests.helpers.paths import ROOT, SHARED
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
-PROGRAM = Path(__file__).resolve().parents[3] / "inference" / "check_graders.py"
-needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the benchmarks' files (../shared/data) are not here")
+DATA = SHARED / "data"
+PROGRAM = ROOT / "inference" / "check_graders.py"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the benchmarks' files (../shared/data) are not here")
 ADD = EvalProblem(
     "mbpp/1", "p", "def add(a, b):\n    return a + b", {"tests": ["assert add(1, 2) == 3"], "setup": "", "problem": "p"}
 )
@@ -92,7 +93,7 @@ def test_the_code_check_counts_every_case() -> None:
 @needs_data
 @pytest.mark.parametrize("name", ["gsm8k", "aime24", "aime25"])
 def test_references_are_accepted_and_others_refused(name: str) -> None:
-    problems = load_task(name, SHARED)
+    problems = load_task(name, DATA)
     with closing(Verifier(num_workers=1)) as verifier:
         found = check_math(problems, verifier, name)
     assert found.own == len(problems)

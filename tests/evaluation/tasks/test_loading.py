@@ -10,10 +10,11 @@ import pytest
 
 from rlkv.evaluation.tasks import TASKS, find_task, find_tasks, load_task, registry
 from rlkv.evaluation.tasks.base import fill
-from rlkv.prompts import fill_template
+from rlkv.models.prompts import fill_template
+from tests.helpers.paths import SHARED
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
-needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the benchmarks' files (../shared/data) are not here")
+DATA = SHARED / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the benchmarks' files (../shared/data) are not here")
 
 INSTRUCTION = "Solve the following math problem efficiently and clearly.  The last line"  # two spaces, as published
 
@@ -34,7 +35,7 @@ def write(path: Path, *rows: dict) -> Path:
     ],
 )
 def test_the_real_maths_files(name: str, count: int, first_id: str, first_answer: str) -> None:
-    problems = load_task(name, SHARED)
+    problems = load_task(name, DATA)
     assert (len(problems), problems[0].id, problems[0].answer) == (count, first_id, first_answer)
     assert len({p.id for p in problems}) == count
     for problem in problems:
@@ -46,14 +47,14 @@ def test_the_real_maths_files(name: str, count: int, first_id: str, first_answer
 
 @needs_data
 def test_aime25_prompts_lose_the_instruction_of_the_file() -> None:
-    first = load_task("aime25", SHARED / "aime25.jsonl", limit=1)[0]
+    first = load_task("aime25", DATA / "aime25.jsonl", limit=1)[0]
     assert first.meta["problem"].endswith("is a divisor of $97_b.$")
     assert "put your final answer within" not in first.prompt
 
 
 @needs_data
 def test_the_real_mbpp() -> None:
-    problems = load_task("mbpp", SHARED)
+    problems = load_task("mbpp", DATA)
     assert (len(problems), problems[0].id) == (500, "mbpp/11")
     assert all(p.meta["tests"] and p.meta["setup"] == "" and "\r" not in p.answer for p in problems)
     assert 'assert remove_Occ("hello","l") == "heo"\nassert' in problems[0].prompt

@@ -1,0 +1,1 @@
+"""Benchmarks: decoding, serving, compaction."""

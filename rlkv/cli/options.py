@@ -1,0 +1,116 @@
+"""Command lines from typed dataclasses: a YAML file sets defaults, options override them, unknown names are refused.
+
+The fields of a config class, with their types and the docstrings below them, are the options; ``--config`` takes the
+name of a packaged file or a path.  What was parsed *is* what a result file records (``dataclasses.asdict``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+import yaml
+
+T = TypeVar("T")
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIG_HELP = "\n\n--config NAME or FILE sets defaults from YAML with these names; packaged: {names}."
+
+
+def find_config(name: str) -> Path:
+    """The YAML file that ``name`` means: a path, or a packaged file such as ``llama8b``.
+
+    Raises:
+        ValueError: if there is neither; the packaged names are listed.
+    """
+    for path in (Path(name), CONFIGS / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    raise ValueError(f"--config {name}: no such file, and no packaged config of this name: {', '.join(packaged())}")
+
+
+def packaged() -> list[str]:
+    """Names of the packaged configs."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Keys (with underscores) and values of a config file.
+
+    Raises:
+        ValueError: if it is not YAML, or no mapping.
+    """
+    path = find_config(name)
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} is not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} holds a {type(values).__name__}: write name: value on each line")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def parse(kind: type[T], description: str | None = None, arguments: Sequence[str] | None = None) -> T:
+    """An object of the dataclass ``kind`` from ``arguments`` (default: the command line's).
+
+    Args:
+        description: what ``--help`` says first; default: the docstring of the class.
+
+    Raises:
+        ValueError: for a config file that is absent, damaged or has unknown keys, an option that is given twice, and
+            whatever the method ``check`` of the class refuses, if it has one.
+        SystemExit: with code 2, after one box on stderr, for an unknown option or a value of the wrong type.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name, given = _take_config(given)
+    names = Counter(_field(argument) for argument in given if argument.startswith("--"))
+    twice = [field for field, count in names.items() if count > 1]
+    if twice:
+        raise ValueError(f"--{twice[0].replace('_', '-')} is given twice: give it once, several values after one name")
+    from_file = _as_arguments(kind, name, names) if name is not None else []
+    text = (description or kind.__doc__ or "").strip() + CONFIG_HELP.format(names=", ".join(packaged()))
+    parsed = tyro.cli(kind, args=[*from_file, *given], description=text, config=(tyro.conf.OmitArgPrefixes,))
+    # not in __post_init__: tyro would put the sentence into a box of its own
+    check = getattr(parsed, "check", None)
+    if check is not None:
+        check()
+    return parsed
+
+
+def _field(option: str) -> str:
+    return option.removeprefix("--").removeprefix("no-").partition("=")[0].replace("-", "_")
+
+
+def _take_config(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The value of ``--config``, and the other arguments."""
+    for place, argument in enumerate(arguments):
+        if argument == "--config":
+            if place + 1 == len(arguments):
+                raise ValueError(f"--config needs a file or a packaged name: {', '.join(packaged())}")
+            return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+        if argument.startswith("--config="):
+            return argument.partition("=")[2], arguments[:place] + arguments[place + 1 :]
+    return None, arguments
+
+
+def _as_arguments(kind: type, name: str, overridden: Counter[str]) -> list[str]:
+    """The values of a config file as options, without those that the command line has itself."""
+    values = read_config(name)
+    known = {field.name for field in fields(kind)}
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise ValueError(f"--config {name} has unknown keys {', '.join(unknown)}: --help lists all names")
+    arguments = []
+    for key, value in values.items():
+        option = key.replace("_", "-")
+        if value is None or key in overridden:
+            continue
+        if isinstance(value, bool):
+            arguments.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            arguments += [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
+    return arguments

@@ -1,0 +1,1 @@
+"""Finding heads and measuring them."""

@@ -1,0 +1,1 @@
+"""Reports: pages, tables, published numbers."""

@@ -1,0 +1,68 @@
+"""What generations depend on besides their settings: the model, and the versions of the code and its libraries.
+
+A measurement that goes on compares these with what it was begun with, and names what differs.  The commit is recorded
+(:func:`rlkv.utils.provenance.commit`), not compared: an edited comment does not throw away a day of rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rlkv import __version__
+
+LIBRARIES = ("torch", "transformers", "math-verify", "sympy")
+SAMPLED = 1024  # elements of each parameter
+DIGITS = 16  # of a SHA-256 in hexadecimal: enough to tell two states apart
+
+
+def digest(content: bytes) -> str:
+    """A short hash."""
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
+
+
+def digest_of(value: Any) -> str:
+    """A short hash of ``value`` as JSON."""
+    return digest(json.dumps(value, sort_keys=True, default=str).encode())
+
+
+def model_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """Config, kind of device, number type and a hash over weights.
+
+    The weights are sampled, up to 1,024 evenly spaced elements of each parameter with the first and the last one, so
+    that a large model costs little: another training, merge or quantization is seen, a change of single elements may
+    not be.
+    """
+    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    config.pop("transformers_version", None)
+    weights = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().flatten()
+        places = torch.linspace(0, flat.numel() - 1, min(SAMPLED, flat.numel()), dtype=torch.float64).long()
+        sample = flat[places.to(flat.device)].cpu()
+        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        weights.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+    return {
+        "config": digest_of(config),
+        "weights": weights.hexdigest()[:DIGITS],
+        "dtype": str(model.dtype),
+        "device": model.device.type,
+    }
+
+
+@cache
+def library_facts() -> dict[str, str]:
+    """Versions of this package and of the libraries that decode and grade; absent ones are left out."""
+    found = {"rlkv": __version__}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,243 @@
+"""One method on one task: every generation with its verdict in a file, resumable at any moment.
+
+A *unit* is one sample of one problem.  Units are sorted by prompt length and decoded in fixed batches.  A row is graded
+and written when its text ends, on another thread than decoding.  A run that was killed decodes its interrupted batch
+again, whole, writes the rows that are missing, and ends with the rows of an uninterrupted one (greedily, or with the
+same seed).  With several processes each takes every n-th batch and writes a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlkv.cache import CacheSettings
+from rlkv.cache.accounting import EntrySize
+from rlkv.evaluation.run.fingerprint import digest_of, library_facts, model_facts
+from rlkv.evaluation.run.row_accounting import Background, BatchBytes, BatchClock
+from rlkv.evaluation.run.rows import open_rows, read_rows
+from rlkv.evaluation.stats.error_modes import RepetitionRule
+from rlkv.evaluation.tasks import EvalProblem, EvalTask, find_task, load_task
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.inference.engine import InferenceEngine
+from rlkv.models.prompts import render_prompt
+from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.rollout.watch import RowHooks
+
+SEED_STEP = 1_000_003  # seeds of two batches differ by at least this
+UNGRADED = 64  # rows that may wait for their verdict before decoding does: what a kill can cost beside a batch
+Unit = tuple[int, int]  # problem, sample
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the runner needs of a problem: ``key`` in the files, rendered ``prompt``, and what judges the text.
+
+    ``reference`` is all that the verdict depends on (answer, tests): a resumed run must have the same.
+    """
+
+    key: str
+    prompt: str
+    grade: Callable[[str], bool]
+    reference: str = ""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a method decodes a task.
+
+    Attributes:
+        cache: what compressible heads keep; sampling: per unit, its seed numbers the run; num_samples: per problem.
+        batch_size: units decoded together.
+        rule: what counts as repetitive.
+        rank, ranks: which share of the batches this process takes; rows do not depend on it.
+        stop_repetitive: end a text when it is repetitive by ``rule``.
+    """
+
+    cache: CacheSettings
+    sampling: SamplingParams
+    num_samples: int = 1
+    batch_size: int = 8
+    rule: RepetitionRule = field(default_factory=RepetitionRule)
+    rank: int = 0
+    ranks: int = 1
+    stop_repetitive: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples is {self.num_samples}: it must be 1 or more")
+        if self.num_samples > 1 and self.sampling.greedy:
+            raise ValueError(
+                f"{self.num_samples} samples of greedy decoding are all the same: set a temperature or take one sample"
+            )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All settings that rows depend on."""
+        cache = asdict(self.cache) | {"eviction": self.cache.eviction.describe() if self.cache.eviction else None}
+        return {
+            "cache": cache,
+            "sampling": asdict(self.sampling),
+            "num_samples": self.num_samples,
+            "batch_size": self.batch_size,
+            "rule": asdict(self.rule),
+            "stop_repetitive": self.stop_repetitive,
+        }
+
+
+def task_problems(
+    name: str, data: Path | None, limit: int | None, seed: int, tokenizer: PreTrainedTokenizerBase
+) -> list[Problem]:
+    """The problems of a task (:func:`rlkv.evaluation.tasks.load_task`), rendered for the model."""
+    return render_problems(find_task(name), load_task(name, data, limit, seed), tokenizer)
+
+
+def render_problems(
+    task: EvalTask, problems: Iterable[EvalProblem], tokenizer: PreTrainedTokenizerBase
+) -> list[Problem]:
+    """``problems`` of ``task`` as the model reads them."""
+    return [
+        Problem(p.id, render_prompt(tokenizer, p.prompt, "plain"), partial(_judge, task, p), f"{p.answer}{p.meta}")
+        for p in problems
+    ]
+
+
+def _judge(task: EvalTask, problem: EvalProblem, text: str) -> bool:
+    return task.grade(text, problem)
+
+
+def plan_batches(lengths: list[int], settings: RunSettings) -> list[list[Unit]]:
+    """Batches of (problem, sample): longest prompts first, the samples of a problem side by side."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    units = [(problem, sample) for problem in order for sample in range(settings.num_samples)]
+    return [units[begin : begin + settings.batch_size] for begin in range(0, len(units), settings.batch_size)]
+
+
+def run_method(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[Problem],
+    allocation: HeadAllocation,
+    settings: RunSettings,
+    rows_file: Path,
+    facts: dict[str, Any],
+    on_rows: Callable[[int, int, float], None],
+    earlier: Iterable[Path] = (),
+) -> list[Row]:
+    """Decode and judge what ``rows_file`` does not hold yet.
+
+    Args:
+        facts: what else the rows depend on, compared when a run is resumed, beside settings, problems, prompts, model,
+            code and libraries (:mod:`rlkv.evaluation.run.fingerprint`).
+        on_rows: called with units done, units in all, and the accuracy so far, of this process; on another thread.
+        earlier: files of the same run with another number of processes, whose rows are taken over.
+
+    Returns:
+        Rows of key, sample, text, token_ids, finish_reason, correct, repetitive, kv_bytes, kv_bytes_full (at the end of
+        that text alone), seconds (each moment of a batch in equal parts to the rows that are still decoded); in the
+        order of the batches.
+
+    Raises:
+        ValueError: if one of the files was written with other settings; the differences are named.
+    """
+    cache = settings.cache
+    engine = InferenceEngine(
+        model,
+        tokenizer,
+        allocation,
+        cache.sink,
+        cache.window,
+        cache.prefill,
+        batch_size=settings.batch_size,
+        eviction=cache.eviction,
+    )
+    lengths = engine.prompt_lengths([problem.prompt for problem in problems])
+    batches = plan_batches(lengths, settings)
+    own = [(number, batch) for number, batch in enumerate(batches) if number % settings.ranks == settings.rank]
+    units = {(problems[p].key, sample) for _, batch in own for p, sample in batch}
+    full_facts = _fingerprint(engine, problems, settings, facts)
+    found = [row for file in earlier for row in read_rows(file, full_facts)]
+    with open_rows(rows_file, full_facts) as log:
+        done = {(row["key"], row["sample"]): row for row in [*found, *log.rows]}
+        done = {unit: row for unit, row in done.items() if unit in units}
+        right = sum(row["correct"] for row in done.values())
+        on_rows(len(done), len(units), right / max(1, len(done)))
+
+        def write(unit: Unit, completion: Completion, seconds: float, sizes: BatchBytes, place: int) -> None:
+            nonlocal right
+            held, whole = sizes.of_row(place, len(completion.token_ids))
+            row = _row(problems[unit[0]], unit[1], completion, settings.rule)
+            row |= {"kv_bytes": held, "kv_bytes_full": whole, "seconds": round(seconds, 4)}
+            row |= {"text": completion.text, "token_ids": completion.token_ids}
+            log.append(row)
+            done[row["key"], row["sample"]] = row
+            right += row["correct"]
+            on_rows(len(done), len(units), right / len(done))
+
+        with Background(max(UNGRADED, 2 * settings.batch_size)) as background:
+            for number, batch in own:
+                missing = {unit for unit in batch if (problems[unit[0]].key, unit[1]) not in done}
+                if missing:
+                    _decode(engine, problems, lengths, batch, number, settings, missing, background, write)
+    return [done[problems[p].key, s] for _, batch in own for p, s in batch]
+
+
+def _fingerprint(
+    engine: InferenceEngine, problems: list[Problem], settings: RunSettings, facts: dict[str, Any]
+) -> dict[str, Any]:
+    prompts = [problem.prompt for problem in problems]
+    own = settings.fingerprint() | {
+        "full_heads": engine.allocation.full.int().flatten().tolist(),
+        "problems": digest_of([[problem.key, problem.prompt, problem.reference] for problem in problems]),
+        "prompt_tokens": digest_of(engine.tokenizer(prompts, add_special_tokens=False).input_ids),
+        "end_tokens": engine.eos_ids,
+        "model_state": model_facts(engine.model),
+        "libraries": library_facts(),
+    }
+    twice = own.keys() & facts.keys()
+    assert not twice, f"facts that are compared anyway: {twice}"
+    return own | facts
+
+
+def _decode(
+    engine: InferenceEngine,
+    problems: list[Problem],
+    lengths: list[int],
+    batch: list[Unit],
+    number: int,
+    settings: RunSettings,
+    missing: set[Unit],
+    background: Background,
+    write: Callable[[Unit, Completion, float, BatchBytes, int], None],
+) -> None:
+    """Decode a batch, whole; hand every ``missing`` unit to ``write`` in the background when it ends."""
+    sampling = replace(settings.sampling, seed=settings.sampling.seed * SEED_STEP + number)
+    prompts = torch.tensor([lengths[p] for p, _ in batch])
+    sizes = BatchBytes(settings.cache, engine.allocation.full, EntrySize.of(engine.model), prompts)
+    clock = BatchClock(len(batch))
+
+    def on_end(place: int, completion: Completion) -> None:
+        seconds = clock.end_row()
+        if batch[place] in missing:
+            background.submit(partial(write, batch[place], completion, seconds, sizes, place))
+            clock.skip()
+
+    hooks = RowHooks(on_end, settings.rule if settings.stop_repetitive else None)
+    full = bool(engine.allocation.full.all())
+    engine.batch([problems[p].prompt for p, _ in batch], sampling, full=full, hooks=hooks)
+
+
+def _row(problem: Problem, sample: int, completion: Completion, rule: RepetitionRule) -> Row:
+    return {
+        "key": problem.key,
+        "sample": sample,
+        "correct": problem.grade(completion.text),
+        "finish_reason": completion.finish_reason,
+        "repetitive": rule(completion.token_ids),
+    }

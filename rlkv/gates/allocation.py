@@ -1,0 +1,199 @@
+"""HeadAllocation: which KV heads keep the whole past, chosen from gates and a sparsity by exact count.
+
+A quantile of the gates would miss the asked sparsity where gates tie (published ones were stored in bf16 and hold
+79 to 197 distinct values for 112 to 288 heads), so heads are ordered and counted instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rlkv.gates.head_gates import HeadGates
+
+SCOPES = ("global", "layer")
+
+
+def num_full_heads(sparsity: float, total: int) -> int:
+    """``round((1 - sparsity) * total)``, half away from zero: on a tie the head stays full.
+
+    The sparsity counts as the decimal number that it prints as: 0.9 of 5 heads leaves 0.5, hence 1 full head,
+    where binary arithmetic would find 0.4999... and keep none.
+
+    Raises:
+        ValueError: if ``sparsity`` is outside [0, 1].
+    """
+    if not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity {sparsity} is not in [0, 1]: it is the share of KV heads that are compressible")
+    return math.floor((1 - Fraction(str(float(sparsity)))) * total + Fraction(1, 2))
+
+
+def compression_order(gates: HeadGates) -> list[tuple[int, int]]:
+    """All heads as (layer, head), least needed first.
+
+    Sorted by gate; equal gates by their mean over training; heads equal in both so that the lower (layer, head)
+    stays full longer.
+    """
+    num_heads = gates.alpha.shape[1]
+    alpha, rank = gates.alpha.flatten().tolist(), gates.mean_alpha.flatten().tolist()
+    order = sorted(range(len(alpha)), key=lambda i: (alpha[i], rank[i], -i))
+    return [divmod(i, num_heads) for i in order]
+
+
+def random_order(num_layers: int, num_kv_heads: int, seed: int) -> list[tuple[int, int]]:
+    """All heads as (layer, head), shuffled: what :meth:`HeadAllocation.random` compresses in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(num_layers * num_kv_heads, generator=generator).tolist()
+    return [divmod(i, num_kv_heads) for i in order]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadAllocation:
+    """Which heads are full.
+
+    Attributes:
+        full: bool ``[num_layers, num_kv_heads]`` on the CPU; True keeps everything, False is compressible.
+
+    Raises:
+        ValueError: if ``full`` is no non-empty bool matrix.
+    """
+
+    full: Tensor
+
+    def __post_init__(self) -> None:
+        full = self.full
+        if not isinstance(full, Tensor) or full.dtype != torch.bool or full.dim() != 2 or full.numel() == 0:
+            found = f"{full.dtype} {list(full.shape)}" if isinstance(full, Tensor) else type(full).__name__
+            raise ValueError(f"an allocation needs a bool tensor [num_layers, num_kv_heads], got {found}")
+        object.__setattr__(self, "full", full.detach().cpu().clone())  # the caller's tensor may change later
+
+    @classmethod
+    def from_gates(cls, gates: HeadGates, sparsity: float, scope: str = "global") -> HeadAllocation:
+        """The heads with the largest gates are full; ties as in :func:`compression_order`.
+
+        Args:
+            sparsity: share of heads that are compressible, in [0, 1].
+            scope: ``global`` ranks all heads of the model against each other and keeps
+                ``num_full_heads(sparsity, L * H)`` full: the actual sparsity is within half a head of the asked
+                one. ``layer`` keeps ``num_full_heads(sparsity, H)`` full in every layer, rounded once and the same
+                for all, so the actual sparsity may be off by up to half a head *per layer* (0.1 with 4 heads a
+                layer gives 0): read ``.sparsity``.
+        """
+        num_layers, num_heads = gates.alpha.shape
+        order = compression_order(gates)
+        if scope == "global":
+            return cls.from_order(order, num_layers, num_heads, sparsity)
+        if scope != "layer":
+            raise ValueError(f"unknown scope {scope!r}: choose one of {', '.join(SCOPES)}")
+        compressible = num_heads - num_full_heads(sparsity, num_heads)
+        full = torch.ones(num_layers, num_heads, dtype=torch.bool)
+        for layer in range(num_layers):
+            for head in [h for at, h in order if at == layer][:compressible]:
+                full[layer, head] = False
+        return cls(full)
+
+    @classmethod
+    def from_order(
+        cls, order: Sequence[tuple[int, int]], num_layers: int, num_kv_heads: int, sparsity: float
+    ) -> HeadAllocation:
+        """The first heads of ``order`` are compressible, as many as the sparsity asks for.
+
+        Args:
+            order: (layer, head) pairs in the order in which heads can go, least needed first. It may stop early,
+                but not before the heads that this sparsity takes.
+
+        Raises:
+            ValueError: for a head outside the model or named twice, and if ``order`` is too short.
+        """
+        if min(num_layers, num_kv_heads) < 1:
+            raise ValueError(
+                f"an allocation needs at least one head, got {num_layers} layers x {num_kv_heads} KV heads"
+            )
+        total = num_layers * num_kv_heads
+        compressible = total - num_full_heads(sparsity, total)
+        full = torch.ones(num_layers, num_kv_heads, dtype=torch.bool)
+        seen: set[tuple[int, int]] = set()
+        for layer, head in order:
+            if not (0 <= layer < num_layers and 0 <= head < num_kv_heads):
+                raise ValueError(
+                    f"the order names layer {layer}, head {head}: the model has {num_layers} layers x "
+                    f"{num_kv_heads} KV heads, counted from 0"
+                )
+            if (layer, head) in seen:
+                raise ValueError(f"the order names layer {layer}, head {head} twice")
+            if len(seen) < compressible:
+                full[layer, head] = False
+            seen.add((layer, head))
+        if len(seen) < compressible:
+            raise ValueError(
+                f"sparsity {sparsity} makes {compressible} of {total} heads compressible, "
+                f"but the order names only {len(seen)}"
+            )
+        return cls(full)
+
+    @classmethod
+    def random(cls, num_layers: int, num_kv_heads: int, sparsity: float, seed: int) -> HeadAllocation:
+        """A random draw of ``num_full_heads(sparsity, L * H)`` full heads.
+
+        The seed fixes the order in which heads go, so draws of one seed at rising sparsity are nested.
+        """
+        return cls.from_order(random_order(num_layers, num_kv_heads, seed), num_layers, num_kv_heads, sparsity)
+
+    @property
+    def num_full(self) -> int:
+        """Full heads of the whole model."""
+        return int(self.full.sum())
+
+    @property
+    def num_compressible(self) -> int:
+        """Compressible heads of the whole model."""
+        return self.full.numel() - self.num_full
+
+    @property
+    def sparsity(self) -> float:
+        """The actual share of compressible heads, which rounding may set apart from the asked one."""
+        return self.num_compressible / self.full.numel()
+
+    def overlap(self, other: HeadAllocation) -> float:
+        """Share of full heads in common: their number over the larger of both numbers of full heads; 1 if none is full.
+
+        Raises:
+            ValueError: if ``other`` is of another shape.
+        """
+        if self.full.shape != other.full.shape:
+            raise ValueError(
+                f"allocations of different models: {_by(self.full)} and {_by(other.full)} (layers x KV heads)"
+            )
+        larger = max(self.num_full, other.num_full)
+        return int((self.full & other.full).sum()) / larger if larger else 1.0
+
+    def describe(self) -> str:
+        """A line for the model, then one per layer: full and compressible heads, and a map (``#`` full, ``.`` not)."""
+        lines = [repr(self)[1:-1], "layer  full  compressible  heads"]
+        for layer, row in enumerate(self.full.tolist()):
+            heads = "".join("#" if full else "." for full in row)
+            lines.append(f"{layer:5d}  {sum(row):4d}  {len(row) - sum(row):12d}  {heads}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return (
+            f"<HeadAllocation {_by(self.full)}: {self.num_full} full, {self.num_compressible} compressible, "
+            f"sparsity {self.sparsity:.4g}>"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeadAllocation) and torch.equal(self.full, other.full)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.full.shape), tuple(self.full.flatten().tolist())))
+
+
+def _by(full: Tensor) -> str:
+    return f"{full.shape[0]} x {full.shape[1]}"

@@ -1,0 +1,174 @@
+"""Reading and writing gates files. Readers return the keyword arguments of ``HeadGates``, writers take them.
+
+- ``.pt``: a versioned dict of tensors and plain values, loaded with ``weights_only=True`` (no code is run);
+- ``.safetensors``: tensors ``alpha`` and ``rank`` (the gates' means over training), the rest as JSON in the header;
+- ``.tsv``: alpha alone, one row per layer, tab separated: the published layout;
+- a PEFT folder (``rlkv.gates.peft_folder``) and the hub (``rlkv.gates.hub``).
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlkv.gates.header import EXPECTED, from_header, read_safetensors, to_header, write_safetensors
+from rlkv.gates.hub import fetch, is_hub_address
+from rlkv.gates.peft_folder import ADAPTER_CONFIG, is_peft_weights, read_peft, write_peft
+from rlkv.models.shape import ModelShape
+from rlkv.utils.atomic import atomic_path
+
+SUFFIXES = (".pt", ".safetensors", ".tsv")
+_STORED = {"alpha": "alpha", "mean_alpha": "rank"}  # tensors: argument of HeadGates -> name in files
+
+
+def read_gates(path: str | Path) -> dict[str, Any]:
+    """Arguments of ``HeadGates`` from a file, a folder or a hub address; see ``HeadGates.load``."""
+    if is_hub_address(path):
+        return _read_local(fetch(str(path)))
+    return _read_local(Path(path).expanduser())
+
+
+def _read_local(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        path = _pick(path)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder, {EXPECTED}")
+    if path.is_dir():
+        return read_peft(path)
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path}: the file is empty, {EXPECTED}")
+    readers = {".pt": _read_pt, ".safetensors": _read_safetensors, ".tsv": _read_tsv}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: unknown gates format {path.suffix or 'without a suffix'!r}, {EXPECTED}")
+    return readers[path.suffix](path)
+
+
+def _pick(folder: Path) -> Path:
+    if (folder / ADAPTER_CONFIG).exists():
+        return folder
+    for name in ("gates.safetensors", "gates.pt"):
+        if (folder / name).exists():
+            return folder / name
+    tables = sorted(folder.glob("*.tsv"))
+    if len(tables) == 1:
+        return tables[0]
+    found = f"{len(tables)} .tsv files" if tables else "nothing of the kind"
+    raise ValueError(
+        f"{folder}: found {found} in this folder, expected {ADAPTER_CONFIG}, gates.safetensors, gates.pt or one .tsv"
+    )
+
+
+def _read_pt(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # foreign bytes make the unpickler raise nearly anything
+        found = "a truncated or damaged file" if path.read_bytes()[:2] == b"PK" else "no file of torch.save's format"
+        raise ValueError(f"{path}: found {found}, expected gates as HeadGates.save writes them") from error
+    return _with_tensors(from_header(content, path), content, path)
+
+
+def _write_pt(path: Path, payload: dict[str, Any]) -> None:
+    with atomic_path(path) as partial, partial.open("wb") as file:  # a path would put its name into the archive
+        torch.save({**to_header(payload), **_tensors(payload)}, file)
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    tensors, header = read_safetensors(path)
+    if is_peft_weights(tensors):
+        raise ValueError(f"{path}: weights of a PEFT adapter, expected a gates file: pass the folder that holds it")
+    return _with_tensors(from_header(header, path), tensors, path)
+
+
+def _with_tensors(kwargs: dict[str, Any], content: dict[str, Any], path: Path) -> dict[str, Any]:
+    for name, stored in _STORED.items():
+        if not isinstance(content.get(stored), torch.Tensor):
+            raise ValueError(f"{path}: damaged gates file, expected a tensor {stored!r}")
+        kwargs[name] = content[stored]
+    return kwargs
+
+
+def _tensors(payload: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {stored: payload[name] for name, stored in _STORED.items()}
+
+
+def _write_safetensors(path: Path, payload: dict[str, Any]) -> None:
+    write_safetensors(path, _tensors(payload), to_header(payload))
+
+
+def _read_tsv(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file, expected one row of tab-separated numbers per layer") from error
+    if not text.endswith("\n"):  # half of a number is a number too
+        raise ValueError(f"{path}: found no newline at its end, expected one as in any whole file: it may be truncated")
+    rows: list[list[float]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append([float(cell) for cell in line.split("\t")])
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}, expected tab-separated numbers") from error
+        if len(rows[-1]) != len(rows[0]):
+            raise ValueError(
+                f"{path}, line {number}: found {len(rows[-1])} KV heads, expected {len(rows[0])} as in the first row"
+            )
+    if not rows:
+        raise ValueError(f"{path}: no rows, expected one row of tab-separated numbers per layer")
+    kwargs: dict[str, Any] = {"alpha": torch.tensor(rows, dtype=torch.float32)}
+    kwargs.update(_read_sibling_config(path.with_name("config.json"), len(rows), len(rows[0])))
+    return kwargs
+
+
+def _read_sibling_config(path: Path, num_layers: int, num_kv_heads: int) -> dict[str, Any]:
+    """What a ``config.json`` beside a ``.tsv`` adds: DuoAttention's names the model and the training sizes."""
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it holds no object")
+    except ValueError as error:
+        warnings.warn(f"{path}: not readable as JSON ({error}), so the gates name no model", stacklevel=2)
+        return {}
+    kwargs: dict[str, Any] = {}
+    name = config.get("model_name") or config.get("_name_or_path")
+    if name:  # no more of the model's shape is known: the empty fields are not compared
+        kwargs["model"] = ModelShape(str(name), "", num_layers, num_kv_heads, 0, 0)
+    sizes = {
+        "sink": "sink_size",
+        "window": "recent_size",
+        "deploy_sink": "deploy_sink_size",
+        "deploy_window": "deploy_recent_size",
+    }
+    return kwargs | {ours: config[theirs] for ours, theirs in sizes.items() if config.get(theirs) is not None}
+
+
+def _write_tsv(path: Path, payload: dict[str, Any]) -> None:
+    with atomic_path(path) as partial:
+        np.savetxt(partial, payload["alpha"].double().numpy(), fmt="%.18e", delimiter="\t")
+
+
+def write_gates(path: str | Path, payload: dict[str, Any]) -> None:
+    """Write by suffix; see ``HeadGates.save``."""
+    if str(path).startswith("hf://"):
+        raise ValueError(f"{path}: gates are saved to a local path, expected no hub address: upload the saved folder")
+    target = Path(path).expanduser()
+    writers = {".pt": _write_pt, ".safetensors": _write_safetensors, ".tsv": _write_tsv}
+    if target.is_dir() or not target.suffix or str(path).endswith("/"):
+        write_peft(target, payload)
+    elif target.suffix in writers:
+        writers[target.suffix](target, payload)
+    else:
+        raise ValueError(
+            f"{path}: unknown gates format {target.suffix!r}, expected {', '.join(SUFFIXES)}, or a name that ends "
+            "with / for a PEFT folder"
+        )

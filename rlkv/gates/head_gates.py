@@ -1,0 +1,187 @@
+"""HeadGates: one learned number per KV head, with the model it belongs to and how it was trained.
+
+Formats (:mod:`rlkv.gates.formats`): ``.pt``, ``.safetensors``, ``.tsv`` (the layout of the published RLKV and
+DuoAttention gates), a PEFT folder, and any of these on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkv.gates.formats import read_gates, write_gates
+from rlkv.models.shape import ModelShape
+
+# Published gates reach 0.0106 below 0 and 0.0078 above 1: what one optimizer step of lr 0.01 and bf16 rounding leave
+# behind. Twice such a step is clipped without a word, more with a warning.
+ROUNDING = 0.02
+
+
+def _matrix(values: Any, name: str, source: str) -> Tensor:
+    """``values`` as a float32 CPU matrix, clipped to [0, 1]."""
+    matrix = torch.as_tensor(values).detach().to("cpu", torch.float32, copy=True).contiguous()
+    if matrix.dim() != 2 or matrix.numel() == 0:
+        raise ValueError(f"{source}: {name} has shape {list(matrix.shape)}, expected [num_layers, num_kv_heads]")
+    wrong = (~matrix.isfinite()).nonzero().tolist()
+    if wrong:
+        raise ValueError(
+            f"{source}: {name} holds {len(wrong)} values that are NaN or infinite (the first at layer {wrong[0][0]}, "
+            f"head {wrong[0][1]}), expected numbers in [0, 1]"
+        )
+    clipped = matrix.clamp(0, 1)
+    distance = (matrix - clipped).abs()
+    far = int((distance > ROUNDING).sum())
+    if far:
+        warnings.warn(
+            f"{source}: {far} of {matrix.numel()} values of {name} lay outside [0, 1], by up to {distance.max():.3g}, "
+            "and were clipped",
+            stacklevel=4,
+        )
+    return clipped
+
+
+@dataclass(eq=False)
+class HeadGates:
+    """Gates of every KV head of one model.
+
+    Attributes:
+        alpha: float32 ``[num_layers, num_kv_heads]`` on the CPU, in [0, 1]; 1 = needs the whole past.
+        mean_alpha: same shape, mean of each gate over the training: orders heads whose gates ended equal.
+            None stands for a copy of ``alpha``.
+        model: shape of the model that they were trained for; None if the file did not say.
+        sink, window: tokens that the local attention saw in training.
+        deploy_sink, deploy_window: tokens that a compressible head should keep when serving.
+        training: JSON-able summary of the training run.
+        source: where they were read from, for error messages; neither saved nor compared.
+
+    Raises:
+        ValueError: for another shape than ``[L, H]`` (or than ``model`` says), NaN, a negative sink, a window below 1,
+            a summary that JSON cannot hold. Values outside [0, 1] are clipped, with a warning that counts them
+            where it is more than rounding (:data:`ROUNDING`).
+    """
+
+    alpha: Tensor
+    mean_alpha: Tensor = None  # type: ignore[assignment]  # replaced in __post_init__
+    model: ModelShape | None = None
+    sink: int = 128
+    window: int = 256
+    deploy_sink: int = 16
+    deploy_window: int = 64
+    training: dict[str, Any] = field(default_factory=dict)
+    source: str = "gates"
+
+    def __post_init__(self) -> None:
+        self.alpha = _matrix(self.alpha, "alpha", self.source)
+        self.mean_alpha = (
+            self.alpha.clone() if self.mean_alpha is None else _matrix(self.mean_alpha, "mean_alpha", self.source)
+        )
+        if self.mean_alpha.shape != self.alpha.shape:
+            raise ValueError(
+                f"{self.source}: mean_alpha has shape {list(self.mean_alpha.shape)}, expected that of alpha, "
+                f"{list(self.alpha.shape)}"
+            )
+        for name, least in (("sink", 0), ("window", 1), ("deploy_sink", 0), ("deploy_window", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{self.source}: {name} is {value!r}, expected a whole number of tokens >= {least}")
+        if self.model is not None and (self.model.num_layers, self.model.num_kv_heads) != self.alpha.shape:
+            raise ValueError(
+                f"{self.source}: alpha is {self.alpha.shape[0]} layers x {self.alpha.shape[1]} KV heads, expected "
+                f"{self.model.num_layers} x {self.model.num_kv_heads} of {self.model.model_id}"
+            )
+        try:  # what every format gives back: tuples become lists here, not on the way through a file
+            self.training = json.loads(json.dumps(self.training))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.source}: the training summary cannot be written as JSON ({error})") from error
+
+    @property
+    def num_layers(self) -> int:
+        return self.alpha.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.alpha.shape[1]
+
+    @property
+    def name(self) -> str:
+        """The model's id, or else the last two parts of where the gates were read from."""
+        return self.model.model_id if self.model and self.model.model_id else "/".join(Path(self.source).parts[-2:])
+
+    @classmethod
+    def load(cls, path: str | Path) -> HeadGates:
+        """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, or gates on the hub.
+
+        A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else ``gates.safetensors``, else
+        ``gates.pt``, else its only ``.tsv``. A ``.tsv`` states no sizes: the defaults, those of the published runs,
+        stand, unless a DuoAttention ``config.json`` beside it has others.
+
+        The hub is reached by ``hf://owner/name``, or ``owner/name`` where no such local path exists; with a
+        revision: ``hf://owner/name@revision``.
+
+        Raises:
+            ValueError: one sentence with the file, what was found and what was expected.
+        """
+        return cls(**read_gates(path), source=str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write by suffix: ``.pt``, ``.safetensors``, ``.tsv``; no suffix, or a folder, is a PEFT folder.
+
+        Each file is replaced in one move. All but ``.tsv`` give back exactly what was saved; a ``.tsv`` holds
+        alpha alone (exactly), as published ones do.
+
+        Raises:
+            ValueError: for another suffix, or a hub address.
+        """
+        write_gates(path, self.to_payload())
+
+    def to_payload(self) -> dict[str, Any]:
+        """The arguments that make equal gates: what the formats write."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "source"}
+
+    def check_model(self, config: Any) -> None:
+        """Raise ``ValueError`` if these gates are not for a model of this transformers ``config``.
+
+        Compared are type, layers, KV heads, query heads and head size, as far as the file states them; not the
+        name, which differs between a hub id and a local copy.
+        """
+        found = ModelShape.from_config(config)
+        stated = self.model or ModelShape("", "", self.num_layers, self.num_kv_heads, 0, 0)
+        differing = [
+            f.name.removeprefix("num_").replace("_", " ").replace("kv", "KV")
+            for f in fields(ModelShape)
+            if f.name != "model_id" and getattr(stated, f.name) and getattr(stated, f.name) != getattr(found, f.name)
+        ]
+        if differing:
+            raise ValueError(
+                f"{self.source}: these gates are for {_shape(stated)}, but the model {found.model_id} is "
+                f"{_shape(found)} (other {', '.join(differing)}): use the gates that were trained for this model"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HeadGates):
+            return NotImplemented
+        plain = ("model", "sink", "window", "deploy_sink", "deploy_window", "training")
+        return (
+            torch.equal(self.alpha, other.alpha)
+            and torch.equal(self.mean_alpha, other.mean_alpha)
+            and all(getattr(self, name) == getattr(other, name) for name in plain)
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<HeadGates {self.name}: {self.num_layers} layers x {self.num_kv_heads} KV heads, "
+            f"mean {self.alpha.mean():.3f}, trained with sink {self.sink} + window {self.window}>"
+        )
+
+
+def _shape(shape: ModelShape) -> str:
+    text = f"{shape.model_type or 'a model'} with {shape.num_layers} layers x {shape.num_kv_heads} KV heads"
+    if shape.num_query_heads:
+        text += f", {shape.num_query_heads} query heads of {shape.head_dim}"
+    return f"{shape.model_id}: {text}" if shape.model_id else text

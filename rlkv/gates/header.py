@@ -1,0 +1,75 @@
+"""What a gates file says beside its tensors, checked on the way in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlkv.models.shape import ModelShape
+
+FORMAT = "rlkv-gates"
+VERSION = 1
+EXPECTED = "expected a .pt, .safetensors or .tsv gates file or a PEFT folder"
+HEADER_KEY = "rlkv_gates"  # of the metadata in a safetensors file
+_FIELDS = ("model", "sink", "window", "deploy_sink", "deploy_window", "training")
+
+
+def to_header(payload: dict[str, Any]) -> dict[str, Any]:
+    """All of ``HeadGates.to_payload()`` but the tensors, as plain JSON-able values."""
+    header = {name: payload[name] for name in _FIELDS}
+    header["model"] = payload["model"].to_dict() if payload["model"] else None
+    return {"format": FORMAT, "version": VERSION, **header}
+
+
+def from_header(header: Any, path: Path) -> dict[str, Any]:
+    """Arguments of ``HeadGates`` from what :func:`to_header` gave.
+
+    Raises:
+        ValueError: if it is none, of a newer version, or incomplete.
+    """
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a gates file (it does not name the format {FORMAT!r}), {EXPECTED}")
+    version = header.get("version")
+    if not isinstance(version, int):
+        raise ValueError(f"{path}: the gates format version is {version!r}, expected a number up to {VERSION}")
+    if version > VERSION:
+        raise ValueError(
+            f"{path}: written in gates format version {version}, expected at most {VERSION}: upgrade rlkv to read it"
+        )
+    try:
+        kwargs = {name: header[name] for name in _FIELDS}
+        kwargs["model"] = ModelShape(**header["model"]) if header["model"] is not None else None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: damaged gates file, expected a field that is absent or wrong ({error})") from error
+    return kwargs
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """``(tensors by name, header)`` of a safetensors file; the header is None if it has none of ours.
+
+    Raises:
+        ValueError: if the file is truncated, damaged or of another kind.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            names = list(file.keys())
+            tensors = {name: file.get_tensor(name) for name in names}
+        return tensors, json.loads(metadata.get(HEADER_KEY, "null"))
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: truncated, damaged or not a safetensors file ({error}), {EXPECTED}") from error
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Tensors with ``header`` in the file's metadata (and ``format: pt``, which PEFT and transformers look for)."""
+    from safetensors.torch import save_file
+
+    from rlkv.utils.atomic import atomic_path
+
+    with atomic_path(path) as partial:
+        save_file(tensors, partial, {"format": "pt", HEADER_KEY: json.dumps(header)})

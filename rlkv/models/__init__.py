@@ -1,0 +1,1 @@
+"""Models: loading, shape, prompts, the hub."""

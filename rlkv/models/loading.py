@@ -1,0 +1,128 @@
+"""Loading a model: the built-in tiny one, a local folder or a hub id, with errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlkv.models.hub import connection_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TINY = "tiny"
+TINY_FOLDER = Path(__file__).resolve().parents[1] / "tiny" / "model"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(device: str = "auto") -> torch.device:
+    """``auto`` is the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: if the device is unknown or absent.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA GPU: use --device cpu")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def model_source(model: str) -> str:
+    """What ``from_pretrained`` takes for ``model``: the packaged folder for ``tiny``, else the name itself."""
+    if model == TINY:
+        return str(TINY_FOLDER)
+    return model
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``model``, padding on the left (decoder-only generation).
+
+    If the hub cannot be reached, its local cache is asked alone, with a warning.
+
+    Raises:
+        ValueError: if it is neither built in, nor a local folder, nor on the hub or in its local cache.
+    """
+    return _load_tokenizer(model, _hub_error(model))
+
+
+def load_model(
+    model: str, dtype: str = "auto", device: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """``(model in eval mode, tokenizer)``: ``tiny`` (built in), a local folder, or a hub id.
+
+    No code from a repository is run (``trust_remote_code`` is never set).
+
+    Raises:
+        ValueError: as :func:`load_tokenizer`, and for an unknown device or dtype.
+    """
+    from transformers import AutoModelForCausalLM
+
+    target = resolve_device(device)
+    resolved_dtype = resolve_dtype(dtype, target)
+    hub_error = _hub_error(model)
+    tokenizer = _load_tokenizer(model, hub_error)
+    try:
+        local: dict[str, Any] = {"local_files_only": hub_error is not None}
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model_source(model), dtype=resolved_dtype, adapter_kwargs=local, **local
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(_cannot_load(model, error, hub_error)) from error
+    if model == TINY:
+        loaded.config._name_or_path = TINY  # the packaged folder is no name that a gates file should carry
+    torch.nn.Module.to(loaded, target)
+    return loaded.eval(), tokenizer
+
+
+def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_source(model), local_files_only=hub_error is not None)
+    except (OSError, ValueError) as error:
+        raise ValueError(_cannot_load(model, error, hub_error)) from error
+    if hub_error is not None:
+        warnings.warn(f"the hub does not answer ({hub_error}): {model} comes from its local cache", stacklevel=3)
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _is_path(model: str) -> bool:
+    return Path(model).exists() or (os.sep in model.rstrip(os.sep) and model.startswith((".", os.sep, "~")))
+
+
+def _hub_error(model: str) -> str | None:
+    """Why the hub cannot be asked for ``model``; None if it can, or need not."""
+    return None if model == TINY or _is_path(model) else connection_error(model, "config.json")
+
+
+def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
+    reason = str(error).splitlines()[0]
+    if _is_path(model):
+        return f"cannot load a model from {model!r}: {reason}"
+    if hub_error is not None:
+        reason = f"{hub_error}; its local cache does not hold it either"
+    return (
+        f"cannot load model {model!r}: it is no local folder and the hub did not give it ({reason}); "
+        "pass a folder that holds the model, or 'tiny' for the built-in one"
+    )

@@ -1,0 +1,35 @@
+"""The shape of a model, as gates files name it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a gates file says of the model that it was trained for, so that it is never used with another."""
+
+    model_id: str
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    num_query_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_config(cls, config: Any, model_id: str | None = None) -> ModelShape:
+        """Read the shape off a transformers config; ``model_id`` defaults to the name it was loaded from."""
+        text = config.get_text_config()
+        query_heads = text.num_attention_heads
+        return cls(
+            model_id=model_id or getattr(config, "_name_or_path", "") or "unknown",
+            model_type=text.model_type,
+            num_layers=text.num_hidden_layers,
+            num_kv_heads=getattr(text, "num_key_value_heads", None) or query_heads,
+            num_query_heads=query_heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // query_heads,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,1 +1,0 @@
-"""The vLLM plugin: what the stock engine needs to know of gates and allocations."""

@@ -1,0 +1,70 @@
+"""The one progress bar of all commands, on stderr: how far, how fast, how long still, and a note."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+LOG_WIDTH = 160  # a log file gets whole lines, whatever width a pipe is taken to have
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+class ProgressBar:
+    """A bar whose rate and remaining time are those of *this* run: what an earlier run finished does not count as fast.
+
+    Made by :func:`progress_bar`.
+    """
+
+    def __init__(self, bar: Progress, title: str, unit: str, total: int | None) -> None:
+        self.unit, self.total, self.done, self._resumed = unit, total, 0, 0
+        self.counts: Counter[str] = Counter()
+        self._bar, self._task = bar, bar.add_task(title, total=total, note="")
+        self._started = time.monotonic()
+
+    def resume(self, items: int | Mapping[str, int]) -> None:
+        """So many items, or so many of each kind, were finished before; the clock starts here."""
+        self.advance(items)
+        self._resumed = self.done
+        self._started = time.monotonic()
+
+    def advance(self, items: int | Mapping[str, int] = 1) -> None:
+        """Further items are finished; counts by kind are shown as running totals."""
+        if not isinstance(items, int):
+            self.counts.update(items)
+            items = sum(items.values())
+        self.update(self.done + items, note=", ".join(f"{kind} {n}" for kind, n in self.counts.most_common()))
+
+    def update(self, done: int, total: int | None = None, title: str | None = None, note: str = "") -> None:
+        """``done`` of ``total`` items are finished; ``note`` stands at the end of the line."""
+        self.done, self.total = done, total if total is not None else self.total
+        shown = ", ".join(part for part in (self.pace(), note) if part)
+        self._bar.update(self._task, completed=done, total=self.total, note=shown, description=title)
+
+    def pace(self) -> str:
+        """Rate of this run and the time left; empty until it has finished something."""
+        fresh = self.done - self._resumed
+        if fresh <= 0:
+            return ""
+        rate = fresh / max(time.monotonic() - self._started, 1e-9)
+        left = "" if self.total is None else f", {duration((self.total - self.done) / rate)} left"
+        return f"{rate:.3g} {self.unit}/s{left}"
+
+
+@contextmanager
+def progress_bar(title: str, unit: str, total: int | None = None, disable: bool = False) -> Iterator[ProgressBar]:
+    """A bar that is shown until the block ends; ``unit`` names one item of ``total``, for the rate."""
+    console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else LOG_WIDTH)
+    columns = [TextColumn("{task.description}", markup=False), BarColumn(16), MofNCompleteColumn()]
+    with Progress(*columns, TextColumn("{task.fields[note]}", markup=False), console=console, disable=disable) as bar:
+        yield ProgressBar(bar, title, unit, total)

@@ -1,0 +1,83 @@
+"""What a result file says of where it comes from: versions, hardware, command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("rlkv", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "math-verify", "vllm")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that results depend on; absent ones are left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__  # with its build tag: +cpu, +cu130
+    return found
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def hardware() -> dict[str, Any]:
+    """CPU, core count, torch threads and GPUs of this machine."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "gpus": gpus}
+
+
+def hardware_line() -> str:
+    """One phrase for the foot of a table or picture."""
+    machine = hardware()
+    if machine["gpus"]:
+        return f"{len(machine['gpus'])} x {machine['gpus'][0]}"
+    return f"{machine['cores']} cores of {machine['cpu']}, no GPU"
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this package runs from, with ``+`` if files differ from it; None elsewhere."""
+    if not (ROOT / ".git").exists():
+        return None
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def provenance() -> dict[str, Any]:
+    """Everything that a result file carries beside its figures and its configuration."""
+    program = Path(sys.argv[0]).resolve()
+    # where a program is installed says nothing; where it lies in the repository does
+    named = [program.name]
+    if program.suffix == ".py":
+        named = ["python", str(program.relative_to(ROOT)) if program.is_relative_to(ROOT) else program.name]
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return {
+        "command": shlex.join([*named, *sys.argv[1:]]),
+        **({"processes": processes} if processes > 1 else {}),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": hardware(),
+    }

@@ -1,0 +1,1 @@
+"""Memory of the plugin: block groups, packing, buffers."""

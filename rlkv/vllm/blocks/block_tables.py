@@ -1,0 +1,93 @@
+"""Block tables without the gap between sinks and window, so that a kernel reads what is kept and nothing else.
+
+The gap is a whole number of blocks. Cut out of table and length it moves the window's keys and the queries by the
+same distance, and leaves the sinks where they are: "the first S or the last W" selects the same keys as before.
+Entries of the gap are never read: the engine may have given these blocks to another request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkv.vllm.blocks.full_prefill import FullPrefill
+from rlkv.vllm.blocks.packing import BlockUse
+
+
+@dataclass
+class Compactor:
+    """Compacts the block tables of one bin; all layers of the bin share it.
+
+    ``full_prefill``: if prompts are read in full.
+    """
+
+    use: BlockUse
+    full_prefill: FullPrefill | None = None
+    _latest: tuple[Any, Tensor, Tensor] | None = field(default=None, repr=False)
+
+    def width(self, queries: int, columns: int) -> int:
+        """Blocks that a request with this many queries in a step can need, at most ``columns``."""
+        use = self.use
+        return min(columns, use.full(use.sink) + use.full(use.window - 1 + queries) + 1)
+
+    def of_step(self, common: Any) -> tuple[Tensor, Tensor]:
+        """Table and lengths of a step's metadata, made once for all layers of the bin."""
+        if self._latest is None or self._latest[0] is not common:
+            table, lengths = self(
+                common.block_table_tensor, common.seq_lens, common.query_start_loc, common.max_query_len
+            )
+            self._latest = (common, table, lengths)
+        return self._latest[1], self._latest[2]
+
+    def __call__(self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+        """Compact tables.
+
+        Args:
+            table_RM: block ``m`` of request ``r``, with gaps.
+            lengths_R: tokens of each request, those of this step included.
+            starts: ``[R + 1]``, the first query of each request.
+            queries: the largest number of queries of a request.
+
+        Returns:
+            The table ``[R, C]`` and the lengths ``[R]`` without the gaps.
+        """
+        use = self.use
+        sinks = use.full(use.sink)
+        first_R = lengths_R - (starts[1:] - starts[:-1])
+        gap_R = ((first_R - use.window + 1) // use.block_size - sinks).clamp(min=0)
+        column_C = torch.arange(self.width(queries, table_RM.shape[1]), device=table_RM.device)
+        source_RC = column_C + torch.where(column_C < sinks, 0, 1) * gap_R[:, None]
+        table = table_RM.gather(1, source_RC.clamp(max=table_RM.shape[1] - 1).long())
+        return table, (lengths_R - gap_R * use.block_size).to(lengths_R.dtype)
+
+
+@dataclass
+class SteadyTables:
+    """Compacted tables at the same place in every step: a CUDA graph that was captured with them reads the next one's.
+
+    Every builder has its own: the engine may cut a bin into several block tables, and it builds the metadata of all of
+    them before it uses one.
+    """
+
+    rows: int
+    _table: Tensor | None = field(default=None, repr=False)
+    _lengths: Tensor | None = field(default=None, repr=False)
+
+    def __call__(self, table: Tensor, lengths: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """``table`` and ``lengths`` in the buffers; ``columns``: those of the table that was compacted."""
+        if self._table is None or self._lengths is None:
+            self._table = table.new_zeros(self.rows, columns)
+            self._lengths = lengths.new_zeros(self.rows)
+        rows, own = table.shape
+        self._table[:rows, :own] = table
+        self._lengths[:rows] = lengths
+        return self._table[:rows], self._lengths[:rows]
+
+
+def without_gap(common: Any, compactor: Compactor, table: Tensor, lengths: Tensor) -> Any:
+    """A step's metadata (vLLM's) with the table and lengths that ``compactor`` made of its own."""
+    longest = compactor.width(common.max_query_len, table.shape[1]) * compactor.use.block_size
+    return common.replace(block_table_tensor=table, seq_lens=lengths, max_seq_len=min(common.max_seq_len, longest))

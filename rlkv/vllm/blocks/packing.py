@@ -1,0 +1,218 @@
+"""Which heads share a block, so that a pool of equal blocks is filled without waste.
+
+The engine's pool has blocks of one size. Every *bin* of heads has its own block table: a block of it holds
+``block_size`` tokens of all its heads. Full bins take a block for every ``block_size`` tokens, compressible bins only
+for sinks and window. All blocks are as large as the largest bin, so what a smaller bin leaves is lost; therefore the
+heads of both kinds are dealt into bins of (nearly) equal size, as few as possible, because each one costs a block
+table and metadata in every step. A layer's heads may be split over two bins, where whole layers do not fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from rlkv.vllm.blocks.buffers import Use
+
+MAX_BINS = 24
+GOOD_ENOUGH = 1.03  # bytes over the ideal ones up to which fewer bins are better than less waste
+
+
+@dataclass(frozen=True)
+class Part:
+    """Heads of one layer that are attended to together.
+
+    Attributes:
+        heads: KV heads by their number in the checkpoint, rising.
+        full: full heads, or compressible ones.
+        bin: number of the bin, counted over full and compressible bins together.
+    """
+
+    layer: int
+    heads: tuple[int, ...]
+    full: bool
+    bin: int
+
+    @property
+    def size(self) -> int:
+        return len(self.heads)
+
+
+@dataclass(frozen=True)
+class BlockUse:
+    """Blocks that one bin takes for a request; compressible heads keep sinks and a window."""
+
+    block_size: int
+    sink: int
+    window: int
+
+    def full(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def compressible(self, tokens: int) -> int:
+        """While decoding: the sinks' blocks, and the window's, which may begin anywhere in a block."""
+        kept = self.full(self.sink) + self.full(self.window - 1) + 1
+        return min(self.full(tokens), kept)
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """Bins of heads.
+
+    Attributes:
+        parts: all parts, by layer, full ones first: the order of a layer's heads in the served model.
+        num_layers: also those are counted that have parts of one kind only.
+    """
+
+    parts: tuple[Part, ...]
+    num_layers: int
+    use: Use
+
+    @cached_property
+    def bins(self) -> dict[int, list[Part]]:
+        """Parts of each bin by its number."""
+        found: dict[int, list[Part]] = {}
+        for part in self.parts:
+            found.setdefault(part.bin, []).append(part)
+        return found
+
+    @cached_property
+    def groups(self) -> list[list[Part]]:
+        """The block tables that the engine will make of the bins."""
+        return engine_groups(list(self.bins.values()))
+
+    @property
+    def heads_per_block(self) -> int:
+        """The size of a block, counted in heads: that of the largest bin."""
+        return max(sum(part.size for part in group) for group in self.groups)
+
+    def of_layer(self, layer: int) -> list[Part]:
+        return [part for part in self.parts if part.layer == layer]
+
+    def head_order(self, layer: int) -> list[int]:
+        """The layer's KV heads in the order in which the served model has them."""
+        return [head for part in self.of_layer(layer) for head in part.heads]
+
+    def num_heads(self, full: bool) -> int:
+        return sum(part.size for part in self.parts if part.full == full)
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that a decoding request of ``tokens`` tokens holds."""
+        return sum(self.use.full(tokens) if group[0].full else self.use.compressible(tokens) for group in self.groups)
+
+    def held(self, tokens: int) -> int:
+        """What these blocks hold, in heads times blocks."""
+        return self.blocks(tokens) * self.heads_per_block
+
+    def ideal(self, tokens: int) -> int:
+        """As :meth:`held` for blocks that are filled without waste."""
+        return self.num_heads(True) * self.use.full(tokens) + self.num_heads(False) * self.use.compressible(tokens)
+
+    def uncompressed(self, tokens: int) -> int:
+        """As :meth:`held` for the full cache."""
+        return (self.num_heads(True) + self.num_heads(False)) * self.use.full(tokens)
+
+    def waste(self, tokens: int) -> float:
+        """Bytes held over ideal bytes, 1 at best."""
+        return self.held(tokens) / self.ideal(tokens)
+
+
+def plan_packing(full_LH: Tensor, use: Use, reference_tokens: int) -> PackingPlan:
+    """Deal the heads of an allocation into bins.
+
+    Args:
+        full_LH: bool ``[num_layers, num_kv_heads]``, True for full heads.
+        reference_tokens: the length of a request for which the waste is judged.
+    """
+    plans = [_plan(full_LH, use, size) for size in _sizes(full_LH)]
+    wasted = {id(plan): plan.waste(reference_tokens) for plan in plans}
+    good = [plan for plan in plans if wasted[id(plan)] <= GOOD_ENOUGH]
+    if good:
+        return min(good, key=lambda plan: (len(plan.groups), len(plan.parts), wasted[id(plan)]))
+    return min(plans, key=lambda plan: (wasted[id(plan)], len(plan.groups), len(plan.parts)))
+
+
+def _sizes(full_LH: Tensor) -> list[int]:
+    """Sizes of a bin that are worth a look: the smallest ones for each pair of numbers of bins."""
+    counts = [int(full_LH.sum()), int((~full_LH).sum())]
+    sizes = {-(-count // bins) for count in counts for bins in range(1, MAX_BINS + 1) if count}
+    fitting = [size for size in sizes if sum(-(-count // size) for count in counts) <= MAX_BINS]
+    return sorted(fitting or [max(counts)])
+
+
+def _plan(full_LH: Tensor, use: Use, size: int) -> PackingPlan:
+    parts: list[Part] = []
+    for full in (True, False):
+        layers = [
+            (layer, [head for head, kept in enumerate(row) if kept == full])
+            for layer, row in enumerate(full_LH.tolist())
+        ]
+        first = 1 + max((part.bin for part in parts), default=-1)
+        parts += _deal([(layer, heads) for layer, heads in layers if heads], size, full, first)
+    parts.sort(key=lambda part: (part.layer, not part.full, part.bin, part.heads))
+    return PackingPlan(tuple(parts), full_LH.shape[0], use)
+
+
+def _deal(layers: list[tuple[int, list[int]]], size: int, full: bool, first: int) -> list[Part]:
+    """Fill bins of ``size`` heads, the largest layers first; a layer is split only if it fits nowhere whole."""
+    total = sum(len(heads) for _, heads in layers)
+    room = [size] * -(-total // size) if total else []
+    parts: list[Part] = []
+    for layer, heads in sorted(layers, key=lambda item: -len(item[1])):
+        rest = list(heads)
+        while rest:
+            fitting = [number for number, free in enumerate(room) if free >= len(rest)]
+            number = min(fitting, key=lambda at: room[at]) if fitting else max(range(len(room)), key=room.__getitem__)
+            taken = min(len(rest), room[number])
+            parts.append(Part(layer, tuple(rest[:taken]), full, first + number))
+            room[number] -= taken
+            rest = rest[taken:]
+    used = sorted({part.bin for part in parts})
+    parts = [replace(part, bin=first + used.index(part.bin)) for part in parts]
+    return [piece for number in range(len(used)) for piece in _unbalanced(parts, first + number)]
+
+
+def _unbalanced(parts: list[Part], number: int) -> list[Part]:
+    """The parts of one bin, split until the engine leaves them together (see :func:`engine_groups`)."""
+    own = [part for part in parts if part.bin == number]
+    while _is_balanced_mix(own):
+        ways = list(_splits(own))
+        own = next((way for way in ways if not _is_balanced_mix(way)), ways[0])
+    return own
+
+
+def _splits(parts: list[Part]) -> Iterator[list[Part]]:
+    """All ways to cut one part in two, the largest part first."""
+    for part in sorted(parts, key=lambda part: -part.size):
+        rest = [other for other in parts if other is not part]
+        for cut in range(1, part.size // 2 + 1):
+            yield [*rest, replace(part, heads=part.heads[:-cut]), replace(part, heads=part.heads[-cut:])]
+
+
+def _is_balanced_mix(parts: list[Part]) -> bool:
+    counts = Counter(part.size for part in parts)
+    return len(counts) > 1 and len(set(counts.values())) == 1
+
+
+def engine_groups(bins: list[list[Part]]) -> list[list[Part]]:
+    """What vLLM 0.31 makes of bins whose specs refuse to be merged with one another's.
+
+    Where parts differ in size, every bin becomes one group (``_get_packed_kv_cache_groups``), unless a bin holds
+    as many parts of each of several sizes: such bins make it cut the others into pieces, and so the plan has none.
+    Where all parts are of one size, bins are cut into groups of equally many parts
+    (``_get_kv_cache_groups_uniform_page_size``), and the last one may have fewer.
+    """
+    sizes = {part.size for parts in bins for part in parts}
+    if len(bins) == 1 or len(sizes) > 1:
+        return bins
+    fewest, most = min(map(len, bins)), max(map(len, bins))
+    at_once = most if most < fewest * 1.5 else fewest
+    cut: list[list[Part]] = []
+    for parts in bins:
+        pieces = -(-len(parts) // at_once)
+        cut += [parts[first::pieces] for first in range(pieces)]
+    return cut

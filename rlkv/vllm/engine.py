@@ -1,0 +1,246 @@
+"""Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model of its own.
+
+    engine = VLLMEngine("tiny", SinkWindow(4, 16), dtype="float32")
+    engine.set_gates(gates.alpha)  # L x H numbers, in place; everything cached under older gates is dropped
+    engine.generate(prompts, SamplingParams(max_new_tokens=200, temperature=1.0))
+
+Without ``sizes`` the model is the stock one, with full attention, and has no gates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkv.attention.sizes import SinkWindow
+from rlkv.models.loading import load_tokenizer, model_source, resolve_device, resolve_dtype
+from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.rollout.gated import Rows, Sample, gate_version
+from rlkv.vllm.names import CONFIG_KEY, DRAW_KEY, DRAWS, WORKER, mixed_architecture
+from rlkv.vllm.versions import check_version, installed_version
+
+GIB = 2**30
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; "1" gives it one of its own
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer runner takes another kind of logits processors
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the caller's threads stay where they are
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+class VLLMEngine:
+    """A :class:`~rlkv.rollout.base.RolloutEngine` and a :class:`~rlkv.rollout.gated.GatedEngine`."""
+
+    def __init__(
+        self,
+        model: str,
+        sizes: SinkWindow | None = None,
+        dtype: str = "auto",
+        max_positions: int | None = None,
+        kv_gib: float = 4.0,
+        max_rows: int = 64,
+        **engine_options: Any,
+    ) -> None:
+        """Load ``model`` (``tiny``, a folder or a hub id); all gates are 1 at first.
+
+        Args:
+            sizes: S and W of the local branch; None: a stock model without gates.
+            max_positions: tokens of a prompt and its completion together; None: what the model allows.
+            kv_gib: memory of the KV cache in GiB; rows that do not fit wait.
+            max_rows: completions decoded at once.
+            engine_options: further options of ``vllm.LLM``.
+
+        Raises:
+            ValueError: if vLLM is not installed or of an untested version, the model cannot be loaded, or mixed
+                attention does not serve it.
+        """
+        check_version(installed_version())
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, model_parallel_is_initialized
+
+        if model_parallel_is_initialized():  # two would share their state, and the first to go would take it along
+            raise ValueError("one vLLM engine at a time can live in a process: close() the other one first")
+        self.tokenizer = load_tokenizer(model)
+        self.has_gates = sizes is not None
+        self._calls = 0
+        self._version = "stock"
+        options: dict[str, Any] = {} if sizes is None else _mixed_options(model, sizes)
+        try:
+            self.llm = LLM(
+                model_source(model),
+                # as the trainer's copy of the model: the engine's own "auto" would take 16 bits on a CPU too
+                dtype=str(resolve_dtype(dtype, resolve_device())).removeprefix("torch."),
+                max_model_len=max_positions,
+                max_num_seqs=max_rows,
+                kv_cache_memory_bytes=int(kv_gib * GIB),
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # what is sampled is what SamplingParams says
+                logits_processors=[DRAWS],
+                logprobs_mode="processed_logits",
+                async_scheduling=False,
+                disable_log_stats=True,
+                **{**options, **engine_options},
+            )
+        except BaseException:
+            cleanup_dist_env_and_memory()  # a start that fails late leaves a state that no one could close
+            raise
+        self.eos_ids = _end_tokens(model, self.tokenizer)
+        if self.has_gates:
+            self._version = gate_version(self.gates())
+
+    @property
+    def max_positions(self) -> int:
+        return self.llm.llm_engine.model_config.max_model_len
+
+    def close(self) -> None:
+        """Give the engine's memory back; it cannot be used afterwards."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+    # ---- gates ----
+
+    def gates(self) -> Tensor:
+        """The gates that the engine's layers read, float32 ``[num_layers, num_kv_heads]``."""
+        return torch.tensor(self._ask("rlkv_gates"))
+
+    def set_gates(self, alpha_LH: Tensor) -> str:
+        """Overwrite the gates in place and drop everything that was cached under the old ones.
+
+        Raises:
+            ValueError: for another shape, a model without gates, or while completions are being sampled.
+        """
+        if not self.has_gates:
+            raise ValueError("this engine was loaded without mixed attention: give it sizes=SinkWindow(sink, window)")
+        if self.llm.llm_engine.has_unfinished_requests():
+            raise ValueError("completions are being sampled: gates cannot change under them")
+        expected = self.gates().shape
+        if alpha_LH.shape != expected:
+            raise ValueError(f"the model has gates {list(expected)}, got {list(alpha_LH.shape)}")
+        found = self._ask("rlkv_set_gates", alpha_LH.detach().float().cpu().tolist())
+        self._drop_cached()
+        self._version = gate_version(torch.tensor(found))
+        return self._version
+
+    def _drop_cached(self) -> None:
+        """Keys and values of prompts above layer 0 depend on the gates: none may be used again."""
+        if not self.llm.llm_engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: completions would mix old and new gates")
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return self.llm.llm_engine.collective_rpc(method, args=args)[0]
+
+    # ---- sampling ----
+
+    def sample(
+        self, rows: Rows, sampling: SamplingParams, eos_ids: list[int] | None = None
+    ) -> Iterator[tuple[int, Sample]]:
+        """Yield ``(index into rows.prompts, sample)`` as completions finish.
+
+        Raises:
+            ValueError: before anything is sampled, if a prompt is empty or too long.
+        """
+        for index, ids in enumerate(rows.prompts):
+            if not ids:
+                raise ValueError(f"prompt {index} is empty: there is nothing to complete")
+            if len(ids) + sampling.max_new_tokens > self.max_positions:
+                raise ValueError(
+                    f"prompt {index} has {len(ids)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
+                    f"exceeds the {self.max_positions} positions: shorten the prompt or lower max_new_tokens"
+                )
+        engine = self.llm.llm_engine
+        self._calls += 1
+        ends = self.eos_ids if eos_ids is None else eos_ids
+        indices = {f"{self._calls}-{index}": index for index in range(len(rows.prompts))}
+        try:
+            for name, index in indices.items():
+                params = _params(sampling, rows.numbers[index], rows.rollout, ends)
+                engine.add_request(name, {"prompt_token_ids": rows.prompts[index]}, params)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        yield indices.pop(output.request_id), self._to_sample(output.outputs[0])
+        finally:
+            if indices:  # the caller stopped early
+                engine.abort_request(list(indices), internal=False)
+
+    def _to_sample(self, output: Any) -> Sample:
+        ids = list(output.token_ids)
+        logprobs = [found[token].logprob for found, token in zip(output.logprobs, ids, strict=True)]
+        return Sample(ids, logprobs, output.finish_reason, self._version)
+
+    # ---- as any rollout engine ----
+
+    def prompt_lengths(self, prompts: list[str]) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(ids) for ids in self._encode(prompts)]
+
+    def stream(self, prompts: list[str], sampling: SamplingParams) -> Iterator[tuple[int, Completion]]:
+        """Yield ``(index into prompts, completion)`` as completions finish; errors as :meth:`sample`."""
+        encoded = self._encode(prompts)
+        for index, sample in self.sample(Rows(encoded, list(range(len(encoded))), 0), sampling):
+            text = str(self.tokenizer.decode(sample.token_ids, skip_special_tokens=True))
+            yield index, Completion(sample.token_ids, text, "stop" if sample.finish_reason == "stop" else "length")
+
+    def generate(self, prompts: list[str], sampling: SamplingParams) -> list[Completion]:
+        """The completions in the order of ``prompts``."""
+        found = dict(self.stream(prompts, sampling))
+        return [found[i] for i in range(len(prompts))]
+
+    def _encode(self, prompts: list[str]) -> list[list[int]]:
+        return self.tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
+
+
+def _mixed_options(model: str, sizes: SinkWindow) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    from rlkv.vllm.mixed.model import register
+
+    architecture = mixed_architecture(AutoConfig.from_pretrained(model_source(model)).architectures)
+    register()
+    return {
+        "hf_overrides": {"architectures": [architecture]},
+        "additional_config": {CONFIG_KEY: {"sink": sizes.sink, "window": sizes.window}},
+        "worker_extension_cls": WORKER,
+    }
+
+
+def _params(sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int]) -> Any:
+    from vllm import SamplingParams as EngineParams
+    from vllm.sampling_params import RequestOutputKind
+
+    draw = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "rollout": rollout,
+        "row": row,
+    }
+    return EngineParams(
+        temperature=0.0,  # rlkv.vllm.mixed.draws leaves one token to choose from
+        max_tokens=sampling.max_new_tokens,
+        logprobs=0,
+        stop_token_ids=eos_ids,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={DRAW_KEY: draw},
+    )
+
+
+def _end_tokens(model: str, tokenizer: Any) -> list[int]:
+    from transformers import GenerationConfig
+
+    try:
+        eos = GenerationConfig.from_pretrained(model_source(model)).eos_token_id
+    except OSError:  # the folder holds none
+        eos = None
+    eos = tokenizer.eos_token_id if eos is None else eos
+    if eos is None:
+        raise ValueError("neither the model's generation config nor its tokenizer names an end token (eos_token_id)")
+    return [eos] if isinstance(eos, int) else list(eos)

@@ -1,0 +1,1 @@
+"""Mixed attention in vLLM, for rollouts."""

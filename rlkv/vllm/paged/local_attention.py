@@ -1,0 +1,159 @@
+"""Attention to sinks and window over a compacted paged cache, in plain torch.
+
+The CPU path of compressible heads, and the reference of the CUDA path.
+
+Shapes: R requests, Q queries of each, T query tokens of all requests one after the other, H KV heads, G query heads
+per KV head, C blocks that a request reads, D size of a head; the cache is ``[blocks, H, N, 2 * D]``: N tokens per
+block, keys then values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlkv.vllm.blocks.packing import BlockUse
+
+QUERIES_AT_ONCE = 128  # of one request: its window and these tokens are read together
+ROWS_AT_ONCE = 64  # of decoding requests
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Queries that are computed together, and the keys that they see; made once for all layers of a bin.
+
+    Attributes:
+        token_RQ: the step's tokens that ask.
+        block_RC: the blocks that are read; ``column_K``: the position of each slot in them.
+        position_RQ: of the queries.
+        prompt: so many first tokens see everything before them.
+        seen_RQK: bool ``[R, Q, C * N]``; None if it is made for each layer anew, because all together may be large.
+        unwritten: row, column and slot of each slot that is read and that perhaps nobody wrote yet.
+    """
+
+    token_RQ: Tensor
+    block_RC: Tensor
+    column_K: Tensor
+    position_RQ: Tensor
+    use: BlockUse
+    prompt: int
+    unwritten: tuple[Tensor, Tensor, Tensor]
+    seen_RQK: Tensor | None = None
+
+    def seen(self) -> Tensor:
+        """Which slots each query sees, bool ``[R, Q, C * N]``."""
+        if self.seen_RQK is not None:
+            return self.seen_RQK
+        distance = self.position_RQ[:, :, None] - self.column_K
+        kept = (self.column_K < self.use.sink) | (distance < self.use.window)
+        return (distance >= 0) & (kept | (self.position_RQ < self.prompt)[:, :, None])
+
+
+def plan_reads(
+    table_RC: Tensor, starts: list[int], lengths: list[int], use: BlockUse, prompts: list[int] | None = None
+) -> list[Reads]:
+    """What the queries of a step read.
+
+    Args:
+        table_RC, lengths: block tables and lengths without gaps (:mod:`rlkv.vllm.blocks.block_tables`).
+        starts: ``R + 1`` numbers: request r has the queries ``starts[r] <= t < starts[r + 1]``, its last tokens.
+        prompts: how many first tokens of each request see everything before them; None: none.
+    """
+    queries = [end - start for start, end in pairwise(starts)]
+    decoding = sorted((row for row, number in enumerate(queries) if number == 1), key=lambda row: lengths[row])
+    found = []
+    for first in range(0, len(decoding), ROWS_AT_ONCE):
+        rows = decoding[first : first + ROWS_AT_ONCE]
+        blocks = torch.arange(-(-lengths[rows[-1]] // use.block_size))
+        token_RQ = torch.tensor([[starts[row]] for row in rows])
+        position_RQ = torch.tensor([[lengths[row] - 1] for row in rows])
+        reads = _reads(table_RC[rows][:, : len(blocks)], blocks, token_RQ, position_RQ, use)
+        found.append(replace(reads, seen_RQK=reads.seen()))
+    for row, number in enumerate(queries):
+        for first in range(0, number if number > 1 else 0, QUERIES_AT_ONCE):
+            own = torch.arange(first, min(first + QUERIES_AT_ONCE, number))
+            position_RQ = (lengths[row] - number + own)[None]
+            prompt, begin = prompts[row] if prompts else 0, int(position_RQ[0, 0])
+            blocks = _blocks(begin, int(position_RQ[0, -1]), use, begin < prompt)
+            token_RQ = (starts[row] + own)[None]
+            found.append(_reads(table_RC[row, blocks][None], blocks, token_RQ, position_RQ, use, prompt))
+    return found
+
+
+def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], scale: float, out: Tensor) -> None:
+    """Fill ``out`` ``[T, H * G, D]``; scores and weights are in float32.
+
+    Args:
+        query_TXD: ``[T, H * G, D]``; the query heads of one KV head are neighbours.
+    """
+    for part in reads:
+        _attend(query_TXD, cache, part, scale, out)
+
+
+def _blocks(first: int, last: int, use: BlockUse, everything: bool) -> Tensor:
+    """Blocks of the keys that the queries at ``first`` to ``last`` see."""
+    end = last // use.block_size + 1
+    if everything:
+        return torch.arange(end)
+    sinks = min(use.full(use.sink), end)
+    window = max(sinks, (first - use.window + 1) // use.block_size)
+    return torch.cat([torch.arange(sinks), torch.arange(window, end)])
+
+
+def _reads(
+    table_RC: Tensor, blocks_C: Tensor, token_RQ: Tensor, position_RQ: Tensor, use: BlockUse, prompt: int = 0
+) -> Reads:
+    """Queries ``token_RQ`` at ``position_RQ``, the longest request last; column c of the table is the
+    ``blocks_C[c]``-th block of a request."""
+    slot_N = torch.arange(use.block_size)
+    column_K = (blocks_C[:, None] * use.block_size + slot_N).flatten()
+    end_R = position_RQ[:, -1]
+    has_RC = blocks_C <= (end_R // use.block_size)[:, None]
+    # only in the last block of a request
+    row, slot = (slot_N > (end_R % use.block_size)[:, None]).nonzero(as_tuple=True)
+    return Reads(
+        token_RQ=token_RQ,
+        # where a request has no block, the first one of the longest request: not seen, but every slot was written
+        block_RC=torch.where(has_RC, table_RC, table_RC[-1, 0]).long(),
+        column_K=column_K,
+        position_RQ=position_RQ,
+        use=use,
+        prompt=prompt,
+        unwritten=(row, has_RC.sum(1)[row] - 1, slot),
+    )
+
+
+def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: Tensor) -> None:
+    _, kv_heads, in_block, twice = cache.shape
+    (rows, columns), size = reads.block_RC.shape, twice // 2
+    states = _gather(cache, reads.block_RC)  # [R, H, C, N, 2 * D], a copy
+    row, column, slot = reads.unwritten
+    states[row, :, column, slot] = 0.0  # what nobody wrote may be anything, and 0 * NaN would be NaN
+    states = states.view(rows, kv_heads, columns * in_block, twice).float()
+    query = query_TXD[reads.token_RQ].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).float()  # [R, H, G, Q, D]
+    group, queries = query.shape[2:4]
+    seen = reads.seen()[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)  # [R, 1, G * Q, C * N]
+    mixed = F.scaled_dot_product_attention(
+        query.flatten(2, 3), states[..., :size], states[..., size:], attn_mask=seen, scale=scale
+    )
+    mixed = mixed.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out[reads.token_RQ] = mixed.to(out.dtype)
+
+
+def _gather(cache: Tensor, block_RC: Tensor) -> Tensor:
+    """The blocks ``[R, H, C, N, 2 * D]`` of a cache, with one copy.
+
+    The heads of a block lie one after the other, and so do the blocks, perhaps with other layers between them: seen as
+    rows of one head each, blocks are picked in the order in which they are wanted.
+    """
+    blocks, kv_heads, in_block, twice = cache.shape
+    per_block = cache.stride(0) // cache.stride(1)
+    assert cache.stride(0) % cache.stride(1) == 0
+    assert cache.stride()[1:] == (in_block * twice, twice, 1)
+    heads = cache.as_strided(((blocks - 1) * per_block + kv_heads, in_block, twice), (in_block * twice, twice, 1))
+    index = block_RC[:, None] * per_block + torch.arange(kv_heads)[:, None]
+    return heads.index_select(0, index.flatten()).view(*index.shape, in_block, twice)

@@ -1,0 +1,1 @@
+"""Head reallocation in the stock engine."""

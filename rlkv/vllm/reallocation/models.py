@@ -1,0 +1,54 @@
+"""The stock models, and in their place, where rlkv was asked for, the same with other attention layers.
+
+Only the stock model classes are imported here, so that a plugin that nobody asks for costs nothing and breaks nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from vllm.model_executor.models.llama import LlamaForCausalLM as StockLlama
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM as StockQwen2
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM as StockQwen3
+
+from rlkv.vllm.settings import read_request
+from rlkv.vllm.versions import check_version, installed_version
+
+if TYPE_CHECKING:
+    from rlkv.vllm.reallocation.reallocation import Reallocation
+
+
+class _Dispatch:
+    """Builds the stock model, and changes it if rlkv was asked for."""
+
+    rlkv: Reallocation
+    stock: Any
+
+    def __new__(cls, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> Any:
+        if read_request(vllm_config.additional_config) is None:
+            return cls.stock(vllm_config=vllm_config, prefix=prefix, **kwargs)
+        check_version(installed_version())
+        return super().__new__(cls)
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
+        from rlkv.vllm.reallocation.reallocation import attach_reallocation
+
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
+        self.rlkv = attach_reallocation(self, vllm_config)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights(self.rlkv.reordered(weights))  # type: ignore[misc]
+
+
+class LlamaForCausalLM(_Dispatch, StockLlama):
+    stock = StockLlama
+
+
+class Qwen2ForCausalLM(_Dispatch, StockQwen2):
+    stock = StockQwen2
+
+
+class Qwen3ForCausalLM(_Dispatch, StockQwen3):
+    stock = StockQwen3

@@ -1,0 +1,169 @@
+"""The attention of one layer as several engine layers, one for each part of its heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import unified_attention_with_output, unified_kv_cache_update
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
+
+from rlkv.vllm.blocks.block_tables import Compactor
+from rlkv.vllm.blocks.packing import Part
+from rlkv.vllm.blocks.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
+from rlkv.vllm.reallocation.backend import full_backend, local_backend
+from rlkv.vllm.reallocation.evicting import Eviction
+from rlkv.vllm.reallocation.evicting_backend import evicting_backend
+
+
+class PackedAttention(Attention):
+    """Full heads of one part."""
+
+    pack_tag: int
+    block_bytes: int  # of the pool, as planned
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> PackedFullSpec:
+        return PackedFullSpec(**self.common(vllm_config))
+
+    def common(self, vllm_config: Any) -> dict[str, Any]:
+        return {
+            "block_size": vllm_config.cache_config.block_size,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "head_size_v": self.head_size_v,
+            "dtype": self.kv_cache_torch_dtype,
+            "pack_tag": self.pack_tag,
+        }
+
+
+class EvictingAttention(PackedAttention):
+    """Compressible heads of one part, under an eviction policy."""
+
+    eviction: Eviction
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> EvictingSpec:
+        use = self.eviction.use
+        return EvictingSpec(
+            **self.common(vllm_config),
+            budget=use.budget,
+            buffer=use.buffer,
+            observation=use.observation,
+            group_size=use.group_size,
+        )
+
+
+class SinkWindowAttention(PackedAttention):
+    """Compressible heads of one part, which keep sinks and a window."""
+
+    compactor: Compactor
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> SinkWindowSpec:
+        return SinkWindowSpec(
+            **self.common(vllm_config),
+            sink=self.compactor.use.sink,
+            window=self.compactor.use.window,
+            max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+            max_model_len=vllm_config.model_config.max_model_len,
+        )
+
+
+class SplitAttention(nn.Module):
+    """In the place of a layer's attention, with the same call.
+
+    Queries, keys and values come in the order of the parts, because the projections' weights were reordered when they
+    were loaded: each part reads and writes a slice, nothing is gathered or concatenated.
+    """
+
+    def __init__(
+        self, stock: Attention, parts: list[Part], kept: Eviction | dict[int, Compactor], vllm_config: Any
+    ) -> None:
+        """``kept``: what compressible heads keep, by an eviction policy, or sinks and a window by bin."""
+        super().__init__()
+        compressible: tuple[type[PackedAttention], Any] = (
+            (EvictingAttention, evicting_backend())
+            if isinstance(kept, Eviction)
+            else (SinkWindowAttention, local_backend())
+        )
+        self.layer_name = stock.layer_name
+        self.head_size, self.group_size = stock.head_size, stock.num_heads // stock.num_kv_heads
+        layers: list[Any] = []
+        for number, part in enumerate(parts):
+            kind, backend = (PackedAttention, full_backend()) if part.full else compressible
+            layer = kind(
+                part.size * self.group_size,
+                stock.head_size,
+                stock.impl.scale,
+                num_kv_heads=part.size,
+                cache_config=vllm_config.cache_config,
+                quant_config=stock.quant_config,
+                prefix=f"{stock.layer_name}.{'full' if part.full else 'local'}_{number}",
+                attn_backend=backend,
+            )
+            layer.pack_tag = part.bin
+            if isinstance(layer, EvictingAttention) and isinstance(kept, Eviction):
+                layer.eviction = kept
+            elif isinstance(layer, SinkWindowAttention) and isinstance(kept, dict):
+                layer.compactor = kept[part.bin]
+            layers.append(layer)
+        self.parts = nn.ModuleList(layers)
+        compilation = vllm_config.compilation_config
+        compilation.static_forward_context[self.layer_name] = self  # where the operator below finds it
+        if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
+            compilation.splitting_ops.append(OPERATOR)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """``[T, H * G * D]``, ``[T, H * D]`` twice, to ``[T, H * G * D]``."""
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        torch.ops.vllm.rlkv_split_attention(query, key, value, output, _encode_layer_name(self.layer_name))
+        return output
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Part by part: what ``Attention.forward`` of the engine does, on slices."""
+        first = 0
+        layers: Any = self.parts
+        for layer in layers:
+            end = first + layer.num_kv_heads * self.head_size
+            own = slice(first * self.group_size, end * self.group_size)
+            heads = (-1, (layer.num_heads, self.head_size))
+            kv_heads = (-1, (layer.num_kv_heads, self.head_size))
+            keys, values = key[:, first:end].unflatten(*kv_heads), value[:, first:end].unflatten(*kv_heads)
+            name = _encode_layer_name(layer.layer_name)
+            if not layer.attn_backend.forward_includes_kv_cache_update:
+                unified_kv_cache_update(keys, values, name)
+            queries, outputs = query[:, own].unflatten(*heads), output[:, own].unflatten(*heads)
+            unified_attention_with_output(queries, keys, values, outputs, name)
+            first = end
+
+
+def _split_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerNameType) -> None:
+    layers = get_forward_context().no_compile_layers
+    layers[_resolve_layer_name(layer_name)].attend(query, key, value, output)
+
+
+def _split_attention_fake(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerNameType
+) -> None: ...
+
+
+# one operator for all parts of a layer: compiled graphs must not see slices that are written to
+OPERATOR = "vllm::rlkv_split_attention"
+# the engine reads types off the function, and here they are only names
+_split_attention.__annotations__ = {
+    **dict.fromkeys(("query", "key", "value", "output"), Tensor),
+    "layer_name": LayerNameType,
+    "return": None,
+}
+direct_register_custom_op(
+    op_name="rlkv_split_attention",
+    op_func=_split_attention,
+    mutates_args=["output"],
+    fake_impl=_split_attention_fake,
+)

@@ -1,0 +1,153 @@
+"""What the user asked the plugin to do: ``--additional-config '{"rlkv": {...}}'``, or two environment variables.
+
+The first reaches every process of the engine and is part of its compilation key; the variables (``RLKV_GATES``,
+``RLKV_SPARSITY``) are for launchers whose arguments cannot be changed. Without either the plugin does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlkv.eviction import EvictionPolicy
+
+KEY = "rlkv"
+VARIABLES = {"gates": "RLKV_GATES", "sparsity": "RLKV_SPARSITY"}
+EVICTIONS = ("rkv", "snapkv")  # their scores need the keys and the last queries, and are made head by head
+
+
+@dataclass(frozen=True)
+class ServingSettings:
+    """Head reallocation: which heads are full, and what the others keep.
+
+    Attributes:
+        gates: a gates file, folder or hub address, as :meth:`rlkv.HeadGates.load` takes it.
+        sparsity: share of KV heads that are compressible, in [0, 1].
+        sink, window: tokens that a compressible head keeps; default: what the gates file states for deployment.
+        scope: ``global`` or ``layer``, as in :meth:`rlkv.HeadAllocation.from_gates`.
+        prefill: ``local``: prompt tokens see what a compressible head keeps, like generated ones. ``full``: they see
+            everything before them (:mod:`rlkv.vllm.blocks.full_prefill`), for sinks and window only.
+        reference_tokens: the length of a request for which memory is planned and reported.
+        eviction: instead of sinks and a window: name and fields of a policy, as :func:`rlkv.eviction.make_policy`
+            takes them, such as ``{"name": "rkv", "budget": 256}``.
+
+    Raises:
+        ValueError: for a value that cannot be.
+    """
+
+    gates: str
+    sparsity: float
+    sink: int | None = None
+    window: int | None = None
+    scope: str = "global"
+    prefill: str = "local"
+    reference_tokens: int = 3000
+    eviction: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.sparsity, int | float) and not isinstance(self.sparsity, bool)
+        if not number or not 0 <= self.sparsity <= 1:
+            raise ValueError(f"rlkv: sparsity must be a number in [0, 1], got {self.sparsity!r}")
+        if not isinstance(self.gates, str) or not self.gates:
+            raise ValueError(f"rlkv: gates must be the path of a gates file, got {self.gates!r}")
+        for name, least in (("sink", 0), ("window", 1), ("reference_tokens", 1)):
+            value = getattr(self, name)
+            if value is None and name != "reference_tokens":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"rlkv: {name} must be an integer of at least {least}, got {value!r}")
+        if self.scope not in ("global", "layer"):
+            raise ValueError(f"rlkv: scope must be global or layer, got {self.scope!r}")
+        if self.prefill not in ("local", "full"):
+            raise ValueError(f"rlkv: prefill must be local or full, got {self.prefill!r}")
+        if self.eviction is not None:
+            self._check_eviction()
+
+    def _check_eviction(self) -> None:
+        policy = self.policy()
+        if self.sink is not None or self.window is not None:
+            raise ValueError("rlkv: sink and window do not apply with eviction: say it in the policy's own fields")
+        assert policy is not None
+        if self.prefill == "full":
+            raise ValueError(
+                "rlkv: prefill 'full' is not served together with eviction by the vLLM plugin, because a prompt's "
+                "entries would not fit into the buffer: use 'local', or rlkv-infer with its own backend, which has both"
+            )
+        if policy.name not in EVICTIONS:
+            raise ValueError(
+                f"rlkv: eviction {policy.name!r} is not served by the vLLM plugin: choose from {', '.join(EVICTIONS)}, "
+                "or rlkv-infer with its own backend, which has all policies"
+            )
+        for wrong, field in ((policy.budget is None, "ratio"), (policy.protect_prompt, "protect_prompt")):
+            if wrong:
+                raise ValueError(
+                    f"rlkv: eviction with {field} is not served by the vLLM plugin, because a head would hold more the "
+                    "longer the text gets: give it a budget alone, or use rlkv-infer with its own backend"
+                )
+
+    def policy(self) -> EvictionPolicy | None:
+        """What compressible heads evict by; None: they keep sinks and a window.
+
+        Raises:
+            ValueError: for a policy or a field that does not exist, and wrong values.
+        """
+        if self.eviction is None:
+            return None
+        from rlkv.eviction import make_policy
+
+        if not isinstance(self.eviction, Mapping) or not isinstance(self.eviction.get("name"), str):
+            raise ValueError(
+                'rlkv: eviction must be a mapping with the name of a policy, such as {"name": "rkv", "budget": 256}, '
+                f"got {self.eviction!r}"
+            )
+        try:
+            return make_policy(**self.eviction)
+        except ValueError as error:
+            raise ValueError(f"rlkv: eviction: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As :func:`read_request` takes it back."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def read_request(additional_config: Any, environment: Mapping[str, str] | None = None) -> dict[str, Any] | None:
+    """What was asked for, not yet checked; None if nothing was.
+
+    Raises:
+        ValueError: if it is no mapping, if only one of the two variables is set, or for a sparsity that is no number.
+    """
+    if isinstance(additional_config, Mapping) and additional_config.get(KEY) is not None:
+        request = additional_config[KEY]
+        if not isinstance(request, Mapping):
+            raise ValueError(f'additional_config["{KEY}"] must be a mapping such as {{"gates": ...}}, got {request!r}')
+        return dict(request)
+    environment = os.environ if environment is None else environment
+    found = {key: environment[name] for key, name in VARIABLES.items() if environment.get(name)}
+    if not found:
+        return None
+    missing = [name for key, name in VARIABLES.items() if key not in found]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing: RLKV_GATES and RLKV_SPARSITY go together")
+    try:
+        return {"gates": found["gates"], "sparsity": float(found["sparsity"])}
+    except ValueError:
+        raise ValueError(f"RLKV_SPARSITY must be a number in [0, 1], got {found['sparsity']!r}") from None
+
+
+def parse_settings(request: Mapping[str, Any]) -> ServingSettings:
+    """Check a request for head reallocation.
+
+    Raises:
+        ValueError: for unknown and missing keys and bad values, by name.
+    """
+    known = {field.name for field in fields(ServingSettings)}
+    unknown = sorted(set(request) - known)
+    if unknown:
+        raise ValueError(f"rlkv: unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+    missing = [name for name in ("gates", "sparsity") if name not in request]
+    if missing:
+        raise ValueError(f"rlkv: {missing[0]} is missing: both gates and sparsity are needed")
+    return ServingSettings(**request)

@@ -1,0 +1,75 @@
+"""rlkv-infer with eviction on files of problems and in chats, and with published gates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rlkv import tiny
+from rlkv.cli.infer import app
+from rlkv.eviction import TOVA
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.inference.engine import Chat, InferenceEngine
+from rlkv.models.shape import ModelShape
+from rlkv.rollout.base import SamplingParams
+
+PROBLEM = "a=7 . b=2 . c = b + a . d = c - b . e = d + a . f = e - c . g = f + a . find g ?"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, [*arguments, "--model", "tiny", "--max-new-tokens", "80"])
+
+
+def test_a_file_is_not_resumed_under_another_policy(tmp_path: Path) -> None:
+    problems, answers = tmp_path / "problems.jsonl", tmp_path / "answers.jsonl"
+    problems.write_text(json.dumps({"problem": PROBLEM, "answer": "1"}) + "\n")
+    files = ("--input", str(problems), "--output", str(answers))
+    policy = ("--eviction", "tova", "--eviction-option", "buffer=4")
+    assert run(*files, *policy, "--budget", "30").exit_code == 0
+    before = answers.read_bytes()
+    other = run(*files, *policy, "--budget", "31")
+    assert isinstance(other.exception, ValueError)
+    assert "eviction was" in str(other.exception)
+    assert answers.read_bytes() == before
+    assert run(*files, *policy, "--budget", "30").exit_code == 0
+
+
+def test_a_chat_evicts_from_turn_to_turn() -> None:
+    model, tokenizer = tiny.load()
+    allocation = HeadAllocation(torch.zeros(4, 6, dtype=torch.bool))
+    engine = InferenceEngine(model, tokenizer, allocation, eviction=TOVA(budget=20, buffer=4))
+    chat = Chat(engine, SamplingParams(max_new_tokens=40))
+    for _ in range(3):
+        reply = chat.say(PROBLEM)
+        assert 20 <= int(reply.cache.state.progress.held[0]) < 24
+        assert reply.usage.kv_bytes == reply.cache.nbytes() < reply.usage.kv_bytes_full
+    assert reply.cache.get_seq_length() > 150
+    assert chat.restarted == 0
+
+
+def test_published_gates_with_eviction(tmp_path: Path) -> None:
+    gates = tmp_path / "full_attention_heads.tsv"  # DuoAttention's format: one line per layer
+    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+    gates.write_text("\n".join("\t".join(f"{value:.4f}" for value in row) for row in alpha.tolist()) + "\n")
+    options = ("--eviction", "rkv", "--budget", "24", "--eviction-option", "buffer=4", "--sparsity", "0.5")
+    result = run("--gates", str(gates), *options, "--prompt", PROBLEM)
+    assert result.exit_code == 0, result.output
+    assert "12 full, 12 compressible (rkv)" in result.stderr
+
+
+@pytest.mark.parametrize("compare", [(), ("--compare-full",)])
+def test_gates_and_policy(tmp_path: Path, compare: tuple[str, ...]) -> None:
+    model, _ = tiny.load()
+    path = tmp_path / "gates.pt"
+    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+    HeadGates(alpha, model=ModelShape.from_config(model.config, "tiny")).save(path)
+    options = ("--eviction", "h2o", "--budget", "24", "--sparsity", "0.25")
+    result = run("--gates", str(path), *options, "--prompt", PROBLEM, *compare)
+    assert result.exit_code == 0, result.output
+    assert "18 full, 6 compressible (h2o)" in result.stderr

@@ -1,0 +1,217 @@
+"""rlkv-gates, and the wrapper that every command runs in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from rlkv.cli.errors import run_app
+from rlkv.cli.gates import main
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
+from tests.helpers.paths import SHARED
+
+PUBLISHED = SHARED / "gates"
+
+
+@pytest.fixture
+def gates_file(tmp_path: Path) -> Path:
+    alpha = torch.tensor([[0.0, 1.0, 0.25, 0.5], [0.75, 0.0, 0.05, 1.0], [0.9, 0.8, 0.7, 0.6]])
+    model = ModelShape("owner/model", "llama", 3, 4, 8, 32)
+    path = tmp_path / "gates.pt"
+    HeadGates(alpha, model=model, sink=4, window=16, training={"steps": 60, "curve": list(range(100))}).save(path)
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["rlkv-gates", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return int(stopped.value.code or 0)
+
+
+def test_inspect(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "inspect", gates_file, "--sparsity", 0.25, "--sparsity", 0.5) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "model     owner/model" in lines
+    assert "shape     3 layers x 4 KV heads, 8 query heads of 32, llama" in lines
+    assert "training  sink 4, window 16 tokens" in lines
+    assert any("16.7% at 0, 25.0% below 0.1, 33.3% below 0.5, 16.7% at 1" in line for line in lines)
+    # layer, mean, at 0, at 1, full at 0.25, full at 0.5, gates
+    table = [line.split() for line in lines if line.startswith("    ") and line.split()[0] in "012"]
+    assert table == [
+        ["0", "0.438", "1", "1", "3", "1", "0.00", "1.00", "0.25", "0.50"],
+        ["1", "0.450", "1", "1", "2", "2", "0.75", "0.00", "0.05", "1.00"],
+        ["2", "0.750", "0", "0", "4", "3", "0.90", "0.80", "0.70", "0.60"],
+    ]
+    assert "  0.5: 6 full, 6 compressible, actual 0.5000" in lines
+    assert max(len(line) for line in lines) <= 120
+    assert run(monkeypatch, "inspect", gates_file, "--sparsity", 0.5, "--scope", "layer") == 0
+    assert "scope layer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.tsv", "adapter", "sub/out.pt"])
+def test_convert(gates_file: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = gates_file.parent / name
+    assert run(monkeypatch, "convert", gates_file, out) == 0
+    before, after = HeadGates.load(gates_file), HeadGates.load(out)
+    assert torch.equal(after.alpha, before.alpha)
+    assert (after == before) is (out.suffix != ".tsv")
+
+
+def test_convert_says_what_a_tsv_drops(
+    gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "convert", gates_file, gates_file.with_name("out.tsv"))
+    assert "mean gates, model, sizes and training summary are not in it" in capsys.readouterr().out
+
+
+def test_plot(gates_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heat_map, histogram = gates_file.with_name("map.png"), gates_file.with_name("histogram.png")
+    assert run(monkeypatch, "plot", gates_file, heat_map) == 0
+    assert run(monkeypatch, "plot", gates_file, histogram, "--histogram") == 0
+    assert heat_map.read_bytes().startswith(b"\x89PNG")
+    assert heat_map.read_bytes() != histogram.read_bytes()
+
+
+def test_diff(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "diff", gates_file, gates_file) == 0
+    same = capsys.readouterr().out
+    assert "Spearman correlation  1.0000" in same
+    assert "sparsity 0.5: 1.000  (6 of 6)" in same
+    assert "largest changes" not in same
+    changed = HeadGates.load(gates_file)
+    changed.alpha[1, 3] = 0.0
+    changed.alpha[0, 0] = 0.3
+    changed.save(gates_file.with_name("changed.pt"))
+    assert run(monkeypatch, "diff", gates_file, gates_file.with_name("changed.pt"), "--changes", 5) == 0
+    out = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(out) if line.startswith("largest changes"))
+    assert [line.split() for line in out[start + 1 :]] == [
+        ["1", "3", "1.000", "0.000", "-1.000"],
+        ["0", "0", "0.000", "0.300", "+0.300"],
+    ]
+    assert any("sparsity 0.5: 0.833  (5 of 6)" in line for line in out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("inspect", "absent.pt"), "error: absent.pt: no such file or folder"),
+        (("inspect", "{file}", "--sparsity", "1.5"), "error: sparsity 1.5 is not in [0, 1]"),
+        (("inspect", "{file}", "--scope", "head"), "error: unknown scope 'head'"),
+        (("convert", "{file}", "out.bin"), "error: out.bin: unknown gates format '.bin'"),
+        (("plot", "{file}", "out.txt"), "error: out.txt: no picture format 'txt'"),
+        (("diff", "{file}", "{other}"), "they belong to different models"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(
+    gates_file: Path,
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = gates_file.with_name("other.pt")
+    HeadGates(torch.rand(2, 2)).save(other)
+    monkeypatch.chdir(gates_file.parent)
+    filled = [a.replace("{file}", str(gates_file)).replace("{other}", str(other)) for a in arguments]
+    assert run(monkeypatch, *filled) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert {p.name for p in gates_file.parent.iterdir()} == {"gates.pt", "other.pt"}
+
+
+def test_help_shows_commands_to_copy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--help") == 0
+    assert "rlkv-gates diff mine.pt hf://owner/theirs " in capsys.readouterr().out
+    for command in ("inspect", "convert", "plot", "diff"):
+        assert run(monkeypatch, command, "--help") == 0
+        assert f"\n  rlkv-gates {command} " in capsys.readouterr().out
+
+
+def test_as_a_process(gates_file: Path) -> None:
+    command = [sys.executable, "-m", "rlkv.cli.gates", "inspect"]
+    done = subprocess.run([*command, str(gates_file)], capture_output=True, text=True, check=True)
+    assert "owner/model" in done.stdout
+    failed = subprocess.run([*command, "absent.pt"], capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("error: absent.pt")
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published gates (../shared/gates) are not here")
+def test_published_gates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = [PUBLISHED / method / "Qwen-2.5-7B-R1" for method in ("rlkv", "duo_attn")]
+    assert run(monkeypatch, "inspect", pair[0]) == 0
+    assert "  0.2: 90 full, 22 compressible, actual 0.1964" in capsys.readouterr().out
+    assert run(monkeypatch, "diff", *pair) == 0
+    assert "Spearman correlation  0.1546" in capsys.readouterr().out
+
+
+# run_app
+
+
+def exit_code(app: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        run_app(app)  # type: ignore[arg-type]
+    return int(stopped.value.code or 0)
+
+
+def raising(error: BaseException) -> object:
+    def program() -> None:
+        raise error
+
+    return program
+
+
+@pytest.mark.parametrize("as_typer", [False, True])
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ValueError("two\n  lines"), 2, "error: two lines\n"),
+        (
+            FileNotFoundError(2, "No such file or directory", "a.jsonl"),
+            2,
+            "error: a.jsonl: No such file or directory\n",
+        ),
+        (KeyboardInterrupt(), 130, None),
+    ],
+)
+def test_run_app_maps_errors_to_exit_codes(
+    as_typer: bool,
+    error: BaseException,
+    code: int,
+    text: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    program = raising(error)
+    if as_typer:
+        wrapped = typer.Typer()
+        wrapped.command()(program)  # type: ignore[arg-type]
+        program = wrapped
+    assert exit_code(program) == code
+    if text is not None:
+        assert capsys.readouterr().err == text
+
+
+def test_run_app_leaves_bugs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bug in (RuntimeError("bug"), OSError("no file is named"), KeyError("x")):
+        with pytest.raises(type(bug)):
+            run_app(raising(bug))  # type: ignore[arg-type]
+    monkeypatch.setenv("RLKV_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="seen"):
+        run_app(raising(ValueError("seen")))  # type: ignore[arg-type]
+
+
+def test_run_app_ends_with_0_or_the_programs_own_code() -> None:
+    assert exit_code(lambda: None) == 0
+    assert exit_code(lambda: sys.exit(7)) == 7

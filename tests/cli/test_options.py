@@ -1,0 +1,88 @@
+"""Options from dataclasses: defaults, YAML, command line, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlkv.cli.options import find_config, packaged, parse
+from tests.helpers.paths import ROOT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    model: str = "tiny"
+    """hub id, folder or tiny"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Base):
+    """Do something."""
+
+    output_dir: Path
+    """where it goes"""
+    sparsities: tuple[float, ...] = (0.5,)
+    limit: int | None = None
+    fresh: bool = False
+
+    def check(self) -> None:
+        if not all(0 <= s <= 1 for s in self.sparsities):
+            raise ValueError("--sparsities must lie in [0, 1]")
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path, "model: big\nsparsities: [0.2, 0.4]\nfresh: true\nlimit: null\noutput-dir: a\n")
+    found = parse(Config, arguments=["--config", file, "--sparsities", "0.6"])
+    assert found == Config(model="big", output_dir=Path("a"), sparsities=(0.6,), fresh=True)
+    assert parse(Config, arguments=[f"--config={file}", "--no-fresh", "--output_dir=b"]).output_dir == Path("b")
+    assert not parse(Config, arguments=[f"--config={file}", "--no-fresh"]).fresh
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("modle: x\n", "modle"), ("- a\n", "list"), ("a: [", "YAML"), ("sparsities: [2]\noutput_dir: a\n", "sparsities")],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        parse(Config, arguments=["--config", write(tmp_path, text)])
+
+
+def test_an_option_given_twice_would_lose_its_first_value() -> None:
+    with pytest.raises(ValueError, match="--sparsities"):
+        parse(Config, arguments=["--output-dir", "a", "--sparsities", "0.1", "--sparsities", "0.2"])
+
+
+@pytest.mark.parametrize("arguments", [["--output-dir", "a", "--foo"], ["--output-dir", "a", "--limit", "x"], []])
+def test_unknown_options_wrong_types_and_absent_ones_exit_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(Config, arguments=arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err
+
+
+def test_help_names_options_and_packaged_configs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(Config, "Says what it does.", ["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    for part in ("Says what it does.", "--output-dir", "where it goes", "hub id, folder", "llama8b"):
+        assert part in out
+
+
+def test_packaged_configs_are_those_of_the_repository() -> None:
+    assert packaged() == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    assert find_config("llama8b").read_text() == (ROOT / "configs" / "llama8b.yaml").read_text()
+    with pytest.raises(ValueError, match=r"absent.*llama8b"):
+        find_config("absent")
+    with pytest.raises(ValueError, match="--config"):
+        parse(Config, arguments=["--config"])

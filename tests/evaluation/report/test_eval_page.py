@@ -1,0 +1,168 @@
+"""The report: the paper's layout, what n problems prove, published numbers apart, the same in HTML and Markdown."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlkv.evaluation.report.eval_page import evaluation_page, published_name
+from rlkv.evaluation.report.eval_report import summarize
+from rlkv.evaluation.report.html_page import Heading, Page, Paragraph, Table
+from rlkv.evaluation.report.markdown_page import markdown
+from rlkv.evaluation.run.methods import parse_method
+from rlkv.utils.provenance import provenance
+
+METHODS = ["full", "rlkv@0.2", "rlkv@0.4", "duo@0.4", "rlkv@0.4+rkv@256", "rkv@ratio=0.5"]
+CONFIG = {
+    **{"model": "m", "max_new_tokens": {"aime24": 16384}, "sink": 16, "window": 64, "prefill": "full", "seed": 0},
+    **{"num_samples": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "batch_size": 8, "dtype": "torch.bfloat16"},
+    **{"repetition": {"window": 400, "distinct": 40}, "stop_repetitive": False, "processes": 1},
+}
+
+
+def rows(right: int, n: int) -> list[dict[str, Any]]:
+    fields = {"finish_reason": "stop", "repetitive": False, "kv_bytes": 61, "kv_bytes_full": 100, "seconds": 1.0}
+    return [
+        {"key": f"{i:03}", "sample": 0, "correct": i < right, **fields, "text": "t.", "token_ids": [1]}
+        for i in range(n)
+    ]
+
+
+def page(model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", n: int = 30, task: str = "aime24") -> Page:
+    full = rows(n // 2, n)
+    right = {"full": n // 2, "rlkv@0.2": n // 2 - 8, "rlkv@0.4": n // 2 + 9}
+    summaries = [
+        summarize(task, name, full if name == "full" else rows(right.get(name, n // 2), n), full) for name in METHODS
+    ]
+    parsed = [parse_method(name, ["rlkv", "duo"]) for name in METHODS]
+    return evaluation_page(model, parsed, summaries, provenance(), CONFIG)
+
+
+def tables(found: Page) -> list[Table]:
+    return [block for block in found.blocks if isinstance(block, Table)]
+
+
+def test_rankings_down_sparsities_across() -> None:
+    heads, others, *_ = tables(page())
+    assert heads.columns == ("heads", "s = 0", "s = 0.2", "s = 0.4")
+    assert [line[0].text for line in heads.rows] == ["full cache", "rlkv", "duo", "rlkv+rkv@256"]
+    full, rlkv, duo, both = heads.rows
+    assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\]", full[1].text)
+    assert rlkv[1].text == duo[2].text == both[2].text == ""
+    assert re.fullmatch(r"23\.3 \(-26\.7\* \[-\d+\.\d, -\d+\.\d\]\) KV 61%", rlkv[2].text)
+    assert (rlkv[2].sign, rlkv[3].sign, duo[3].sign) == ("worse", "better", "same")
+    assert re.fullmatch(r"80\.0 \(\+30\.0\* .*", rlkv[3].text)
+    assert [line[0].text for line in others.rows] == ["full cache", "rkv@ratio=0.5"]
+
+
+def test_few_problems_are_said_to_prove_little() -> None:
+    said = [block for block in page().blocks if isinstance(block, Paragraph) and "problems:" in block.text]
+    assert len(said) == 1
+    assert said[0].strong
+    assert "30 problems: at least 6 must change, all in one direction" in said[0].text
+    assert "which is a difference of 20.0 points" in said[0].text
+    assert said[0].text.endswith("this task proves little.")
+    many = next(b for b in page(n=500).blocks if isinstance(b, Paragraph) and "problems:" in b.text)
+    assert not many.strong
+    assert "a difference of 1.2 points" in many.text
+    few = next(b for b in page(n=5).blocks if isinstance(b, Paragraph) and "5 problems" in b.text)
+    assert "prove nothing" in few.text
+
+
+def test_published_numbers_stand_apart_with_their_sources() -> None:
+    found = page("/models/DeepSeek-R1-Distill-Llama-8B/")
+    place = next(i for i, b in enumerate(found.blocks) if isinstance(b, Heading) and "not measured here" in b.text)
+    table, sources = found.blocks[place + 1], found.blocks[place + 2]
+    assert isinstance(table, Table)
+    own = {line[0].text: [cell.text for cell in line[1:]] for line in table.rows if line[-1].text == "[1]"}
+    assert table.columns == ("method", "s = 0", "s = 0.2", "s = 0.4", "s = 0.6", "s = 0.8", "without s", "source")
+    assert set(own) == {"h2o", "rkv", "duo", "kvzip", "rlkv"}
+    assert "36.7" in next(
+        cell.text for line in table.rows if line[0].text == "full cache" for cell in line if cell.text[:1].isdigit()
+    )
+    assert any("2510.08525v3), table 6" in item for item in sources.items)  # type: ignore[union-attr]
+    for measured in tables(found)[:2]:
+        assert not {"h2o", "kvzip"} & {line[0].text for line in measured.rows}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-4B-Thinking-2507"),
+        ("./qwen3-4b-thinking-2507", "Qwen/Qwen3-4B-Thinking-2507"),
+        ("tiny", None),
+    ],
+)
+def test_models_are_found_by_the_last_part_of_their_name(model: str, name: str | None) -> None:
+    assert published_name(model) == name
+
+
+def test_nothing_published_is_left_out() -> None:
+    assert not any(isinstance(b, Heading) and "Published" in b.text for b in page("tiny", task="tiny").blocks)
+
+
+class Links(HTMLParser):
+    """What a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [
+            str(v) for k, v in attrs if k in ("src", "href", "data") and not str(v).startswith(("#", "data:"))
+        ]
+
+
+def test_html_and_markdown_say_the_same(tmp_path: Path) -> None:
+    found = page()
+    text, document = markdown(found, tmp_path), found.html()
+    for block in tables(found):
+        for line in block.rows:
+            for cell in line:
+                assert cell.text.replace("*", "\\*") in text
+                assert cell.text in document
+    links = Links()
+    links.feed(document)
+    assert links.found == [], "the page needs nothing else"
+    assert provenance()["versions"]["torch"] in document
+    assert '<td class="worse">' in document
+    assert '<td class="better">' in document
+    for content in (text, document):
+        assert "Greedy decoding; new tokens at most: aime24 16,384" in content
+
+
+def test_samples_get_a_table_of_pass_at_k() -> None:
+    base = rows(3, 8)
+    sampled = [{**row, "sample": sample} for row in base for sample in range(4)]
+    methods = [parse_method("full", [])]
+    found = evaluation_page("tiny", methods, [summarize("tiny", "full", sampled, None)], provenance(), CONFIG)
+    (said,) = (b.text for b in found.blocks if isinstance(b, Paragraph) and "8 problems:" in b.text)
+    assert "at least 6 must change" in said
+    assert "points" not in said  # with samples, a problem may change by less than one
+    assert any("Sample i of a problem is paired" in t.caption for t in tables(found))
+    table = next(t for t in tables(found) if t.columns[1] == "k = 1")
+    assert table.columns == ("method", "k = 1", "k = 2", "k = 4")
+    assert table.rows[0][1].text.startswith("37.5 [")
+
+
+def test_error_modes_have_their_denominator() -> None:
+    table = next(t for t in tables(page()) if t.columns[1] == "solved by full")
+    shown = {line[0].text: [cell.text for cell in line[1:5]] for line in table.rows}
+    assert shown["full"] == ["", "", "", ""]
+    assert shown["rlkv@0.2"] == ["15", "0", "0", "8"]
+    assert "Sample i" not in table.caption
+
+
+def test_random_heads_are_said_to_be_one_draw() -> None:
+    methods = [parse_method(name, []) for name in ("full", "random-heads@0.4")]
+    full = rows(4, 8)
+    summaries = [summarize("tiny", m.name, full, full) for m in methods]
+    found = evaluation_page("tiny", methods, summaries, provenance(), CONFIG)
+    said = "random-heads is one draw of heads (seed 0)"
+    assert any(isinstance(b, Paragraph) and b.text.startswith(said) for b in found.blocks)
+    assert not any(isinstance(b, Paragraph) and "one draw" in b.text for b in page().blocks)

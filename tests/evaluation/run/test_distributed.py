@@ -1,0 +1,97 @@
+"""Two real processes (gloo): their rows are those of one, another number goes on, a death is no endless wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.helpers.paths import ROOT
+from tests.helpers.programs import load_program
+
+PROGRAM = ROOT / "inference" / "evaluate.py"
+METHODS = ("full", "random-heads@0.5+rkv@40:buffer=8")
+OPTIONS = ["--methods", ",".join(METHODS), "--limit", "10", "--max-new-tokens", "50", "--batch-size", "3"]
+OPTIONS += ["--device", "cpu"]
+DIES = """
+import os
+from tests.helpers.paths import ROOT
+from rlkv.evaluation.run.distributed import join_processes
+from tests.helpers.paths import ROOT
+processes = join_processes("cpu")
+if processes.rank == 1:
+    os._exit(7)
+try:
+    processes.wait_for_all()
+except ValueError as error:
+    print(error)
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def run_alone(folder: Path) -> None:
+    module = load_program("inference/evaluate.py")
+    done = CliRunner().invoke(module.app, ["--output-dir", str(folder), *OPTIONS], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+
+
+def rows(folder: Path, method: str, name: str = "rows-*.jsonl") -> list[dict[str, Any]]:
+    files = (folder / "tiny" / method).glob(name)
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()[1:]]
+    return sorted(({**line, "seconds": 0} for line in lines), key=lambda row: row["key"])
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    results = json.loads((folder / "results.json").read_text())["results"]
+    return [{**row, "seconds": 0, "tokens_per_second": 0} for row in results]
+
+
+@pytest.mark.timeout(280)
+def test_two_processes_write_the_rows_of_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    command += [str(PROGRAM), "--output-dir", str(tmp_path / "two"), *OPTIONS]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((tmp_path / "two" / "results.json").read_text())["config"]["processes"] == 2
+    run_alone(tmp_path / "one")
+    for method in METHODS:
+        shares = [rows(tmp_path / "two", method, f"rows-{rank}-of-2.jsonl") for rank in (0, 1)]
+        assert [len(share) for share in shares] == [6, 4], "batches of 3 in turn, the last one short"
+        assert rows(tmp_path / "two", method) == rows(tmp_path / "one", method)
+    assert figures(tmp_path / "two") == figures(tmp_path / "one")
+
+    share = tmp_path / "two" / "tiny" / METHODS[1] / "rows-1-of-2.jsonl"
+    lines = share.read_text().splitlines(keepends=True)
+    share.write_text("".join(lines[:3]) + lines[3][:50])  # as a kill would leave it
+    run_alone(tmp_path / "two")
+    assert [len(rows(tmp_path / "two", method, "rows-0-of-1.jsonl")) for method in METHODS] == [0, 2]
+    assert figures(tmp_path / "two") == figures(tmp_path / "one")
+
+
+@pytest.mark.timeout(280)
+def test_a_dead_process_is_noticed_by_the_others() -> None:
+    shared = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    command = [sys.executable, "-c", DIES]
+    started = [
+        subprocess.Popen(command, env={**shared, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    outputs = [process.communicate(timeout=250)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 7]
+    assert "another process of this run ended before its share was done" in outputs[0]

@@ -1,0 +1,60 @@
+"""kill -9 at random moments of a real evaluation: rows and results are those of an uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.paths import ROOT
+
+VOLATILE = ("seconds", "tokens_per_second", "finished", "command")
+KILLS = 2  # twenty were run once: docs/EVALUATION.md
+
+
+def stable(content: Any) -> Any:
+    """Without what differs from run to run: times, and the command, which names the folder."""
+    if isinstance(content, dict):
+        return {name: stable(value) for name, value in content.items() if name not in VOLATILE}
+    return [stable(value) for value in content] if isinstance(content, list) else content
+
+
+def rows(folder: Path) -> dict[str, list[Any]]:
+    found = {}
+    for file in sorted(folder.glob("tiny/*/rows-*.jsonl")):
+        lines = [stable(json.loads(line)) for line in file.read_text().splitlines()]
+        settings, *measured = lines
+        found[file.parent.name] = [settings, *sorted(measured, key=lambda row: row["key"])]
+    return found
+
+
+def check_killed_folders(root: Path, summary: dict[str, Any]) -> None:
+    assert summary["lost"] == [], "what was on the disk before a kill is there after it"
+    want = rows(root / "whole")
+    assert sum(len(found) - 1 for found in want.values()) == summary["rows"]
+    assert {row["finish_reason"] for found in want.values() for row in found[1:]} == {"stop", "length"}
+    results = stable(json.loads((root / "whole" / "results.json").read_text()))
+    for name in summary["folders"]:
+        assert rows(root / name) == want, "nothing lost, nothing doubled, nothing else"
+        assert stable(json.loads((root / name / "results.json").read_text())) == results
+        assert {path.name for path in (root / name).iterdir()} == {"tiny", "results.json", "report.html", "report.md"}
+
+
+def test_killed_evaluations_end_in_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.evaluate_kill_driver", tmp_path, str(KILLS), "12"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["kills"] == KILLS
+    assert summary["grew"] > 0
+    check_killed_folders(tmp_path, summary)

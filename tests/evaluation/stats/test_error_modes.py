@@ -1,0 +1,58 @@
+"""Error modes by hand-made completions, and the paired test by hand-computed values."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlkv.evaluation.stats.error_modes import RepetitionRule, count_modes, error_mode
+from rlkv.evaluation.stats.intervals import sign_test
+from rlkv.rollout.base import Completion
+
+RULE = RepetitionRule(window=10, distinct=3)
+
+
+def completion(ids: list[int], finish: str = "stop") -> Completion:
+    return Completion(ids, "", finish)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([1, 2] * 5, True),
+        ([1, 2, 3] * 3 + [1], False),
+        ([1, 2] * 4 + [1], False),  # no full window
+        (list(range(10)) + [1, 2] * 5, True),  # the second window
+        (list(range(10)) + [1, 2] * 4, False),  # the second window is not full
+        (list(range(5)) + [7] * 10 + list(range(5)), False),  # windows end at 10 and 20 only, as in the paper
+    ],
+)
+def test_repetition_is_checked_at_every_full_window(ids: list[int], expected: bool) -> None:
+    assert RULE(ids) is expected
+
+
+def test_the_papers_rule_is_the_default() -> None:
+    assert RepetitionRule() == RepetitionRule(window=400, distinct=40)
+    assert RepetitionRule()([i % 39 for i in range(400)])
+    assert not RepetitionRule()([i % 40 for i in range(400)])
+
+
+def test_modes_in_their_order() -> None:
+    loop, text = [1, 2] * 5, list(range(10))
+    assert error_mode(completion(loop, "length"), False, RULE) == "repetitive"
+    assert error_mode(completion(text, "length"), False, RULE) == "overlength"
+    assert error_mode(completion(text), False, RULE) == "incorrect"
+    assert error_mode(completion(loop, "length"), True, RULE) is None
+
+
+def test_only_problems_that_the_full_cache_solves_count() -> None:
+    done = [completion([1, 2] * 5), completion([1]), completion([1], "length"), completion([1])]
+    counts = count_modes(done, [False, True, False, False], [True, True, False, True], RULE)
+    assert counts == {"repetitive": 1, "overlength": 0, "incorrect": 1}
+
+
+def test_sign_test() -> None:
+    assert sign_test(0, 0) == 1
+    assert sign_test(1, 0) == 1
+    assert sign_test(5, 0) == sign_test(0, 5) == 2 / 32
+    assert sign_test(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
+    assert sign_test(6, 6) == 1

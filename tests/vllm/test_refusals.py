@@ -1,0 +1,206 @@
+"""What is refused at start, each by its name; and a plugin that nobody asks for, which does nothing."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlkv.vllm.reallocation.limits import check_architecture, check_engine
+from tests.helpers.engines import Served, engine, generate, make_served, need_vllm, random_prompts
+
+need_vllm()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return make_served(tmp_path_factory.mktemp("models"), "llama")
+
+
+def fake_engine(**changes: Any) -> Any:
+    """The settings that are looked at, all supported; ``a__b`` sets ``config.a.b``."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", sliding_window=None, kv_sharing_fast_prefill=False, kv_offloading_size=None
+        ),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="llama"), quantization=None),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        speculative_config=None,
+        quant_config=None,
+        lora_config=None,
+        kv_transfer_config=None,
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        target: Any = config
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+    return config
+
+
+def test_what_is_supported_passes() -> None:
+    check_engine(fake_engine())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("parallel_config__tensor_parallel_size", 2, "tensor parallelism .* one engine per GPU"),
+        ("parallel_config__pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config__decode_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config__prefill_context_parallel_size", 2, "context parallelism"),
+        ("speculative_config", object(), "speculative decoding"),
+        ("cache_config__cache_dtype", "fp8", "quantised KV cache .* fp8"),
+        ("quant_config", object(), "quantised weights"),
+        ("lora_config", object(), "LoRA"),
+        ("kv_transfer_config", object(), "KV connectors"),
+        ("scheduler_config__disable_hybrid_kv_cache_manager", True, "disable-hybrid-kv-cache-manager"),
+        ("cache_config__sliding_window", 512, "sliding-window layers"),
+        ("cache_config__kv_sharing_fast_prefill", True, "kv-sharing-fast-prefill"),
+        ("cache_config__kv_offloading_size", 4.0, "offloading"),
+        ("model_config__hf_text_config", SimpleNamespace(model_type="gemma3"), "type gemma3: serve one of llama"),
+        (
+            "model_config__hf_text_config",
+            SimpleNamespace(model_type="qwen2", dual_chunk_attention_config={"chunk_size": 8}),
+            "dual chunk attention",
+        ),
+    ],
+)
+def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_engine(fake_engine(**{setting: value}))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "refused"),
+    [
+        ("GPT2LMHeadModel", {"rlkv": {"gates": "g", "sparsity": 0.5}}, True),
+        ("GPT2LMHeadModel", {}, False),
+        ("Qwen3ForCausalLM", {"rlkv": {"gates": "g", "sparsity": 0.5}}, False),
+        ("RLKVMixedLlamaForCausalLM", {"rlkv": {"gates": "g", "sparsity": 0.5}}, False),
+    ],
+)
+def test_other_architectures(architecture: str, settings: dict[str, Any], refused: bool) -> None:
+    model = SimpleNamespace(architecture=architecture)
+    config = SimpleNamespace(model_config=model, additional_config=settings)
+    with pytest.raises(ValueError, match=f"architecture {architecture}: serve") if refused else nullcontext():
+        check_architecture(config)
+
+
+def test_an_engine_of_another_architecture_does_not_start(llama: Served, tmp_path: Path) -> None:
+    """Without the check it would serve the full cache."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=128, n_positions=1024)).save_pretrained(
+        tmp_path
+    )
+    other = replace(llama, path=tmp_path)
+    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel"), engine(other, llama.request(0.5)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "request_changes", "message"),
+    [
+        ({"kv_cache_dtype": "fp8"}, {}, "quantised KV cache"),
+        ({"disable_hybrid_kv_cache_manager": True}, {}, "disable-hybrid-kv-cache-manager"),
+        ({}, {"sparsity": 2}, "sparsity must be a number"),
+        ({}, {"gates": "nowhere.safetensors"}, "nowhere.safetensors"),
+    ],
+)
+def test_the_engine_does_not_start(
+    llama: Served, options: dict[str, Any], request_changes: dict[str, Any], message: str
+) -> None:
+    request = {"rlkv": {**llama.request(0.5)["rlkv"], **request_changes}}
+    with pytest.raises((ValueError, OSError), match=message), engine(llama, request, **options):
+        pass
+
+
+def test_gates_of_another_model_are_refused(llama: Served, tmp_path: Any) -> None:
+    other = make_served(tmp_path, "qwen3")
+    message = "these gates are for unknown: qwen3 with 4 layers"
+    with pytest.raises(ValueError, match=message), engine(llama, other.request(0.5)):
+        pass
+
+
+def test_another_version_is_refused(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlkv.vllm.reallocation.models.installed_version", lambda: "0.99.0")
+    with pytest.raises(ValueError, match=r"vllm 0\.99\.0 is installed"), engine(llama, llama.request(0.5)):
+        pass
+
+
+def test_unasked_the_stock_model_is_built(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    # another version is no error either, for who does not ask
+    monkeypatch.setattr("rlkv.vllm.reallocation.models.installed_version", lambda: "0.99.0")
+    with engine(llama, None) as llm:
+        model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner.get_model()
+        assert type(model).__module__ == "vllm.model_executor.models.llama"
+        assert type(model.model.layers[0].self_attn.attn).__name__ == "Attention"
+        (output,) = generate(llm, random_prompts((90,)), 40)
+    prompt, tokens = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
+    with torch.no_grad():
+        logits = llama.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == tokens
+
+
+def test_the_environment_asks_too(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLKV_GATES", str(llama.gates_path))
+    monkeypatch.setenv("RLKV_SPARSITY", "0.5")
+    with engine(llama, None) as llm:
+        config = llm.llm_engine.vllm_config.additional_config["rlkv"]
+        assert config["sparsity"] == 0.5
+        assert len(config["digest"]) == 16  # part of the compilation key
+        assert len(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups) > 1
+
+
+def test_tensors_of_unknown_layout_are_refused(llama: Served) -> None:
+    from rlkv.vllm.blocks.packing import BlockUse, plan_packing
+    from rlkv.vllm.reallocation.reallocation import Reallocation
+
+    allocation = llama.allocation(0.5)
+    plan = plan_packing(allocation.full, BlockUse(32, 16, 64), 1000)
+    changed = Reallocation(allocation, plan, head_size=32, group_size=2)
+    with pytest.raises(ValueError, match="weight_scale"):
+        list(changed.reordered([("model.layers.0.self_attn.q_proj.weight_scale", torch.ones(1))]))
+
+
+def test_weights_are_reordered(llama: Served) -> None:
+    """Heads of 2 numbers, groups of 2 query heads: rows and columns are named after their heads."""
+    from rlkv.vllm.blocks.packing import BlockUse, plan_packing
+    from rlkv.vllm.reallocation.reallocation import Reallocation
+
+    full = torch.tensor([[False, True, False], [True, True, True]])
+    plan = plan_packing(full, BlockUse(32, 16, 64), 1000)
+    changed = Reallocation(SimpleNamespace(full=full), plan, head_size=2, group_size=2)  # type: ignore[arg-type]
+    heads = torch.arange(3).repeat_interleave(2)
+    rows = heads.repeat_interleave(2)
+    weights = {
+        "model.layers.0.self_attn.q_proj.weight": rows[:, None].expand(12, 5),
+        "model.layers.0.self_attn.k_proj.bias": heads,
+        "model.layers.0.self_attn.v_proj.weight": heads[:, None].expand(6, 5),
+        "model.layers.0.self_attn.o_proj.weight": rows.expand(5, 12),
+        "model.layers.0.self_attn.o_proj.bias": torch.arange(5),
+        "model.layers.1.self_attn.k_proj.bias": heads,
+        "model.norm.weight": torch.arange(5),
+    }
+    found = dict(changed.reordered(weights.items()))
+    order = plan.head_order(0)
+    assert order[0] == 1  # the full one comes first
+    assert found["model.layers.0.self_attn.k_proj.bias"].tolist() == [h for h in order for _ in range(2)]
+    assert found["model.layers.0.self_attn.v_proj.weight"][:, 3].tolist() == [h for h in order for _ in range(2)]
+    assert found["model.layers.0.self_attn.q_proj.weight"][:, 0].tolist() == [h for h in order for _ in range(4)]
+    assert found["model.layers.0.self_attn.o_proj.weight"][2].tolist() == [h for h in order for _ in range(4)]
+    for name in ("model.layers.0.self_attn.o_proj.bias", "model.layers.1.self_attn.k_proj.bias", "model.norm.weight"):
+        assert torch.equal(found[name], weights[name])

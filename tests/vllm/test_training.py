@@ -1,0 +1,66 @@
+"""A training run that samples with vLLM in its own process, beside one that samples with its own model."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from rlkv.training import run
+from tests.helpers import random_run
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """What ``random_run`` trains, as a folder for the engine."""
+    model, tokenizer = random_run.make_policy()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_training_with_vllm_equals_training_with_transformers(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, open_engine = [], run.open_engine
+    monkeypatch.setattr(run, "open_engine", lambda *args: engines.append(open_engine(*args)) or engines[-1])
+    options = ["--model", str(model_folder), "--learning_rate", "0.3", "--rollout_kv_gib", "0.02"]
+    expected = random_run.run(tmp_path / "hf", options)
+    found = random_run.run(tmp_path / "vllm", [*options, "--rollout", "vllm", "--rollout_eager", "true"])
+    with closing(engines[-1]) as engine:
+        # after the last of five steps the engine has the gates of the fourth
+        history = [json.loads(line)["alpha"] for line in (tmp_path / "vllm" / "gates.jsonl").read_text().splitlines()]
+        assert (engine.gates() - torch.tensor(history[3])).abs().max() < 1e-6
+    assert len(history) == 5
+    assert history[3] != history[2]
+    # the same rows get the same tokens, so the runs differ by rounding in the weights of the tokens only
+    assert (found.alpha - expected.alpha).abs().max() < 1e-4
+    assert (found.alpha != 1).any()
+    for ours, theirs in zip(read(tmp_path / "vllm"), read(tmp_path / "hf"), strict=True):
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        assert ours["response/length_mean"] == theirs["response/length_mean"]
+        assert 0 < ours["rollout/logprob_diff_max"] < 1e-4
+        assert ours["rollout/truncated_share"] == 0
+
+
+def test_an_engine_with_another_model_is_noticed(model_folder: Path, tmp_path: Path) -> None:
+    from rlkv.attention.sizes import SinkWindow
+    from rlkv.vllm.engine import VLLMEngine
+
+    other = VLLMEngine(str(model_folder), SinkWindow(2, 6), "float32", kv_gib=0.02, enforce_eager=True)
+    with closing(other), pytest.MonkeyPatch.context() as patch:
+        for parameter in other.llm.llm_engine.model_executor.driver_worker.model_runner.model.parameters():
+            parameter.data.mul_(1.5)
+        patch.setattr(run, "open_engine", lambda *args: other)
+        with pytest.raises(ValueError, match="must serve the same model"):
+            random_run.run(tmp_path / "run", ["--model", str(model_folder), "--rollout", "vllm"])
