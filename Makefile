@@ -10,13 +10,14 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 FRESH_FLAG := $(if $(filter 1,$(FRESH)),--fresh)
 quick_flags = $(if $(filter 1,$(QUICK)),--quick --output-dir results/$(1)_quick)
 
-.PHONY: help venv demo study test test-vllm lint bench clean
+.PHONY: help venv demo study test test-vllm lint docs bench clean
 
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
 	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/"
 	@echo "make test   the test suite (CPU)          make lint   ruff and mypy"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB)"
+	@echo "make docs   the documentation site -> site/"
 	@echo "make bench  decode speed and KV memory    make venv   only the environment"
 	@echo "make clean  remove caches (results/ and .venv stay)"
 
@@ -28,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(PIP) setuptools wheel
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[train,eval,wandb,dev]"
+	$(PIP) -e ".[train,eval,wandb,dev,docs]"
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed || echo "deepspeed did not install: its tests will be skipped"
 	touch $(STAMP)
 
@@ -56,6 +57,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 bench: $(STAMP)
 	$(BIN)/python inference/benchmark.py decode
