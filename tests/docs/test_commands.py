@@ -19,7 +19,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- test: (?P<how>\S+) -->\n)?^```(?P<language>bash|python)\n(?P<code>.*?)^```$", re.M | re.S)
 ELSEWHERE = {"gpu", "hub", "long"}
 
