@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 
-from rlkv.gates.correlation import spearman
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training.loggers import GATES_LOG, LOG, read_log
 
@@ -43,7 +43,7 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     paths = [torch.tensor([r["alpha"] for r in read_log(folder / GATES_LOG)]) for folder in (first, second)]
     return {
         "steps": len(same),
-        "spearman": spearman(gates[0].mean_alpha, gates[1].mean_alpha),
+        "spearman": float(spearmanr(*(one.mean_alpha.flatten() for one in gates)).statistic),
         "final_difference": (paths[0][-1] - paths[1][-1]).abs().max().item(),
         "equal_steps": same.index(False) if False in same else len(same),
         "logprob_diff_max": [max(record["rollout/logprob_diff_max"] for record in log) for log in logs],

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rlkv.gates.allocation import HeadAllocation, compression_order, num_full_heads
-from rlkv.gates.correlation import spearman
 from rlkv.gates.head_gates import HeadGates
 from tests.helpers.paths import SHARED
 
@@ -196,16 +195,3 @@ def test_published_gates_tie_so_that_a_threshold_misses_and_a_count_does_not() -
                 allocation = HeadAllocation.from_gates(gates, sparsity)
                 assert allocation.num_full == num_full_heads(sparsity, gates.alpha.numel())
                 assert abs(allocation.sparsity - sparsity) <= 0.5 / gates.alpha.numel() + 1e-12
-
-
-def test_spearman_equals_scipy() -> None:
-    stats = pytest.importorskip("scipy.stats")
-    generator = torch.Generator().manual_seed(0)
-    for levels in (2, 5, 1000):
-        a, b = (torch.randint(levels, (6, 7), generator=generator).float() for _ in range(2))
-        assert spearman(a, b) == pytest.approx(stats.spearmanr(a.flatten(), b.flatten()).statistic, abs=1e-12)
-    assert spearman(a, a) == pytest.approx(1)
-    assert spearman(a, -a) == pytest.approx(-1)
-    assert spearman(a, torch.ones_like(a)) != spearman(a, torch.ones_like(a))  # NaN
-    with pytest.raises(ValueError, match="one shape"):
-        spearman(a, a.T)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.gates.correlation import spearman
 from rlkv.gates.head_gates import HeadGates
 
 
 def _correlation(a: torch.Tensor, b: torch.Tensor) -> float | None:
-    value = spearman(a.flatten(), b.flatten())
-    return None if math.isnan(value) else value
+    if a.unique().numel() == 1 or b.unique().numel() == 1:
+        return None
+    return float(spearmanr(a.flatten(), b.flatten()).statistic)
 
 
 def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:

@@ -14,10 +14,20 @@ class RepetitionRule:
     """A text is repetitive if ``window`` tokens in a row hold fewer than ``distinct`` different ones.
 
     Checked at every full ``window`` of the output, as in the paper (400 tokens, 40 distinct ones).
+
+    Raises:
+        ValueError: unless 1 <= distinct <= window: every text would be repetitive, or none.
     """
 
     window: int = 400
     distinct: int = 40
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.distinct <= self.window:
+            raise ValueError(
+                f"--repetition {self.window} {self.distinct}: a window of {self.window} tokens never holds "
+                f"{self.distinct} distinct ones: give WINDOW DISTINCT, such as 400 40"
+            )
 
     def __call__(self, token_ids: list[int]) -> bool:
         ends = range(self.window, len(token_ids) + 1, self.window)

@@ -1,11 +1,12 @@
-"""Budgets that make methods hold the same bytes: the comparison that a table of accuracies needs.
+"""Budgets at which methods hold the same bytes, so that their accuracies can be compared.
 
-The target is a share of the bytes that the full cache holds at the end of every text, counted over a set of texts whose
-lengths are known (those of the full-cache run).  Observed queries and accumulated scores count.
+The target is a share of the bytes that the full cache holds at the end of every text, over texts of known lengths
+(those of the full-cache run).  Observed queries and accumulated scores count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.eviction.base import EvictionPolicy
 
-STEPS = 14  # halvings of the interval of ratios: to 1/16384 of the text
+STEPS = 2**14  # ratios are multiples of 1/16384 of the text
 
 
 def kv_share(settings: CacheSettings, full: Tensor, size: EntrySize, lengths: list[tuple[int, int]]) -> float:
@@ -37,48 +38,43 @@ def match_ratio(
         lengths: (prompt, all) cached tokens of each text.
     """
 
-    def holds(ratio: float) -> float:
-        return kv_share(CacheSettings(eviction=_with_ratio(policy, ratio)), full, size, lengths)
+    def with_ratio(step: int) -> EvictionPolicy:
+        return replace(policy, budget=None, ratio=step / STEPS)
 
-    if holds(0.0) > share:
-        return None
-    low, high = 0.0, 1.0
-    if holds(high) <= share:
-        return _with_ratio(policy, high)
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if holds(middle) <= share else (low, middle)
-    return _with_ratio(policy, low)
+    def fits(step: int) -> bool:
+        return kv_share(CacheSettings(eviction=with_ratio(step)), full, size, lengths) <= share
+
+    found = _largest(fits, 0, STEPS)
+    return None if found is None else with_ratio(found)
 
 
 def match_budget(
     policy: EvictionPolicy, share: float, full: Tensor, size: EntrySize, lengths: list[tuple[int, int]]
 ) -> EvictionPolicy | None:
-    """``policy`` with the largest fixed budget that holds at most ``share``; as :func:`match_ratio` for the rest.
+    """``policy`` with the largest fixed budget that holds at most ``share``; otherwise as :func:`match_ratio`.
 
-    A target in bytes is ``share = bytes / bytes of the full cache`` for the texts in mind.
+    For a target in bytes, ``share = bytes / bytes of the full cache`` of the same texts.
     """
-    low = policy.sink + max(policy.observation, 1)
+    least = policy.sink + max(policy.observation, 1)
 
-    def with_budget(budget: int) -> EvictionPolicy:
-        return replace(policy, ratio=None, budget=budget)
+    def fits(budget: int) -> bool:
+        settings = CacheSettings(eviction=replace(policy, ratio=None, budget=budget))
+        return kv_share(settings, full, size, lengths) <= share
 
-    def holds(budget: int) -> float:
-        return kv_share(CacheSettings(eviction=with_budget(budget)), full, size, lengths)
+    found = _largest(fits, least, max(least, *(tokens for _, tokens in lengths)))
+    return None if found is None else replace(policy, ratio=None, budget=found)
 
-    if holds(low) > share:
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The largest number from ``low`` to ``high`` that fits, by bisection; None if ``low`` does not."""
+    if not fits(low):
         return None
-    high = max(low, *(tokens for _, tokens in lengths))
-    if holds(high) <= share:
-        return with_budget(high)
+    if fits(high):
+        return high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) <= share else (low, middle)
-    return with_budget(low)
-
-
-def _with_ratio(policy: EvictionPolicy, ratio: float) -> EvictionPolicy:
-    return replace(policy, budget=None, ratio=ratio)
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def match_compressible(

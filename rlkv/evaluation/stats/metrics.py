@@ -1,20 +1,22 @@
-"""Figures of a run over problems, each a pure function: pass@k, intervals, paired tests, repetition, lengths."""
+"""Metrics of a run over problems, each a pure function: pass@k, intervals, paired tests, repetition, lengths."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import bootstrap, permutation_test
 
 from rlkv.evaluation.stats.intervals import sign_test, wilson_interval
 
 RESAMPLES = 10_000
-ROWS_AT_ONCE = 500  # resamples drawn together: bounds the memory
+AT_ONCE = 500  # resamples drawn together: bounds the memory
 Floats = NDArray[np.float64]
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
@@ -36,16 +38,13 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def problem_scores(correct: Sequence[Sequence[bool]], k: int = 1) -> Floats:
-    """pass@k of every problem, float ``[problems]``, from the verdicts of its samples.
-
-    With k = 1 it is the share of right samples, so that the mean over problems is pass@1 as the mean over samples.
-    """
+    """pass@k of every problem, float ``[problems]``, from the verdicts on its samples; k = 1: their mean."""
     return np.array([pass_at_k(len(verdicts), sum(verdicts), k) for verdicts in correct], dtype=np.float64)
 
 
 FEW_CHANGED = (
     "Where only a few problems changed, all in one direction, the bootstrap interval of a difference is too narrow and "
-    "can leave out 0: the verdict is the test's."
+    "can exclude 0: trust the test."
 )
 
 
@@ -59,13 +58,11 @@ class Estimate:
     n: int
 
 
-def bootstrap_mean(
-    scores: Sequence[float] | Floats, seed: int = 0, resamples: int = RESAMPLES, confidence: float = 0.95
-) -> Estimate:
-    """Mean of ``scores`` (one per problem) and its percentile bootstrap interval over problems.
+def bootstrap_mean(scores: Sequence[float] | Floats, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
+    """Mean of ``scores`` (one per problem) and its 95% percentile bootstrap interval over problems.
 
-    Source: Efron, Annals of Statistics 7 (1979).  If all problems have one score the interval has no width: it says
-    nothing of other problems, for which :func:`rlkv.evaluation.stats.intervals.wilson_interval` is the honest one.
+    If all problems have the same score the interval has no width.  It then says nothing about other problems: use
+    :func:`rlkv.evaluation.stats.intervals.wilson_interval`.
 
     Raises:
         ValueError: without problems.
@@ -73,32 +70,28 @@ def bootstrap_mean(
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or not values.size:
         raise ValueError(f"an interval needs one score per problem, got an array of shape {values.shape}")
+    mean = float(values.mean())
+    if np.ptp(values) == 0:
+        return Estimate(mean, mean, mean, values.size)
     rng = np.random.default_rng(seed)
-    means = _resampled(
-        lambda rows: values[rng.integers(0, values.size, (rows, values.size))].mean(axis=1, dtype=np.float64),
-        resamples,
-    )
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Estimate(float(values.mean()), float(low), float(high), values.size)
+    found = bootstrap((values,), np.mean, n_resamples=resamples, batch=AT_ONCE, method="percentile", rng=rng)
+    return Estimate(mean, *map(float, found.confidence_interval), values.size)
 
 
 def mean_with_interval(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:
     """Mean of a score in [0, 1] per problem: Wilson's interval where all are 0 or 1, else bootstrap over problems.
 
-    Where all problems have one score in between, the bootstrap has no width; the interval is then that of
-    :func:`unseen_interval`.
+    Where all problems have the same score in between, the bootstrap has no width, and :func:`unseen_interval` is taken.
 
     Raises:
         ValueError: without problems.
     """
     values = np.asarray(scores, dtype=np.float64)
     if values.size and np.isin(values, (0.0, 1.0)).all():
-        low, high = wilson_interval(int(values.sum()), values.size)
-        return Estimate(float(values.mean()), low, high, values.size)
+        return Estimate(float(values.mean()), *wilson_interval(int(values.sum()), values.size), values.size)
     estimate = bootstrap_mean(values, seed)
     if np.ptp(values) == 0:
-        low, high = unseen_interval(float(values[0]), values.size, 0.0, 1.0)
-        return Estimate(estimate.mean, low, high, values.size)
+        return Estimate(estimate.mean, *unseen_interval(estimate.mean, values.size, 0.0, 1.0), values.size)
     return estimate
 
 
@@ -135,7 +128,7 @@ def paired_difference(
 ) -> PairedDifference:
     """Compare two runs by their scores in [0, 1] on the same problems, in the same order.
 
-    The interval is a percentile bootstrap over problems.  That has no width where all differences are one number (no
+    The interval is a percentile bootstrap over problems.  It has no width where all differences are one number (no
     problem changed, or all by as much); the interval is then that of :func:`unseen_interval` for differences from -1
     to 1: equal runs on 20 problems give [-0.16, +0.16], on 200 [-0.019, +0.019].
 
@@ -148,37 +141,24 @@ def paired_difference(
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     if a.shape != b.shape:
         raise ValueError(f"a paired test needs the same problems in both runs, got {a.size} and {b.size}")
-    estimate = bootstrap_mean(b - a, seed, resamples)
+    found = bootstrap_mean(b - a, seed, resamples)
+    low, high = found.low, found.high
     if np.ptp(b - a) == 0:
-        low, high = unseen_interval(float((b - a)[0]), a.size, -1.0, 1.0)
-        estimate = Estimate(estimate.mean, low, high, estimate.n)
-    changes = (b - a)[b != a]
-    p_value = _flip_test(changes, seed, resamples)
-    return PairedDifference(estimate.mean, estimate.low, estimate.high, p_value, a.size, changes.size)
-
-
-def _flip_test(changes: Floats, seed: int, resamples: int) -> float:
-    if not changes.size:
-        return 1.0
-    observed = abs(changes.sum()) * (1 - 1e-12)  # sums of equal flips may differ by rounding
-    if changes.size < 63 and 2**changes.size <= resamples:
-        flips = (np.arange(2**changes.size)[:, None] >> np.arange(changes.size)) & 1
-        return float(np.mean(np.abs((1 - 2 * flips) @ changes) >= observed))
-    rng = np.random.default_rng(seed)
-    sums = _resampled(lambda rows: (1 - 2 * rng.integers(0, 2, (rows, changes.size))) @ changes, resamples)
-    return float((1 + np.sum(np.abs(sums) >= observed)) / (1 + resamples))
-
-
-def _resampled(draw: Callable[[int], Floats], resamples: int) -> Floats:
-    sizes = [min(ROWS_AT_ONCE, resamples - done) for done in range(0, resamples, ROWS_AT_ONCE)]
-    return np.concatenate([draw(size) for size in sizes])
+        low, high = unseen_interval(found.mean, a.size, -1.0, 1.0)
+    changes = (b - a)[b != a]  # flips of the others change nothing
+    p_value = 1.0  # of one change: both of its signs are as far from 0
+    if changes.size > 1:
+        rng = np.random.default_rng(seed)
+        options: dict[str, Any] = {"n_resamples": resamples, "batch": AT_ONCE, "rng": rng}
+        p_value = float(permutation_test((changes,), np.sum, permutation_type="samples", **options).pvalue)
+    return PairedDifference(found.mean, low, high, p_value, a.size, changes.size)
 
 
 def smallest_provable_difference(n: int, level: float = 0.05) -> float | None:
     """The smallest difference in accuracy over ``n`` problems that a sign test can call significant.
 
-    It supposes the best case, that one run solves all that the other does and some more; None if no difference would
-    do.  For the note under a table: with 30 problems it is 0.2.
+    The best case is assumed: one run solves all that the other does and some more.  None if no difference would do; 0.2
+    for 30 problems.
     """
     return next((extra / n for extra in range(1, n + 1) if sign_test(extra, 0) < level), None)
 
@@ -203,9 +183,8 @@ def repetition_rate(tokens: Sequence[Hashable], n: int) -> float:
 def ngram_frequency(tokens: Sequence[Hashable], n: int) -> float:
     """How often the n-gram at a random position occurs in the text: sum c^2 / sum c over the counts c of n-grams.
 
-    R-KV (arXiv 2505.24133, figure 2) shows an "average n-gram frequency" without a formula.  Its figures (167.6 for
-    1-grams in texts of 2,833 tokens) cannot be all / distinct, which would leave 17 distinct tokens; this mean over
-    positions is our reading, so compare its values with each other only.  0 without n-grams.
+    Our reading of the "average n-gram frequency" of R-KV (arXiv 2505.24133, figure 2), which has no formula: compare
+    its values with each other only.  0 without n-grams.
     """
     counts = _ngrams(tokens, n)
     return sum(c * c for c in counts.values()) / counts.total() if counts else 0.0
@@ -239,10 +218,9 @@ class CommonLengths:
 def lengths_when_both_right(
     first: Sequence[bool], second: Sequence[bool], first_lengths: Sequence[int], second_lengths: Sequence[int]
 ) -> CommonLengths:
-    """Response lengths of two runs where both are right: a method that solves only easy problems gains nothing by it.
+    """Response lengths of two runs where both are right (RLKV, arXiv 2510.08525): failing on hard ones does not help.
 
-    Source: RLKV, arXiv 2510.08525, average response length.  All four lists have one entry per completion, the same
-    problems (and samples) in the same order.
+    All four lists have one entry per completion, the same problems and samples in the same order.
 
     Raises:
         ValueError: if they differ in length.

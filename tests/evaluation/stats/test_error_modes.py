@@ -1,11 +1,10 @@
-"""Error modes by hand-made completions, and the paired test by hand-computed values."""
+"""Error modes of completions written by hand."""
 
 from __future__ import annotations
 
 import pytest
 
 from rlkv.evaluation.stats.error_modes import RepetitionRule, count_modes, error_mode
-from rlkv.evaluation.stats.intervals import sign_test
 from rlkv.rollout.base import Completion
 
 RULE = RepetitionRule(window=10, distinct=3)
@@ -50,9 +49,7 @@ def test_only_problems_that_the_full_cache_solves_count() -> None:
     assert counts == {"repetitive": 1, "overlength": 0, "incorrect": 1}
 
 
-def test_sign_test() -> None:
-    assert sign_test(0, 0) == 1
-    assert sign_test(1, 0) == 1
-    assert sign_test(5, 0) == sign_test(0, 5) == 2 / 32
-    assert sign_test(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
-    assert sign_test(6, 6) == 1
+def test_impossible_rules_are_refused() -> None:
+    assert RepetitionRule(8, 8)
+    with pytest.raises(ValueError, match="never holds 400 distinct ones"):
+        RepetitionRule(40, 400)

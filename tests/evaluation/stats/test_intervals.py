@@ -1,6 +1,8 @@
+"""Wilson's interval and the sign test, by values computed by hand."""
+
 import pytest
 
-from rlkv.evaluation.stats.intervals import wilson_interval
+from rlkv.evaluation.stats.intervals import sign_test, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -12,16 +14,9 @@ def test_wilson_against_known_values(successes: int, n: int, low: float, high: f
     assert wilson_interval(successes, n) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
-def test_agrees_with_scipy() -> None:
-    stats = pytest.importorskip("scipy.stats")
-    for successes, n in [(0, 3), (1, 7), (300, 1000), (1000, 1000)]:
-        expected = stats.binomtest(successes, n).proportion_ci(0.95, method="wilson")
-        assert wilson_interval(successes, n) == pytest.approx((expected.low, expected.high), abs=1e-9)
-
-
 @pytest.mark.parametrize(("successes", "n"), [(1, 0), (-1, 5), (6, 5)])
 def test_refuses_impossible_counts(successes: int, n: int) -> None:
-    with pytest.raises(ValueError, match="interval"):
+    with pytest.raises(ValueError, match="must"):
         wilson_interval(successes, n)
 
 
@@ -30,3 +25,11 @@ def test_the_proportion_lies_inside_whatever_rounding_does() -> None:
         for successes in (0, n):
             low, high = wilson_interval(successes, n)
             assert 0 <= low <= successes / n <= high <= 1
+
+
+def test_sign_test() -> None:
+    assert sign_test(0, 0) == 1
+    assert sign_test(1, 0) == 1
+    assert sign_test(5, 0) == sign_test(0, 5) == 2 / 32
+    assert sign_test(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
+    assert sign_test(6, 6) == 1
