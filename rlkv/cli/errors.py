@@ -1,17 +1,54 @@
-"""One way for every command to end: a user's mistake is one line on stderr and exit code 2, no traceback.
+"""How every command runs and ends: other libraries are quiet, a user's mistake is one line on stderr and exit code 2.
 
-``RLKV_TRACEBACK=1`` in the environment keeps the traceback, for whoever looks for a bug.
+``--verbose`` (``RLKV_VERBOSE=1``) shows what other libraries print; ``RLKV_TRACEBACK=1`` keeps the traceback of errors.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, what shells expect
+VERBOSE = "RLKV_VERBOSE"
+# libraries read these when they are imported, child processes inherit them; what the user has set stays
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "WANDB_SILENT": "true",
+}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence logs, bars and warnings of other libraries; ``UserWarning`` of this package are one line each."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    if "transformers" in sys.modules:  # too late for its variables
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+    before = warnings.showwarning, logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", category=UserWarning, module=r"rlkv\.|__main__")
+        warnings.showwarning = lambda message, *_, **__: print("warning:", *str(message).split(), file=sys.stderr)
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            warnings.showwarning = before[0]
+            logging.disable(before[1])
 
 
 def _message(error: ValueError | OSError) -> str:
@@ -31,14 +68,24 @@ def help_text(docstring: str | None) -> str:
     return "\n\n".join(kept)
 
 
+def _run(app: Callable[[], Any]) -> Any:
+    if "--verbose" in sys.argv:
+        sys.argv.remove("--verbose")
+        os.environ[VERBOSE] = "1"
+    if os.environ.get(VERBOSE):
+        return app()
+    with quiet():
+        return app()
+
+
 def run_app(app: Callable[[], Any]) -> NoReturn:
-    """Run a typer app (standalone) or a plain ``main()`` and exit with its code.
+    """Run a program's ``main`` and exit with its code; ``main`` imports heavy libraries itself, so that they are quiet.
 
     A ``ValueError``, or an ``OSError`` that names a file (absent, not writable), is printed as ``error: ...`` and
     exits with 2; Ctrl-C exits with 130; anything else is a bug and keeps its traceback.
     """
     try:
-        app()
+        _run(app)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -10,39 +10,25 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 import yaml
 
+from rlkv.utils.configs import find_config, packaged
+
 T = TypeVar("T")
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-CONFIG_HELP = "\n\n--config NAME or FILE sets defaults from YAML with these names; packaged: {names}."
-
-
-def find_config(name: str) -> Path:
-    """The YAML file that ``name`` means: a path, or a packaged file such as ``llama8b``.
-
-    Raises:
-        ValueError: if there is neither; the packaged names are listed.
-    """
-    for path in (Path(name), CONFIGS / f"{name}.yaml"):
-        if path.is_file():
-            return path
-    raise ValueError(f"--config {name}: no such file, and no packaged config of this name: {', '.join(packaged())}")
-
-
-def packaged() -> list[str]:
-    """Names of the packaged configs."""
-    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+CONFIG_HELP = (
+    "\n\n--config NAME or FILE sets defaults from YAML with these names; packaged: {names}.\n"
+    "--verbose shows what other libraries print as well."
+)
 
 
 def read_config(name: str) -> dict[str, Any]:
     """Keys (with underscores) and values of a config file.
 
     Raises:
-        ValueError: if it is not YAML, or no mapping.
+        ValueError: if it is not YAML, or not a mapping.
     """
     path = find_config(name)
     try:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.cli.options import find_config, packaged, parse
+from rlkv.cli.options import parse
+from rlkv.utils.configs import find_config, packaged
 from tests.helpers.paths import ROOT
 
 
