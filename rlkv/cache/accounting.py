@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlkv.cache.plan import CacheSettings
-from rlkv.cache.schedule import Progress, plan_segments
+from rlkv.cache.schedule import RowCounts, plan_segments
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.models.shape import ModelShape
 
@@ -57,11 +57,13 @@ def entries_by_step(policy: EvictionPolicy, prompts: Tensor, prefill: str = "ful
         prefill: as of the cache.
     """
     seen = int(prompts.max())
-    segments = plan_segments(policy, Progress.start(len(prompts)), seen - prompts, 0, seen, in_one_go=prefill == "full")
+    segments = plan_segments(
+        policy, RowCounts.start(len(prompts)), seen - prompts, 0, seen, in_one_go=prefill == "full"
+    )
     while True:
-        progress = segments[-1].after
-        yield progress.held
-        segments = plan_segments(policy, progress, None, seen, 1, in_one_go=True)
+        counts = segments[-1].after
+        yield counts.held
+        segments = plan_segments(policy, counts, None, seen, 1, in_one_go=True)
         seen += 1
 
 

@@ -31,7 +31,7 @@ class AttentionCall:
         self._segments: list[Segment] = []
 
     def plan(self, state: CacheState, device: torch.device) -> CallPlan:
-        """The plan on ``device``; the first layer of the call notes padding and progress in ``state``."""
+        """The plan on ``device``; the first layer of the call notes padding and counts in ``state``."""
         if not self._plans:
             padding = read_padding(self.attention_mask, state.padding, self.start, self.length)
             self._segments = state.begin_call(padding, self.start, self.length, self.rows)

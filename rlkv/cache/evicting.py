@@ -1,4 +1,4 @@
-"""Compressible heads under an eviction policy: a buffer of entries that is compacted when it is full.
+"""Compressible heads under an eviction policy: a buffer of entries, some of which are evicted when it is full.
 
 Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, M columns in use (rows end at the last
 one, :mod:`rlkv.cache.schedule`), N the last of them, which hold evictable entries, a observed queries, D size of a
@@ -23,7 +23,7 @@ from rlkv.eviction.base import EvictionPolicy
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What one compaction kept in the compressible heads of one layer of one row.
+    """What one eviction kept in the compressible heads of one layer of one row.
 
     Attributes:
         layer, row: where (the row's number at that time: rows may be reordered later).
@@ -87,7 +87,7 @@ class EvictingStore:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallPlan, scale: float) -> None:
-        """Store the states of a prompt that all heads have read in full, and compact it."""
+        """Store the states of a prompt that all heads have read in full, and evict."""
         (segment,) = plan.segments
         self._finish(self._new_entries(key, value, segment, plan), query, segment, scale)
 
@@ -97,15 +97,15 @@ class EvictingStore:
 
     def used_nbytes(self, tokens: int) -> int:
         """Bytes of entries in use, observed queries and accumulated scores."""
-        assert self.state.progress is not None
-        entries = int(self.state.progress.held.sum()) * self.num_heads
+        assert self.state.row_counts is not None
+        entries = int(self.state.row_counts.held.sum()) * self.num_heads
         score = 4 if self.policy.accumulates else 0
         return entries * (entry_nbytes(self) + score) + (0 if self.queries is None else self.queries.nbytes)
 
     def select_rows(self, rows: Tensor) -> None:
-        """As of every store; the cache's ``progress`` is still that of the rows before."""
-        assert self.state.progress is not None
-        before, after = self.state.progress.columns, self.state.progress.select(rows).columns
+        """As of every store; the cache's ``row_counts`` is still that of the rows before."""
+        assert self.state.row_counts is not None
+        before, after = self.state.row_counts.columns, self.state.row_counts.select(rows).columns
         self._planes = {name: plane.index_select(0, rows) for name, plane in self._planes.items()}
         if after < before:  # the fullest rows are gone: the others end at an earlier column now
             for plane in self._planes.values():
@@ -124,9 +124,9 @@ class EvictingStore:
         """
         if not self.state.record:
             raise ValueError("this cache does not note which tokens it holds: make it with record=True")
-        assert self.state.progress is not None
-        progress = self.state.progress
-        columns = slice(progress.columns - int(progress.held[row]), progress.columns)
+        assert self.state.row_counts is not None
+        counts = self.state.row_counts
+        columns = slice(counts.columns - int(counts.held[row]), counts.columns)
         found = torch.zeros(self.num_heads, tokens, dtype=torch.bool)
         return found.scatter_(1, self._planes["positions"][row, :, columns].cpu(), True)
 
@@ -153,7 +153,7 @@ class EvictingStore:
         return {name: self._planes[name].narrow(2, 0, used + 1) for name in new}
 
     def _finish(self, held: dict[str, Tensor], query: Tensor, segment: SegmentTensors, scale: float) -> None:
-        """Observe the queries of the segment, compact the rows that are due, and put the rest into the buffer."""
+        """Observe the queries of the segment, evict from the rows that are due, and put the rest into the buffer."""
         # columns of padding that no row uses
         held = {name: plane.narrow(2, segment.total - segment.columns, segment.columns) for name, plane in held.items()}
         # the policies' logit is query . key / sqrt(D), whatever the model's scale
@@ -168,14 +168,14 @@ class EvictingStore:
             self.policy.check_scores(scores, keys)
             held["scores"][:, :, -n:] += scores.masked_fill(~segment.valid[:, None], 0.0)
         if segment.due is not None:
-            held = self._compact(held, segment)
+            held = self._evict(held, segment)
         elif segment.length == 1:
             return
         self._reserve(segment.columns_after, segment.columns_before if segment.length == 1 else 0)
         for name, plane in held.items():
             self._planes[name].narrow(2, 0, segment.columns_after).copy_(plane)
 
-    def _compact(self, held: dict[str, Tensor], segment: SegmentTensors) -> dict[str, Tensor]:
+    def _evict(self, held: dict[str, Tensor], segment: SegmentTensors) -> dict[str, Tensor]:
         """The entries ``[B, H, M', ...]`` that stay of ``held`` ``[B, H, M, ...]``."""
         rows, n = segment.due_rows, segment.evictable_columns
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from rlkv.cache.schedule import Progress, Segment, SegmentTensors, plan_segments
+from rlkv.cache.schedule import RowCounts, Segment, SegmentTensors, plan_segments
 from rlkv.eviction.base import EvictionPolicy
 
 PREFILL_MODES = ("full", "local")
@@ -112,14 +112,14 @@ def read_padding(attention_mask: torch.Tensor | None, known: Padding | None, sta
 class CacheState:
     """What the layers of one cache share.
 
-    ``limit`` is the length at which generation ends, if known; ``progress`` where the rows stand under an eviction
+    ``limit`` is the length at which generation ends, if known; ``row_counts`` where the rows stand under an eviction
     policy, after the latest call; ``record`` whether the positions of cached tokens are noted.
     """
 
     settings: CacheSettings
     limit: int | None = None
     padding: Padding | None = None
-    progress: Progress | None = None
+    row_counts: RowCounts | None = None
     record: bool = False
 
     def begin_call(self, padding: Padding | None, start: int, length: int, rows: int) -> list[Segment]:
@@ -128,10 +128,10 @@ class CacheState:
         policy = self.settings.eviction
         if policy is None:
             return []
-        progress = Progress.start(rows) if self.progress is None else self.progress
-        counts = padding.counts if padding is not None else None
-        segments = plan_segments(policy, progress, counts, start, length, self.settings.prefill == "full")
-        self.progress = segments[-1].after
+        before = RowCounts.start(rows) if self.row_counts is None else self.row_counts
+        padded = padding.counts if padding is not None else None
+        segments = plan_segments(policy, before, padded, start, length, self.settings.prefill == "full")
+        self.row_counts = segments[-1].after
         return segments
 
 

@@ -37,9 +37,9 @@ class HeadReallocationCache(Cache):
     is then read in full by all heads, as in the published evaluation.
 
     *Eviction.*  With a policy, compressible heads keep what it chooses instead of sinks and a window: up to
-    ``budget + buffer`` entries of each row (more for policies without a fixed budget), compacted when they are full.
+    ``budget + buffer`` entries of each row (more for policies without a fixed budget), with evictions when they are full.
     ``nbytes`` then also counts the queries and scores that the policy needs.  In a call of several tokens,
-    ``prefill="full"`` compacts at its end and ``"local"`` at the very tokens at which one-token calls would.
+    ``prefill="full"`` evicts at its end and ``"local"`` at the very tokens at which one-token calls would.
     Positions stay those of the text: evicted tokens leave holes, nothing is moved.
 
     Rows may be padded on the left, the same in every call.  Beams are reordered; ``crop`` is refused.
@@ -51,7 +51,7 @@ class HeadReallocationCache(Cache):
         prefill: ``"full"`` or ``"local"``.
         reserve: tokens for which full heads get memory at once, exactly; 0: grow with the text.
         eviction: the policy of the compressible heads; None: ``sink`` and ``window``.
-        record: note the positions of cached tokens: ``kept`` lists what each compaction kept, ``held`` what is cached.
+        record: note the positions of cached tokens: ``kept`` lists what each eviction kept, ``held`` what is cached.
         stock_layers: makes transformers' own cache for the layers, by number, that are left alone (sliding windows).
 
     Raises:
@@ -166,8 +166,8 @@ class HeadReallocationCache(Cache):
                 stock.batch_select_indices(indices.to(stock.device))
         if self.state.padding is not None:
             self.state.padding = self.state.padding.select(indices)
-        if self.state.progress is not None:
-            self.state.progress = self.state.progress.select(indices)
+        if self.state.row_counts is not None:
+            self.state.row_counts = self.state.row_counts.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times."""
@@ -182,7 +182,7 @@ class HeadReallocationCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, the padding and what was kept; memory stays."""
-        self.state.padding = self.state.progress = None
+        self.state.padding = self.state.row_counts = None
         self.kept.clear()
         for layer in self._layers.values():
             layer.reset()

@@ -1,10 +1,10 @@
-"""When the sequences of a batch are compacted, and down to how many entries: bookkeeping that all layers share.
+"""When the rows of a batch evict, and down to how many entries: bookkeeping that all layers share.
 
 Shapes: B rows, n tokens of a call.  All tensors here are small, int64 ``[B]`` and on the CPU: nothing waits for a GPU.
 
 The entries of a row are contiguous and end at a common column, as left-padded tokens do: row b of a store that uses M
 columns holds its ``held[b]`` entries in the columns ``M - held[b]`` to ``M - 1``, and ``M`` is the largest ``held``.
-So a new token goes to the same column in all rows, also when rows are compacted at different times.
+So a new token goes to the same column in all rows, also when rows evict at different times.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from rlkv.eviction.base import EvictionPolicy
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where each row stands.
+class RowCounts:
+    """How far each row is, int64 ``[B]`` each.
 
     ``held`` entries, of which the first ``protected`` are never evicted; ``seen`` tokens read in all; how many
-    ``compactions`` there were.
+    ``evictions`` there were.
     """
 
     held: Tensor
     seen: Tensor
     protected: Tensor
-    compactions: Tensor
+    evictions: Tensor
 
     @classmethod
-    def start(cls, rows: int) -> Progress:
+    def start(cls, rows: int) -> RowCounts:
         return cls(*(torch.zeros(rows, dtype=torch.long) for _ in range(4)))
 
     @property
@@ -40,71 +40,71 @@ class Progress:
         """M: columns in use."""
         return int(self.held.max())
 
-    def select(self, rows: Tensor) -> Progress:
+    def select(self, rows: Tensor) -> RowCounts:
         rows = rows.cpu()
-        return Progress(self.held[rows], self.seen[rows], self.protected[rows], self.compactions[rows])
+        return RowCounts(self.held[rows], self.seen[rows], self.protected[rows], self.evictions[rows])
 
     def due(self, policy: EvictionPolicy) -> Tensor:
         """bool ``[B]``: rows whose evictable entries have reached the policy's capacity."""
-        return self.held - self.protected >= policy.capacity(self.seen - self.protected, self.compactions)
+        return self.held - self.protected >= policy.capacity(self.seen - self.protected, self.evictions)
 
-    def advance(self, tokens: Tensor, protect: bool) -> Progress:
+    def advance(self, tokens: Tensor, protect: bool) -> RowCounts:
         """After ``tokens`` ``[B]`` more entries, none of which may be evicted if ``protect``."""
         protected = self.protected + tokens if protect else self.protected
         return replace(self, held=self.held + tokens, seen=self.seen + tokens, protected=protected)
 
-    def compact(self, policy: EvictionPolicy, due: Tensor) -> tuple[Progress, Tensor]:
-        """The state after the rows ``due`` were compacted, and how many evictable entries each row then has."""
+    def evict(self, policy: EvictionPolicy, due: Tensor) -> tuple[RowCounts, Tensor]:
+        """The counts after the rows ``due`` evicted, and how many evictable entries each row then has."""
         evictable = self.held - self.protected
-        entries = policy.entries(self.seen - self.protected, self.compactions)
+        entries = policy.entries(self.seen - self.protected, self.evictions)
         kept = torch.where(due, torch.minimum(entries, evictable), evictable)
-        return replace(self, held=self.protected + kept, compactions=self.compactions + due.long()), kept
+        return replace(self, held=self.protected + kept, evictions=self.evictions + due.long()), kept
 
 
 @dataclass(frozen=True)
 class Segment:
     """Tokens ``begin <= i < end`` of a call, which are stored and attended to in one go.
 
-    ``before``: the rows when they arrive; ``stored``: with them; ``after``: the same, or with compacted rows, which
-    then have ``kept`` ``[B]`` evictable entries (None: no row is compacted).
+    ``before``: the rows when they arrive; ``stored``: with them; ``after``: the same, or after an eviction, when
+    rows have ``kept`` ``[B]`` evictable entries (None: no row evicts).
     """
 
     begin: int
     end: int
-    before: Progress
-    stored: Progress
-    after: Progress
+    before: RowCounts
+    stored: RowCounts
+    after: RowCounts
     kept: Tensor | None
 
 
 def plan_segments(
-    policy: EvictionPolicy, progress: Progress, padding: Tensor | None, start: int, length: int, in_one_go: bool
+    policy: EvictionPolicy, counts: RowCounts, padding: Tensor | None, start: int, length: int, in_one_go: bool
 ) -> list[Segment]:
     """How a call of ``length`` tokens after ``start`` cached ones is stored.
 
     Args:
-        progress: the rows before the call.
+        counts: the rows before the call.
         padding: int64 ``[B]``, columns of left padding in each row; None: no padding.
-        in_one_go: the tokens of the call see each other in full and compaction waits for its end; otherwise rows are
-            compacted at the very tokens at which they would be if the tokens came one at a time.
+        in_one_go: the tokens of the call see each other in full and eviction waits for its end; otherwise rows evict
+            at the very tokens at which they would if the tokens came one at a time.
     """
     end = start + length
-    padding = torch.zeros_like(progress.held) if padding is None else padding.cpu()
+    padding = torch.zeros_like(counts.held) if padding is None else padding.cpu()
     protect = policy.protect_prompt and start == 0
     segments = []
     begin = start
     while begin < end:
-        stop = end if in_one_go or protect else _next_compaction(policy, progress, padding, begin, end)
+        stop = end if in_one_go or protect else _next_eviction(policy, counts, padding, begin, end)
         tokens = (stop - padding.clamp(min=begin)).clamp(min=0)
-        stored = progress.advance(tokens, protect)
+        stored = counts.advance(tokens, protect)
         due = stored.due(policy)
-        after, kept = stored.compact(policy, due) if due.any() else (stored, None)
-        segments.append(Segment(begin - start, stop - start, progress, stored, after, kept))
-        begin, progress = stop, after
+        after, kept = stored.evict(policy, due) if due.any() else (stored, None)
+        segments.append(Segment(begin - start, stop - start, counts, stored, after, kept))
+        begin, counts = stop, after
     return segments
 
 
-def _next_compaction(policy: EvictionPolicy, progress: Progress, padding: Tensor, begin: int, end: int) -> int:
+def _next_eviction(policy: EvictionPolicy, counts: RowCounts, padding: Tensor, begin: int, end: int) -> int:
     """The first token count after ``begin`` at which some row is due; ``end`` if none is before."""
     if end - begin == 1:
         return end
@@ -112,9 +112,9 @@ def _next_compaction(policy: EvictionPolicy, progress: Progress, padding: Tensor
     tokens = torch.ones_like(first)
     while True:
         # a capacity may grow with the tokens read: go on until each row is due or at the end
-        stored = progress.advance(tokens, False)
+        stored = counts.advance(tokens, False)
         evictable, seen = stored.held - stored.protected, stored.seen - stored.protected
-        missing = policy.capacity(seen, stored.compactions) - evictable
+        missing = policy.capacity(seen, stored.evictions) - evictable
         open_rows = (missing > 0) & (first + tokens < end)
         if not open_rows.any():
             return min(end, int((first + tokens).min()))
@@ -125,7 +125,7 @@ class SegmentTensors:
     """What the layers on one device need of a segment; each tensor is built once, when first asked for.
 
     M: columns once the segment is stored, N: columns that hold its evictable entries (the last of the M), M': columns
-    after a compaction.
+    after an eviction.
     """
 
     def __init__(self, segment: Segment, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class SegmentTensors:
         self.columns_after = segment.after.columns
         evictable = segment.stored.held - segment.stored.protected
         self.evictable, self.evictable_columns = evictable, int(evictable.max())
-        self.due = None if segment.kept is None else (segment.after.compactions > segment.before.compactions)
+        self.due = None if segment.kept is None else (segment.after.evictions > segment.before.evictions)
 
     @property
     def is_causal(self) -> bool:
@@ -165,20 +165,20 @@ class SegmentTensors:
 
     @cached_property
     def due_rows(self) -> Tensor | None:
-        """int64 indices of the rows to compact; None: all of them."""
+        """int64 indices of the rows that evict; None: all of them."""
         assert self.due is not None
         return None if self.due.all() else self.due.nonzero()[:, 0].to(self.device)
 
     @cached_property
     def budgets(self) -> Tensor:
-        """Evictable entries that each row to compact keeps, on the CPU."""
+        """Evictable entries that each evicting row keeps, on the CPU."""
         assert self.segment.kept is not None
         assert self.due is not None
         return self.segment.kept[self.due]
 
     @cached_property
     def seen(self) -> Tensor:
-        """Tokens read by each row to compact."""
+        """Tokens read by each evicting row."""
         assert self.due is not None
         return self.segment.stored.seen[self.due].to(self.device)
 
@@ -192,7 +192,7 @@ class SegmentTensors:
         """Where the entries of each column come from: int64 ``[B, H, M']``, columns of the M.
 
         Args:
-            kept: int64 ``[rows to compact, H, K]``, ascending indices into their N, -1 in front.
+            kept: int64 ``[evicting rows, H, K]``, ascending indices into their N, -1 in front.
         """
         stored = self.segment.stored
         shift = (self.columns - stored.held).to(self.device)

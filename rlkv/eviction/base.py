@@ -20,14 +20,14 @@ from torch import Tensor
 class EvictionPolicy(ABC):
     """What a compressible head keeps when its cache is full.
 
-    A head holds up to ``budget + buffer`` entries of a sequence; when they are full, a *compaction* keeps ``budget``
-    of them.  A policy of one's own needs :meth:`scores` only.
+    A head holds up to ``budget + buffer`` entries of a sequence; when it is full, it *evicts* all but ``budget`` of
+    them.  A new policy only needs :meth:`scores`.
 
     Attributes:
-        budget: entries per head and sequence that a compaction keeps.
-        ratio: instead of ``budget``: a compaction keeps ``floor(ratio * tokens read so far) + extra`` entries, the
+        budget: entries per head and sequence that an eviction keeps.
+        ratio: instead of ``budget``: an eviction keeps ``floor(ratio * tokens read so far) + extra`` entries, the
             dynamic budget of RLKV (arXiv 2510.08525), appendix F.
-        buffer: new entries that gather between two compactions.
+        buffer: new entries that gather between two evictions.
         observation: a, the most recent entries, which are always kept; their queries judge the others.
         sink: first entries of a sequence that are always kept.
         extra: entries on top of ``ratio`` (S + W in appendix F).
@@ -94,17 +94,17 @@ class EvictionPolicy(ABC):
 
     # when, and down to how many entries
 
-    def entries(self, seen: Tensor, compactions: Tensor) -> Tensor:
-        """Entries that a compaction keeps: ``seen`` int64 ``[B]`` tokens read, after ``compactions`` earlier ones."""
+    def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
+        """Entries that an eviction keeps: ``seen`` int64 ``[B]`` tokens read, after ``evictions`` earlier ones."""
         if self.budget is not None:
             return torch.full_like(seen, self.budget)
         assert self.ratio is not None
         # float64 holds every product of a sequence length exactly enough for its floor
         return (seen.double() * self.ratio).floor().long() + self.extra
 
-    def capacity(self, seen: Tensor, compactions: Tensor) -> Tensor:
-        """Entries at which a compaction is due; arguments as of :meth:`entries`."""
-        return self.entries(seen, compactions) + self.buffer
+    def capacity(self, seen: Tensor, evictions: Tensor) -> Tensor:
+        """Entries at which an eviction is due; arguments as in :meth:`entries`."""
+        return self.entries(seen, evictions) + self.buffer
 
     def max_entries(self) -> int | None:
         """The most entries that a head ever holds of a sequence; None: no limit."""
@@ -132,7 +132,7 @@ class EvictionPolicy(ABC):
         """The ``budget`` best entries of each head: int64 ``[B, H, max(budget)]``, ascending indices into the N.
 
         Sinks and the most recent entries come first, then the highest scores; of equal scores the later entry.
-        A score that is no number counts as the lowest.  A row with fewer entries than ``budget`` is filled up in front
+        A score that is not a number counts as the lowest.  A row with fewer entries than ``budget`` is filled up in front
         with -1.
 
         Args:
@@ -169,7 +169,7 @@ class EvictionPolicy(ABC):
             )
 
     def select(self, keys: Tensor, queries: Tensor, budget: int, valid: Tensor | None = None) -> Tensor:
-        """The entries that a compaction to ``budget`` keeps: int64 ``[B, H, budget]``, ascending.
+        """The entries that an eviction down to ``budget`` keeps: int64 ``[B, H, budget]``, ascending.
 
         Observation tokens and sinks are among them.  A row with fewer than ``budget`` entries is filled up in front
         with -1.

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from rlkv.eviction.attention import attention_received, sum_rows
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.eviction.registry import register
 
 
+@register
 @dataclass(frozen=True)
 class H2O(EvictionPolicy):
     """H2O (arXiv 2306.14048, section 4.2): half of the budget to recent entries, half to the heavy hitters.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.eviction.registry import register
 
 # SplitMix64 (Steele, Lea, Flood 2014), in int64, whose products wrap around as those of uint64 do
 STEP = 0x9E3779B97F4A7C15 - 2**64
@@ -16,13 +17,14 @@ ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 BITS = 24  # of a draw: as many as a float32 holds exactly
 
 
+@register
 @dataclass(frozen=True)
 class RandomEviction(EvictionPolicy):
     """Evict at random, each head on its own; the prompt stays (arXiv 2609.03430).
 
     Scores ``[B, H, N]`` are independent uniform draws.  Each is a hash of seed, layer, head, the tokens that the row
     has read, and the entry's place among the row's entries: the same in every run, in every batch and on every
-    device, and new at every compaction.
+    device, and new at every eviction.
 
     Attributes:
         seed: of the draws, 0 or more.

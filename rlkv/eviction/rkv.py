@@ -20,6 +20,7 @@ from rlkv.eviction.attention import (
     visible,
 )
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.eviction.registry import register
 
 VARIANTS = ("paper", "published")
 TILE = 128  # columns of similarities that should be computed at once
@@ -27,6 +28,7 @@ FIXED = 2.0**40  # units of 1 in which similarities are added up
 EPSILON = 1e-8  # added to a key's norm: a key of zeros is similar to nothing
 
 
+@register
 @dataclass(frozen=True)
 class RKV(EvictionPolicy):
     """R-KV (arXiv 2505.24133): keep what the last queries look at and what is said only once.

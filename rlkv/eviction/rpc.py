@@ -10,10 +10,12 @@ from torch import Tensor
 
 from rlkv.eviction.attention import attention_received, check_kernel, sum_rows
 from rlkv.eviction.base import EvictionPolicy, check_type
+from rlkv.eviction.registry import register
 
 AGGREGATIONS = ("all", "group", "head")
 
 
+@register
 @dataclass(frozen=True)
 class RPC(EvictionPolicy):
     """RPC (arXiv 2505.13866, algorithm 1): every P generated tokens keep a c-th of them; the prompt stays whole.
@@ -22,12 +24,12 @@ class RPC(EvictionPolicy):
     is no part of); the sum over the R queries, the mean over heads, and the mean over a window of ``kernel`` entries
     (entries beyond the ends count as 0) give the scores ``[B, H, N]``.
 
-    The schedule: after n compactions the next one is due at ``n * int(P/c) + P`` entries plus, from the second on,
+    The schedule: after n evictions the next one is due at ``n * int(P/c) + P`` entries plus, from the second on,
     the R that the one before kept; it keeps ``(n+1) * int(P/c)`` and the last R.  The entries grow with the text.
     ``budget`` or ``ratio`` replace this schedule (with ``buffer``), e.g. to hold as many bytes as another policy.
 
     Attributes:
-        P: tokens between two compactions (1024 or 4096 in the paper).
+        P: tokens between two evictions (1024 or 4096 in the paper).
         R: the selector window, most recent entries whose queries judge the others and which are always kept.
         c: compression ratio.
         aggregation: over which query heads the mean is taken.  "all": those of the layer, so that all heads keep the
@@ -60,7 +62,7 @@ class RPC(EvictionPolicy):
                 "give one or the other"
             )
         if self.scheduled and self.buffer != RPC.buffer:
-            raise ValueError(f"{self.name}: buffer is {self.buffer}, but P says when the schedule compacts: give P")
+            raise ValueError(f"{self.name}: buffer is {self.buffer}, but P says when the schedule evicts: give P")
         check_kernel(self.name, self.kernel)
         if self.aggregation not in AGGREGATIONS:
             raise ValueError(
@@ -74,7 +76,7 @@ class RPC(EvictionPolicy):
 
     @property
     def step(self) -> int:
-        """Entries by which each compaction of the schedule keeps more than the one before: int(P / c)."""
+        """How many more entries each eviction of the schedule keeps than the one before: int(P / c)."""
         return int(self.P / self.c)
 
     def _check_budget(self) -> None:
@@ -84,20 +86,20 @@ class RPC(EvictionPolicy):
             raise ValueError(f"{self.name}: c is {self.c}: the compression ratio must be 1 or more")
         if self.step + self.R >= self.P:
             raise ValueError(
-                f"{self.name}: P is {self.P}: the first compaction would keep all of it (int(P/c) {self.step} + R "
+                f"{self.name}: P is {self.P}: the first eviction would keep all of it (int(P/c) {self.step} + R "
                 f"{self.R}): raise P or c, or lower R"
             )
         self.check_entries(self.step + self.R)
 
-    def entries(self, seen: Tensor, compactions: Tensor) -> Tensor:
+    def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
         if not self.scheduled:
-            return super().entries(seen, compactions)
-        return (compactions + 1) * self.step + self.R
+            return super().entries(seen, evictions)
+        return (evictions + 1) * self.step + self.R
 
-    def capacity(self, seen: Tensor, compactions: Tensor) -> Tensor:
+    def capacity(self, seen: Tensor, evictions: Tensor) -> Tensor:
         if not self.scheduled:
-            return super().capacity(seen, compactions)
-        return compactions * self.step + (compactions > 0) * self.R + self.P
+            return super().capacity(seen, evictions)
+        return evictions * self.step + (evictions > 0) * self.R + self.P
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         received = attention_received(keys, queries[:, :, -self.R :], valid, hidden=self.R)

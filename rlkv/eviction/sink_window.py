@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from rlkv.eviction.base import EvictionPolicy, check_type
+from rlkv.eviction.registry import register
 
 
+@register
 @dataclass(frozen=True)
 class SinkWindow(EvictionPolicy):
     """StreamingLLM (arXiv 2309.17453): keep the first ``sink`` entries and the most recent ones.

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from rlkv.eviction.attention import check_kernel
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.eviction.registry import register
 from rlkv.eviction.rkv import check_variant, importance
 
 
+@register
 @dataclass(frozen=True)
 class SnapKV(EvictionPolicy):
     """SnapKV (arXiv 2404.14469, section 4) at decode, as the R-KV paper compares with it: R-KV with lambda 1.

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from rlkv.eviction.attention import attention_received, sum_rows
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.eviction.registry import register
 
 
+@register
 @dataclass(frozen=True)
 class TOVA(EvictionPolicy):
     """TOVA (arXiv 2401.06104, section 3.2): drop the entry that the last query attends to least.

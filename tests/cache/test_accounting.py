@@ -7,14 +7,14 @@ import torch
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.accounting import EntrySize, kv_nbytes
-from tests.cache.test_evicting_cache import POLICIES
-from tests.cache.test_reallocation_cache import MIXED
+from tests.helpers.cached_logits import MIXED
+from tests.helpers.eviction_matrix import INSTANCES
 from tests.helpers.models import make_tiny_model
 
 LENGTHS = [(20, 44), (4, 31), (30, 30), (1, 26)]
 
 
-@pytest.mark.parametrize("policy", [None, *POLICIES.values()], ids=["ring", *POLICIES])
+@pytest.mark.parametrize("policy", [None, *INSTANCES.values()], ids=["ring", *INSTANCES])
 def test_computed_bytes_are_those_of_a_cache_of_one_row(policy) -> None:
     model = make_tiny_model("qwen3")
     model.set_attn_implementation(IMPLEMENTATION)

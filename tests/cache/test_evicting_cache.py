@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 import pytest
 import torch
@@ -11,46 +10,16 @@ from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
-from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow, SnapKV
+from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
 from rlkv.eviction.base import EvictionPolicy
-from tests.cache.test_reallocation_cache import MIXED, TOLERANCE, cached_logits, draw_ids
+from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids
+from tests.helpers.eviction_matrix import INSTANCES
 from tests.helpers.models import make_tiny_model
 from tests.helpers.naive_eviction import naive_logits
 
 ALL = torch.zeros(3, 4, dtype=torch.bool)
 
 
-@dataclass(frozen=True)
-class OldestKey(EvictionPolicy):
-    """A user's own policy: the larger the first element of a key, the better."""
-
-    name: ClassVar[str] = "oldest_key"
-
-    def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
-        return keys[..., 0].float()
-
-
-POLICIES = {
-    "sink_window": SinkWindow(budget=9, sink=3, buffer=4),
-    "rkv": RKV(budget=9, buffer=5, observation=3),
-    "rkv published": RKV(budget=9, buffer=5, observation=3, variant="published"),
-    "rkv sinks": RKV(budget=9, buffer=5, observation=3, sink=2),
-    "snapkv": SnapKV(budget=8, buffer=3, observation=2),
-    "rpc schedule": RPC(P=12, R=3, c=3),
-    "rpc budget": RPC(budget=8, buffer=4, R=3),
-    "rpc prompt evictable": RPC(P=12, R=3, c=3, protect_prompt=False),
-    "h2o": H2O(budget=8),
-    "h2o buffered": H2O(budget=8, buffer=4),
-    "h2o protected": H2O(budget=8, protect_prompt=True),
-    "tova": TOVA(budget=7),
-    "tova protected": TOVA(budget=5, buffer=2, protect_prompt=True),
-    "random": RandomEviction(budget=8, buffer=3, seed=5),
-    "random unprotected": RandomEviction(budget=8, buffer=3, seed=5, protect_prompt=False),
-    "ratio": RKV(ratio=0.3, extra=4, buffer=4, observation=3),
-    "ratio random": RandomEviction(ratio=0.4, extra=9, buffer=3),
-    "ratio h2o protected": H2O(ratio=0.3, extra=4, protect_prompt=True),
-    "own": OldestKey(budget=10, buffer=3, observation=2),
-}
 CALLS = {
     "prompt then tokens": [20] + [1] * 24,
     "prompt shorter than the budget": [4] + [1] * 24,
@@ -65,12 +34,12 @@ def padded(ids: Tensor, padding: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", INSTANCES.values(), ids=INSTANCES)
 def test_left_padded_rows_equal_naive_runs(policy: EvictionPolicy, calls: list[int]) -> None:
     check_against_naive_runs(policy, calls, MIXED)
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", INSTANCES.values(), ids=INSTANCES)
 def test_without_full_heads(policy: EvictionPolicy) -> None:
     check_against_naive_runs(policy, [20] + [1] * 16, ALL)
 
@@ -91,7 +60,7 @@ def check_against_naive_runs(policy: EvictionPolicy, calls: list[int], full: Ten
                 assert held[layer, head].nonzero()[:, 0].tolist() == [position for position, _, _ in entries]
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", INSTANCES.values(), ids=INSTANCES)
 def test_families(tiny_model: PreTrainedModel, policy: EvictionPolicy) -> None:
     calls, padding = [20] + [1] * 16, [0, 6]
     ids = draw_ids(2, sum(calls))
@@ -104,7 +73,7 @@ def test_families(tiny_model: PreTrainedModel, policy: EvictionPolicy) -> None:
         assert (got[row, pad:] - want[0]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES.values() if not p.protect_prompt], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [p for p in INSTANCES.values() if not p.protect_prompt], ids=lambda p: p.name)
 def test_prefill_local_equals_one_token_at_a_time(policy: EvictionPolicy) -> None:
     model = make_tiny_model("qwen3")
     model.set_attn_implementation(IMPLEMENTATION)
@@ -122,7 +91,7 @@ def test_rows_can_be_reordered_and_repeated(name: str) -> None:
     model.set_attn_implementation(IMPLEMENTATION)
     ids = draw_ids(2, 30)
     real = padded(ids, [0, 4])
-    cache = HeadReallocationCache(MIXED, eviction=POLICIES[name])
+    cache = HeadReallocationCache(MIXED, eviction=INSTANCES[name])
     cached_logits(model, ids[:, :20], cache, [14] + [1] * 6, real[:, :20])
     cache.batch_select_indices(torch.tensor([1, 0, 1]))
     order = [1, 0, 1]
@@ -139,7 +108,7 @@ def test_rows_can_be_reordered_and_repeated(name: str) -> None:
                 ).logits
             )
     got = torch.cat(tail, dim=1)
-    fresh = HeadReallocationCache(MIXED, eviction=POLICIES[name])
+    fresh = HeadReallocationCache(MIXED, eviction=INSTANCES[name])
     want = cached_logits(model, ids, fresh, [14] + [1] * 16, real)[order, 20:]
     assert (got - want).abs().max() < TOLERANCE
 
@@ -178,7 +147,7 @@ def test_rows_can_leave_a_batch_the_longest_first(name: str, rows: list[int]) ->
     model.set_attn_implementation(IMPLEMENTATION)
     ids, padding = draw_ids(3, 26), [0, 4, 9]
     real = padded(ids, padding)
-    cache = HeadReallocationCache(MIXED, eviction=POLICIES[name])
+    cache = HeadReallocationCache(MIXED, eviction=INSTANCES[name])
     cached_logits(model, ids[:, :18], cache, [14] + [1] * 4, real[:, :18])
     cache.batch_select_indices(torch.tensor(rows))
     with torch.no_grad():
@@ -190,13 +159,13 @@ def test_rows_can_leave_a_batch_the_longest_first(name: str, rows: list[int]) ->
                 position_ids=mask.sum(-1, keepdim=True) - 1,
                 past_key_values=cache,
             ).logits[:, -1]
-    want = cached_logits(model, ids, HeadReallocationCache(MIXED, eviction=POLICIES[name]), [14] + [1] * 12, real)[
+    want = cached_logits(model, ids, HeadReallocationCache(MIXED, eviction=INSTANCES[name]), [14] + [1] * 12, real)[
         rows, -1
     ]
     assert (got - want).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", INSTANCES.values(), ids=INSTANCES)
 def test_a_reset_cache_is_as_new_and_every_run_is_the_same(policy: EvictionPolicy) -> None:
     model = make_tiny_model("llama")
     model.set_attn_implementation(IMPLEMENTATION)
@@ -217,7 +186,7 @@ def test_a_reset_cache_is_as_new_and_every_run_is_the_same(policy: EvictionPolic
 def test_recorded_scores_are_those_of_the_policy(name: str) -> None:
     model = make_tiny_model("llama")
     model.set_attn_implementation(IMPLEMENTATION)
-    policy = POLICIES[name]
+    policy = INSTANCES[name]
     seen: list[Tensor] = []
 
     class Spy(type(policy)):  # type: ignore[misc]
@@ -237,8 +206,8 @@ def test_a_model_with_a_scale_of_its_own() -> None:
     calls, ids = [20] + [1] * 14, draw_ids(1, 34)
     for name in ("rkv", "h2o", "tova"):
         model.set_attn_implementation(IMPLEMENTATION)
-        got = cached_logits(model, ids, HeadReallocationCache(MIXED, eviction=POLICIES[name]), calls)
-        want, _ = naive_logits(model, ids, calls, POLICIES[name], MIXED)
+        got = cached_logits(model, ids, HeadReallocationCache(MIXED, eviction=INSTANCES[name]), calls)
+        want, _ = naive_logits(model, ids, calls, INSTANCES[name], MIXED)
         assert (got - want).abs().max() < TOLERANCE
 
 

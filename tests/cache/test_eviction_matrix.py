@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.accounting import EntrySize, kv_nbytes
-from rlkv.eviction import POLICIES, make_policy
+from rlkv.eviction import POLICIES
 from rlkv.eviction.base import EvictionPolicy
-from tests.cache.test_reallocation_cache import MIXED, cached_logits, draw_ids
+from tests.helpers.cached_logits import MIXED, cached_logits, draw_ids
+from tests.helpers.eviction_matrix import small_policy
 from tests.helpers.models import FAMILIES, make_tiny_model
 
 PROMPT, NEW, PADDING = 20, 15, (0, 5)
@@ -22,9 +23,7 @@ KINDS = ("fixed", "ratio", "prompt kept", "prompt kept, ratio")
 
 def build(name: str, kind: str) -> EvictionPolicy:
     size = {"ratio": 0.3, "extra": 8} if "ratio" in kind else {"budget": 9}
-    options = {"sink": 2} if name == "sink_window" else {"R": 3} if name == "rpc" else {"observation": 3}
-    policy = make_policy(name, **size, **options, buffer=4, protect_prompt="prompt" in kind)
-    return policy
+    return small_policy(name, **size, buffer=4, protect_prompt="prompt" in kind)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

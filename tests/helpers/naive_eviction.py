@@ -22,7 +22,7 @@ class _Layer:
     heads: list[list[tuple[int, torch.Tensor, torch.Tensor]]]
     queries: list[torch.Tensor] = field(default_factory=list)
     totals: list[dict[int, float]] = field(default_factory=list)  # summed attention of each position, per head
-    compactions: int = 0
+    evictions: int = 0
 
 
 @dataclass
@@ -75,14 +75,14 @@ def _add(totals: dict[int, float], entries: list, query: torch.Tensor, scaling: 
 
 
 def _evict(run: NaiveRun, layer: _Layer, layer_idx: int, scaling: float) -> None:
-    """After a call: compact the compressible heads if they are due."""
+    """After a call: evict from the compressible heads if they are due."""
     policy, protected = run.policy, _protected(run)
     seen = len(layer.queries) - protected
     chosen = [h for h in range(len(layer.heads)) if not run.full[layer_idx, h]]
     if not chosen or seen <= 0:
         return
     count = len(layer.heads[chosen[0]]) - protected
-    tensors = torch.tensor([seen]), torch.tensor([layer.compactions])
+    tensors = torch.tensor([seen]), torch.tensor([layer.evictions])
     if count < int(policy.capacity(*tensors)):
         return
     budget = min(int(policy.entries(*tensors)), count)
@@ -103,7 +103,7 @@ def _evict(run: NaiveRun, layer: _Layer, layer_idx: int, scaling: float) -> None
         kept = policy.select(keys, queries, budget)[0]
     for head, entries, index_H in zip(chosen, open_entries, kept.tolist(), strict=True):
         layer.heads[head] = layer.heads[head][:protected] + [entries[i] for i in index_H]
-    layer.compactions += 1
+    layer.evictions += 1
 
 
 AttentionInterface.register("rlkv_naive_eviction", _attention)

@@ -66,7 +66,7 @@ def test_bytes_count_buffers_and_observed_queries(observation: int) -> None:
         generate(model, prompt(), new=40)
     cache = session.cache
     assert cache is not None
-    held = int(cache.state.progress.held[0])
+    held = int(cache.state.row_counts.held[0])
     queries = 2 * 12 * 2 * observation * 16 * 4  # rows, KV heads, query heads of each, tokens, elements, bytes
     assert cache.get_seq_length() == 59
     assert 12 <= held < 16

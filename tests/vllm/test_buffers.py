@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rlkv.cache.schedule import Progress, plan_segments
+from rlkv.cache.schedule import RowCounts, plan_segments
 from rlkv.eviction import EvictionPolicy, make_policy
 from rlkv.vllm.blocks.buffers import NOWHERE, BufferUse, plan_rounds
 from rlkv.vllm.paged.write import write_cache
@@ -31,7 +31,7 @@ def test_tokens_are_compacted_as_in_the_cache_of_transformers(use: BufferUse) ->
     """The plan of one row that is read in one go, token by token: same compactions, same number of entries."""
     length = use.capacity + 5 * use.buffer + 2
     policy = policy_of(use)
-    segments = plan_segments(policy, Progress.start(1), None, 0, length, in_one_go=False)
+    segments = plan_segments(policy, RowCounts.start(1), None, 0, length, in_one_go=False)
     compacted = [segment.end for segment in segments if segment.kept is not None]
     assert [n for n in range(length) if use.is_compacted_before(n)] == [n for n in compacted if n < length]
     held = {0: 0}

@@ -1,6 +1,6 @@
-"""Every policy's scores once more, plainly: float32, one row without padding, loops over heads, queries and entries.
+"""The scores of every policy in readable form: float32, one row without padding, loops over heads and entries.
 
-For reading and for tests; slow.  Shapes: H KV heads, Q = H * G query heads, N entries, a queries, D size of a head.
+Slow.  Shapes: H KV heads, Q = H * G query heads, N entries, a queries, D size of a head.
 Each function takes the policy, keys ``[H, N, D]`` and queries ``[Q, a, D]`` of the last a entries, and returns float32
 ``[H, N]``.  Entries that are kept whatever their score may differ from what ``policy.scores`` gives.
 """

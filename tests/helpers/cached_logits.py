@@ -1,0 +1,38 @@
+"""Token ids, an allocation, and the logits of a model that reads in several calls: what tests of the cache share."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from rlkv.cache import HeadReallocationCache
+
+# fp32 logits up to 4 that differ by the order of summation only: 3e-6 was measured
+TOLERANCE = 2e-5
+MIXED = torch.tensor([[True, False, True, False], [False, False, False, False], [True, True, True, True]])
+
+
+def draw_ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 128, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def cached_logits(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    cache: HeadReallocationCache,
+    calls: list[int],
+    real: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits over ``ids``, fed in calls of the given lengths on top of ``cache``."""
+    outputs, begin = [], 0
+    for length in calls:
+        end = begin + length
+        extra = {}
+        if real is not None:
+            positions = (real.long().cumsum(-1) - 1).clamp(min=0)
+            extra = {"attention_mask": real[:, :end].long(), "position_ids": positions[:, begin:end]}
+        outputs.append(model(ids[:, begin:end], past_key_values=cache, use_cache=True, **extra).logits)
+        begin = end
+    assert begin == ids.shape[1]
+    return torch.cat(outputs, dim=1)
