@@ -75,7 +75,8 @@ def bootstrap_mean(scores: Sequence[float] | Floats, seed: int = 0, resamples: i
         return Estimate(mean, mean, mean, values.size)
     rng = np.random.default_rng(seed)
     found = bootstrap((values,), np.mean, n_resamples=resamples, batch=AT_ONCE, method="percentile", rng=rng)
-    return Estimate(mean, *map(float, found.confidence_interval), values.size)
+    low, high = found.confidence_interval
+    return Estimate(mean, float(low), float(high), values.size)
 
 
 def mean_with_interval(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:

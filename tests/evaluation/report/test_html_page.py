@@ -115,7 +115,7 @@ def test_refusals(tmp_path: Path) -> None:
         Cell("a", "good")  # type: ignore[arg-type]
     (tmp_path / "no.png").write_text("<svg/>")
     made.picture(tmp_path / "no.png", "p")
-    with pytest.raises(ValueError, match=r"no\.png is no PNG file"):
+    with pytest.raises(ValueError, match=r"no\.png is not a PNG file"):
         made.write(tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 
