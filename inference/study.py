@@ -130,7 +130,7 @@ def main(
     variant_files = group_by_name(ablation or [], "--ablation", [*RESERVED, *files])
     names = [name.strip() for name in analyses.split(",")] if analyses else None
     chosen = choose_analyses(names, bool(variant_files))
-    found_tasks = find_tasks(tasks, data)
+    found_tasks = find_tasks([name.strip() for name in tasks.split(",")], data)
     sweep_at, pairs_at, variants_at = (
         levels(text, option)
         for text, option in ((sparsities, "--sparsities"), (compare_at, "--compare-at"), (ablate_at, "--ablate-at"))

@@ -21,7 +21,6 @@ from rlkv.cache import CacheSettings as CacheSizes
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.heads.measure import CacheSettings, Measurement, measure
 from rlkv.evaluation.run.fingerprint import library_facts, model_facts
-from rlkv.evaluation.run.rows import open_rows
 from rlkv.evaluation.stats.error_modes import RepetitionRule, count_modes
 from rlkv.evaluation.stats.intervals import wilson_interval
 from rlkv.evaluation.stats.matching import kv_share, match_compressible, match_ratio
@@ -30,6 +29,7 @@ from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
+from rlkv.utils.store import open_store
 
 Order = list[tuple[int, int]]
 FULL = "full cache"
@@ -193,7 +193,7 @@ def run_study(
         "rule": asdict(rule),
         **plan.describe(),
     }
-    with open_rows(rows_file, facts) as log:
+    with open_store(rows_file, facts, ("method", "saved")) as log:
         done = {(row["method"], row["saved"]): row for row in log.rows}
         if (FULL, 0.0) not in done:
             everything = torch.ones(shape, dtype=torch.bool)

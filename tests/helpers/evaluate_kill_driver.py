@@ -1,4 +1,4 @@
-"""Run inference/evaluate.py in forked children and kill -9 them at random moments; used by test_evaluate_kill.py.
+"""Run rlkv-eval in forked children and kill -9 them at random moments; used by test_evaluate_kill.py.
 
     python -m tests.helpers.evaluate_kill_driver FOLDER KILLS [PROBLEMS]
 
@@ -16,31 +16,29 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rlkv import tiny
+from rlkv.cli.eval import run as evaluate
 from rlkv.evaluation.run.runner import task_problems
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
-from tests.helpers.programs import load_program
 
-PROGRAM = "inference/evaluate.py"
 METHODS = ("full", "random-heads@0.5", "random-heads@0.5+rkv@40:buffer=8")
 BATCH, NEW_TOKENS = 6, 100
 
 
-def fork_evaluation(program: Any, folder: Path, problems: int) -> int:
+def fork_evaluation(folder: Path, problems: int) -> int:
     child = os.fork()
     if child == 0:
         code = 1
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
-            options = ["--methods", ",".join(METHODS), "--limit", str(problems), "--max-new-tokens", str(NEW_TOKENS)]
+            options = ["--methods", *METHODS, "--limit", str(problems), "--max-new-tokens", str(NEW_TOKENS)]
             options += ["--batch-size", str(BATCH), "--sink", "4", "--window", "16", "--device", "cpu"]
-            program.app(["--output-dir", str(folder), *options], standalone_mode=False)
+            evaluate(["--output-dir", str(folder), *options])
             code = 0
         finally:
             os._exit(code)
@@ -52,12 +50,12 @@ def exit_code(child: int) -> int:
 
 
 def whole_lines(folder: Path) -> list[bytes]:
-    """Rows on the disk, method by method; settings lines do not count."""
+    """Rows on the disk, method by method."""
     found: list[bytes] = []
     for method in METHODS:
         file = folder / "tiny" / method / "rows-0-of-1.jsonl"
         content = file.read_bytes() if file.exists() else b""
-        found += content[: content.rfind(b"\n") + 1].splitlines()[1:]
+        found += content[: content.rfind(b"\n") + 1].splitlines()
     return found
 
 
@@ -72,12 +70,11 @@ def wait_for_growth(folder: Path, lines: int, child: int) -> None:
 def main(root: Path, kills_wanted: int, problems: int) -> None:
     torch.set_num_threads(1)
     rng = random.Random(0)
-    program = load_program(PROGRAM)
     model, tokenizer = tiny.load()
     prompt = task_problems("tiny", None, 1, 0, tokenizer)[0].prompt
     HFEngine(model, tokenizer).generate([prompt], SamplingParams(2))  # what generate imports on first use
     started = time.monotonic()
-    assert exit_code(fork_evaluation(program, root / "whole", problems)) == 0
+    assert exit_code(fork_evaluation(root / "whole", problems)) == 0
     whole_seconds = time.monotonic() - started
     total = problems * len(METHODS)
 
@@ -89,7 +86,7 @@ def main(root: Path, kills_wanted: int, problems: int) -> None:
         rounds += 1
         assert rounds < 10 * kills_wanted, "the evaluations end before they can be killed"
         before = whole_lines(folder)
-        child = fork_evaluation(program, folder, problems)
+        child = fork_evaluation(folder, problems)
         wait_for_growth(folder, len(before) + rng.randint(0, total // 8), child)
         time.sleep(rng.uniform(0, whole_seconds / 20))
         os.kill(child, 9)
@@ -104,7 +101,7 @@ def main(root: Path, kills_wanted: int, problems: int) -> None:
             folders.append(folder.name)
             finished += 1
             folder = root / f"killed-{finished}"
-    assert exit_code(fork_evaluation(program, folder, problems)) == 0
+    assert exit_code(fork_evaluation(folder, problems)) == 0
     folders.append(folder.name)
     counts = {"kills": kills, "hit_decoding": decoding, "rounds": rounds, "grew": grew, "rows": total}
     seconds = {"seconds": round(time.monotonic() - started, 1), "seconds_uninterrupted": round(whole_seconds, 1)}

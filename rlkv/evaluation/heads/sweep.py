@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.evaluation.heads.measure import CacheSettings, HeadResult, measure
 from rlkv.evaluation.run.fingerprint import library_facts, model_facts
-from rlkv.evaluation.run.rows import open_rows
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
+from rlkv.utils.store import open_store
 
 Order = list[tuple[int, int]]
 
@@ -78,7 +78,7 @@ def run_sweep(
     fingerprint = {**fingerprint, **asdict(settings), "model_state": model_facts(model), "libraries": library_facts()}
     fingerprint["problems"] = hashlib.sha256(json.dumps(problems).encode()).hexdigest()
     fingerprint["cells"] = [[*cell.key, cell.allocation.full.int().flatten().tolist()] for cell in cells]
-    with open_rows(rows_file, fingerprint) as log:
+    with open_store(rows_file, fingerprint, ("method", "sparsity", "seed")) as log:
         rows = [HeadResult(**row) for row in log.rows]
         done = {(r.method, r.sparsity, r.seed) for r in rows}
         for i, cell in enumerate(cells):

@@ -1,36 +1,55 @@
-"""The report of an evaluation as a page: per task a table in the layout of RLKV's tables 6 to 8, and what goes with it.
+"""The report of an evaluation: results.json, and a page with a table per task in the layout of RLKV's tables 6 to 8.
 
-Measured and published numbers stand in tables of their own, one below the other.
+Measured and published numbers are in separate tables, one below the other.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from rlkv.evaluation.report.eval_report import NGRAMS, Summary
+from rlkv.evaluation.report.eval_report import NGRAMS, Summary, summarize
 from rlkv.evaluation.report.html_page import Cell, Page, sign_of
-from rlkv.evaluation.report.markdown_page import LEGEND
-from rlkv.evaluation.report.published import Source, find_published, published_numbers
+from rlkv.evaluation.report.markdown_page import LEGEND, write_markdown
+from rlkv.evaluation.report.published import find_published, published_numbers
+from rlkv.evaluation.run.evaluation import Evaluation
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod
 from rlkv.evaluation.stats.error_modes import MODES
 from rlkv.evaluation.stats.metrics import FEW_CHANGED
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.provenance import provenance
 
 FULL_CACHE = "full cache"
-COARSE = 0.05  # a task whose smallest provable difference is larger proves little: it is said in bold
+COARSE = 0.05  # a task whose smallest provable difference is larger proves little: the report says so in bold
 HOW_TO_READ = (
     "Accuracy is pass@1 in percent, with its 95% interval for the full cache. For a method, in parentheses: the "
     "difference to the full cache in points, with its 95% interval (bootstrap over problems, paired); * where a paired "
-    f"permutation test gives p < 0.05, coloured by sign (grey: not told apart; in Markdown {LEGEND}). {FEW_CHANGED} "
+    f"permutation test gives p < 0.05, coloured by sign (grey: no significant difference; in Markdown {LEGEND}). "
+    f"{FEW_CHANGED} "
     "The p values are not corrected for the number of comparisons. KV: bytes of KV in use at the end of each text, "
     "over the bytes of the full cache for the same tokens. s: share of KV heads that are compressible."
 )
+
+
+def write_report(folder: Path, done: Evaluation) -> None:
+    """``results.json``, ``report.html`` and ``report.md``."""
+    full = {task: rows for (task, method), rows in done.rows.items() if method == FULL}
+    summaries = [summarize(task, method, rows, full.get(task)) for (task, method), rows in done.rows.items()]
+    origin = provenance()
+    with atomic_path(folder / "results.json") as path:
+        content = {"config": done.config, **origin, "results": summaries}
+        path.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    page = evaluation_page(done.config["model"], done.methods, summaries, origin, done.config)
+    page.write(folder / "report.html")
+    write_markdown(page, folder / "report.md")
 
 
 def evaluation_page(
     model: str,
     methods: list[CompressionMethod],
     summaries: list[Summary],
-    provenance: dict[str, Any],
+    origin: dict[str, Any],
     config: dict[str, Any],
 ) -> Page:
     """The whole report.
@@ -38,33 +57,31 @@ def evaluation_page(
     Args:
         model: its name; published numbers are looked up by its last part.
         summaries: of :func:`rlkv.evaluation.report.eval_report.summarize`, every task with every method.
-        provenance: of :func:`rlkv.utils.provenance.provenance`.
-        config: the settings that results.json has too.
+        origin: of :func:`rlkv.utils.provenance.provenance`.
+        config: of :class:`rlkv.evaluation.run.evaluation.Evaluation`.
     """
     page = Page(f"Evaluation of {model}")
     page.paragraph(HOW_TO_READ)
     if any(method.ranking == RANDOM_HEADS for method in methods):
         page.paragraph(
             f"{RANDOM_HEADS} is one draw of heads (seed {config['seed']}): its intervals are over problems and say "
-            "nothing of other draws."
+            "nothing about other draws."
         )
     for task in dict.fromkeys(s["task"] for s in summaries):
         found = {s["method"]: s for s in summaries if s["task"] == task}
+        first = next(iter(found.values()))
+        least = first["smallest_provable_difference"]
         page.heading(task)
-        page.paragraph(_what_it_proves(next(iter(found.values()))), strong=_is_coarse(next(iter(found.values()))))
+        page.paragraph(_what_it_proves(first), strong=least is None or least > COARSE)
         _accuracy_table(page, task, methods, found)
         _pass_at_table(page, found)
         _published_table(page, model, task)
-        _text_tables(page, found)
+        _mode_table(page, found)
+        _text_table(page, found)
     page.heading("How it was run")
-    page.code(provenance["command"])
-    page.bullets([*_settings(config), *_machine(provenance)])
+    page.code(origin["command"])
+    page.bullets([*_settings(config), *_machine(origin)])
     return page
-
-
-def _is_coarse(summary: Summary) -> bool:
-    least = summary["smallest_provable_difference"]
-    return least is None or least > COARSE
 
 
 def _what_it_proves(summary: Summary) -> str:
@@ -77,11 +94,11 @@ def _what_it_proves(summary: Summary) -> str:
     )
     if summary["samples"] == 1:
         text += f", which is a difference of {100 * least:.1f} points"
-    return text + (": this task proves little." if _is_coarse(summary) else ".")
+    return text + (": this task proves little." if least > COARSE else ".")
 
 
 def _accuracy_table(page: Page, task: str, methods: list[CompressionMethod], found: dict[str, Summary]) -> None:
-    """Rankings of heads down, sparsities across; what has no sparsity gets a table of its own."""
+    """Rankings of heads down, sparsities across; methods without a sparsity get a table of their own."""
     by_heads = [m for m in methods if m.sparsity is not None]
     others = [m for m in methods if m.sparsity is None and m.name != FULL]
     full = found.get(FULL)
@@ -138,44 +155,35 @@ def _estimate(estimate: dict[str, float]) -> str:
     return f"{100 * estimate['mean']:.1f} [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]"
 
 
-def _text_tables(page: Page, found: dict[str, Summary]) -> None:
+def _mode_table(page: Page, found: dict[str, Summary]) -> None:
     rows = []
     for name, s in found.items():
         modes = [str(s[mode]) if mode in s else "" for mode in MODES]
         both = "" if s.get("tokens_both_right") is None else _both(s)
         solved = str(s.get("solved_in_full", ""))
         rows.append([name, solved, *modes, str(s["stopped_for_repetition"]), f"{s['mean_output_tokens']:.0f}", both])
-    paired = ""
-    if any(s["samples"] > 1 for s in found.values()):
-        paired = " Sample i of a problem is paired with the full cache's sample i, another draw: chance counts too."
-    page.table(
-        ["method", "solved by full", *MODES, "ended early", "output tokens", "where both are right"],
-        rows,
-        "Error modes on the samples that the full cache solves (so many are they): repetitive, else cut at the limit "
-        "(overlength), else incorrect. Ended early: texts that were stopped for repetition. Mean output tokens, "
-        "over all and, for the method and the full cache, over the samples that both solve." + paired,
+    caption = (
+        "Error modes on the samples that the full cache solves (their number is in the first column): repetitive, else "
+        "cut at the limit (overlength), else incorrect. Ended early: texts that were stopped for repetition. Mean "
+        "output tokens, over all and, for the method and the full cache, over the samples that both solve."
     )
-    rows = [
-        [
-            name,
-            *(f"{s[f'entropy_{n}_gram']:.2f}" for n in NGRAMS),
-            *(f"{s[f'repeated_{n}_grams']:.3f}" for n in NGRAMS),
-            f"{s['sentence_redundancy']:.3f}",
-            f"{s['share_repetitive']:.3f}",
-            f"{s['tokens_per_second']:.1f}",
-        ]
-        for name, s in found.items()
-    ]
+    if any(s["samples"] > 1 for s in found.values()):
+        caption += " Sample i of a problem is paired with the full cache's sample i, another draw: chance counts too."
+    columns = ["method", "solved by full", *MODES, "ended early", "output tokens", "where both are right"]
+    page.table(columns, rows, caption)
+
+
+def _text_table(page: Page, found: dict[str, Summary]) -> None:
+    columns = {  # title: field and format
+        **{f"entropy, {n}-grams": (f"entropy_{n}_gram", ".2f") for n in NGRAMS},
+        **{f"repeated {n}-grams": (f"repeated_{n}_grams", ".3f") for n in NGRAMS},
+        "repeated sentences": ("sentence_redundancy", ".3f"),
+        "repetitive texts": ("share_repetitive", ".3f"),
+        "tokens/s": ("tokens_per_second", ".1f"),
+    }
     page.table(
-        [
-            "method",
-            *(f"entropy, {n}-grams" for n in NGRAMS),
-            *(f"repeated {n}-grams" for n in NGRAMS),
-            "repeated sentences",
-            "repetitive texts",
-            "tokens/s",
-        ],
-        rows,
+        ["method", *columns],
+        [[name, *(format(s[field], digits) for field, digits in columns.values())] for name, s in found.items()],
         "Means over texts: entropy of n-grams of tokens in bits (arXiv 2505.13866, equation 1; it grows with the "
         "length of a text), share of n-grams and of sentences that occurred before in their text; share of repetitive "
         "texts; tokens per second of decoding.",
@@ -210,26 +218,20 @@ def _published_table(page: Page, model: str, task: str) -> None:
         for method in dict.fromkeys(n.method for n in numbers if n.source == source):
             values = {n.sparsity: n.value for n in numbers if n.source == source and n.method == method}
             cells = [f"{values[s]:.1f}" if s in values else "" for s in (*sparsities, None)]
-            rows.append([_published_method(method), *cells, f"[{sources.index(source) + 1}]"])
+            rows.append([FULL_CACHE if method == FULL else method, *cells, f"[{sources.index(source) + 1}]"])
     page.table(
         columns,
         rows,
         f"{name} on {task}, accuracy in percent as published; no intervals were published. s: share of KV heads, or of "
         "entries where tokens are dropped in all heads; s = 0 is the full cache.",
     )
-    page.bullets([f"[{i}] {_source(source)}" for i, source in enumerate(sources, start=1)])
-
-
-def _published_method(method: str) -> str:
-    return FULL_CACHE if method == FULL else method
-
-
-def _source(source: Source) -> str:
-    return f"{source.paper} (arXiv {source.arxiv}), {source.where}: {source.protocol}"
+    page.bullets(
+        [f"[{i}] {s.paper} (arXiv {s.arxiv}), {s.where}: {s.protocol}" for i, s in enumerate(sources, start=1)]
+    )
 
 
 def _settings(config: dict[str, Any]) -> list[str]:
-    """What was set, one sentence each."""
+    """The options, one sentence each."""
     limits = ", ".join(f"{task} {tokens:,}" for task, tokens in config["max_new_tokens"].items())
     how = "Greedy decoding"
     if config["temperature"] > 0:
@@ -237,23 +239,23 @@ def _settings(config: dict[str, Any]) -> list[str]:
             f"{config['num_samples']} samples of each problem at temperature {config['temperature']:g}, top-p "
             f"{config['top_p']:g}, top-k {config['top_k'] or 'unlimited'}, seed {config['seed']}"
         )
-    rule = config["repetition"]
+    window, distinct = config["repetition"]
     stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts go on"
     return [
         f"{how}; new tokens at most: {limits}; batches of {config['batch_size']}; {config['dtype']}.",
         f"Without a policy, compressible heads keep {config['sink']} + {config['window']} entries. Prompts are read "
         f"{'in full by all heads' if config['prefill'] == 'full' else 'through them, as in training'}.",
-        f"Repetitive: {rule['window']} tokens hold fewer than {rule['distinct']} different ones; {stopped}.",
+        f"Repetitive: {window} tokens hold fewer than {distinct} different ones; {stopped}.",
         f"{config['processes']} process{'es' if config['processes'] > 1 else ''}.",
     ]
 
 
-def _machine(provenance: dict[str, Any]) -> list[str]:
-    machine = provenance["hardware"]
+def _machine(origin: dict[str, Any]) -> list[str]:
+    machine = origin["hardware"]
     gpus = ", ".join(machine["gpus"]) or "none"
-    versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
     return [
         f"Hardware: {machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} torch threads, GPU {gpus}.",
         f"Versions: {versions}.",
-        f"Finished {provenance['finished']}.",
+        f"Finished {origin['finished']}.",
     ]

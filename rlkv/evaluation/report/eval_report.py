@@ -1,16 +1,14 @@
-"""Figures of an evaluation from its rows: accuracy per task and method, differences to the full cache, bytes, texts."""
+"""Results of an evaluation from its rows: accuracy per task and method, differences to the full cache, bytes, texts."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
+from statistics import fmean
 from typing import Any
 
 from rlkv.evaluation.run.methods import FULL
 from rlkv.evaluation.stats.error_modes import MODES, wrong_mode
 from rlkv.evaluation.stats.metrics import (
-    lengths_when_both_right,
     mean_with_interval,
     ngram_entropy,
     paired_difference,
@@ -54,7 +52,7 @@ def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | No
         "ci_low": estimate.low,
         "ci_high": estimate.high,
         "pass_at_k": pass_at(list(verdicts.values()), seed),
-        "mean_output_tokens": _mean(rows, lambda row: len(row["token_ids"])),
+        "mean_output_tokens": fmean(len(row["token_ids"]) for row in rows),
         "kv_bytes": sum(row["kv_bytes"] for row in rows),
         "kv_bytes_full": sum(row["kv_bytes_full"] for row in rows),
         "seconds": round(sum(row["seconds"] for row in rows), 2),
@@ -69,10 +67,7 @@ def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | No
             raise ValueError(f"{task}: {method} and the full cache were run on other problems: run both on the same")
         test = paired_difference(problem_scores(list(full.values())), scores, seed=seed)
         summary |= {"difference": test.difference, "difference_low": test.low, "difference_high": test.high}
-        summary |= {"p_value": test.p_value, **_common_lengths(rows, full_rows)}
-        solved = {(row["key"], row["sample"]) for row in full_rows if row["correct"]}
-        summary["solved_in_full"] = len(solved)
-        summary |= _modes([row for row in rows if (row["key"], row["sample"]) in solved and not row["correct"]])
+        summary |= {"p_value": test.p_value, **_versus_full(rows, full_rows)}
     return summary
 
 
@@ -87,40 +82,33 @@ def pass_at(verdicts: list[list[bool]], seed: int = 0) -> dict[str, dict[str, fl
     return found
 
 
-def _mean(rows: list[Row], figure: Callable[[Row], float]) -> float:
-    return sum(figure(row) for row in rows) / len(rows)
-
-
 def _texts(rows: list[Row]) -> Row:
     """How the texts repeat themselves, each a mean over texts, and how many were ended early for it."""
-    found: Row = {"share_repetitive": _mean(rows, lambda row: row["repetitive"])}
-    found["stopped_for_repetition"] = sum(row["finish_reason"] == "repetition" for row in rows)
-    found["share_at_limit"] = _mean(rows, lambda row: row["finish_reason"] == "length")
+    found: Row = {
+        "share_repetitive": fmean(row["repetitive"] for row in rows),
+        "stopped_for_repetition": sum(row["finish_reason"] == "repetition" for row in rows),
+        "share_at_limit": fmean(row["finish_reason"] == "length" for row in rows),
+        "sentence_redundancy": fmean(sentence_redundancy(row["text"]) for row in rows),
+    }
     for n in NGRAMS:
-        found[f"entropy_{n}_gram"] = _mean(rows, partial(_of_tokens, ngram_entropy, n))
-        found[f"repeated_{n}_grams"] = _mean(rows, partial(_of_tokens, repetition_rate, n))
-    found["sentence_redundancy"] = _mean(rows, lambda row: sentence_redundancy(row["text"]))
+        found[f"entropy_{n}_gram"] = fmean(ngram_entropy(row["token_ids"], n) for row in rows)
+        found[f"repeated_{n}_grams"] = fmean(repetition_rate(row["token_ids"], n) for row in rows)
     return found
 
 
-def _of_tokens(figure: Callable[[list[int], int], float], n: int, row: Row) -> float:
-    return figure(row["token_ids"], n)
+def _unit(row: Row) -> tuple[str, int]:
+    return row["key"], row["sample"]
 
 
-def _common_lengths(rows: list[Row], full_rows: list[Row]) -> Row:
-    """Mean output tokens of both on the samples that both solve."""
-    units = sorted({(row["key"], row["sample"]) for row in rows} & {(row["key"], row["sample"]) for row in full_rows})
-    columns = []
-    for found in (rows, full_rows):
-        named = {(row["key"], row["sample"]): row for row in found}
-        columns.append([(named[unit]["correct"], len(named[unit]["token_ids"])) for unit in units])
-    own, full = columns
-    both = lengths_when_both_right([c for c, _ in own], [c for c, _ in full], [n for _, n in own], [n for _, n in full])
-    return {"tokens_both_right": both.first, "full_tokens_both_right": both.second, "n_both_right": both.n}
-
-
-def _modes(wrong: list[Row]) -> dict[str, int]:
-    counts = dict.fromkeys(MODES, 0)
-    for row in wrong:
-        counts[wrong_mode(row["repetitive"], row["finish_reason"] == "length")] += 1
-    return counts
+def _versus_full(rows: list[Row], full_rows: list[Row]) -> Row:
+    """On the samples that the full cache solves: error modes, and mean output tokens of both where both are right."""
+    solved = {_unit(row): len(row["token_ids"]) for row in full_rows if row["correct"]}
+    common = [row for row in rows if _unit(row) in solved]
+    both = [(len(row["token_ids"]), solved[_unit(row)]) for row in common if row["correct"]]
+    own, full = (sum(lengths) / len(both) for lengths in zip(*both, strict=True)) if both else (None, None)
+    modes = [wrong_mode(row["repetitive"], row["finish_reason"] == "length") for row in common if not row["correct"]]
+    return {
+        **{"tokens_both_right": own, "full_tokens_both_right": full, "n_both_right": len(both)},
+        "solved_in_full": len(solved),
+        **{mode: modes.count(mode) for mode in MODES},
+    }

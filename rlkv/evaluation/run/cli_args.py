@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def study_problems(path: Path | None, n: int, seed: int, definitions: str) -> li
     return [{"problem": p.problem, "answer": p.answer} for p in problems]
 
 
-def named_gates(items: list[str], reserved: tuple[str, ...] = ()) -> dict[str, HeadGates]:
+def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[str, HeadGates]:
     """Gates files given as FILE or NAME=FILE, by their names.
 
     An item that is an existing file is taken whole, also where its path has a ``=``.

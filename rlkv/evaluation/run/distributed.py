@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
-from rlkv.utils.extras import require
+import torch
+import torch.distributed as dist
 
 WAIT = timedelta(days=2)  # shares may end far apart; a process that died is noticed at once
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process, ``rank`` of ``count``, and the ``device`` that it loads the model on (None: as asked for)."""
+    """This process, ``rank`` of ``count``, and the ``device`` that it loads the model on."""
 
     rank: int
     count: int
-    device: str | None
-    group: Any = None
+    device: str
 
     @property
     def is_main(self) -> bool:
@@ -33,10 +32,8 @@ class Processes:
         """
         if self.count == 1:
             return
-        import torch.distributed as dist
-
         try:
-            dist.barrier(self.group)
+            dist.barrier()
         except RuntimeError as error:
             raise ValueError(
                 "another process of this run ended before its share was done: its output says why; what was finished "
@@ -49,22 +46,14 @@ def join_processes(device: str) -> Processes:
     """This process among those that torchrun or ``accelerate launch`` started; one if it was started alone.
 
     Args:
-        device: as for :func:`rlkv.models.loading.load_model`; with ``auto`` or ``cuda`` every process has a GPU of its
-            own where there are GPUs.
-
-    Raises:
-        ValueError: if accelerate is not installed.
+        device: as for :func:`rlkv.models.loading.load_model`; with ``auto`` or ``cuda`` each of several processes has
+            a GPU of its own where there are GPUs.
     """
-    accelerate = require("accelerate", "eval")
-    is_shared = "RANK" in os.environ
-    state = accelerate.PartialState(cpu=device == "cpu" or None, **({"timeout": WAIT} if is_shared else {}))
-    group = None
-    if state.num_processes > 1:
-        import torch.distributed as dist
-
-        # gloo notices closed connections where nccl waits for its timeout; made now, while all processes are there
-        group = dist.new_group(backend="gloo", timeout=WAIT)
-    own_gpu = device in ("auto", "cuda") and state.device.type == "cuda"
-    return Processes(
-        state.process_index, state.num_processes, f"cuda:{state.local_process_index}" if own_gpu else None, group
-    )
+    rank, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if count == 1:
+        return Processes(0, 1, device)
+    # gloo: only the end is waited for, and it notices closed connections where nccl waits for its timeout
+    dist.init_process_group("gloo", timeout=WAIT)
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return Processes(rank, count, device)

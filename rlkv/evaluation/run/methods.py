@@ -11,7 +11,8 @@ rkv@256:variant=published    fields of the policy after a colon, separated by co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
@@ -52,14 +53,23 @@ class CompressionMethod:
         return HeadAllocation.from_gates(gates[self.ranking], self.sparsity)
 
 
+def parse_methods(names: Sequence[str], rankings: list[str]) -> list[CompressionMethod]:
+    """The methods ``names``, each of which may be named once; otherwise as :func:`parse_method`."""
+    parsed = [parse_method(name, rankings) for name in names]
+    for i, method in enumerate(parsed):
+        if any(replace(method, name=other.name) == other for other in parsed[:i]):
+            raise ValueError(f"--methods names {method.name!r} twice: leave one out")
+    return parsed
+
+
 def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
     """The method that ``name`` says.
 
     Args:
-        rankings: names of the gates files at hand.
+        rankings: names of the given gates files.
 
     Raises:
-        ValueError: for a name that is none, with what is known.
+        ValueError: for an unknown name, with what is known.
     """
     if name == FULL:
         return CompressionMethod(name, None, None, None)
@@ -89,7 +99,7 @@ def _parse_policy(part: str, name: str) -> EvictionPolicy:
         options["ratio"] = _number(size.removeprefix("ratio="), name, f"{kind}@ratio=0.5")
     elif size:
         if not size.isdigit():
-            raise ValueError(f"method {name!r}: the budget {size!r} is no number of entries: write {kind}@256")
+            raise ValueError(f"method {name!r}: the budget {size!r} is not a number of entries: write {kind}@256")
         options["budget"] = int(size)
     return make_policy(kind, **options)
 
@@ -98,4 +108,4 @@ def _number(text: str, name: str, example: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"method {name!r}: {text!r} is no number: write {example}") from None
+        raise ValueError(f"method {name!r}: {text!r} is not a number: write {example}") from None

@@ -3,7 +3,7 @@
 A *unit* is one sample of one problem.  Units are sorted by prompt length and decoded in fixed batches.  A row is graded
 and written when its text ends, on another thread than decoding.  A run that was killed decodes its interrupted batch
 again, whole, writes the rows that are missing, and ends with the rows of an uninterrupted one (greedily, or with the
-same seed).  With several processes each takes every n-th batch and writes a file of its own.
+same seed).  Each of several processes takes every n-th batch and writes a file of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.run.fingerprint import digest_of, library_facts, model_facts
 from rlkv.evaluation.run.row_accounting import Background, BatchBytes, BatchClock
-from rlkv.evaluation.run.rows import open_rows, read_rows
 from rlkv.evaluation.stats.error_modes import RepetitionRule
 from rlkv.evaluation.tasks import EvalProblem, EvalTask, find_task, load_task
 from rlkv.gates.allocation import HeadAllocation
@@ -29,16 +28,19 @@ from rlkv.inference.engine import InferenceEngine
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.watch import RowHooks
+from rlkv.utils.provenance import commit
+from rlkv.utils.store import open_store, read_store
 
 SEED_STEP = 1_000_003  # seeds of two batches differ by at least this
-UNGRADED = 64  # rows that may wait for their verdict before decoding does: what a kill can cost beside a batch
+UNGRADED = 64  # rows that may wait for their verdict before decoding does: what a kill can cost besides a batch
+KEY = ("key", "sample")
 Unit = tuple[int, int]  # problem, sample
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the runner needs of a problem: ``key`` in the files, rendered ``prompt``, and what judges the text.
+    """``key`` in the files, rendered ``prompt``, and the grader of the text.
 
     ``reference`` is all that the verdict depends on (answer, tests): a resumed run must have the same.
     """
@@ -102,14 +104,12 @@ def render_problems(
     task: EvalTask, problems: Iterable[EvalProblem], tokenizer: PreTrainedTokenizerBase
 ) -> list[Problem]:
     """``problems`` of ``task`` as the model reads them."""
-    return [
-        Problem(p.id, render_prompt(tokenizer, p.prompt, "plain"), partial(_judge, task, p), f"{p.answer}{p.meta}")
-        for p in problems
-    ]
 
+    def render(problem: EvalProblem) -> Problem:
+        prompt = render_prompt(tokenizer, problem.prompt, "plain")
+        return Problem(problem.id, prompt, lambda text: task.grade(text, problem), f"{problem.answer}{problem.meta}")
 
-def _judge(task: EvalTask, problem: EvalProblem, text: str) -> bool:
-    return task.grade(text, problem)
+    return [render(problem) for problem in problems]
 
 
 def plan_batches(lengths: list[int], settings: RunSettings) -> list[list[Unit]]:
@@ -130,11 +130,11 @@ def run_method(
     on_rows: Callable[[int, int, float], None],
     earlier: Iterable[Path] = (),
 ) -> list[Row]:
-    """Decode and judge what ``rows_file`` does not hold yet.
+    """Decode and grade what ``rows_file`` does not hold yet.
 
     Args:
-        facts: what else the rows depend on, compared when a run is resumed, beside settings, problems, prompts, model,
-            code and libraries (:mod:`rlkv.evaluation.run.fingerprint`).
+        facts: what else the rows depend on, compared when a run is resumed in addition to settings, problems, prompts,
+            model, code and libraries (:mod:`rlkv.evaluation.run.fingerprint`).
         on_rows: called with units done, units in all, and the accuracy so far, of this process; on another thread.
         earlier: files of the same run with another number of processes, whose rows are taken over.
 
@@ -145,6 +145,7 @@ def run_method(
 
     Raises:
         ValueError: if one of the files was written with other settings; the differences are named.
+        StoreInUseError: if another process is writing one of them.
     """
     cache = settings.cache
     engine = InferenceEngine(
@@ -162,9 +163,9 @@ def run_method(
     own = [(number, batch) for number, batch in enumerate(batches) if number % settings.ranks == settings.rank]
     units = {(problems[p].key, sample) for _, batch in own for p, sample in batch}
     full_facts = _fingerprint(engine, problems, settings, facts)
-    found = [row for file in earlier for row in read_rows(file, full_facts)]
-    with open_rows(rows_file, full_facts) as log:
-        done = {(row["key"], row["sample"]): row for row in [*found, *log.rows]}
+    found = [row for file in earlier for row in read_store(file, KEY, full_facts)]
+    with open_store(rows_file, full_facts, KEY, {"commit": commit()}) as store:
+        done = {(row["key"], row["sample"]): row for row in [*found, *store.rows]}
         done = {unit: row for unit, row in done.items() if unit in units}
         right = sum(row["correct"] for row in done.values())
         on_rows(len(done), len(units), right / max(1, len(done)))
@@ -175,7 +176,7 @@ def run_method(
             row = _row(problems[unit[0]], unit[1], completion, settings.rule)
             row |= {"kv_bytes": held, "kv_bytes_full": whole, "seconds": round(seconds, 4)}
             row |= {"text": completion.text, "token_ids": completion.token_ids}
-            log.append(row)
+            store.append(row)
             done[row["key"], row["sample"]] = row
             right += row["correct"]
             on_rows(len(done), len(units), right / len(done))

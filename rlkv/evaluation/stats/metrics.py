@@ -205,32 +205,3 @@ def _ngrams(tokens: Sequence[Hashable], n: int) -> Counter[tuple[Hashable, ...]]
     if n < 1:
         raise ValueError(f"n-grams need n of at least 1, got {n}")
     return Counter(zip(*(tokens[i:] for i in range(n)), strict=False))
-
-
-@dataclass(frozen=True)
-class CommonLengths:
-    """Mean response lengths (tokens) over the ``n`` completions that are right in both runs; None if there is none."""
-
-    first: float | None
-    second: float | None
-    n: int
-
-
-def lengths_when_both_right(
-    first: Sequence[bool], second: Sequence[bool], first_lengths: Sequence[int], second_lengths: Sequence[int]
-) -> CommonLengths:
-    """Response lengths of two runs where both are right (RLKV, arXiv 2510.08525): failing on hard ones does not help.
-
-    All four lists have one entry per completion, the same problems and samples in the same order.
-
-    Raises:
-        ValueError: if they differ in length.
-    """
-    sizes = {len(first), len(second), len(first_lengths), len(second_lengths)}
-    if len(sizes) != 1:
-        raise ValueError(f"lengths are compared over the same completions, got lists of {sorted(sizes)} entries")
-    both = [i for i in range(len(first)) if first[i] and second[i]]
-    if not both:
-        return CommonLengths(None, None, 0)
-    a, b = (sum(lengths[i] for i in both) / len(both) for lengths in (first_lengths, second_lengths))
-    return CommonLengths(a, b, len(both))

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlkv.evaluation.run.rows import RowsInUseError
 from rlkv.evaluation.run.runner import Problem, RunSettings, run_method, task_problems
 from rlkv.evaluation.study.outcomes import Outcome, outcome_of
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
+from rlkv.utils.store import StoreInUseError
 
 POLL_SECONDS = 2.0  # between two looks at a cell that another process measures
 OnProgress = Callable[[str, int, int, float], None]
@@ -124,7 +124,7 @@ class Bench:
 
             try:
                 self._outcomes[cell] = self._measure(cell, on_rows)
-            except RowsInUseError:
+            except StoreInUseError:
                 waiting.append(cell)
                 in_use += 1
                 if in_use >= len(waiting):  # no other cell is free

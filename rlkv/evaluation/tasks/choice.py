@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from string import ascii_uppercase
 from typing import Any
@@ -90,10 +90,6 @@ def select_category(rows: Iterable[Row], category: str) -> list[Row]:
     return [found[i] for i in sorted(chosen)]
 
 
-def _of_category(category: str) -> Callable[[Iterable[Row]], list[Row]]:
-    return partial(select_category, category=category)
-
-
 MMLU_PRO = tuple(
     EvalTask(
         name=f"mmlu_pro:{category}",
@@ -105,7 +101,7 @@ MMLU_PRO = tuple(
         hub=HubData("TIGER-Lab/MMLU-Pro"),
         parse=parse_choice,
         grade=grade_choice,
-        select=_of_category(category),
+        select=partial(select_category, category=category),
     )
     for category in CATEGORIES
 )

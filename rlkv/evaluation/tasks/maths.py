@@ -1,4 +1,7 @@
-"""Tasks whose answer is a number or an expression: GSM8K, MATH-500, AIME, the tiny task."""
+"""Tasks whose answer is a number or an expression: GSM8K, MATH-500, AIME, the tiny task.
+
+A new one is a line in :data:`MATHS`.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,7 @@ from rlkv.verifier.verifier import is_correct, last_box
 # the published evaluation has two spaces here, as lighteval has; one space is the paper's (appendix B)
 MATH_TEMPLATE = TEMPLATES["rlkv"].replace("clearly. The", "clearly.  The")
 GSM8K_MARK = "####"
-AIME_TOKENS = 16384
-TOKENS = 8192
-TINY_TOKENS = 1024
+Names = tuple[str, ...]
 
 
 def grade_math(text: str, problem: EvalProblem) -> bool:
@@ -45,11 +46,9 @@ def reference_answer(text: str) -> str:
     return (text if box is None else box).strip()
 
 
-def parse_math(
-    row: dict[str, Any], where: str, number: int, text_names: tuple[str, ...], id_names: tuple[str, ...]
-) -> ParsedRow:
-    """A row with a problem under one of ``text_names`` and an answer; the row's number is its id if it has none."""
-    problem = unwrap(text_field(row, first_field(row, text_names, where), where))
+def parse_math(row: dict[str, Any], where: str, number: int, text: Names, ids: Names) -> ParsedRow:
+    """A row with a problem under one of ``text`` and an answer; its id is under one of ``ids``, else its number."""
+    problem = unwrap(text_field(row, first_field(row, text, where), where))
     reference = text_field(row, first_field(row, ("answer", "Answer"), where), where)
     answer = reference_answer(reference)
     if not problem.strip() or not answer:
@@ -57,12 +56,31 @@ def parse_math(
     solution = next((text_field(row, name, where) for name in ("solution", "Solution") if name in row), "")
     if not solution and reference.strip() != answer:
         solution = reference
-    key = next((text_field(row, name, where) for name in id_names if name in row), str(number))
+    key = next((text_field(row, name, where) for name in ids if name in row), str(number))
     return ParsedRow(key, {"problem": problem}, answer, {"problem": problem, "solution": solution})
 
 
-def _parser(text_names: tuple[str, ...], id_names: tuple[str, ...] = ()) -> Callable[..., ParsedRow]:
-    return partial(parse_math, text_names=text_names, id_names=id_names)
+def math_task(
+    name: str,
+    hub: HubData | None = None,
+    *,
+    file: str | None = None,
+    text: Names = ("problem", "prompt"),
+    ids: Names = ("id",),
+    max_new_tokens: int = 8192,
+    template: str = MATH_TEMPLATE,
+    draw: Callable[[int, int], list[Row]] | None = None,
+) -> EvalTask:
+    """A task whose answers the verifier compares; all but its name may be left out where problems are in a local file.
+
+    Args:
+        file: name of the local file without its suffix; default: ``name``.
+        text, ids: names that the fields with the problem and its id may have; the answer is in ``answer``.
+        draw: as of :class:`EvalTask`.
+    """
+    fields = f"{' or '.join(text)} and answer"
+    parse = partial(parse_math, text=text, ids=ids)
+    return EvalTask(name, "math", template, max_new_tokens, file or name, fields, hub, parse, grade_math, draw=draw)
 
 
 def draw_tiny(number: int, seed: int) -> list[Row]:
@@ -70,59 +88,22 @@ def draw_tiny(number: int, seed: int) -> list[Row]:
     return [(f"tiny problem {i}", dict(row)) for i, row in enumerate(tiny_problems(number, seed), start=1)]
 
 
-GSM8K = EvalTask(
-    name="gsm8k",
-    kind="math",
-    template=MATH_TEMPLATE,
-    max_new_tokens=TOKENS,
-    file="gsm8k_test",
-    fields="question and answer",
-    hub=HubData("openai/gsm8k", "main"),
-    parse=_parser(("question", "prompt")),
-    grade=grade_math,
+MATHS = (
+    math_task("gsm8k", HubData("openai/gsm8k", "main"), file="gsm8k_test", text=("question", "prompt"), ids=()),
+    math_task("math500", HubData("HuggingFaceH4/MATH-500"), ids=("unique_id",)),
+    math_task(
+        "aime24",
+        HubData("HuggingFaceH4/aime_2024", split="train"),
+        text=("problem", "Problem", "prompt"),
+        ids=("id", "ID"),
+        max_new_tokens=16384,
+    ),
+    math_task(
+        "aime25",
+        HubData("math-ai/aime25"),
+        text=("problem", "question", "prompt"),
+        ids=("id", "problem_idx"),
+        max_new_tokens=16384,
+    ),
 )
-MATH500 = EvalTask(
-    name="math500",
-    kind="math",
-    template=MATH_TEMPLATE,
-    max_new_tokens=TOKENS,
-    file="math500",
-    fields="problem and answer",
-    hub=HubData("HuggingFaceH4/MATH-500"),
-    parse=_parser(("problem", "prompt"), ("unique_id",)),
-    grade=grade_math,
-)
-AIME24 = EvalTask(
-    name="aime24",
-    kind="math",
-    template=MATH_TEMPLATE,
-    max_new_tokens=AIME_TOKENS,
-    file="aime24",
-    fields="problem and answer",
-    hub=HubData("HuggingFaceH4/aime_2024", split="train"),
-    parse=_parser(("problem", "Problem", "prompt"), ("id", "ID")),
-    grade=grade_math,
-)
-AIME25 = EvalTask(
-    name="aime25",
-    kind="math",
-    template=MATH_TEMPLATE,
-    max_new_tokens=AIME_TOKENS,
-    file="aime25",
-    fields="problem (or prompt) and answer",
-    hub=HubData("math-ai/aime25"),
-    parse=_parser(("problem", "question", "prompt"), ("id", "problem_idx")),
-    grade=grade_math,
-)
-TINY = EvalTask(
-    name="tiny",
-    kind="math",
-    template=TEMPLATES["rlkv"],
-    max_new_tokens=TINY_TOKENS,
-    file="tiny",
-    fields="problem and answer",
-    hub=None,
-    parse=_parser(("problem",)),
-    grade=grade_math,
-    draw=draw_tiny,
-)
+TINY = math_task("tiny", text=("problem",), ids=(), max_new_tokens=1024, template=TEMPLATES["rlkv"], draw=draw_tiny)

@@ -1,8 +1,9 @@
-"""All tasks by name, and the one way to their problems."""
+"""All tasks by name, and their problems."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,23 +11,34 @@ from rlkv.data.deepscaler import SUFFIXES, read_rows
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, Row
 from rlkv.evaluation.tasks.choice import MMLU_PRO
 from rlkv.evaluation.tasks.code import MBPP
-from rlkv.evaluation.tasks.maths import AIME24, AIME25, GSM8K, MATH500, TINY
+from rlkv.evaluation.tasks.maths import MATHS, TINY
 from rlkv.models.hub import connection_error
 from rlkv.utils.extras import require
 
-TASKS: Mapping[str, EvalTask] = MappingProxyType(
-    {task.name: task for task in (GSM8K, MATH500, AIME24, AIME25, MBPP, *MMLU_PRO, TINY)}
-)
+_TASKS: dict[str, EvalTask] = {task.name: task for task in (*MATHS, MBPP, *MMLU_PRO, TINY)}
+TASKS: Mapping[str, EvalTask] = MappingProxyType(_TASKS)
 ELSEWHERE = ("ifeval", "livecodebench")  # why: docs/EVALUATION.md
 DRAWN = 400  # problems of a task without data
 
 
-def find_task(name: str) -> EvalTask:
-    """The task ``name``.
+@contextmanager
+def registered(task: EvalTask) -> Iterator[EvalTask]:
+    """Add a task of your own to :data:`TASKS` while the block runs: every command then knows its name.
 
     Raises:
-        ValueError: if there is none, with the names that there are.
+        ValueError: if the name is taken.
     """
+    if task.name in _TASKS:
+        raise ValueError(f"there is a task {task.name!r} already: take another name")
+    _TASKS[task.name] = task
+    try:
+        yield task
+    finally:
+        del _TASKS[task.name]
+
+
+def find_task(name: str) -> EvalTask:
+    """The task ``name``; a ``ValueError`` lists the names if there is none."""
     if name in TASKS:
         return TASKS[name]
     if name.lower() in ELSEWHERE:
@@ -37,16 +49,15 @@ def find_task(name: str) -> EvalTask:
     raise ValueError(f"unknown task {name!r}: choose one of {', '.join(TASKS)}")
 
 
-def find_tasks(names: str, data: Path | None) -> list[EvalTask]:
-    """The tasks of a comma-separated list, whose problems are read from ``data`` (None: the hub).
+def find_tasks(names: Sequence[str], data: Path | None) -> list[EvalTask]:
+    """The tasks ``names``, whose problems are read from ``data`` (None: the hub).
 
     Raises:
         ValueError: if there is no such task, one is named twice, or one file would be read as the data of several.
     """
-    found = [find_task(name.strip()) for name in names.split(",")]
-    unique = list(dict.fromkeys(task.name for task in found))
-    if len(unique) < len(found):
-        raise ValueError(f"--tasks {names!r} names a task twice: leave one out")
+    found = [find_task(name) for name in names]
+    if len(set(names)) < len(found):
+        raise ValueError(f"--tasks {' '.join(names)} names a task twice: leave one out")
     if data is not None and len(found) > 1 and data.expanduser().is_file():
         raise ValueError(
             f"--data {data} is one file, but --tasks names {len(found)} tasks: give a folder that holds a file for "
@@ -61,7 +72,7 @@ def load_task(name: str, path: str | Path | None = None, limit: int | None = Non
     Args:
         name: a name in :data:`TASKS`.
         path: a local ``.jsonl`` or ``.parquet`` file, or a folder that holds one under the task's file name (such as
-            ``gsm8k_test.jsonl``); None takes the hub's copy.  A folder does not keep ``tiny`` from being drawn.
+            ``gsm8k_test.jsonl``); None: the hub's copy.  ``tiny`` is drawn unless a file is given.
         limit: the first so many problems; for ``tiny``, how many are drawn (400).
         seed: of the draw of ``tiny``; the sample of MMLU-Pro is always the same.
 
@@ -76,9 +87,10 @@ def load_task(name: str, path: str | Path | None = None, limit: int | None = Non
         rows = iter(task.draw(limit or DRAWN, seed))
     elif source is not None:
         rows = read_rows(str(_local_file(task, source)))
-    else:
-        assert task.hub is not None
+    elif task.hub is not None:
         rows = _hub_rows(task, task.hub)
+    else:
+        raise ValueError(f"task {name!r} has no data on the hub: {_what_to_give(task)}")
     problems = task.problems(rows)
     if not problems:
         raise ValueError(f"task {name!r}: {path or task.hub} holds no problems")

@@ -20,7 +20,7 @@ METHODS = ["full", "rlkv@0.2", "rlkv@0.4", "duo@0.4", "rlkv@0.4+rkv@256", "rkv@r
 CONFIG = {
     **{"model": "m", "max_new_tokens": {"aime24": 16384}, "sink": 16, "window": 64, "prefill": "full", "seed": 0},
     **{"num_samples": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "batch_size": 8, "dtype": "torch.bfloat16"},
-    **{"repetition": {"window": 400, "distinct": 40}, "stop_repetitive": False, "processes": 1},
+    **{"repetition": (400, 40), "stop_repetitive": False, "processes": 1},
 }
 
 

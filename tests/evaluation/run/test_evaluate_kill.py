@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlkv.utils.store import settings_path
 from tests.helpers.paths import ROOT
 
-VOLATILE = ("seconds", "tokens_per_second", "finished", "command")
+VOLATILE = ("seconds", "tokens_per_second", "finished", "command", "output_dir")
 KILLS = 2  # twenty were run once: docs/EVALUATION.md
 
 
 def stable(content: Any) -> Any:
-    """Without what differs from run to run: times, and the command, which names the folder."""
+    """Without what differs from run to run: times and the folder."""
     if isinstance(content, dict):
         return {name: stable(value) for name, value in content.items() if name not in VOLATILE}
     return [stable(value) for value in content] if isinstance(content, list) else content
@@ -25,8 +26,8 @@ def stable(content: Any) -> Any:
 def rows(folder: Path) -> dict[str, list[Any]]:
     found = {}
     for file in sorted(folder.glob("tiny/*/rows-*.jsonl")):
-        lines = [stable(json.loads(line)) for line in file.read_text().splitlines()]
-        settings, *measured = lines
+        measured = [stable(json.loads(line)) for line in file.read_text().splitlines()]
+        settings = json.loads(settings_path(file).read_text())
         found[file.parent.name] = [settings, *sorted(measured, key=lambda row: row["key"])]
     return found
 

@@ -1,4 +1,4 @@
-"""inference/evaluate.py on the tiny model: files, report, agreement with rlkv-infer, resuming, bad input."""
+"""rlkv-eval on the tiny model: files, report, agreement with rlkv-infer, resuming, bad input."""
 
 from __future__ import annotations
 
@@ -12,28 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
+from rlkv.cli.eval import run as evaluate
+from rlkv.cli.options import parse
 from rlkv.evaluation.run.cli_args import deployed_sizes
+from rlkv.evaluation.run.evaluation import EvalConfig
+from rlkv.evaluation.run.methods import parse_methods
+from rlkv.evaluation.tasks import find_tasks
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import load
+from rlkv.utils.progress import ProgressBar
 from tests.helpers.paths import ROOT
-from tests.helpers.programs import load_program
 
-PROGRAM = ROOT / "inference" / "evaluate.py"
 SMALL = ("--limit", "6", "--max-new-tokens", "60", "--sink", "4", "--window", "16", "--batch-size", "4")
-
-
-@pytest.fixture(scope="module")
-def module() -> Any:
-    return load_program("inference/evaluate.py")
-
-
-@pytest.fixture(scope="module")
-def program(module: Any) -> Any:
-    return module.app
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +37,16 @@ def gates_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(program: Any, folder: Path, *more: str) -> Any:
-    return CliRunner().invoke(program, ["--output-dir", str(folder), *SMALL, *more])
+def run(folder: Path, *more: str) -> None:
+    named = [option for option in more if option.startswith("--")]
+    small = [part for pair in zip(SMALL[::2], SMALL[1::2], strict=True) if pair[0] not in named for part in pair]
+    evaluate(["--output-dir", str(folder), *small, *more])
 
 
-def test_files_report_and_resuming(program: Any, gates_file: Path, tmp_path: Path) -> None:
-    options = ("--gates", f"mine={gates_file}", "--methods", "full,mine@0.5,mine@0.5+rkv@24:buffer=4")
-    first = run(program, tmp_path, *options)
-    assert first.exit_code == 0, first.output
+def test_files_report_and_resuming(gates_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--gates", f"mine={gates_file}", "--methods", "full", "mine@0.5", "mine@0.5+rkv@24:buffer=4")
+    run(tmp_path, *options)
+    assert (tmp_path / "report.md").read_text() in capsys.readouterr().out
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     assert [row["method"] for row in results] == ["full", "mine@0.5", "mine@0.5+rkv@24:buffer=4"]
     assert all(row["n"] == 6 for row in results)
@@ -67,58 +61,52 @@ def test_files_report_and_resuming(program: Any, gates_file: Path, tmp_path: Pat
     rows = tmp_path / "tiny" / "full" / "rows-0-of-1.jsonl"
     before = rows.read_bytes()
     rows.write_bytes(before[: len(before) // 2])  # as a kill would leave it
-    assert run(program, tmp_path, *options).exit_code == 0
+    run(tmp_path, *options)
     again = [json.loads(line) for line in rows.read_text().splitlines()]
     want = [json.loads(line) for line in before.splitlines()]
     assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in want]
 
-    other = run(program, tmp_path, *options, "--batch-size", "3")
-    assert isinstance(other.exception, ValueError)
-    assert "batch_size was 4 and is now 3" in str(other.exception)
+    with pytest.raises(ValueError, match="batch_size was 4 and is now 3"):
+        run(tmp_path, *options, "--batch-size", "3")
 
 
-def test_progress_after_a_stop_starts_where_it_stopped(
-    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(module.app, tmp_path).exit_code == 0
+def test_progress_after_a_stop_starts_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path)
     file = tmp_path / "tiny" / "full" / "rows-0-of-1.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:4]))
-    right = [json.loads(line)["correct"] for line in lines[1:4]]
-    shown: list[dict[str, Any]] = []
-    update = module.Progress.update
-    monkeypatch.setattr(
-        module.Progress, "update", lambda self, *task, **fields: shown.append(fields) or update(self, *task, **fields)
-    )
-    assert run(module.app, tmp_path).exit_code == 0
-    assert shown[0] == {"completed": 3, "total": 6, "description": f"tiny full: {sum(right) / 3:.3f}"}
+    file.write_text("".join(lines[:3]))
+    right = [json.loads(line)["correct"] for line in lines[:3]]
+    shown: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(ProgressBar, "resume", lambda self, done: shown.append(("resumed", done)))
+    monkeypatch.setattr(ProgressBar, "update", lambda self, done, total, note: shown.append((done, total, note)))
+    run(tmp_path)
+    assert shown[:2] == [("resumed", 3), (3, 6, f"accuracy {sum(right) / 3:.3f}")]
     accuracy = json.loads((tmp_path / "results.json").read_text())["results"][0]["accuracy"]
-    assert shown[-1] == {"completed": 6, "total": 6, "description": f"tiny full: {accuracy:.3f}"}
+    assert shown[-1] == (6, 6, f"accuracy {accuracy:.3f}")
 
 
-def test_samples_and_early_stops_are_reported(program: Any, tmp_path: Path) -> None:
-    options = ["--num-samples", "3", "--temperature", "2.0", "--limit", "3", "--repetition", "8,7", "--stop-repetitive"]
-    done = run(program, tmp_path, *options)
-    assert done.exit_code == 0, done.output
+def test_samples_and_early_stops_are_reported(tmp_path: Path) -> None:
+    options = ["--num-samples", "3", "--temperature", "2.0", "--limit", "3", "--repetition", "8", "7"]
+    run(tmp_path, *options, "--stop-repetitive")
     found = json.loads((tmp_path / "results.json").read_text())["results"][0]
     assert (found["n"], found["samples"], list(found["pass_at_k"])) == (3, 3, ["1", "2"])
-    lines = (tmp_path / "tiny" / "full" / "rows-0-of-1.jsonl").read_text().splitlines()[1:]
+    lines = (tmp_path / "tiny" / "full" / "rows-0-of-1.jsonl").read_text().splitlines()
     ended = sum(json.loads(line)["finish_reason"] == "repetition" for line in lines)
     assert found["stopped_for_repetition"] == ended > 0
     assert "such texts are ended there" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["eval_llama8b.yaml", "eval_tiny.yaml"])
-def test_the_example_configs_parse(module: Any, name: str) -> None:
-    arguments = ["--config", str(PROGRAM.parents[1] / "configs" / name), "--output-dir", "out"]
-    options = typer.main.get_command(module.app).make_context("evaluate", arguments).params
-    assert options["batch_size"] in (16, 50)
-    assert options["stop_repetitive"] is False
-    rankings = [item.partition("=")[0] for item in options["gates"]]
-    methods = module.parse_methods(options["methods"], rankings)
+@pytest.mark.parametrize("name", ["eval_llama8b", "eval_tiny"])
+def test_the_example_configs_parse(name: str) -> None:
+    config = parse(EvalConfig, arguments=["--config", name, "--output-dir", "out"])
+    assert config.batch_size in (16, 50)
+    assert config.repetition == (400, 40)
+    assert config.stop_repetitive is False
+    rankings = [item.partition("=")[0] for item in config.gates]
+    methods = parse_methods(config.methods, rankings)
     assert methods[0].name == "full"
     assert {m.ranking for m in methods} == {None, "random-heads", *rankings}
-    tasks = module.find_tasks(options["tasks"], None)
+    tasks = find_tasks(config.tasks, None)
     assert {task.name for task in tasks} >= ({"tiny"} if "tiny" in name else {"gsm8k", "aime24", "mmlu_pro:law"})
 
 
@@ -134,7 +122,8 @@ def test_sizes_come_from_the_gates(gates_file: Path, tmp_path: Path) -> None:
 
 
 def test_without_hub_and_file_the_program_ends_with_one_sentence(tmp_path: Path) -> None:
-    command = [sys.executable, str(PROGRAM), "--tasks", "mmlu_pro:law", "--output-dir", str(tmp_path / "out")]
+    program = ROOT / "inference" / "evaluate.py"
+    command = [sys.executable, str(program), "--tasks", "mmlu_pro:law", "--output-dir", str(tmp_path / "out")]
     done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     assert done.returncode == 2
     lines = done.stderr.strip().splitlines()
@@ -144,15 +133,15 @@ def test_without_hub_and_file_the_program_ends_with_one_sentence(tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_defaults_from_yaml(program: Any, gates_file: Path, tmp_path: Path) -> None:
+def test_defaults_from_yaml(gates_file: Path, tmp_path: Path) -> None:
     config = tmp_path / "study.yaml"
     config.write_text(f"methods: [full, mine@0.25]\ngates: [mine={gates_file}]\ntasks: tiny\n")
-    assert run(program, tmp_path / "out", "--config", str(config)).exit_code == 0
+    run(tmp_path / "out", "--config", str(config))
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert [row["method"] for row in results] == ["full", "mine@0.25"]
     config.write_text("method: full\n")
-    bad = run(program, tmp_path / "out", "--config", str(config))
-    assert "unknown options: method" in str(bad.exception)
+    with pytest.raises(ValueError, match="unknown keys method"):
+        run(tmp_path / "out", "--config", str(config))
 
 
 @pytest.mark.parametrize(
@@ -160,14 +149,15 @@ def test_defaults_from_yaml(program: Any, gates_file: Path, tmp_path: Path) -> N
     [
         (["--methods", "foo@1"], "is not understood"),
         (["--methods", "rlkv@0.5"], "is not understood"),
-        (["--methods", "random-heads@0.5,full,random-heads@0.50"], "names 'random-heads@0.50' twice"),
+        (["--methods", "random-heads@0.5", "full", "random-heads@0.50"], "names 'random-heads@0.50' twice"),
         (["--tasks", "math501"], "unknown task"),
         (["--num-samples", "4"], "all the same"),
-        (["--config", "absent.yaml"], "absent.yaml cannot be read"),
+        (["--limit", "0"], "--limit"),
+        (["--repetition", "40", "400"], "--repetition"),
+        (["--config", "absent.yaml"], "--config absent.yaml"),
         (["--tasks", "math500", "--data", "."], "math500"),
     ],
 )
-def test_bad_input_is_one_sentence(program: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = run(program, tmp_path, *arguments)
-    assert isinstance(result.exception, ValueError)
-    assert message in str(result.exception)
+def test_bad_input_is_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, *arguments)

@@ -21,6 +21,7 @@ from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
+from rlkv.utils.store import settings_path
 from rlkv.verifier.verifier import is_correct
 
 GREEDY = RunSettings(CacheSettings(sink=4, window=16), SamplingParams(60), batch_size=3)
@@ -70,13 +71,14 @@ def test_a_killed_run_ends_with_the_rows_of_an_uninterrupted_one(model_and_token
     want, seen = run(model_and_tokenizer, tmp_path / "whole.jsonl")
     assert seen == [(done, 7) for done in range(8)], "every row is written as it ends"
     lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
-    for kept in (1, 2, 4, 6):  # whole lines after the settings, and a torn one
+    for kept in (0, 1, 3, 5):  # whole lines, and a torn one
         path = tmp_path / f"killed{kept}.jsonl"
         path.write_text("".join(lines[:kept]) + lines[kept][:40])
+        settings_path(path).write_bytes(settings_path(tmp_path / "whole.jsonl").read_bytes())
         got, seen = run(model_and_tokenizer, path)
-        assert seen[0] == (kept - 1, 7)
+        assert seen[0] == (kept, 7)
         assert without_seconds(got) == without_seconds(want)
-        assert len(path.read_text().splitlines()) == 8
+        assert len(path.read_text().splitlines()) == 7
 
 
 def test_rows_are_written_while_their_batch_is_decoded(model_and_tokenizer, tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_rows_are_written_while_their_batch_is_decoded(model_and_tokenizer, tmp_
     path = tmp_path / "stopped.jsonl"
 
     def stop(done: int, total: int, accuracy: float) -> None:
-        assert len(path.read_text().splitlines()) == done + 1
+        assert len(path.read_text().splitlines()) == done
         if done == 2:  # in the middle of the first batch
             raise OSError("the disk is full")
 
@@ -92,7 +94,7 @@ def test_rows_are_written_while_their_batch_is_decoded(model_and_tokenizer, tmp_
     with pytest.raises(OSError, match="the disk is full"):
         run_method(model, tokenizer, problems(tokenizer), HALF, GREEDY, path, {}, stop)
     before = path.read_text()
-    assert len(before.splitlines()) >= 3, "what had ended stays"
+    assert len(before.splitlines()) >= 2, "what had ended stays"
     got, _ = run(model_and_tokenizer, path)
     assert path.read_text().startswith(before)
     assert without_seconds(got) == without_seconds(want)
@@ -213,7 +215,7 @@ def test_another_number_of_processes_takes_the_rows_over(model_and_tokenizer, tm
     first = tmp_path / "rows-0-of-2.jsonl"
     run(model_and_tokenizer, first, replace(GREEDY, ranks=2))  # the share of one of two processes; then both are killed
     lines = first.read_text().splitlines(keepends=True)
-    first.write_text("".join(lines[:3]) + lines[3][:30])
+    first.write_text("".join(lines[:2]) + lines[2][:30])
     kept = first.read_bytes()
     seen = []
     rows = run_method(
@@ -224,7 +226,7 @@ def test_another_number_of_processes_takes_the_rows_over(model_and_tokenizer, tm
     check_same_rows(rows, want)
     assert seen[0] == (2, 7)
     assert first.read_bytes() == kept
-    assert len((tmp_path / "rows-0-of-1.jsonl").read_text().splitlines()) == 1 + 5, "only what was missing is written"
+    assert len((tmp_path / "rows-0-of-1.jsonl").read_text().splitlines()) == 5, "only what was missing is written"
 
     parts = [
         run_method(
@@ -235,9 +237,9 @@ def test_another_number_of_processes_takes_the_rows_over(model_and_tokenizer, tm
         for rank in range(3)
     ]
     check_same_rows([row for part in parts for row in part], want)
-    assert all(len((tmp_path / f"rows-{rank}-of-3.jsonl").read_text().splitlines()) == 1 for rank in range(3))
+    assert not any((tmp_path / f"rows-{rank}-of-3.jsonl").read_text() for rank in range(3))
     other = replace(GREEDY, batch_size=2)
-    with pytest.raises(ValueError, match=r"rows-0-of-2.jsonl holds rows measured with other settings \(batch_size\)"):
+    with pytest.raises(ValueError, match=r"rows-0-of-2.jsonl holds rows made with other settings \(batch_size\)"):
         run_method(
             model, tokenizer, problems(tokenizer), HALF, other, tmp_path / "new.jsonl", {}, lambda *_: None, [first]
         )
@@ -268,5 +270,6 @@ def test_bytes_of_a_row_are_its_own(model_and_tokenizer, tmp_path: Path) -> None
         tokens = prompts[row["key"]] + len(row["token_ids"]) - 1
         assert row["kv_bytes"] == (12 * tokens + 12 * min(tokens, 20)) * 2 * 32 * 4
     assert all(row["kv_bytes"] == row["kv_bytes_full"] for row in reference)
-    header = json.loads((tmp_path / "full.jsonl").read_text().splitlines()[0])
-    assert header["settings"]["libraries"]["rlkv"]
+    made = json.loads(settings_path(tmp_path / "full.jsonl").read_text())
+    assert made["settings"]["libraries"]["rlkv"]
+    assert "commit" in made["recorded"]

@@ -1,4 +1,4 @@
-"""rlkv-infer --compare-full, evaluate.py and the demo's sweep agree on every problem, each at its own batch size."""
+"""rlkv-infer --compare-full, rlkv-eval and the demo's sweep agree on every problem, each at its own batch size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 from rlkv import tiny
+from rlkv.cli.eval import run as evaluate
 from rlkv.cli.infer import app as infer
 from rlkv.evaluation.heads.measure import CacheSettings, measure
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from tests.helpers.programs import load_program
 
 N, TOKENS = 24, 50
 
@@ -46,14 +46,12 @@ def inferred(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def evaluated(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    module = load_program("inference/evaluate.py")
-    options = ["--gates", f"g={folder / 'gates.pt'}", "--methods", "full,g@0.5", "--max-new-tokens", str(TOKENS)]
+    options = ["--gates", f"g={folder / 'gates.pt'}", "--methods", "full", "g@0.5", "--max-new-tokens", str(TOKENS)]
     options += ["--data", str(folder / "problems.jsonl"), "--output-dir", str(folder / "eval")]
-    done = CliRunner().invoke(module.app, options, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    evaluate(options)
     found = {}
     for method in ("full", "g@0.5"):
-        lines = (folder / "eval" / "tiny" / method / "rows-0-of-1.jsonl").read_text().splitlines()[1:]
+        lines = (folder / "eval" / "tiny" / method / "rows-0-of-1.jsonl").read_text().splitlines()
         found[method] = sorted(map(json.loads, lines), key=lambda row: int(row["key"].rsplit("/", 1)[1]))
     return found
 

@@ -12,7 +12,6 @@ from scipy import stats
 from rlkv.evaluation.stats.intervals import sign_test, wilson_interval
 from rlkv.evaluation.stats.metrics import (
     bootstrap_mean,
-    lengths_when_both_right,
     mean_with_interval,
     ngram_entropy,
     ngram_frequency,
@@ -165,16 +164,6 @@ def test_repetition_by_hand() -> None:
 def test_ngrams_need_a_length() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         ngram_entropy("ab", 0)
-
-
-def test_lengths_count_only_where_both_are_right() -> None:
-    found = lengths_when_both_right(
-        [True, True, False, True], [True, False, True, True], [10, 99, 99, 20], [30, 1, 1, 50]
-    )
-    assert (found.first, found.second, found.n) == (15.0, 40.0, 2)
-    assert lengths_when_both_right([True], [False], [1], [1]).first is None
-    with pytest.raises(ValueError, match="same completions"):
-        lengths_when_both_right([True], [True], [1], [1, 2])
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from rlkv.evaluation.run.rows import open_rows
 
 from rlkv.cache import CacheSettings
-from rlkv.evaluation.run.rows import open_rows
 from rlkv.evaluation.run.runner import Problem, RunSettings
 from rlkv.evaluation.study import bench as module
 from rlkv.evaluation.study.bench import Bench, Cell, StudyTask

@@ -226,12 +226,12 @@ def test_braces_in_problems_stay() -> None:
 def test_one_file_is_not_the_data_of_two_tasks(tmp_path: Path) -> None:
     file = write(tmp_path / "aime24.jsonl", {"problem": "1 + 1 ?", "answer": "2"})
     with pytest.raises(ValueError, match=r"aime24\.jsonl is one file, but --tasks names 2 tasks: give a folder"):
-        find_tasks("aime24,math500", file)
-    assert [task.name for task in find_tasks("aime24, math500", tmp_path)] == ["aime24", "math500"]
-    assert [task.name for task in find_tasks("aime24", file)] == ["aime24"]
-    assert len(find_tasks("aime24,math500", None)) == 2
+        find_tasks(["aime24", "math500"], file)
+    assert [task.name for task in find_tasks(["aime24", "math500"], tmp_path)] == ["aime24", "math500"]
+    assert [task.name for task in find_tasks(["aime24"], file)] == ["aime24"]
+    assert len(find_tasks(["aime24", "math500"], None)) == 2
 
 
 def test_a_task_is_named_once() -> None:
     with pytest.raises(ValueError, match="names a task twice"):
-        find_tasks("tiny,tiny", None)
+        find_tasks(["tiny", "tiny"], None)

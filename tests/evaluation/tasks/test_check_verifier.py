@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlkv.data.deepscaler import Problem
-from rlkv.evaluation.verifier_check import Miss, VerifierCheck, check_verifier
+from rlkv.evaluation.tasks.checks import Miss, VerifierCheck, check_verifier
 from rlkv.verifier.verifier import Verifier
 from tests.helpers.paths import ROOT
 

@@ -1,0 +1,62 @@
+"""A new maths task is a few lines in one place: every command then knows it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlkv import tiny
+from rlkv.cache import CacheSettings
+from rlkv.cli.eval import run as evaluate
+from rlkv.evaluation.run.runner import RunSettings
+from rlkv.evaluation.study.bench import study_task
+from rlkv.evaluation.tasks import TASKS, HubData, find_tasks, load_task, math_task, registered
+from rlkv.rollout.base import SamplingParams
+from tests.helpers.programs import load_program
+
+CHAINS = math_task("chains", HubData("nobody/chains"), text=("statement", "problem"), max_new_tokens=440)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with two problems of the new task, and one of every other maths task."""
+    rows = [{"statement": p["problem"], "answer": p["answer"], "id": i} for i, p in enumerate(tiny.problems(2, 1))]
+    (tmp_path / "chains.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for task in TASKS.values():
+        if task.kind == "math":
+            row = {"problem": "p", "question": "p", "answer": "5"}
+            (tmp_path / f"{task.file}.jsonl").write_text(json.dumps(row) + "\n")
+    return tmp_path
+
+
+def test_a_new_maths_task_works_in_every_command(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with registered(CHAINS):
+        evaluate(["--tasks", "chains", "--data", str(data), "--output-dir", str(data / "eval")])
+        (result,) = json.loads((data / "eval" / "results.json").read_text())["results"]
+        assert (result["task"], result["n"]) == ("chains", 2)
+
+        assert find_tasks(["chains"], data) == [CHAINS]
+        _, tokenizer = tiny.load()
+        task = study_task("chains", data, None, 0, tokenizer, RunSettings(CacheSettings(), SamplingParams(440)))
+        assert [problem.key for problem in task.problems] == ["chains/0", "chains/1"]
+
+        program = load_program("inference/check_graders.py")
+        options = ["--data", str(data), "--output-dir", str(data / "graders"), "--no-code", "--workers", "1"]
+        monkeypatch.setattr(sys, "argv", ["check_graders.py", *options])
+        program.main()
+        rows = json.loads((data / "graders" / "graders.json").read_text())["math"]
+        assert [(row["own"], row["refused"]) for row in rows if row["task"] == "chains"] == [(2, [])]
+
+        with pytest.raises(ValueError, match="'chains' already"), registered(CHAINS):
+            pass
+    assert "chains" not in TASKS
+    with pytest.raises(ValueError, match="unknown task 'chains'"):
+        load_task("chains", data)
+
+
+def test_a_task_of_local_files_says_what_to_give() -> None:
+    with registered(math_task("mine")), pytest.raises(ValueError, match=r"'mine' has no data on the hub: .*--data"):
+        load_task("mine")
