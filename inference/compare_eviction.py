@@ -24,7 +24,8 @@ from rlkv.cli.errors import help_text, run_app
 from rlkv.evaluation.eviction_report import markdown_report, plot_study
 from rlkv.evaluation.eviction_study import StudyPlan, policy_templates, run_study
 from rlkv.evaluation.heads.measure import CacheSettings
-from rlkv.evaluation.run.cli_args import ORACLE, named_gates, numbers, read_order, repetition_rule, study_problems
+from rlkv.evaluation.run.cli_args import ORACLE, numbers, read_order, repetition_rule, study_problems
+from rlkv.evaluation.run.methods import named_gates
 from rlkv.eviction import POLICIES
 from rlkv.gates.allocation import compression_order
 from rlkv.models.loading import load_model

@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from rlkv.cache import CacheSettings
-from rlkv.evaluation.run.cli_args import deployed_sizes, named_gates
 from rlkv.evaluation.run.distributed import join_processes
-from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod, parse_methods
+from rlkv.evaluation.run.methods import (
+    FULL,
+    RANDOM_HEADS,
+    CompressionMethod,
+    deployed_sizes,
+    named_gates,
+    parse_methods,
+)
 from rlkv.evaluation.run.runner import KEY, Row, RunSettings, render_problems, run_method
 from rlkv.evaluation.stats.error_modes import RepetitionRule
 from rlkv.evaluation.tasks import find_tasks, load_task

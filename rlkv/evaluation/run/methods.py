@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
+from rlkv.cache import CacheSettings
 from rlkv.eviction import POLICIES, make_policy, parse_options
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
@@ -109,3 +111,42 @@ def _number(text: str, name: str, example: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(f"method {name!r}: {text!r} is not a number: write {example}") from None
+
+
+def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[str, HeadGates]:
+    """Gates files given as FILE or NAME=FILE, by their names.
+
+    An item that is an existing file is taken whole, even if its path has a ``=``.
+
+    Raises:
+        ValueError: if a name is taken twice or ``reserved``, cannot be a part of a method's name or a folder, or a
+            file is not a gates file.
+    """
+    named = [(Path(item).stem, item) if Path(item).is_file() else _named_file(item) for item in items]
+    names = [name for name, _ in named]
+    for name in names:
+        if not name.strip() or set(name) & set("/+@,:"):
+            raise ValueError(f"--gates: {name!r} cannot name a ranking: give NAME=FILE, the name without / + @ , or :")
+    taken = [name for name in names if names.count(name) > 1 or name in reserved]
+    if taken:
+        raise ValueError(f"--gates: the name {taken[0]!r} is taken twice or by the table itself: give NAME=FILE")
+    return {name: HeadGates.load(file) for name, file in named}
+
+
+def _named_file(item: str) -> tuple[str, str]:
+    name, separator, file = item.partition("=")
+    return (name, file) if separator else (Path(item).stem, item)
+
+
+def deployed_sizes(gates: dict[str, HeadGates], sink: int | None, window: int | None) -> tuple[int, int]:
+    """Sink and window of compressible heads: as given, else what the gates files say, else 16 and 64.
+
+    Raises:
+        ValueError: if files that would decide differ.
+    """
+    named = {(g.deploy_sink, g.deploy_window) for g in gates.values()} or {(CacheSettings.sink, CacheSettings.window)}
+    if len(named) > 1 and (sink is None or window is None):
+        found = ", ".join(f"{name} {g.deploy_sink} + {g.deploy_window}" for name, g in gates.items())
+        raise ValueError(f"the gates files are for different sinks and windows ({found}): pass --sink and --window")
+    default = next(iter(named))
+    return default[0] if sink is None else sink, default[1] if window is None else window

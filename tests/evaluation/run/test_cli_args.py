@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from rlkv.evaluation.run.cli_args import named_gates, read_order, read_truth, repetition_rule, study_problems
+from rlkv.evaluation.run.cli_args import read_order, read_truth, repetition_rule, study_problems
 from rlkv.evaluation.stats.error_modes import RepetitionRule
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
@@ -78,20 +78,6 @@ def test_the_program_ends_with_the_sentence(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert "p.jsonl line 1 is not JSON" in line
     assert not (tmp_path / "out").exists()
-
-
-def test_a_whole_file_may_have_an_equals_sign(tmp_path: Path) -> None:
-    file = tmp_path / "lr=0.1" / "gates.tsv"
-    file.parent.mkdir()
-    HeadGates(torch.rand(2, 3, generator=torch.Generator().manual_seed(0))).save(file)
-    assert list(named_gates([str(file)])) == ["gates"]
-    assert list(named_gates([f"a b={file}", str(file)])) == ["a b", "gates"]
-
-
-@pytest.mark.parametrize("name", ["", " ", "a/b", "a+b", "a@0.5", "a,b", "a:b"])
-def test_names_that_methods_and_folders_cannot_have(name: str) -> None:
-    with pytest.raises(ValueError, match="cannot name a ranking: give NAME=FILE"):
-        named_gates([f"{name}=gates.tsv"])
 
 
 def test_repetition_rules() -> None:

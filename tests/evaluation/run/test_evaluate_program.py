@@ -15,9 +15,8 @@ import torch
 
 from rlkv.cli.eval import run as evaluate
 from rlkv.cli.options import parse
-from rlkv.evaluation.run.cli_args import deployed_sizes
 from rlkv.evaluation.run.evaluation import EvalConfig
-from rlkv.evaluation.run.methods import parse_methods
+from rlkv.evaluation.run.methods import deployed_sizes, parse_methods
 from rlkv.evaluation.tasks import find_tasks
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from rlkv.evaluation.run.methods import parse_method
+from rlkv.evaluation.run.methods import named_gates, parse_method
 from rlkv.eviction import H2O, RKV, RPC
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
@@ -40,11 +42,11 @@ def test_names(name, ranking, sparsity, policy) -> None:
     ("name", "message"),
     [
         ("", "is not understood"),
-        ("foo@0.5", "of full, rlkv, random-heads, sink_window, rkv"),
-        ("rlkv", "'' is no number: write rlkv@0.5"),
-        ("rlkv@x", "'x' is no number"),
+        ("foo@0.5", "of full, rlkv, random-heads, .*sink_window"),
+        ("rlkv", "'' is not a number: write rlkv@0.5"),
+        ("rlkv@x", "'x' is not a number"),
         ("rlkv@1.5", "sparsity 1.5 is not in"),
-        ("rkv@2.5", "'2.5' is no number of entries"),
+        ("rkv@2.5", "'2.5' is not a number of entries"),
         ("rkv@ratio=2", "ratio is 2.0"),
         ("rkv@256:variant", "name=value"),
         ("rkv@256:size=3", "no option size"),
@@ -71,3 +73,17 @@ def test_allocations() -> None:
     other = {"rlkv": HeadGates(torch.ones(2, 4))}
     with pytest.raises(ValueError, match="2"):
         parse_method("rlkv@0.5", ["rlkv"]).allocation(CONFIG, other, seed=0)
+
+
+def test_a_whole_file_may_have_an_equals_sign(tmp_path: Path) -> None:
+    file = tmp_path / "lr=0.1" / "gates.tsv"
+    file.parent.mkdir()
+    HeadGates(torch.rand(2, 3, generator=torch.Generator().manual_seed(0))).save(file)
+    assert list(named_gates([str(file)])) == ["gates"]
+    assert list(named_gates([f"a b={file}", str(file)])) == ["a b", "gates"]
+
+
+@pytest.mark.parametrize("name", ["", " ", "a/b", "a+b", "a@0.5", "a,b", "a:b"])
+def test_names_that_methods_and_folders_cannot_have(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot name a ranking: give NAME=FILE"):
+        named_gates([f"{name}=gates.tsv"])

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlkv import tiny
-from rlkv.cache import CacheSettings
 from rlkv.cli.eval import run as evaluate
-from rlkv.evaluation.run.runner import RunSettings
-from rlkv.evaluation.study.bench import study_task
+from rlkv.evaluation.run.runner import task_problems
 from rlkv.evaluation.tasks import TASKS, HubData, find_tasks, load_task, math_task, registered
-from rlkv.rollout.base import SamplingParams
 from tests.helpers.programs import load_program
 
 CHAINS = math_task("chains", HubData("nobody/chains"), text=("statement", "problem"), max_new_tokens=440)
@@ -40,8 +37,8 @@ def test_a_new_maths_task_works_in_every_command(data: Path, monkeypatch: pytest
 
         assert find_tasks(["chains"], data) == [CHAINS]
         _, tokenizer = tiny.load()
-        task = study_task("chains", data, None, 0, tokenizer, RunSettings(CacheSettings(), SamplingParams(440)))
-        assert [problem.key for problem in task.problems] == ["chains/0", "chains/1"]
+        problems = task_problems("chains", data, None, 0, tokenizer)  # as rlkv-study reads them
+        assert [problem.key for problem in problems] == ["chains/0", "chains/1"]
 
         program = load_program("inference/check_graders.py")
         options = ["--data", str(data), "--output-dir", str(data / "graders"), "--no-code", "--workers", "1"]
