@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
-from rlkv.inference.servable import check_servable, leave_alone, note_positions, stock_layers
+from rlkv.inference.servable import check_servable, default_layers, exclude_sliding_layers, warn_without_rope
 from rlkv.models.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -178,10 +178,10 @@ def compress(
     settings = CacheSettings(sink, window, prefill, eviction)
     allocation = resolve_allocation(base, gates, sparsity, scope)
     if stock:
-        allocation = leave_alone(allocation, stock, ranked=sparsity is not None)
+        allocation = exclude_sliding_layers(allocation, stock, ranked=sparsity is not None)
     if eviction is not None:
-        note_positions(base)
-    session = CompressedSession(allocation, settings, record, partial(stock_layers, base, stock))
+        warn_without_rope(base)
+    session = CompressedSession(allocation, settings, record, partial(default_layers, base, stock))
     with ExitStack() as undo:
         _switch_attention(base, undo)
         _replace(base, "_prepare_cache_for_generation", _cache_preparation(base, session), undo)

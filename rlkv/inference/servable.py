@@ -42,13 +42,13 @@ def check_servable(model: Any) -> list[int]:
     return sliding
 
 
-def stock_layers(model: Any, numbers: list[int]) -> dict[int, DynamicSlidingWindowLayer]:
+def default_layers(model: Any, numbers: list[int]) -> dict[int, DynamicSlidingWindowLayer]:
     """New layers of transformers' own cache for the layers ``numbers`` of the model."""
     layers = _own_layers(model)
     return {number: layers[number] for number in numbers}
 
 
-def leave_alone(allocation: HeadAllocation, sliding: list[int], ranked: bool) -> HeadAllocation:
+def exclude_sliding_layers(allocation: HeadAllocation, sliding: list[int], ranked: bool) -> HeadAllocation:
     """``allocation`` with the heads of the layers ``sliding`` taken out of it, announced by a warning.
 
     Raises:
@@ -69,7 +69,7 @@ def leave_alone(allocation: HeadAllocation, sliding: list[int], ranked: bool) ->
     return HeadAllocation(full)
 
 
-def note_positions(model: Any) -> None:
+def warn_without_rope(model: Any) -> None:
     """Warn if cached keys carry no rotary position, which scores that compare keys rely on."""
     if not any("rotary" in name for name, _ in model.named_modules()):
         warnings.warn(

@@ -195,12 +195,17 @@ class VLLMEngine:
         return self.tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
 
 
-def _mixed_options(model: str, sizes: SinkWindow) -> dict[str, Any]:
+def load_config(model: str) -> Any:
+    """The transformers config of ``model`` (``tiny``, a folder or a hub id)."""
     from transformers import AutoConfig
 
+    return AutoConfig.from_pretrained(model_source(model))
+
+
+def _mixed_options(model: str, sizes: SinkWindow) -> dict[str, Any]:
     from rlkv.vllm.mixed.model import register
 
-    architecture = mixed_architecture(AutoConfig.from_pretrained(model_source(model)).architectures)
+    architecture = mixed_architecture(load_config(model).architectures)
     register()
     return {
         "hf_overrides": {"architectures": [architecture]},

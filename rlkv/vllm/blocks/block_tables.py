@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.blocks.full_prefill import FullPrefill
-from rlkv.vllm.blocks.packing import BlockUse
 
 
 @dataclass
-class Compactor:
+class GapRemover:
     """Compacts the block tables of one bin; all layers of the bin share it.
 
     ``full_prefill``: if prompts are read in full.
     """
 
-    use: BlockUse
+    demand: SinkWindowDemand
     full_prefill: FullPrefill | None = None
     _latest: tuple[Any, Tensor, Tensor] | None = field(default=None, repr=False)
 
     def width(self, queries: int, columns: int) -> int:
         """Blocks that a request with this many queries in a step can need, at most ``columns``."""
-        use = self.use
-        return min(columns, use.full(use.sink) + use.full(use.window - 1 + queries) + 1)
+        demand = self.demand
+        return min(columns, demand.full(demand.sink) + demand.full(demand.window - 1 + queries) + 1)
 
     def of_step(self, common: Any) -> tuple[Tensor, Tensor]:
         """Table and lengths of a step's metadata, made once for all layers of the bin."""
@@ -54,14 +54,14 @@ class Compactor:
         Returns:
             The table ``[R, C]`` and the lengths ``[R]`` without the gaps.
         """
-        use = self.use
-        sinks = use.full(use.sink)
+        demand = self.demand
+        sinks = demand.full(demand.sink)
         first_R = lengths_R - (starts[1:] - starts[:-1])
-        gap_R = ((first_R - use.window + 1) // use.block_size - sinks).clamp(min=0)
+        gap_R = ((first_R - demand.window + 1) // demand.block_size - sinks).clamp(min=0)
         column_C = torch.arange(self.width(queries, table_RM.shape[1]), device=table_RM.device)
         source_RC = column_C + torch.where(column_C < sinks, 0, 1) * gap_R[:, None]
         table = table_RM.gather(1, source_RC.clamp(max=table_RM.shape[1] - 1).long())
-        return table, (lengths_R - gap_R * use.block_size).to(lengths_R.dtype)
+        return table, (lengths_R - gap_R * demand.block_size).to(lengths_R.dtype)
 
 
 @dataclass
@@ -87,7 +87,7 @@ class SteadyTables:
         return self._table[:rows], self._lengths[:rows]
 
 
-def without_gap(common: Any, compactor: Compactor, table: Tensor, lengths: Tensor) -> Any:
+def without_gap(common: Any, gap_remover: GapRemover, table: Tensor, lengths: Tensor) -> Any:
     """A step's metadata (vLLM's) with the table and lengths that ``compactor`` made of its own."""
-    longest = compactor.width(common.max_query_len, table.shape[1]) * compactor.use.block_size
+    longest = gap_remover.width(common.max_query_len, table.shape[1]) * gap_remover.demand.block_size
     return common.replace(block_table_tensor=table, seq_lens=lengths, max_seq_len=min(common.max_seq_len, longest))

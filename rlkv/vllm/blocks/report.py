@@ -9,7 +9,7 @@ from rlkv.vllm.blocks.packing import PackingPlan
 
 def block_bytes(plan: PackingPlan, head_size: int, element_size: int) -> int:
     """Bytes of one block of the pool: keys and values of the largest bin."""
-    return plan.heads_per_block * plan.use.block_size * 2 * head_size * element_size
+    return plan.heads_per_block * plan.demand.block_size * 2 * head_size * element_size
 
 
 def check_block_bytes(vllm_config: Any, layer: Any) -> None:

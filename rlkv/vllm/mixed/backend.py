@@ -29,8 +29,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.attention.mixed import mix
 from rlkv.attention.sizes import SinkWindow
-from rlkv.vllm.blocks.block_tables import Compactor, SteadyTables, without_gap
-from rlkv.vllm.blocks.packing import BlockUse
+from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables, without_gap
+from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.mixed.attention import PagedBatch, paged_mixed_attention
 from rlkv.vllm.paged.torch_backend import NAME, PagedTorchBackend, PagedTorchImpl
 
@@ -112,10 +112,10 @@ class MixedTritonBuilder(TritonAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         sizes: SinkWindow = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.sizes
-        use = BlockUse(self.block_size, sizes.sink, sizes.window)
+        demand = SinkWindowDemand(self.block_size, sizes.sink, sizes.window)
         rows = vllm_config.scheduler_config.max_num_seqs
         # buffers for good: a captured graph keeps their addresses
-        self.compactor, self.tables = Compactor(use), SteadyTables(rows)
+        self.gap_remover, self.tables = GapRemover(demand), SteadyTables(rows)
         self.sinks_R = torch.full((rows,), sizes.sink, dtype=torch.int32, device=device)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:
@@ -125,13 +125,13 @@ class MixedTritonBuilder(TritonAttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedTritonMetadata:
         common = common_attn_metadata
-        table, lengths = self.compactor(
+        table, lengths = self.gap_remover(
             common.block_table_tensor, common.seq_lens, common.query_start_loc, common.max_query_len
         )
         table, lengths = self.tables(table, lengths, common.block_table_tensor.shape[1])
-        local = super().build(0, without_gap(common, self.compactor, table, lengths), fast_build)
+        local = super().build(0, without_gap(common, self.gap_remover, table, lengths), fast_build)
         local.rswa_prefix_lens = self.sinks_R[: common.num_reqs]
-        local.rswa_window = self.compactor.use.window
+        local.rswa_window = self.gap_remover.demand.window
         stock = super().build(common_prefix_len, common, fast_build)
         return MixedTritonMetadata(**vars(stock), local=local)
 

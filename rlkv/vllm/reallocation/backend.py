@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.vllm.blocks.block_tables import Compactor, SteadyTables, without_gap
+from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables, without_gap
 from rlkv.vllm.blocks.report import check_block_bytes
 from rlkv.vllm.paged.local_attention import Reads, paged_local_attention, plan_reads
 from rlkv.vllm.paged.torch_backend import PagedTorchBackend, PagedTorchImpl, moved
@@ -67,11 +67,11 @@ class PackedCPUImpl(CPUAttentionBackendImpl):
         return output.copy_(super().forward(*args, output=torch.empty(output.shape, dtype=output.dtype), **kwargs))
 
 
-def _compactor(vllm_config: Any, layer_names: list[str]) -> Compactor:
+def _gap_remover(vllm_config: Any, layer_names: list[str]) -> GapRemover:
     """The one that all layers of the bin share; the model put it there (:mod:`rlkv.vllm.reallocation.reallocation`)."""
     layers = vllm_config.compilation_config.static_forward_context
     check_block_bytes(vllm_config, layers[layer_names[0]])
-    return layers[layer_names[0]].compactor
+    return layers[layer_names[0]].gap_remover
 
 
 @dataclass
@@ -82,9 +82,9 @@ class LocalMetadata:
     reads: list[Reads]
 
 
-def _prompts(compactor: Compactor, common: Any, vllm_config: Any) -> list[int] | None:
+def _prompts(gap_remover: GapRemover, common: Any, vllm_config: Any) -> list[int] | None:
     """Lengths of the prompts that this step reads in full; None if there are none."""
-    return None if compactor.full_prefill is None else compactor.full_prefill.prompts(common, vllm_config)
+    return None if gap_remover.full_prefill is None else gap_remover.full_prefill.prompts(common, vllm_config)
 
 
 class LocalTorchBuilder(AttentionMetadataBuilder[LocalMetadata]):
@@ -93,11 +93,11 @@ class LocalTorchBuilder(AttentionMetadataBuilder[LocalMetadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LocalMetadata:
         common = common_attn_metadata
-        compactor = _compactor(self.vllm_config, self.layer_names)
-        table, lengths = compactor.of_step(common)
+        gap_remover = _gap_remover(self.vllm_config, self.layer_names)
+        table, lengths = gap_remover.of_step(common)
         starts = common.query_start_loc_cpu.tolist()
-        prompts = _prompts(compactor, common, self.vllm_config)
-        reads = plan_reads(table, starts, lengths.tolist(), compactor.use, prompts)
+        prompts = _prompts(gap_remover, common, self.vllm_config)
+        reads = plan_reads(table, starts, lengths.tolist(), gap_remover.demand, prompts)
         return LocalMetadata(common.num_actual_tokens, reads)
 
 
@@ -149,17 +149,17 @@ class LocalTritonBuilder(TritonAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TritonAttentionMetadata:
         common = common_attn_metadata
-        compactor = _compactor(self.vllm_config, self.layer_names)
-        table, lengths = self.tables(*compactor.of_step(common), common.block_table_tensor.shape[1])
+        gap_remover = _gap_remover(self.vllm_config, self.layer_names)
+        table, lengths = self.tables(*gap_remover.of_step(common), common.block_table_tensor.shape[1])
         # the engine states prompt lengths for us alone: the stock builder has no use for them
-        own = without_gap(common, compactor, table, lengths).replace(rswa_prefix_lens=None)
-        prefix_R = self._sinks(compactor.use.sink, common.num_reqs)
-        prompts = _prompts(compactor, common, self.vllm_config)
+        own = without_gap(common, gap_remover, table, lengths).replace(rswa_prefix_lens=None)
+        prefix_R = self._sinks(gap_remover.demand.sink, common.num_reqs)
+        prompts = _prompts(gap_remover, common, self.vllm_config)
         if prompts is not None and common.max_query_len > 1:  # a prompt of one token sees itself only
-            own, prefix_R = self._with_prompts(own, common, prompts, compactor.use.sink)
+            own, prefix_R = self._with_prompts(own, common, prompts, gap_remover.demand.sink)
         metadata = super().build(0, own, fast_build)
         metadata.rswa_prefix_lens = prefix_R
-        metadata.rswa_window = compactor.use.window
+        metadata.rswa_window = gap_remover.demand.window
         return metadata
 
     def _with_prompts(self, own: Any, common: Any, prompts: list[int], sink: int) -> tuple[Any, Tensor]:

@@ -1,6 +1,6 @@
 """vLLM attention backends of compressible heads under an eviction policy: torch on a CPU, Triton kernels on a GPU.
 
-A step is cut at the compactions of its requests (:mod:`rlkv.vllm.blocks.buffers`). Those before the first tokens, all
+A step is cut at the compactions of its requests (:mod:`rlkv.vllm.blocks.demand`). Those before the first tokens, all
 there are while decoding, are done while the step's metadata are built, for every layer, so that a captured graph
 never holds one; those in the middle of a prompt wait for the layer's own keys and are done in its forward pass.
 """
@@ -23,13 +23,13 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.vllm.blocks.buffers import BufferUse, Round
-from rlkv.vllm.blocks.packing import BlockUse
+from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
 from rlkv.vllm.blocks.report import check_block_bytes
+from rlkv.vllm.blocks.rounds import Round
 from rlkv.vllm.paged.local_attention import Reads, paged_local_attention, plan_reads
 from rlkv.vllm.paged.torch_backend import NAME, PagedTorchBackend, PagedTorchCache, moved
 from rlkv.vllm.reallocation.backend import LAYOUTS
-from rlkv.vllm.reallocation.evicting import Eviction, compact, entry_slots, query_halves, query_slots
+from rlkv.vllm.reallocation.evicting import Eviction, entry_slots, evict, query_halves, query_slots
 
 
 def evicting_backend() -> type[AttentionBackend]:
@@ -63,14 +63,14 @@ class EvictingMetadata:
     rounds: list[PlacedRound]
 
 
-def place(plan: Round, use: BufferUse, table_RM: Tensor) -> PlacedRound:
+def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
     """``plan`` on the device of the block table ``table_RM`` of the step's requests."""
     device = table_RM.device
     row_T, position_T = moved(plan.row_T, device), moved(plan.position_T, device)
     return PlacedRound(
         tokens=None if plan.tokens is None else moved(plan.tokens, device),
-        slots_T=entry_slots(use, table_RM, row_T, use.entries(position_T)),
-        queries_ET=query_slots(use, table_RM, row_T, use.observed(position_T)),
+        slots_T=entry_slots(demand, table_RM, row_T, demand.entries(position_T)),
+        queries_ET=query_slots(demand, table_RM, row_T, demand.observed(position_T)),
         due=place_due(torch.tensor(plan.due), torch.tensor(plan.due_positions), table_RM) if plan.due else None,
     )
 
@@ -95,12 +95,12 @@ class _EvictingBuilder:
         known = self.vllm_config.compilation_config.static_forward_context
         return [known[name] for name in self.layer_names]
 
-    def compact(self, part: PlacedRound) -> None:
+    def evict(self, part: PlacedRound) -> None:
         """What is due before the first tokens of a step, in every layer."""
         check_block_bytes(self.vllm_config, self._layers[0])
         if part.due is not None:
             for layer in self._layers:
-                layer.impl.compact(layer.kv_cache, part, self.eviction)
+                layer.impl.evict(layer.kv_cache, part, self.eviction)
 
 
 class _Evicting:
@@ -110,12 +110,12 @@ class _Evicting:
     num_kv_heads: int
     do_kv_cache_update: Any
 
-    def compact(self, kv_cache: Tensor, part: PlacedRound, eviction: Eviction) -> None:
+    def evict(self, kv_cache: Tensor, part: PlacedRound, eviction: Eviction) -> None:
         if part.due is None:
             return
         # the policies' logit is query . key / sqrt(D), whatever the model's scale
         factor = self.scale * (kv_cache.shape[-1] // 2) ** 0.5
-        compact(kv_cache, *part.due, eviction, factor)
+        evict(kv_cache, *part.due, eviction, factor)
 
     def forward(
         self,
@@ -133,7 +133,7 @@ class _Evicting:
             return output.zero_()
         for number, part in enumerate(attn_metadata.rounds):
             if number > 0:  # what was due before the first round is done
-                self.compact(kv_cache, part, layer.eviction)
+                self.evict(kv_cache, part, layer.eviction)
             if part.tokens is None:
                 self._store(layer, query, key, value, kv_cache, part)
                 self.attend_round(layer, query, kv_cache, part, output)
@@ -163,15 +163,15 @@ class EvictingTorchBuilder(_EvictingBuilder, AttentionMetadataBuilder[EvictingMe
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> EvictingMetadata:
-        use, table_RM = self.eviction.use, common_attn_metadata.block_table_tensor
-        everything = BlockUse(use.block_size, 0, use.capacity)
+        demand, table_RM = self.eviction.demand, common_attn_metadata.block_table_tensor
+        everything = SinkWindowDemand(demand.block_size, 0, demand.capacity)
         parts = []
         for plan in self.eviction.rounds(common_attn_metadata):
-            part = place(plan, use, table_RM)
-            entries_RM = table_RM[plan.rows, use.query_blocks :]
+            part = place(plan, demand, table_RM)
+            entries_RM = table_RM[plan.rows, demand.query_blocks :]
             part.reads = plan_reads(entries_RM, plan.starts, plan.lengths, everything)
             parts.append(part)
-        self.compact(parts[0])
+        self.evict(parts[0])
         return EvictingMetadata(parts)
 
 
@@ -212,7 +212,9 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
         rows = vllm_config.scheduler_config.max_num_seqs
         # buffers for good: a captured graph keeps their addresses
         self.lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.slots = torch.full((1 + self.eviction.use.entries_per_query, rows), -1, dtype=torch.int64, device=device)
+        self.slots = torch.full(
+            (1 + self.eviction.demand.entries_per_query, rows), -1, dtype=torch.int64, device=device
+        )
         self.row_R = torch.arange(rows, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -221,12 +223,12 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
             parts = [self._decoding(common)]
             # on the CPU, where these lengths are exact without speculative decoding, which is refused
             position_R = common.seq_lens_cpu_upper_bound.long() - 1
-            due_R = self.eviction.use.compacted_before(position_R)
+            due_R = self.eviction.demand.compacted_before(position_R)
             if due_R.any():
                 parts[0].due = place_due(due_R.nonzero()[:, 0], position_R[due_R], common.block_table_tensor)
         else:
             parts = [self._reading(common, plan) for plan in self.eviction.rounds(common)]
-        self.compact(parts[0])
+        self.evict(parts[0])
         return EvictingMetadata(parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
@@ -235,28 +237,28 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
         return EvictingMetadata([part])
 
     def _decoding(self, common: Any) -> PlacedRound:
-        use, table_RM, rows = self.eviction.use, common.block_table_tensor, common.num_reqs
+        demand, table_RM, rows = self.eviction.demand, common.block_table_tensor, common.num_reqs
         position_R, row_R = common.seq_lens.long() - 1, self.row_R[:rows]  # -1: a row of padding
-        entry_R = use.entries(position_R)
+        entry_R = demand.entries(position_R)
         self.lengths_R[:rows] = entry_R + 1
-        self.slots[0, :rows] = entry_slots(use, table_RM, row_R, entry_R.clamp(min=0))
-        self.slots[1:, :rows] = query_slots(use, table_RM, row_R, use.observed(position_R))
+        self.slots[0, :rows] = entry_slots(demand, table_RM, row_R, entry_R.clamp(min=0))
+        self.slots[1:, :rows] = query_slots(demand, table_RM, row_R, demand.observed(position_R))
         self.slots[:, :rows].masked_fill_(position_R < 0, -1)
         own = common.replace(
-            block_table_tensor=table_RM[:, use.query_blocks :],
+            block_table_tensor=table_RM[:, demand.query_blocks :],
             seq_lens=self.lengths_R[:rows],
-            max_seq_len=min(common.max_seq_len, use.capacity),
+            max_seq_len=min(common.max_seq_len, demand.capacity),
         )
         stock = TritonAttentionMetadataBuilder.build(self, 0, own)
         return PlacedRound(None, self.slots[0, :rows], self.slots[1:, :rows], None, stock)
 
     def _reading(self, common: Any, plan: Round) -> PlacedRound:
-        use, table_RM = self.eviction.use, common.block_table_tensor
-        part = place(plan, use, table_RM)
+        demand, table_RM = self.eviction.demand, common.block_table_tensor
+        part = place(plan, demand, table_RM)
         lengths = torch.tensor(plan.lengths, dtype=torch.int32)
         starts = torch.tensor(plan.starts, dtype=torch.int32)
         own = common.replace(
-            block_table_tensor=table_RM[moved(torch.tensor(plan.rows), self.device), use.query_blocks :],
+            block_table_tensor=table_RM[moved(torch.tensor(plan.rows), self.device), demand.query_blocks :],
             seq_lens=moved(lengths, self.device),
             max_seq_len=max(plan.lengths),
             query_start_loc=moved(starts, self.device),

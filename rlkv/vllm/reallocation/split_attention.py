@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import (
     direct_register_custom_op,
 )
 
-from rlkv.vllm.blocks.block_tables import Compactor
+from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.packing import Part
 from rlkv.vllm.blocks.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
 from rlkv.vllm.reallocation.backend import full_backend, local_backend
@@ -50,26 +50,26 @@ class EvictingAttention(PackedAttention):
     eviction: Eviction
 
     def get_kv_cache_spec(self, vllm_config: Any) -> EvictingSpec:
-        use = self.eviction.use
+        demand = self.eviction.demand
         return EvictingSpec(
             **self.common(vllm_config),
-            budget=use.budget,
-            buffer=use.buffer,
-            observation=use.observation,
-            group_size=use.group_size,
+            budget=demand.budget,
+            buffer=demand.buffer,
+            observation=demand.observation,
+            group_size=demand.group_size,
         )
 
 
 class SinkWindowAttention(PackedAttention):
     """Compressible heads of one part, which keep sinks and a window."""
 
-    compactor: Compactor
+    gap_remover: GapRemover
 
     def get_kv_cache_spec(self, vllm_config: Any) -> SinkWindowSpec:
         return SinkWindowSpec(
             **self.common(vllm_config),
-            sink=self.compactor.use.sink,
-            window=self.compactor.use.window,
+            sink=self.gap_remover.demand.sink,
+            window=self.gap_remover.demand.window,
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
             max_model_len=vllm_config.model_config.max_model_len,
         )
@@ -83,7 +83,7 @@ class SplitAttention(nn.Module):
     """
 
     def __init__(
-        self, stock: Attention, parts: list[Part], kept: Eviction | dict[int, Compactor], vllm_config: Any
+        self, stock: Attention, parts: list[Part], kept: Eviction | dict[int, GapRemover], vllm_config: Any
     ) -> None:
         """``kept``: what compressible heads keep, by an eviction policy, or sinks and a window by bin."""
         super().__init__()
@@ -111,7 +111,7 @@ class SplitAttention(nn.Module):
             if isinstance(layer, EvictingAttention) and isinstance(kept, Eviction):
                 layer.eviction = kept
             elif isinstance(layer, SinkWindowAttention) and isinstance(kept, dict):
-                layer.compactor = kept[part.bin]
+                layer.gap_remover = kept[part.bin]
             layers.append(layer)
         self.parts = nn.ModuleList(layers)
         compilation = vllm_config.compilation_config
