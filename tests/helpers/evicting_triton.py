@@ -2,7 +2,7 @@
 
     python tests/helpers/evicting_triton.py
 
-Three requests are read in chunks and decoded, with several compactions, by the torch path and twice by the builder and
+Three requests are read in chunks and decoded, with several evictions, by the torch path and twice by the builder and
 the implementation of the CUDA path, each over a cache of its own, which is NaN where nobody wrote. The second one
 decodes as a captured graph does: every step computes with the metadata of the first, whose numbers change in place.
 """
@@ -33,7 +33,7 @@ KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = 0.25  # not 1 / sqrt(SIZE): policies want it scaled
 POLICY = make_policy("rkv", budget=20, buffer=12)
 DEMAND = BufferDemand.of(POLICY, IN_BLOCK, GROUPS)
-# tokens of each request after each step: chunks with no, one and two compactions, then decoding over the next ones
+# tokens of each request after each step: chunks with no, one and two evictions, then decoding over the next ones
 STEPS = [(30, 5, 70), (33, 21, 71), *((33 + n, 32 + n, 71 + n) for n in range(1, 14)), (60, 60, 90)]
 ROWS, PADDED = 3, 5  # requests, and rows of a captured graph
 

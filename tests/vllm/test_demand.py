@@ -1,4 +1,4 @@
-"""Entries under an eviction policy in a paged cache: where they lie, when they are compacted, which ones are kept."""
+"""Entries under an eviction policy in a paged cache: where they lie, when some are evicted, which ones are kept."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ def policy_of(demand: BufferDemand, name: str = "rkv") -> EvictionPolicy:
     return make_policy(name, budget=demand.budget, buffer=demand.buffer, observation=demand.observation)
 
 
-def test_tokens_are_compacted_as_in_the_cache_of_transformers(demand: BufferDemand) -> None:
-    """The plan of one row that is read in one go, token by token: same compactions, same number of entries."""
+def test_tokens_are_evicted_as_in_the_cache_of_transformers(demand: BufferDemand) -> None:
+    """The plan of one row that is read in one go, token by token: same evictions, same number of entries."""
     length = demand.capacity + 5 * demand.buffer + 2
     policy = policy_of(demand)
     segments = plan_segments(policy, RowCounts.start(1), None, 0, length, in_one_go=False)
-    compacted = [segment.end for segment in segments if segment.kept is not None]
-    assert [n for n in range(length) if demand.is_compacted_before(n)] == [n for n in compacted if n < length]
+    evicted = [segment.end for segment in segments if segment.kept is not None]
+    assert [n for n in range(length) if demand.evicts_before(n)] == [n for n in evicted if n < length]
     held = {0: 0}
     for segment in segments:
         before = int(segment.before.held)
         held |= {n + 1: before + n + 1 - segment.begin for n in range(segment.begin, segment.end)}
-    at_once = demand.compacted_before(torch.arange(-1, length))
-    assert at_once.tolist() == [demand.is_compacted_before(n) for n in range(-1, length)]
+    at_once = demand.evicts_before(torch.arange(-1, length))
+    assert at_once.tolist() == [demand.evicts_before(n) for n in range(-1, length)]
     found = demand.entries(torch.arange(length)) + 1
     assert found.tolist() == [held[n] for n in range(1, length + 1)]
-    assert [demand.next_compaction(n) for n in range(length)] == [
-        next(at for at in range(n + 1, n + 1 + demand.capacity + demand.buffer) if demand.is_compacted_before(at))
+    assert [demand.next_eviction(n) for n in range(length)] == [
+        next(at for at in range(n + 1, n + 1 + demand.capacity + demand.buffer) if demand.evicts_before(at))
         for n in range(length)
     ]
 
 
-def test_the_observed_queries_are_those_before_a_compaction(demand: BufferDemand) -> None:
+def test_the_observed_queries_are_those_before_an_eviction(demand: BufferDemand) -> None:
     length = demand.capacity + 4 * demand.buffer + 1
     places = demand.observed(torch.arange(length)).tolist()
     for position in range(length):
-        if demand.is_compacted_before(position):
+        if demand.evicts_before(position):
             latest = list(range(position - demand.observation, position))
             assert demand.observed_before(torch.tensor([position]))[0].tolist() == [places[n] for n in latest]
     # no other query is written: it would cost time
     looked_at = {
         n
         for at in range(length + demand.buffer)
-        if demand.is_compacted_before(at)
+        if demand.evicts_before(at)
         for n in range(at - demand.observation, at)
     }
     assert {n for n in range(length) if places[n] != NOWHERE} <= looked_at
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
-def test_rounds_cover_a_step_and_cut_it_at_compactions(demand: BufferDemand, chunk: int) -> None:
+def test_rounds_cover_a_step_and_cut_it_at_evictions(demand: BufferDemand, chunk: int) -> None:
     lengths = [
         1,
         demand.capacity - 1,
@@ -90,8 +90,8 @@ def test_rounds_cover_a_step_and_cut_it_at_compactions(demand: BufferDemand, chu
             assert own[part.starts[at] : part.starts[at + 1]].tolist() == [
                 starts[row] + n - first[row] for n in positions
             ]
-            assert not any(demand.is_compacted_before(n) for n in positions[1:])
-            is_due = bool(positions) and demand.is_compacted_before(positions[0])
+            assert not any(demand.evicts_before(n) for n in positions[1:])
+            is_due = bool(positions) and demand.evicts_before(positions[0])
             assert (row in part.due) == is_due
             if is_due:
                 assert part.due_positions[part.due.index(row)] == positions[0]
@@ -122,7 +122,7 @@ def test_blocks_do_not_grow_with_the_text(demand: BufferDemand) -> None:
 @pytest.mark.parametrize("at_once", [1, 2**22])
 @pytest.mark.parametrize("name", ["rkv", "snapkv"])
 @pytest.mark.parametrize("variant", ["paper", "published"])
-def test_a_compaction_keeps_what_the_policy_selects(
+def test_an_eviction_keeps_what_the_policy_selects(
     demand: BufferDemand, name: str, variant: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three requests in scattered blocks, one by one or together; what nobody wrote is NaN, and other blocks stay."""
@@ -136,7 +136,7 @@ def test_a_compaction_keeps_what_the_policy_selects(
     table = blocks.view(rows, per_request).int()
     cache = torch.full((rows * per_request + 2, KV_HEADS, demand.block_size, 2 * SIZE), float("nan"))
     heads = KV_HEADS * demand.group_size
-    # the tokens before a compaction, of a request that was compacted before or was not
+    # the tokens before an eviction, of a request that evicted before or did not
     nexts = torch.tensor([demand.capacity, demand.capacity + demand.buffer, demand.capacity + 3 * demand.buffer])
     query = torch.randn(rows, demand.observation, heads, SIZE, generator=generator)
     key, value = (torch.randn(rows, demand.capacity, KV_HEADS, SIZE, generator=generator) for _ in range(2))

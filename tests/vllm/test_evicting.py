@@ -1,6 +1,6 @@
 """R-KV and SnapKV inside the stock engine against transformers with the same policy: every token, every step.
 
-A compaction that kept other tokens would change what is written after it, so equal tokens mean equal selections.
+An eviction that kept other tokens would change what is written after it, so equal tokens mean equal selections.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.helpers.engines import (
 need_vllm()
 
 RKV = {"name": "rkv", "budget": 40, "buffer": 24}
-# shorter than the observed queries, than a buffer; before, at and behind the first compaction; several compactions
+# shorter than the observed queries, than a buffer; before, at and behind the first eviction; several evictions
 LENGTHS = (5, 31, 63, 64, 65, 333)
 
 
@@ -137,7 +137,7 @@ def test_a_request_that_goes_back_is_refused() -> None:
 
 
 def test_several_completions_where_prefix_caching_was_asked_for(llama: Served) -> None:
-    """What was compacted is no prefix of another text: the engine reads every prompt anew."""
+    """What an eviction kept is not a prefix of another text: the engine reads every prompt again."""
     prompts = random_prompts((40, 200))
     with engine(llama, llama.request(0.5, eviction=RKV), enable_prefix_caching=True) as llm:
         assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching

@@ -79,7 +79,7 @@ def test_both_backends_write_the_same_with_prompts_read_in_full(folder: Path) ->
 
 
 def test_both_backends_write_the_same_with_eviction(folder: Path) -> None:
-    """The prompts are longer than the buffer, so they are compacted while they are read."""
+    """The prompts are longer than the buffer, so heads evict while they are read."""
     options = ("--eviction", "rkv", "--budget", "20", "--eviction-option", "buffer=12", "--prefill", "local")
     reference, found = infer(folder, "hf", *options), infer(folder, "vllm", *options)
     assert [row["output"] for row in found] == [row["output"] for row in reference]

@@ -19,7 +19,7 @@ from rlkv.vllm.blocks.full_prefill import FullPrefill
 
 @dataclass
 class GapRemover:
-    """Compacts the block tables of one bin; all layers of the bin share it.
+    """Removes the gaps from the block tables of one bin; all layers of the bin share it.
 
     ``full_prefill``: if prompts are read in full.
     """
@@ -43,7 +43,7 @@ class GapRemover:
         return self._latest[1], self._latest[2]
 
     def __call__(self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-        """Compact tables.
+        """Tables without gaps.
 
         Args:
             table_RM: block ``m`` of request ``r``, with gaps.
@@ -66,7 +66,7 @@ class GapRemover:
 
 @dataclass
 class SteadyTables:
-    """Compacted tables at the same place in every step: a CUDA graph that was captured with them reads the next one's.
+    """Tables without gaps at the same place in every step: a CUDA graph that was captured with them reads the next one's.
 
     Every builder has its own: the engine may cut a bin into several block tables, and it builds the metadata of all of
     them before it uses one.
@@ -77,7 +77,7 @@ class SteadyTables:
     _lengths: Tensor | None = field(default=None, repr=False)
 
     def __call__(self, table: Tensor, lengths: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """``table`` and ``lengths`` in the buffers; ``columns``: those of the table that was compacted."""
+        """``table`` and ``lengths`` in the buffers; ``columns``: those of the table with gaps."""
         if self._table is None or self._lengths is None:
             self._table = table.new_zeros(self.rows, columns)
             self._lengths = lengths.new_zeros(self.rows)
@@ -88,6 +88,6 @@ class SteadyTables:
 
 
 def without_gap(common: Any, gap_remover: GapRemover, table: Tensor, lengths: Tensor) -> Any:
-    """A step's metadata (vLLM's) with the table and lengths that ``compactor`` made of its own."""
+    """A step's metadata (vLLM's) with the table and lengths that ``gap_remover`` made of its own."""
     longest = gap_remover.width(common.max_query_len, table.shape[1]) * gap_remover.demand.block_size
     return common.replace(block_table_tensor=table, seq_lens=lengths, max_seq_len=min(common.max_seq_len, longest))

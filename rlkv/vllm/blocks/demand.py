@@ -2,9 +2,9 @@
 
 Under an eviction policy a request holds, for all heads of a bin, first the blocks of its observed queries, then those
 of at most ``budget + buffer`` entries.  Everything follows from the position of a token: the first ``budget + buffer``
-tokens lie in a row; before the next one a compaction keeps ``budget`` entries, and so before every ``buffer``-th after
-it.  So the scheduler knows what a request holds without asking, and a request that is read again, in other chunks, is
-compacted at the same tokens (as :func:`rlkv.cache.schedule.plan_segments` does it).
+tokens lie in a row; before the next one an eviction keeps ``budget`` entries, and so before every ``buffer``-th after
+it.  So the scheduler knows what a request holds without asking, and a request that is read again, in other chunks,
+evicts at the same tokens (as :func:`rlkv.cache.schedule.plan_segments` does it).
 
 The queries that judge the entries lie in the pool too, one per head and observed token: they are freed, moved to
 another row and counted with the request.
@@ -13,7 +13,7 @@ another row and counted with the request.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -91,17 +91,14 @@ class BufferDemand:
     def compressible(self, tokens: int) -> int:
         return self.query_blocks + self.full(min(tokens, self.capacity))
 
-    def next_compaction(self, position: int) -> int:
-        """The first token behind ``position`` before which the entries are compacted."""
+    def next_eviction(self, position: int) -> int:
+        """The first token behind ``position`` before which the head evicts."""
         behind = position - self.capacity
         return self.capacity + (0 if behind < 0 else (behind // self.buffer + 1) * self.buffer)
 
-    def is_compacted_before(self, position: int) -> bool:
-        return position >= self.capacity and (position - self.capacity) % self.buffer == 0
-
-    def compacted_before(self, positions: Tensor) -> Tensor:
-        """:meth:`is_compacted_before` of each position, bool; a negative one, of padding, is not."""
-        return (positions >= self.capacity) & ((positions - self.capacity).remainder(self.buffer) == 0)
+    def evicts_before(self, position: Any) -> Any:
+        """Whether the head evicts before the token at a position, or at each of a tensor; -1, of padding: no."""
+        return (position >= self.capacity) & ((position - self.capacity) % self.buffer == 0)
 
     def entries(self, positions: Tensor) -> Tensor:
         """The entry that the token at each position is written to, int64 like ``positions``."""
@@ -109,20 +106,20 @@ class BufferDemand:
         return torch.where(positions < self.capacity, positions, later)
 
     def observed(self, positions: Tensor) -> Tensor:
-        """The place among the observed queries of each position's; ``NOWHERE`` if no compaction will look at it.
+        """The place among the observed queries of each position's; ``NOWHERE`` if no eviction will look at it.
 
-        Those that one compaction looks at are neighbours, so no two of them share a place.
+        Those that one eviction looks at are neighbours, so no two of them share a place.
         """
         ahead = torch.where(
             positions < self.capacity,
             self.capacity - positions,
             self.buffer - (positions - self.capacity).remainder(self.buffer),
         )
-        # with a short buffer a query is also looked at by later compactions
+        # with a short buffer a query is also looked at by later evictions
         return torch.where(ahead <= self.observation, positions.remainder(self.observation), NOWHERE)
 
     def observed_before(self, positions: Tensor) -> Tensor:
-        """``[R] -> [R, a]``: places of the queries that a compaction before each position looks at, oldest first."""
+        """``[R] -> [R, a]``: places of the queries that an eviction before each position looks at, oldest first."""
         return (positions[:, None] + torch.arange(self.observation, device=positions.device)).remainder(
             self.observation
         )

@@ -3,7 +3,7 @@
 Sinks and window: blocks that fall out of the window are given back. A request's block table keeps its positions:
 given-back blocks are replaced by the null block, and the kernels skip the gap (:mod:`rlkv.vllm.blocks.block_tables`).
 
-Eviction: as many blocks as the buffer has, for as long as the request runs (:mod:`rlkv.vllm.blocks.buffers`).
+Eviction: as many blocks as the buffer has, for as long as the request runs (:mod:`rlkv.vllm.blocks.demand`).
 """
 
 from __future__ import annotations
@@ -127,12 +127,12 @@ class EvictingManager(SingleTypeKVCacheManager):
 
         Raises:
             RuntimeError: if a request goes back to earlier tokens without giving its blocks back, as the engine does
-                between two parts of a streamed input: what a compaction dropped is not there any more.
+                between two parts of a streamed input: what was evicted is gone.
         """
         if total_computed_tokens < self._computed.get(request_id, 0):
             raise RuntimeError(
-                f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} on, but its entries "
-                "were compacted since: streamed inputs do not work with eviction, send whole prompts"
+                f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} on, but some of its "
+                "entries were evicted since: streamed inputs do not work with eviction, send whole prompts"
             )
         self._computed[request_id] = total_computed_tokens
         held = len(self.req_to_blocks.get(request_id, ()))
@@ -154,5 +154,5 @@ class EvictingManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         cls, block_hashes: BlockHashList, max_length: int, kv_cache_group_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """None: what a compaction left over is no prefix."""
+        """None: what an eviction kept is not a prefix."""
         return tuple([] for _ in kv_cache_group_ids), 0

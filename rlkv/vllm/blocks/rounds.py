@@ -1,4 +1,4 @@
-"""A step of the engine cut at the compactions of its requests (:mod:`rlkv.vllm.blocks.demand`)."""
+"""A step of the engine cut where its requests evict (:mod:`rlkv.vllm.blocks.demand`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlkv.vllm.blocks.demand import BufferDemand
 
 @dataclass(frozen=True)
 class Round:
-    """Tokens of a step that are stored and attended to together, after the rows ``due`` were compacted.
+    """Tokens of a step that are stored and attended to together, after the rows ``due`` have evicted.
 
     Attributes:
         rows: the requests that take part, by their row in the step.
-        due: those of them that are compacted first; ``due_positions``: the position of their next token.
+        due: those of them that evict first; ``due_positions``: the position of their next token.
         tokens: int64, the step's tokens that take part; None: all of them, in their order.
         row_T, position_T: row and position of each token, int64.
         starts: ``len(rows) + 1`` numbers, the first token of each request, counted within the round.
@@ -34,7 +34,7 @@ class Round:
 
 
 def plan_rounds(demand: BufferDemand, starts: list[int], lengths: list[int]) -> list[Round]:
-    """Cut a step at the compactions of its requests.
+    """Cut a step where its requests evict.
 
     Args:
         starts: ``R + 1`` numbers: request r has the queries ``starts[r] <= t < starts[r + 1]``.
@@ -48,7 +48,7 @@ def plan_rounds(demand: BufferDemand, starts: list[int], lengths: list[int]) -> 
     rows = list(range(len(lengths)))
     position = list(first_T)
     while True:
-        ends = [min(demand.next_compaction(position[row]), lengths[row]) for row in rows]
+        ends = [min(demand.next_eviction(position[row]), lengths[row]) for row in rows]
         rounds.append(_round(demand, rows, [position[row] for row in rows], ends, starts, first_T))
         for row, end in zip(rows, ends, strict=True):
             position[row] = end
@@ -70,7 +70,7 @@ def _round(
     due = [
         (row, begin)
         for row, begin, end in zip(rows, begins, ends, strict=True)
-        if end > begin and demand.is_compacted_before(begin)
+        if end > begin and demand.evicts_before(begin)
     ]
     last = demand.entries(torch.tensor(ends) - 1)
     return Round(

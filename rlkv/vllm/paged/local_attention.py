@@ -1,4 +1,4 @@
-"""Attention to sinks and window over a compacted paged cache, in plain torch.
+"""Attention to sinks and window over a paged cache without gaps, in plain torch.
 
 The CPU path of compressible heads, and the reference of the CUDA path.
 
@@ -31,7 +31,7 @@ class Reads:
         block_RC: the blocks that are read; ``column_K``: the position of each slot in them.
         position_RQ: of the queries.
         prompt: so many first tokens see everything before them.
-        seen_RQK: bool ``[R, Q, C * N]``; None if it is made for each layer anew, because all together may be large.
+        seen_RQK: bool ``[R, Q, C * N]``; None if it is made again for each layer, because all together may be large.
         unwritten: row, column and slot of each slot that is read and that perhaps nobody wrote yet.
     """
 
