@@ -56,15 +56,14 @@ class InferSession:
             assert gates is not None, "checked with the options"
             assert allocation is not None
             texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
-            engine, used = _open_vllm(config, model, gates, allocation, cache, texts)
+            engine: Any = _open_vllm(config, model, gates, allocation, cache, texts)
         else:
-            engine, used = _open_hf(config, model, gates, allocation, cache)
+            engine = _open_hf(config, model, gates, allocation, cache)
         settings = {
             "model": model,
             "allocation": hashlib.sha256(bytes(engine.allocation.full.flatten().tolist())).hexdigest()[:16],
             "sparsity": sparsity,
-            **used,
-            **engine.cache_settings(),
+            **engine.describe(),
         }
         return cls(config, engine, sampling, problems, settings)
 
@@ -97,14 +96,14 @@ def _model_of(gates: HeadGates | None) -> str:
 
 def _open_hf(
     config: InferConfig, name: str, gates: HeadGates | None, allocation: HeadAllocation | None, cache: CacheSettings
-) -> tuple[InferenceEngine, dict[str, Any]]:
+) -> InferenceEngine:
     from rlkv.inference.compress import resolve_allocation
     from rlkv.models.loading import load_model
 
     model, tokenizer = load_model(name, dtype=config.dtype, device=config.device)
     if gates is not None:
         gates.check_model(model.config)
-    engine = InferenceEngine(
+    return InferenceEngine(
         model,
         tokenizer,
         resolve_allocation(model, allocation),
@@ -115,7 +114,6 @@ def _open_hf(
         cache.eviction,
         record=config.show_kept is not None,
     )
-    return engine, {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
 
 
 def _open_vllm(
@@ -125,7 +123,7 @@ def _open_vllm(
     allocation: HeadAllocation,
     cache: CacheSettings,
     problems: list[str],
-) -> tuple[Any, dict[str, Any]]:
+) -> Any:
     from rlkv.models.loading import load_tokenizer
     from rlkv.vllm.engine import load_config
     from rlkv.vllm.serving_engine import ServingEngine
@@ -138,5 +136,4 @@ def _open_vllm(
         texts = [render_prompt(tokenizer, problem, config.template) for problem in problems]
         longest = max(map(len, tokenizer(texts, add_special_tokens=False).input_ids))
         options["max_positions"] = longest + config.max_new_tokens
-    engine = ServingEngine(name, settings, config.batch_size, **options)
-    return engine, {"dtype": engine.dtype, "device": "vllm"}
+    return ServingEngine(name, settings, config.batch_size, **options)

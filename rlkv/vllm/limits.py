@@ -8,7 +8,6 @@ from rlkv.vllm.names import ARCHITECTURES, PREFIX
 from rlkv.vllm.settings import KEY, ServingSettings, parse_settings, read_request
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-Refusal = tuple[bool, str, str]  # whether it applies, what does not work, what to do instead
 
 
 def prepare_engine(vllm_config: Any) -> None:
@@ -81,71 +80,47 @@ def check_engine(vllm_config: Any, feature: str = "head reallocation") -> None:
     """
     refusals = _always(vllm_config)
     if feature == "head reallocation":
-        refusals += _reallocation(vllm_config)
-    for applies, what, instead in refusals:
+        refusals |= _reallocation(vllm_config)
+    for refusal, applies in refusals.items():
         if applies:
-            raise ValueError(f"rlkv: {feature} does not work with {what}: {instead}")
+            raise ValueError(f"rlkv: {feature} does not work with {refusal}")
 
 
-def _always(vllm_config: Any) -> list[Refusal]:
+def _always(vllm_config: Any) -> dict[str, bool]:
+    """What does not work, and what to do instead; whether it was asked for."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    tensors, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    context = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
+    dual_chunk = getattr(vllm_config.model_config.hf_text_config, "dual_chunk_attention_config", None)
+    plain_cache = cache.cache_dtype in ("auto", "float16", "bfloat16", "float32")
     one_each = "run one engine per GPU (--data-parallel-size)"
-    return [
-        (
-            parallel.tensor_parallel_size > 1,
-            f"tensor parallelism (--tensor-parallel-size {parallel.tensor_parallel_size})",
-            f"heads are not spread evenly over the GPUs; {one_each}",
-        ),
-        (
-            parallel.pipeline_parallel_size > 1,
-            f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size})",
-            one_each,
-        ),
-        (
-            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-            "context parallelism",
-            "leave out --decode-context-parallel-size and --prefill-context-parallel-size",
-        ),
-        (vllm_config.speculative_config is not None, "speculative decoding", "leave out --speculative-config"),
-        (
-            cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
-            f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype})",
-            "leave it at auto",
-        ),
-        (vllm_config.kv_transfer_config is not None, "KV connectors", "leave out --kv-transfer-config"),
-        (cache.kv_offloading_size is not None, "offloading of the KV cache", "leave out --kv-offloading-size"),
-        (
-            bool(getattr(vllm_config.model_config.hf_text_config, "dual_chunk_attention_config", None)),
-            "dual chunk attention",
-            "remove dual_chunk_attention_config from the model's config",
-        ),
-    ]
+    return {
+        f"tensor parallelism (--tensor-parallel-size {tensors}): heads are not spread evenly; {one_each}": tensors > 1,
+        f"pipeline parallelism (--pipeline-parallel-size {stages}): {one_each}": stages > 1,
+        "context parallelism: leave out --decode-context-parallel-size and --prefill-context-parallel-size": context,
+        "speculative decoding: leave out --speculative-config": vllm_config.speculative_config is not None,
+        f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype}): leave it at auto": not plain_cache,
+        "KV connectors: leave out --kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "offloading of the KV cache: leave out --kv-offloading-size": cache.kv_offloading_size is not None,
+        "dual chunk attention: remove dual_chunk_attention_config from the model's config": bool(dual_chunk),
+    }
 
 
-def _reallocation(vllm_config: Any) -> list[Refusal]:
+def _reallocation(vllm_config: Any) -> dict[str, bool]:
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    config = model.hf_text_config
-    return [
-        (
-            config.model_type not in MODEL_TYPES,
-            f"a model of type {config.model_type}",
-            f"serve one of {', '.join(MODEL_TYPES)}",
-        ),
-        (
-            vllm_config.quant_config is not None,
-            f"quantised weights ({model.quantization})",
-            "heads are reordered while weights are loaded; serve a checkpoint in float32, bfloat16 or float16",
-        ),
-        (vllm_config.lora_config is not None, "LoRA adapters", "merge the adapter into the model"),
-        (
-            bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
-            "--disable-hybrid-kv-cache-manager",
-            "leave it out: blocks of several kinds are what saves memory",
-        ),
-        (
-            cache.sliding_window is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ()),
-            "sliding-window layers",
-            "their heads have no full cache to reallocate",
-        ),
-        (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", "leave it out"),
-    ]
+    config, scheduler = model.hf_text_config, vllm_config.scheduler_config
+    sliding = cache.sliding_window is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    kinds = f"a model of type {config.model_type}: serve one of {', '.join(MODEL_TYPES)}"
+    weights = (
+        f"quantised weights ({model.quantization}): heads are reordered while weights are loaded; serve a checkpoint "
+        "in float32, bfloat16 or float16"
+    )
+    hybrid = "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what saves memory"
+    return {
+        kinds: config.model_type not in MODEL_TYPES,
+        weights: vllm_config.quant_config is not None,
+        "LoRA adapters: merge the adapter into the model": vllm_config.lora_config is not None,
+        hybrid: bool(scheduler.disable_hybrid_kv_cache_manager),
+        "sliding-window layers: their heads have no full cache to reallocate": sliding,
+        "--kv-sharing-fast-prefill: leave it out": cache.kv_sharing_fast_prefill,
+    }

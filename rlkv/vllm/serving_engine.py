@@ -45,10 +45,10 @@ class ServingEngine(VLLMEngine):
         self.dtype = str(dtype).removeprefix("torch.")
         self.head_bytes = block_bytes(self.plan, shape.head_dim, dtype.itemsize) // self.plan.heads_per_block
 
-    def cache_settings(self) -> dict[str, Any]:
-        """What the compressible heads keep, for settings and reports."""
+    def describe(self) -> dict[str, Any]:
+        """What completions depend on: numbers, and what the compressible heads keep."""
         own = {name: getattr(self.settings, name) for name in ("sink", "window", "prefill", "eviction")}
-        return {**own, "backend": "vllm"}
+        return {"dtype": self.dtype, "device": "vllm", **own}
 
     def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
         """The completions of rendered ``prompts`` in their order.

@@ -66,7 +66,7 @@ class GapRemover:
 
 @dataclass
 class SteadyTables:
-    """Tables without gaps at the same place in every step: a CUDA graph that was captured with them reads the next one's.
+    """Tables without gaps at the same place in every step, where a CUDA graph that was captured with them finds them.
 
     Every builder has its own: the engine may cut a bin into several block tables, and it builds the metadata of all of
     them before it uses one.

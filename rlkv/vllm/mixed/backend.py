@@ -26,7 +26,7 @@ from rlkv.attention.mixed import mix
 from rlkv.attention.sizes import SinkWindow
 from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables, without_gap
 from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.mixed.attention import PagedBatch, paged_mixed_attention
+from rlkv.vllm.mixed.attention import MixedReads, paged_mixed_attention, plan_mixed_reads
 from rlkv.vllm.paged.backend import AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl
 
 
@@ -49,21 +49,26 @@ class _LiveGates:
         self.alpha_H, self.sizes = alpha_H, sizes
 
 
-class MixedTorchBuilder(TorchBuilder):
-    """Lists instead of tensors: the torch path loops over requests with several queries."""
+def _gap_remover(builder: Any) -> GapRemover:
+    """For the local branch of a builder's layers."""
+    layers = builder.vllm_config.compilation_config.static_forward_context
+    sizes: SinkWindow = layers[builder.layer_names[0]].impl.sizes
+    return GapRemover(SinkWindowDemand(builder.kv_cache_spec.block_size, sizes.sink, sizes.window))
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedBatch:
-        common = common_attn_metadata
-        return PagedBatch(common.query_start_loc_cpu.tolist(), common.seq_lens.tolist(), common.block_table_tensor)
+
+class MixedTorchBuilder(TorchBuilder):
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedReads:
+        common, gap_remover = common_attn_metadata, _gap_remover(self)
+        return plan_mixed_reads(common.block_table_tensor, common.query_start_loc_cpu, common.seq_lens, gap_remover)
 
 
 class MixedTorchImpl(_LiveGates, TorchImpl):
     """Attention of one layer in plain torch."""
 
     def attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: PagedBatch, output: Tensor
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: MixedReads, output: Tensor
     ) -> None:
-        paged_mixed_attention(query, kv_cache, step, self.alpha_H, self.sizes, self.scale, output)
+        paged_mixed_attention(query, kv_cache, step, self.alpha_H, self.scale, output)
 
 
 class MixedTorchBackend(TorchBackend):
@@ -86,12 +91,10 @@ class MixedTritonBuilder(TritonAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        sizes: SinkWindow = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.sizes
         rows = vllm_config.scheduler_config.max_num_seqs
         # permanent buffers: a captured graph keeps their addresses
-        self.gap_remover = GapRemover(SinkWindowDemand(self.block_size, sizes.sink, sizes.window))
-        self.tables = SteadyTables(rows)
-        self.sinks_R = torch.full((rows,), sizes.sink, dtype=torch.int32, device=device)
+        self.gap_remover, self.tables = _gap_remover(self), SteadyTables(rows)
+        self.sinks_R = torch.full((rows,), self.gap_remover.demand.sink, dtype=torch.int32, device=device)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
