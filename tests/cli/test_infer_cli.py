@@ -260,3 +260,14 @@ def test_user_errors_are_one_line_and_exit_code_2(
     assert "Traceback" not in err
     lines = re.split(r"[\r\n]+", err.strip())
     assert [line.startswith("error: ") for line in lines if "Loading weights" not in line] == [True]
+
+
+def test_gates_of_the_built_in_model_are_read_once(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    gates = HeadGates(torch.rand(4, 6, generator=torch.Generator().manual_seed(0)))
+    monkeypatch.setattr(HeadGates, "load", lambda path: asked.append(path) or gates)
+    infer("--model", "tiny", "--prompt", "a=7 . find a ?", "--max-new-tokens", 5)
+    assert asked == ["tiny"]
+    assert "heads: 12 full, 12 compressible" in capsys.readouterr().err

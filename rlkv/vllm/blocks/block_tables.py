@@ -1,4 +1,4 @@
-"""Block tables without the gap between sinks and window, so that a kernel reads what is kept and nothing else.
+"""Block tables without the gap between sinks and window, so that a kernel reads only what is kept.
 
 The gap is a whole number of blocks. Cut out of table and length it moves the window's keys and the queries by the
 same distance, and leaves the sinks where they are: "the first S or the last W" selects the same keys as before.

@@ -137,7 +137,7 @@ def plan_packing(full_LH: Tensor, demand: BlockDemand, reference_tokens: int) ->
 
 
 def _sizes(full_LH: Tensor) -> list[int]:
-    """Sizes of a bin that are worth a look: the smallest ones for each pair of numbers of bins."""
+    """Sizes of a bin that are worth trying: the smallest ones for each pair of numbers of bins."""
     counts = [int(full_LH.sum()), int((~full_LH).sum())]
     sizes = {-(-count // bins) for count in counts for bins in range(1, MAX_BINS + 1) if count}
     fitting = [size for size in sizes if sum(-(-count // size) for count in counts) <= MAX_BINS]

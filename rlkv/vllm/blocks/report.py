@@ -16,7 +16,7 @@ def check_block_bytes(vllm_config: Any, layer: Any) -> None:
     """Raise ``RuntimeError`` if the engine made blocks of another size than was planned.
 
     The engine groups layers by rules of its own, which :func:`rlkv.vllm.blocks.packing.engine_groups` foresees.
-    Were it wrong, text would still be right, but memory would be wasted unnoticed.
+    If that were wrong, the text would still be right, but memory would be wasted unnoticed.
     """
     cache = layer.kv_cache
     if cache.dim() != 4 or len(cache) < 2:

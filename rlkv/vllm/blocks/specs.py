@@ -1,4 +1,4 @@
-"""What the engine's memory management has to know of full and of compressible heads.
+"""What the engine's memory management must know about full and compressible heads.
 
 All kinds carry the number of their bin (:mod:`rlkv.vllm.blocks.packing`): layers of different bins never share a block
 table, even where the engine would merge them. Importing this module registers them, in every process that reads one.
@@ -90,7 +90,7 @@ class EvictingSpec(_OfBin, AttentionSpec):
         return self.page_size_bytes * self.demand.compressible(vllm_config.model_config.max_model_len)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """The engine computes slots by position, and looks them up even though no one uses them here."""
+        """The engine computes slots by position, and looks them up even though they are not used here."""
         return max(super().max_num_blocks_per_req(vllm_config, max_len), self.demand.compressible(max_len))
 
 

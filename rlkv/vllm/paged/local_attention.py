@@ -32,7 +32,7 @@ class Reads:
         position_RQ: of the queries.
         prompt: so many first tokens see everything before them.
         seen_RQK: bool ``[R, Q, C * N]``; None if it is made again for each layer, because all together may be large.
-        unwritten: row, column and slot of each slot that is read and that perhaps nobody wrote yet.
+        unwritten: row, column and slot of each slot that is read but may not have been written yet.
     """
 
     token_RQ: Tensor
@@ -132,7 +132,7 @@ def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: T
     (rows, columns), size = reads.block_RC.shape, twice // 2
     states = _gather(cache, reads.block_RC)  # [R, H, C, N, 2 * D], a copy
     row, column, slot = reads.unwritten
-    states[row, :, column, slot] = 0.0  # what nobody wrote may be anything, and 0 * NaN would be NaN
+    states[row, :, column, slot] = 0.0  # unwritten slots may hold anything, and 0 * NaN would be NaN
     states = states.view(rows, kv_heads, columns * in_block, twice).float()
     query = query_TXD[reads.token_RQ].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).float()  # [R, H, G, Q, D]
     group, queries = query.shape[2:4]
