@@ -13,8 +13,8 @@ from rlkv.eviction import EvictionPolicy, make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from rlkv.vllm.blocks.buffers import BufferUse, Use
-from rlkv.vllm.blocks.packing import BlockUse, PackingPlan, plan_packing
+from rlkv.vllm.blocks.demand import BlockDemand, BufferDemand, SinkWindowDemand
+from rlkv.vllm.blocks.packing import PackingPlan, plan_packing
 
 LIMITED, ROOMY = "memory-limited", "not limited"
 SETTINGS = (LIMITED, ROOMY)
@@ -107,12 +107,12 @@ class Workload:
         """The policy of this name; None: sinks and window."""
         return None if eviction is None else make_policy(eviction, budget=self.budget, buffer=self.buffer)
 
-    def use(self, eviction: str | None) -> Use:
+    def demand(self, eviction: str | None) -> BlockDemand:
         """Blocks that requests take."""
         policy = self.policy(eviction)
         if policy is None:
-            return BlockUse(self.block_size, self.sink, self.window)
-        return BufferUse.of(policy, self.block_size, self.shape.query_heads // self.shape.kv_heads)
+            return SinkWindowDemand(self.block_size, self.sink, self.window)
+        return BufferDemand.of(policy, self.block_size, self.shape.query_heads // self.shape.kv_heads)
 
     def kept(self, eviction: str | None) -> int:
         """Entries for which a compressible head needs room."""
@@ -238,7 +238,7 @@ def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | No
     """What ``sparsity`` should bring where memory is the limit; ``eviction``: name of a policy."""
     allocation = HeadAllocation.from_gates(gates, sparsity)
     exact = allocation.num_compressible / allocation.full.numel()
-    plan = plan_packing(allocation.full, work.use(eviction), round(work.mean_length))
+    plan = plan_packing(allocation.full, work.demand(eviction), round(work.mean_length))
     theory = theoretical_speedup(exact, work.kept(eviction), work.mean_length)
     return Expectation(exact, theory, _gain_by_blocks(work, plan))
 

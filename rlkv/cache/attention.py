@@ -16,27 +16,27 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from rlkv.attention.arguments import refuse_variants
 from rlkv.cache.layer import NewStates
-from rlkv.cache.plan import CacheState, CallPlan, read_padding
+from rlkv.cache.plan import CacheState, CallLayout, read_padding
 from rlkv.cache.schedule import Segment
 
 IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 
 
 class AttentionCall:
-    """One forward call, as the mask function sees it; its layers share one :class:`CallPlan` per device."""
+    """One forward call, as the mask function sees it; its layers share one :class:`CallLayout` per device."""
 
     def __init__(self, attention_mask: torch.Tensor | None, start: int, length: int, rows: int) -> None:
         self.attention_mask, self.start, self.length, self.rows = attention_mask, start, length, rows
-        self._plans: dict[torch.device, CallPlan] = {}
+        self._plans: dict[torch.device, CallLayout] = {}
         self._segments: list[Segment] = []
 
-    def plan(self, state: CacheState, device: torch.device) -> CallPlan:
+    def plan(self, state: CacheState, device: torch.device) -> CallLayout:
         """The plan on ``device``; the first layer of the call notes padding and counts in ``state``."""
         if not self._plans:
             padding = read_padding(self.attention_mask, state.padding, self.start, self.length)
             self._segments = state.begin_call(padding, self.start, self.length, self.rows)
         if device not in self._plans:
-            self._plans[device] = CallPlan(
+            self._plans[device] = CallLayout(
                 state.settings, self.start, self.length, state.padding, device, self._segments
             )
         return self._plans[device]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkv.cache.attend import attend, grown_capacity, resized
-from rlkv.cache.plan import CacheState, CallPlan
+from rlkv.cache.plan import CacheState, CallLayout
 from rlkv.cache.schedule import SegmentTensors
 from rlkv.cache.stores import entry_nbytes
 from rlkv.eviction.base import EvictionPolicy
@@ -75,7 +75,7 @@ class EvictingStore:
         if self.state.record:
             self._planes["positions"] = torch.empty(shape, dtype=torch.long, device=key.device)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallPlan, scale: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
         """Store the new states ``[B, H, n, D]`` and attend: query ``[B, H, G, n, D]`` -> its shape."""
         parts = []
         for segment in plan.segments:
@@ -86,7 +86,7 @@ class EvictingStore:
             self._finish(held, query_S, segment, scale)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
-    def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallPlan, scale: float) -> None:
+    def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
         """Store the states of a prompt that all heads have read in full, and evict."""
         (segment,) = plan.segments
         self._finish(self._new_entries(key, value, segment, plan), query, segment, scale)
@@ -130,7 +130,7 @@ class EvictingStore:
         found = torch.zeros(self.num_heads, tokens, dtype=torch.bool)
         return found.scatter_(1, self._planes["positions"][row, :, columns].cpu(), True)
 
-    def _new_entries(self, key: Tensor, value: Tensor, segment: SegmentTensors, plan: CallPlan) -> dict[str, Tensor]:
+    def _new_entries(self, key: Tensor, value: Tensor, segment: SegmentTensors, plan: CallLayout) -> dict[str, Tensor]:
         new = {"keys": key, "values": value}
         if "scores" in self._planes:
             new["scores"] = torch.zeros(key.shape[:3], dtype=torch.float32, device=key.device)

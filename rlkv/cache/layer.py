@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from rlkv.cache.attend import attend
-from rlkv.cache.plan import CacheState, CallPlan
+from rlkv.cache.plan import CacheState, CallLayout
 from rlkv.cache.stores import FullStore, Store, entry_nbytes
 
 
@@ -138,7 +138,7 @@ class ReallocationLayer(CacheLayerMixin):
     # storing and attending
 
     def attend_and_store(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallPlan, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
     ) -> torch.Tensor:
         """Cache the n new tokens and attend: query ``[B, H * G, n, D]`` -> ``[B, n, H * G, D]``.
 
@@ -163,7 +163,9 @@ class ReallocationLayer(CacheLayerMixin):
         self.length = plan.end
         return out.flatten(1, 2).transpose(1, 2).contiguous()
 
-    def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallPlan, scale: float) -> None:
+    def store(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
+    ) -> None:
         """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending to anything."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)

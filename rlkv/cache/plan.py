@@ -153,7 +153,7 @@ class Block:
     write: RingWrite
 
 
-class CallPlan:
+class CallLayout:
     """Indices and masks that all layers of one forward call share; each is built once, when first asked for."""
 
     def __init__(

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindo
 
 from rlkv.cache.evicting import EvictingStore, KeptTokens
 from rlkv.cache.layer import ReallocationLayer
-from rlkv.cache.plan import CacheSettings, CacheState, CallPlan
+from rlkv.cache.plan import CacheSettings, CacheState, CallLayout
 from rlkv.cache.stores import RingStore, Store
 from rlkv.eviction.base import EvictionPolicy
 
@@ -102,7 +102,7 @@ class HeadReallocationCache(Cache):
 
         For measurements: it spares the reading of a long prompt.
         """
-        plan = CallPlan(self.settings, 0, key.shape[2], None, key.device)
+        plan = CallLayout(self.settings, 0, key.shape[2], None, key.device)
         if self.settings.eviction is not None:
             raise ValueError("fill() has no queries to give an eviction policy: let the model read a prompt instead")
         for layer in self._layers.values():

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from rlkv.cache.attend import attend, grown_capacity, resized
-from rlkv.cache.plan import CacheState, CallPlan, RingWrite
+from rlkv.cache.plan import CacheState, CallLayout, RingWrite
 
 
 class Store(Protocol):
@@ -27,11 +27,13 @@ class Store(Protocol):
         """Make buffers for the batch, device and dtype of the first states ``[B, H, n, D]``."""
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallPlan, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
     ) -> torch.Tensor:
         """Store the new states ``[B, H, n, D]`` and attend: query ``[B, H, G, n, D]`` -> its shape."""
 
-    def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallPlan, scale: float) -> None:
+    def store(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
+    ) -> None:
         """Store the states of a whole prompt without attending to anything; arguments as of :meth:`attend`."""
 
     def tensors(self) -> list[torch.Tensor]:
@@ -71,13 +73,15 @@ class FullStore:
         self.values = value.new_empty(b, self.num_heads, capacity, value.shape[-1])
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallPlan, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
     ) -> torch.Tensor:
         self.store(query, key, value, plan, scale)
         keys, values = self.keys.narrow(2, 0, plan.end), self.values.narrow(2, 0, plan.end)
         return attend(query, keys, values, plan.full_mask, plan.is_causal, scale)
 
-    def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallPlan, scale: float) -> None:
+    def store(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
+    ) -> None:
         if plan.end > self.keys.shape[2]:
             capacity = grown_capacity(self.keys.shape[2], plan.end, self.state.limit)
             self.keys = resized(self.keys, capacity, plan.start)  # one after the other: never old and new of both
@@ -116,7 +120,7 @@ class RingStore:
         self.values = value.new_zeros(*shape, value.shape[-1])
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallPlan, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
     ) -> torch.Tensor:
         if plan.length == 1:
             self._write_token(self.keys, key, plan.ring_slot)
@@ -133,7 +137,9 @@ class RingStore:
             self._write_tokens(self.values, value[:, :, span], block.write)
         return torch.cat(parts, dim=3)
 
-    def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallPlan, scale: float) -> None:
+    def store(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
+    ) -> None:
         self._write_tokens(self.keys, key, plan.whole_write)
         self._write_tokens(self.values, value, plan.whole_write)
 

@@ -1,6 +1,6 @@
 """``with compress(model, gates, sparsity=0.5): model.generate(...)``: generation with a HeadReallocationCache.
 
-Two places of the *instance* are hooked and put back on exit: where ``generate`` prepares its cache, and the forward
+Two places of the *instance* are hooked and restored on exit: where ``generate`` prepares its cache, and the forward
 of the decoder (for plain ``model(...)`` calls).  The model class and its weights are left alone.
 """
 
@@ -9,57 +9,55 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.generation import GenerationMode
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
-from rlkv.inference.servable import check_servable, leave_alone, note_positions, stock_layers
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.inference.servable import (
+    check_generation,
+    check_servable,
+    default_layers,
+    exclude_sliding_layers,
+    refuse_continuous_batching,
+    warn_without_rope,
+)
 from rlkv.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rlkv.eviction.base import EvictionPolicy
-    from rlkv.gates.allocation import HeadAllocation
-    from rlkv.gates.head_gates import HeadGates
+
+Gates = HeadGates | HeadAllocation | str | Path | None
 
 
+@dataclass
 class CompressedSession:
     """What ``with compress(...) as session`` gives.
 
     ``allocation`` says which heads are full; ``cache`` is the cache of the latest call (None before the first),
     with ``cache.nbytes()`` held against ``cache.full_nbytes()``.  With ``record=True`` ``cache.kept`` lists what each
-    compaction kept, and ``cache.held(row)`` says which tokens each head holds.
+    eviction kept, and ``cache.held(row)`` says which tokens each head holds.
     """
 
-    def __init__(
-        self,
-        allocation: HeadAllocation,
-        settings: CacheSettings,
-        record: bool = False,
-        stock_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict,
-    ) -> None:
-        self.allocation, self.settings, self.record, self._stock_layers = allocation, settings, record, stock_layers
-        self.cache: HeadReallocationCache | None = None
+    allocation: HeadAllocation
+    settings: CacheSettings
+    record: bool = False
+    default_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict
+    cache: HeadReallocationCache | None = None
 
     def new_cache(self, reserve: int = 0) -> HeadReallocationCache:
         """An empty cache of this session's allocation and sizes; ``reserve`` as in :class:`HeadReallocationCache`."""
-        settings = self.settings
-        return HeadReallocationCache(
-            self.allocation.full,
-            settings.sink,
-            settings.window,
-            settings.prefill,
-            reserve=reserve,
-            eviction=settings.eviction,
-            record=self.record,
-            stock_layers=self._stock_layers,
-        )
+        kept = self.settings
+        sizes = (kept.sink, kept.window, kept.prefill, reserve, kept.eviction, self.record)
+        return HeadReallocationCache(self.allocation.full, *sizes, stock_layers=self.default_layers)
 
     def check(self, cache: Any) -> HeadReallocationCache:
         """``cache``, if it may be continued here.
@@ -81,10 +79,7 @@ class CompressedSession:
 
 
 def resolve_allocation(
-    model: PreTrainedModel,
-    gates: HeadGates | HeadAllocation | str | Path | None,
-    sparsity: float | None = None,
-    scope: str = "global",
+    model: PreTrainedModel, gates: Gates, sparsity: float | None = None, scope: str = "global"
 ) -> HeadAllocation:
     """The allocation for ``model`` from gates (or a file of them) and a sparsity, or the given allocation.
 
@@ -93,21 +88,17 @@ def resolve_allocation(
     Raises:
         ValueError: if it does not fit the model, or ``sparsity`` is missing or superfluous.
     """
-    from rlkv.gates.allocation import HeadAllocation
-    from rlkv.gates.head_gates import HeadGates
-
+    shape = ModelShape.from_config(model.config)
     if gates is None:
         if sparsity is not None:
             raise ValueError(
-                "sparsity is given without gates, which say what heads it compresses: pass gates too, or leave it out "
+                "sparsity is given without gates, which say which heads it compresses: pass gates too, or leave it out "
                 "to compress all heads"
             )
-        shape = ModelShape.from_config(model.config)
         return HeadAllocation(torch.zeros(shape.num_layers, shape.num_kv_heads, dtype=torch.bool))
     if isinstance(gates, HeadAllocation):
         if sparsity is not None:
             raise ValueError("sparsity is given together with a HeadAllocation, which has its own: pass one of the two")
-        shape = ModelShape.from_config(model.config)
         if tuple(gates.full.shape) != (shape.num_layers, shape.num_kv_heads):
             raise ValueError(
                 f"the allocation is for {gates.full.shape[0]} layers x {gates.full.shape[1]} KV heads, but the model "
@@ -125,7 +116,7 @@ def resolve_allocation(
 @contextmanager
 def compress(
     model: PreTrainedModel,
-    gates: HeadGates | HeadAllocation | str | Path | None = None,
+    gates: Gates = None,
     sparsity: float | None = None,
     sink: int = 16,
     window: int = 64,
@@ -136,40 +127,33 @@ def compress(
 ) -> Iterator[CompressedSession]:
     """Let ``model`` keep the full KV cache in the heads that need it, and a small one in all others.
 
-    The others keep ``sink + window`` tokens, or what the ``eviction`` policy chooses.
-
     Inside the context ``model.generate(...)`` and ``model(...)`` run with a :class:`HeadReallocationCache`: greedy,
     sampled, beams, left-padded batches, and further turns with ``past_key_values=session.cache``.  On exit, also by
     an exception, the model is as it was.  For inference only: no gradients flow through the cache.
 
     Args:
-        model: a transformers causal LM in eval mode (or a PEFT model around one).  Layers with a sliding window are
-            left alone (a warning says so), which is not possible with gates and a sparsity, which count their heads.
-        gates: ``HeadGates``, a gates file or folder, or a ready ``HeadAllocation``; None: all heads are compressible
-            (token eviction as published), which needs an ``eviction`` policy.
+        model: a transformers causal LM in eval mode (or a PEFT model around one).  Layers with a sliding window stay
+            as they are, with a warning; gates and a sparsity, which count their heads, are then refused.
+        gates: ``HeadGates``, a gates file or folder, "tiny" for those of the built-in model, or a ``HeadAllocation``;
+            None: all heads are compressible (token eviction as published), which needs an ``eviction`` policy.
         sparsity: share of all KV heads that is compressed; None with a ``HeadAllocation`` or without gates.
-        sink: first real tokens of each row that a compressible head keeps.
-        window: last tokens that it keeps; the current one counts.
+        sink, window: first and last tokens of each row that a compressible head keeps; the current one counts.
         prefill: ``"full"``: all heads read a prompt in full and compress it afterwards; ``"local"``: compressible
             heads read it through sinks and window too, as in training.
         scope: ``"global"`` or ``"layer"``: where heads compete for staying full.
-        eviction: a policy from :mod:`rlkv.eviction`, such as ``RKV(budget=256)``, for the compressible heads; ``sink``
-            and ``window`` then have no effect.  Where a policy observes queries it does so in every head that it
-            serves.
+        eviction: a policy from :mod:`rlkv.eviction`, such as ``RKV(budget=256)``, for the compressible heads, instead
+            of ``sink`` and ``window``.
         record: note the positions of cached tokens, for ``session.cache.kept`` and ``session.cache.held(row)``.
 
-    Yields:
-        CompressedSession: the allocation, and the cache of the latest call.
-
     Raises:
-        ValueError: if gates and model do not belong together, if the model cannot be served in this way, if it is
-            compressed already, and inside the context for what would bypass the cache (static, quantized or other
-            caches, ``use_cache=False`` in generate, assisted generation, continuous batching).
+        ValueError: if gates and model do not belong together, if the model cannot be served or is compressed already,
+            and inside the context for what would bypass the cache (other caches, assisted generation, continuous
+            batching, ``use_cache=False`` in generate).
     """
     base: Any = model
     if hasattr(base, "get_base_model"):  # a PEFT model
         base = base.get_base_model()
-    stock = check_servable(base)
+    sliding = check_servable(base)
     if gates is None and eviction is None:
         raise ValueError(
             "gates and eviction are both missing: pass gates (which heads stay full), an eviction policy such as "
@@ -177,36 +161,35 @@ def compress(
         )
     settings = CacheSettings(sink, window, prefill, eviction)
     allocation = resolve_allocation(base, gates, sparsity, scope)
-    if stock:
-        allocation = leave_alone(allocation, stock, ranked=sparsity is not None)
+    if sliding:
+        allocation = exclude_sliding_layers(allocation, sliding, ranked=sparsity is not None)
     if eviction is not None:
-        note_positions(base)
-    session = CompressedSession(allocation, settings, record, partial(stock_layers, base, stock))
+        warn_without_rope(base)
+    session = CompressedSession(allocation, settings, record, partial(default_layers, base, sliding))
     with ExitStack() as undo:
-        _switch_attention(base, undo)
-        _replace(base, "_prepare_cache_for_generation", _cache_preparation(base, session), undo)
-        for name in ("generate_batch", "init_continuous_batching"):
-            if hasattr(base, name):
-                _replace(base, name, _refuse_continuous_batching, undo)
-        decoder = base.base_model
-        undo.callback(decoder.register_forward_pre_hook(_forward_hook(decoder, session), with_kwargs=True).remove)
+        _hook(base, session, undo)
         yield session
 
 
-def _switch_attention(model: Any, undo: ExitStack) -> None:
-    before = model.config._attn_implementation
-    undo.callback(model.set_attn_implementation, before)
-    model.set_attn_implementation(IMPLEMENTATION)  # only warns if it cannot
+def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
+    """Everything that is changed on the instance, and in ``undo`` how it is restored."""
     decoder = model.base_model
+    undo.callback(model.set_attn_implementation, model.config._attn_implementation)
+    model.set_attn_implementation(IMPLEMENTATION)  # only warns if it cannot
     if {model.config._attn_implementation, decoder.config._attn_implementation} != {IMPLEMENTATION}:
         raise ValueError(
             f"{type(model).__name__} does not let its attention implementation be set: compress(...) needs a model "
             "that uses transformers' attention interface"
         )
+    _replace(model, "_prepare_cache_for_generation", _cache_preparation(model, session), undo)
+    for name in ("generate_batch", "init_continuous_batching"):
+        if hasattr(model, name):
+            _replace(model, name, refuse_continuous_batching, undo)
+    undo.callback(decoder.register_forward_pre_hook(_forward_hook(decoder, session), with_kwargs=True).remove)
 
 
 def _replace(model: Any, name: str, function: Any, undo: ExitStack) -> None:
-    """Shadow a method on the instance; undone by removing the shadow, or by putting an earlier one back."""
+    """Shadow a method on the instance; undone by removing the shadow, or by restoring an earlier one."""
     if name in vars(model):
         undo.callback(setattr, model, name, vars(model)[name])
     else:
@@ -220,11 +203,11 @@ def _cache_preparation(model: Any, session: CompressedSession) -> Any:
     def prepare(
         generation_config: Any,
         model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
+        generation_mode: Any,
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        _check_generation(generation_config, generation_mode, session.settings)
+        check_generation(generation_config, generation_mode, session.settings)
         given = model_kwargs.get("past_key_values")
         session.cache = session.new_cache() if given is None else session.check(given)
         session.cache.state.limit = max_cache_length
@@ -234,28 +217,6 @@ def _cache_preparation(model: Any, session: CompressedSession) -> Any:
         return original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 
     return prepare
-
-
-def _check_generation(generation_config: Any, mode: GenerationMode, settings: CacheSettings) -> None:
-    if generation_config.cache_implementation not in (None, "dynamic"):
-        raise ValueError(
-            f"cache_implementation={generation_config.cache_implementation!r} would replace the compressed cache: "
-            "leave it out under compress(...)"
-        )
-    if generation_config.use_cache is False:
-        raise ValueError("use_cache=False leaves nothing to compress: generate with the cache under compress(...)")
-    if mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
-        raise ValueError("assisted generation takes tokens back, which a compressed cache cannot: leave it out")
-    if generation_config.prefill_chunk_size is not None and settings.prefill == "full":
-        raise ValueError(
-            "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use prefill='local'"
-        )
-    if generation_config.prefill_chunk_size is not None and settings.eviction and settings.eviction.protect_prompt:
-        raise ValueError("prefill_chunk_size would protect the first chunk only: leave it out, or protect_prompt=False")
-
-
-def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
-    raise ValueError("continuous batching brings its own paged cache: use model.generate under compress(...)")
 
 
 def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:

@@ -77,9 +77,11 @@ class InferenceEngine(HFEngine):
         self.allocation, self.eviction, self.record = allocation, eviction, record
         self.sizes: dict[str, Any] = {"sink": sink, "window": window, "prefill": prefill}
 
-    def cache_settings(self) -> dict[str, Any]:
-        """What the compressible heads keep, for settings and reports."""
-        return {**self.sizes, "eviction": self.eviction.describe() if self.eviction is not None else None}
+    def describe(self) -> dict[str, Any]:
+        """What completions depend on: numbers, device, and what the compressible heads keep."""
+        eviction = self.eviction.describe() if self.eviction is not None else None
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "device": self.model.device.type, **self.sizes, "eviction": eviction}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered prompt; nothing is added to it."""

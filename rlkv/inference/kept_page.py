@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Template
 
 from rlkv.cache import HeadReallocationCache
 from rlkv.utils.atomic import atomic_path
 
 CONTEXT = 4  # tokens before a token that decide how it is written (spaces, accents in several tokens)
 
-_STYLE = """
-body { font: 15px/1.7 ui-monospace, monospace; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c }
-h1 { font-size: 1.2rem } p.note { color: #555; font-family: sans-serif }
-.text { white-space: pre-wrap; overflow-wrap: anywhere }
-.text span { border-radius: 2px } .gone { color: #a8a8a8 } .new { text-decoration: underline dotted }
-.answer { border-left: 3px solid #7f0000; padding-left: 2px }
-.bar { display: inline-block; width: 12rem; height: .9rem; vertical-align: middle;
-  background: linear-gradient(90deg, #fff3e0, #f4843c, #7f0000) }
-"""
+TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
@@ -56,36 +49,31 @@ def render_kept_page(tokenizer: Any, ids: list[int], prompt_tokens: int, cache: 
     """
     held = cache.held(0)
     heads, counts = held.shape[0] * held.shape[1], held.flatten(0, 1).sum(0).tolist()
-    policy = cache.settings.eviction
-    kind = policy.name if policy is not None else f"sinks {cache.settings.sink} and window {cache.settings.window}"
-    num_full, num_compressible = cache.num_heads()
-    spans = []
+    spans: list[dict[str, Any]] = []
     for position, text in enumerate(token_texts(tokenizer, ids)):
-        marks = ["answer"] if position == prompt_tokens else []
+        mark, title, colours = "", f"token {position}: gone", None
         if position >= len(counts):
-            style, title = "", "not cached yet"
-            marks.append("new")
+            mark, title = "new", "not cached yet"
         elif counts[position] == 0:
-            style, title = "", f"token {position}: gone"
-            marks.append("gone")
+            mark = "gone"
         else:
             share = counts[position] / heads
-            colour = "#fff" if share > 0.65 else "#1c1c1c"
-            style = f' style="background:{shade(share)};color:{colour}"'
             title = f"token {position}: held by {counts[position]} of {heads} heads"
-        cls = f' class="{" ".join(marks)}"' if marks else ""
-        spans.append(f'<span{cls}{style} title="{title}">{html.escape(text)}</span>')
-    gone = counts.count(0)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>What the KV cache holds</title>'
-        f"<style>{_STYLE}</style></head><body>\n<h1>What the KV cache holds after {len(counts)} tokens</h1>\n"
-        f'<p class="note">{num_full} heads are full, {num_compressible} compressible ({html.escape(kind)}). Bytes of '
-        f"KV in use / bytes of the full cache: {cache.used_nbytes():,} / {cache.full_nbytes():,} "
-        f"({cache.used_nbytes() / cache.full_nbytes():.1%}). "
-        f"{gone} {'token is' if gone == 1 else 'tokens are'} gone from all heads (grey).<br>"
-        f'Held by 1 head <span class="bar"></span> by all {heads}. A bar on the left marks the start of the answer; '
-        f"point at a token for its number.</p>\n"
-        f'<div class="text">{"".join(spans)}</div>\n</body></html>\n'
+            colours = (shade(share), "#fff" if share > 0.65 else "#1c1c1c")
+        marks = f"{'answer' if position == prompt_tokens else ''} {mark}".strip()
+        spans.append({"text": text, "marks": marks, "title": title, "colours": colours})
+    policy, sizes = cache.settings.eviction, cache.settings
+    num_full, num_compressible = cache.num_heads()
+    return Template(TEMPLATE.read_text(), autoescape=True, keep_trailing_newline=True).render(
+        spans=spans,
+        tokens=len(counts),
+        gone=counts.count(0),
+        heads=heads,
+        num_full=num_full,
+        num_compressible=num_compressible,
+        kind=policy.name if policy is not None else f"sinks {sizes.sink} and window {sizes.window}",
+        used=cache.used_nbytes(),
+        full=cache.full_nbytes(),
     )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlkv.models.loading import load_model
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,6 +22,8 @@ class ModelOptions:
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model and tokenizer; errors as :func:`rlkv.models.loading.load_model`."""
+        from rlkv.models.loading import load_model
+
         return load_model(self.model, self.dtype, self.device)
 
 

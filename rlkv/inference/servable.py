@@ -1,4 +1,4 @@
-"""Which models ``compress`` serves, and what is different for models with sliding windows or without RoPE."""
+"""Which models and calls ``compress`` serves, and what differs for models with sliding windows or without RoPE."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import GenerationMode
 
-from rlkv.cache import IMPLEMENTATION
+from rlkv.cache import IMPLEMENTATION, CacheSettings
 from rlkv.gates.allocation import HeadAllocation
 
 KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def check_servable(model: Any) -> list[int]:
-    """The layers that must be left alone because their attention slides.
+    """The layers that cannot be compressed because their attention slides.
 
     Raises:
         ValueError: if the model is compressed already or cannot be served.
@@ -42,14 +43,14 @@ def check_servable(model: Any) -> list[int]:
     return sliding
 
 
-def stock_layers(model: Any, numbers: list[int]) -> dict[int, DynamicSlidingWindowLayer]:
+def default_layers(model: Any, numbers: list[int]) -> dict[int, DynamicSlidingWindowLayer]:
     """New layers of transformers' own cache for the layers ``numbers`` of the model."""
     layers = _own_layers(model)
     return {number: layers[number] for number in numbers}
 
 
-def leave_alone(allocation: HeadAllocation, sliding: list[int], ranked: bool) -> HeadAllocation:
-    """``allocation`` with the heads of the layers ``sliding`` taken out of it, announced by a warning.
+def exclude_sliding_layers(allocation: HeadAllocation, sliding: list[int], ranked: bool) -> HeadAllocation:
+    """``allocation`` with the heads of the layers ``sliding`` excluded, announced by a warning.
 
     Raises:
         ValueError: if it was ``ranked`` from gates, whose sparsity counts heads that have no full cache.
@@ -69,7 +70,7 @@ def leave_alone(allocation: HeadAllocation, sliding: list[int], ranked: bool) ->
     return HeadAllocation(full)
 
 
-def note_positions(model: Any) -> None:
+def warn_without_rope(model: Any) -> None:
     """Warn if cached keys carry no rotary position, which scores that compare keys rely on."""
     if not any("rotary" in name for name, _ in model.named_modules()):
         warnings.warn(
@@ -77,6 +78,42 @@ def note_positions(model: Any) -> None:
             "only as far as the hidden states do, so policies that compare keys (R-KV) see more tokens as repetitions",
             stacklevel=4,
         )
+
+
+def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings) -> None:
+    """Raise ``ValueError`` for options of ``generate`` that would bypass the cache or compress a prompt in pieces."""
+    policy = settings.eviction
+    refusals = (
+        (
+            config.cache_implementation not in (None, "dynamic"),
+            f"cache_implementation={config.cache_implementation!r} would replace the compressed cache: leave it out "
+            "under compress(...)",
+        ),
+        (
+            config.use_cache is False,
+            "use_cache=False leaves nothing to compress: generate with the cache under compress(...)",
+        ),
+        (
+            mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant,
+            "assisted generation takes tokens back, which a compressed cache cannot: leave it out",
+        ),
+        (
+            config.prefill_chunk_size is not None and settings.prefill == "full",
+            "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use prefill='local'",
+        ),
+        (
+            config.prefill_chunk_size is not None and policy is not None and policy.protect_prompt,
+            "prefill_chunk_size would protect the first chunk only: leave it out, or protect_prompt=False",
+        ),
+    )
+    for applies, message in refusals:
+        if applies:
+            raise ValueError(message)
+
+
+def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
+    """In the place of a model's methods for continuous batching."""
+    raise ValueError("continuous batching brings its own paged cache: use model.generate under compress(...)")
 
 
 def _own_layers(model: Any) -> list[Any]:

@@ -204,5 +204,8 @@ def _cut_torn_line(path: Path) -> None:
                 end = start + newline + 1
                 break
             end = start
+        file.seek(0)
+        if file.read(1) not in (b"", b"{") and not settings_path(path).exists():
+            raise ValueError(f"{path} does not begin with a row: take another file for the output")
     if end < size:
         os.truncate(path, end)

@@ -64,7 +64,7 @@ class VLLMEngine:
         from vllm import LLM
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, model_parallel_is_initialized
 
-        if model_parallel_is_initialized():  # two would share their state, and the first to go would take it along
+        if model_parallel_is_initialized():  # two would share their state, which the first to close would destroy
             raise ValueError("one vLLM engine at a time can live in a process: close() the other one first")
         self.tokenizer = load_tokenizer(model)
         self.has_gates = sizes is not None
@@ -88,7 +88,7 @@ class VLLMEngine:
                 **{**options, **engine_options},
             )
         except BaseException:
-            cleanup_dist_env_and_memory()  # a start that fails late leaves a state that no one could close
+            cleanup_dist_env_and_memory()  # a start that fails late leaves state that nobody could clean up
             raise
         self.eos_ids = _end_tokens(model, self.tokenizer)
         if self.has_gates:
@@ -195,12 +195,17 @@ class VLLMEngine:
         return self.tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
 
 
-def _mixed_options(model: str, sizes: SinkWindow) -> dict[str, Any]:
+def load_config(model: str) -> Any:
+    """The transformers config of ``model`` (``tiny``, a folder or a hub id)."""
     from transformers import AutoConfig
 
+    return AutoConfig.from_pretrained(model_source(model))
+
+
+def _mixed_options(model: str, sizes: SinkWindow) -> dict[str, Any]:
     from rlkv.vllm.mixed.model import register
 
-    architecture = mixed_architecture(AutoConfig.from_pretrained(model_source(model)).architectures)
+    architecture = mixed_architecture(load_config(model).architectures)
     register()
     return {
         "hf_overrides": {"architectures": [architecture]},

@@ -13,8 +13,8 @@ GROUP, NAME, ENTRY_POINT = "vllm.general_plugins", "rlkv", "rlkv.vllm.plugin:reg
 def register() -> None:
     """Put rlkv's classes in place of the stock ones, by name.
 
-    The classes build the untouched stock model unless rlkv was asked for: whether it was is known only when the engine
-    has its settings. For models that have no such class it is refused then. Calling this twice changes nothing.
+    The classes build the untouched stock model unless rlkv was asked for, which is known only when the engine has its
+    settings; models that have no such class are refused then. Calling this twice changes nothing.
     """
     from vllm import ModelRegistry
 
@@ -23,34 +23,30 @@ def register() -> None:
         mixed = PREFIX + name  # of rollouts; a caller in this process may have registered the class itself
         if mixed not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(mixed, f"rlkv.vllm.mixed.model:{mixed}")
-    _check_every_config()
+    _prepare_every_config()
 
 
-def _check_every_config() -> None:
-    """No class of ours is built for another model, so the engine's own settings are where it can be noticed.
-
-    The scheduler reads the same settings, in another process perhaps than the model.
-    """
+def _prepare_every_config() -> None:
+    """The engine's configuration is where the settings, the model and the scheduler meet, before any other process."""
     from vllm.config import VllmConfig
 
     stock: Any = VllmConfig.__post_init__
-    if getattr(stock, "checked_by_rlkv", False):
+    if getattr(stock, "prepared_by_rlkv", False):
         return
 
     @wraps(stock)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        from rlkv.vllm.reallocation.limits import adapt_engine, check_architecture
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> None:
+        from rlkv.vllm.limits import prepare_engine
 
         stock(self, *args, **kwargs)
-        check_architecture(self)
-        adapt_engine(self)
+        prepare_engine(self)
 
-    checked.checked_by_rlkv = True  # type: ignore[attr-defined]
-    VllmConfig.__post_init__ = checked
+    prepared.prepared_by_rlkv = True  # type: ignore[attr-defined]
+    VllmConfig.__post_init__ = prepared
 
 
 def check_installed() -> None:
-    """Raise ``ValueError`` if the engine would not load this plugin, and so serve the full cache without a word."""
+    """Raise ``ValueError`` if the engine would not load this plugin, and so silently serve the full cache."""
     import os
     from importlib.metadata import entry_points
 

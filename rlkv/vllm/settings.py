@@ -1,31 +1,37 @@
 """What the user asked the plugin to do: ``--additional-config '{"rlkv": {...}}'``, or two environment variables.
 
 The first reaches every process of the engine and is part of its compilation key; the variables (``RLKV_GATES``,
-``RLKV_SPARSITY``) are for launchers whose arguments cannot be changed. Without either the plugin does nothing.
+``RLKV_SPARSITY``) are for launchers whose arguments cannot be changed. Without either the plugin is inactive.
+
+A request names gates and a sparsity. It is resolved once, when the engine's configuration is made: the gates file is
+read and the allocation itself takes its place, so that no other process needs the file.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlkv.cache.plan import CacheSettings
     from rlkv.eviction import EvictionPolicy
+    from rlkv.gates.allocation import HeadAllocation
 
 KEY = "rlkv"
 VARIABLES = {"gates": "RLKV_GATES", "sparsity": "RLKV_SPARSITY"}
-EVICTIONS = ("rkv", "snapkv")  # their scores need the keys and the last queries, and are made head by head
+EVICTIONS = ("rkv", "snapkv")  # their scores need the keys and the last queries, and are computed head by head
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServingSettings:
     """Head reallocation: which heads are full, and what the others keep.
 
     Attributes:
-        gates: a gates file, folder or hub address, as :meth:`rlkv.HeadGates.load` takes it.
+        gates: a gates file, folder or hub address, as :meth:`rlkv.HeadGates.load` takes it; with ``sparsity``.
         sparsity: share of KV heads that are compressible, in [0, 1].
+        full: instead of gates: one text for each layer with 1 for a full and 0 for a compressible head.
         sink, window: tokens that a compressible head keeps; default: what the gates file states for deployment.
         scope: ``global`` or ``layer``, as in :meth:`rlkv.HeadAllocation.from_gates`.
         prefill: ``local``: prompt tokens see what a compressible head keeps, like generated ones. ``full``: they see
@@ -35,11 +41,12 @@ class ServingSettings:
             takes them, such as ``{"name": "rkv", "budget": 256}``.
 
     Raises:
-        ValueError: for a value that cannot be.
+        ValueError: for impossible values.
     """
 
-    gates: str
-    sparsity: float
+    gates: str | None = None
+    sparsity: float | None = None
+    full: tuple[str, ...] | None = None
     sink: int | None = None
     window: int | None = None
     scope: str = "global"
@@ -48,11 +55,12 @@ class ServingSettings:
     eviction: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        number = isinstance(self.sparsity, int | float) and not isinstance(self.sparsity, bool)
-        if not number or not 0 <= self.sparsity <= 1:
-            raise ValueError(f"rlkv: sparsity must be a number in [0, 1], got {self.sparsity!r}")
-        if not isinstance(self.gates, str) or not self.gates:
-            raise ValueError(f"rlkv: gates must be the path of a gates file, got {self.gates!r}")
+        if self.full is None:
+            number = isinstance(self.sparsity, int | float) and not isinstance(self.sparsity, bool)
+            if not number or not 0 <= self.sparsity <= 1:  # type: ignore[operator]
+                raise ValueError(f"rlkv: sparsity must be a number in [0, 1], got {self.sparsity!r}")
+            if not isinstance(self.gates, str) or not self.gates:
+                raise ValueError(f"rlkv: gates must be the path of a gates file, got {self.gates!r}")
         for name, least in (("sink", 0), ("window", 1), ("reference_tokens", 1)):
             value = getattr(self, name)
             if value is None and name != "reference_tokens":
@@ -63,14 +71,12 @@ class ServingSettings:
             raise ValueError(f"rlkv: scope must be global or layer, got {self.scope!r}")
         if self.prefill not in ("local", "full"):
             raise ValueError(f"rlkv: prefill must be local or full, got {self.prefill!r}")
-        if self.eviction is not None:
-            self._check_eviction()
+        if (policy := self.policy()) is not None:
+            self._check_eviction(policy)
 
-    def _check_eviction(self) -> None:
-        policy = self.policy()
+    def _check_eviction(self, policy: EvictionPolicy) -> None:
         if self.sink is not None or self.window is not None:
-            raise ValueError("rlkv: sink and window do not apply with eviction: say it in the policy's own fields")
-        assert policy is not None
+            raise ValueError("rlkv: sink and window do not apply with eviction: use the policy's own fields")
         if self.prefill == "full":
             raise ValueError(
                 "rlkv: prefill 'full' is not served together with eviction by the vLLM plugin, because a prompt's "
@@ -87,6 +93,49 @@ class ServingSettings:
                     f"rlkv: eviction with {field} is not served by the vLLM plugin, because a head would hold more the "
                     "longer the text gets: give it a budget alone, or use rlkv-infer with its own backend"
                 )
+
+    @classmethod
+    def of(cls, allocation: HeadAllocation, cache: CacheSettings) -> ServingSettings:
+        """Resolved settings: this allocation, and what its compressible heads keep."""
+        full = tuple("".join("01"[kept] for kept in row) for row in allocation.full.tolist())
+        if cache.eviction is not None:
+            return cls(full=full, prefill=cache.prefill, eviction=cache.eviction.describe())
+        return cls(full=full, sink=cache.sink, window=cache.window, prefill=cache.prefill)
+
+    def resolved(self, config: Any) -> ServingSettings:
+        """With the allocation, sink and window instead of the gates that name them.
+
+        Args:
+            config: the model's (transformers).
+
+        Raises:
+            ValueError: for gates that cannot be read or do not fit the model.
+        """
+        if self.full is not None:
+            return self
+        from rlkv.cache.plan import CacheSettings
+        from rlkv.gates.allocation import HeadAllocation
+        from rlkv.gates.head_gates import HeadGates
+
+        assert self.gates is not None
+        assert self.sparsity is not None
+        gates = HeadGates.load(self.gates)
+        gates.check_model(config)
+        sink = gates.deploy_sink if self.sink is None else self.sink
+        window = gates.deploy_window if self.window is None else self.window
+        allocation = HeadAllocation.from_gates(gates, self.sparsity, self.scope)
+        resolved = self.of(allocation, CacheSettings(sink, window, self.prefill, self.policy()))
+        return replace(resolved, reference_tokens=self.reference_tokens)
+
+    @property
+    def allocation(self) -> HeadAllocation:
+        """Which heads are full; of resolved settings."""
+        import torch
+
+        from rlkv.gates.allocation import HeadAllocation
+
+        assert self.full is not None, "asked of resolved settings only"
+        return HeadAllocation(torch.tensor([[kept == "1" for kept in row] for row in self.full]))
 
     def policy(self) -> EvictionPolicy | None:
         """What compressible heads evict by; None: they keep sinks and a window.
@@ -108,8 +157,8 @@ class ServingSettings:
         except ValueError as error:
             raise ValueError(f"rlkv: eviction: {error}") from None
 
-    def to_dict(self) -> dict[str, Any]:
-        """As :func:`read_request` takes it back."""
+    def to_request(self) -> dict[str, Any]:
+        """As :func:`parse_settings` takes it back."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -117,7 +166,7 @@ def read_request(additional_config: Any, environment: Mapping[str, str] | None =
     """What was asked for, not yet checked; None if nothing was.
 
     Raises:
-        ValueError: if it is no mapping, if only one of the two variables is set, or for a sparsity that is no number.
+        ValueError: if it is not a mapping, if only one of the two variables is set, or if the sparsity is not a number.
     """
     if isinstance(additional_config, Mapping) and additional_config.get(KEY) is not None:
         request = additional_config[KEY]
@@ -147,7 +196,7 @@ def parse_settings(request: Mapping[str, Any]) -> ServingSettings:
     unknown = sorted(set(request) - known)
     if unknown:
         raise ValueError(f"rlkv: unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
-    missing = [name for name in ("gates", "sparsity") if name not in request]
+    missing = [name for name in ("gates", "sparsity") if name not in request and "full" not in request]
     if missing:
         raise ValueError(f"rlkv: {missing[0]} is missing: both gates and sparsity are needed")
     return ServingSettings(**request)

@@ -1,7 +1,7 @@
 """Which vLLM the plugin is written for.
 
-Specs, managers and backends are internal interfaces of the engine: they change between versions, and a change that is
-not noticed would give wrong text. So other versions are refused.
+Specs, managers and backends are internal interfaces of the engine: they change between versions, and an
+unnoticed change would give wrong text, so other versions are refused.
 """
 
 from __future__ import annotations

@@ -1,37 +1,41 @@
-"""``rlkv-infer --backend``: what the one of vLLM does not do is said before anything is loaded."""
+"""``rlkv-infer --backend``: what vLLM's does not do is said before anything is loaded."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlkv.cli.infer_setup import check_backend
+from rlkv.inference.config import InferConfig
 
-SERVED: dict[str, Any] = {
-    "backend": "vllm",
-    "chat": False,
-    "show_kept": None,
-    "compare_full": False,
-    "device": "auto",
-}
+SERVED: dict[str, Any] = {"backend": "vllm", "gates": "gates.pt", "prompt": "x"}
 
 
 def test_what_works_passes() -> None:
-    check_backend(**SERVED)
-    check_backend(**{**SERVED, "backend": "hf", "chat": True, "compare_full": True})
+    InferConfig(**SERVED).check()
+    InferConfig(gates="gates.pt").check()
+    InferConfig(**{**SERVED, "backend": "hf", "compare_full": True}).check()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"backend": "sglang"}, "unknown --backend 'sglang': choose one of hf, vllm"),
-        ({"chat": True}, "needs --prompt or --input"),
-        ({"show_kept": "page.html"}, "--show-kept does not work"),
+        ({"prompt": None}, "needs --prompt or --input"),
+        ({"show_kept": Path("page.html")}, "--show-kept does not work"),
         ({"compare_full": True}, "--compare-full does not work"),
         ({"device": "cpu"}, "--device does not work"),
+        ({"gates": None, "eviction": "rkv", "budget": 64}, "needs --gates"),
     ],
 )
 def test_what_does_not_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_backend(**{**SERVED, **change})
+        InferConfig(**{**SERVED, **change}).check()
+
+
+def test_the_built_in_model_has_gates_of_its_own() -> None:
+    assert InferConfig(model="tiny").gates_source == "tiny"
+    assert InferConfig(model="tiny", eviction="rkv", budget=64).gates_source is None
+    assert InferConfig(model="tiny", gates="own.pt").gates_source == "own.pt"
+    assert InferConfig(model="other").gates_source is None

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from rlkv import tiny
-from rlkv.cli.infer import app
 from rlkv.eviction import TOVA
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.engine import Chat, InferenceEngine
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
+from tests.helpers.infer import infer
 
 PROBLEM = "a=7 . b=2 . c = b + a . d = c - b . e = d + a . f = e - c . g = f + a . find g ?"
 
 
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, [*arguments, "--model", "tiny", "--max-new-tokens", "80"])
+def run(*arguments: object) -> None:
+    infer(*arguments, "--model", "tiny", "--max-new-tokens", 80)
 
 
 def test_a_file_is_not_resumed_under_another_policy(tmp_path: Path) -> None:
@@ -31,13 +29,12 @@ def test_a_file_is_not_resumed_under_another_policy(tmp_path: Path) -> None:
     problems.write_text(json.dumps({"problem": PROBLEM, "answer": "1"}) + "\n")
     files = ("--input", str(problems), "--output", str(answers))
     policy = ("--eviction", "tova", "--eviction-option", "buffer=4")
-    assert run(*files, *policy, "--budget", "30").exit_code == 0
+    run(*files, *policy, "--budget", "30")
     before = answers.read_bytes()
-    other = run(*files, *policy, "--budget", "31")
-    assert isinstance(other.exception, ValueError)
-    assert "eviction was" in str(other.exception)
+    with pytest.raises(ValueError, match=r"eviction\.budget was 30 and is now 31"):
+        run(*files, *policy, "--budget", "31")
     assert answers.read_bytes() == before
-    assert run(*files, *policy, "--budget", "30").exit_code == 0
+    run(*files, *policy, "--budget", "30")
 
 
 def test_a_chat_evicts_from_turn_to_turn() -> None:
@@ -53,23 +50,21 @@ def test_a_chat_evicts_from_turn_to_turn() -> None:
     assert chat.restarted == 0
 
 
-def test_published_gates_with_eviction(tmp_path: Path) -> None:
+def test_published_gates_with_eviction(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     gates = tmp_path / "full_attention_heads.tsv"  # DuoAttention's format: one line per layer
     alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
     gates.write_text("\n".join("\t".join(f"{value:.4f}" for value in row) for row in alpha.tolist()) + "\n")
     options = ("--eviction", "rkv", "--budget", "24", "--eviction-option", "buffer=4", "--sparsity", "0.5")
-    result = run("--gates", str(gates), *options, "--prompt", PROBLEM)
-    assert result.exit_code == 0, result.output
-    assert "12 full, 12 compressible (rkv)" in result.stderr
+    run("--gates", str(gates), *options, "--prompt", PROBLEM)
+    assert "12 full, 12 compressible (rkv)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("compare", [(), ("--compare-full",)])
-def test_gates_and_policy(tmp_path: Path, compare: tuple[str, ...]) -> None:
+def test_gates_and_policy(tmp_path: Path, compare: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
     model, _ = tiny.load()
     path = tmp_path / "gates.pt"
     alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
     HeadGates(alpha, model=ModelShape.from_config(model.config, "tiny")).save(path)
     options = ("--eviction", "h2o", "--budget", "24", "--sparsity", "0.25")
-    result = run("--gates", str(path), *options, "--prompt", PROBLEM, *compare)
-    assert result.exit_code == 0, result.output
-    assert "18 full, 6 compressible (h2o)" in result.stderr
+    run("--gates", str(path), *options, "--prompt", PROBLEM, *compare)
+    assert "18 full, 6 compressible (h2o)" in capsys.readouterr().err

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.cli.infer import app, main
+from rlkv.cli.infer import main
 from rlkv.gates.head_gates import HeadGates
-from rlkv.inference import batch
 from rlkv.inference.engine import InferenceEngine
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import problems
 from rlkv.tiny.tokenizer import build_tokenizer
+from rlkv.utils.store import open_store
+from tests.helpers.infer import infer
 from tests.helpers.models import make_tiny_model
 
 
@@ -51,10 +52,6 @@ def problems_file(tmp_path: Path) -> Path:
     drawn = problems(10, seed=0)
     path.write_text("".join(json.dumps({"problem": p["problem"], "answer": p["answer"]}) + "\n" for p in drawn))
     return path
-
-
-def infer(*arguments: object) -> None:
-    app([str(a) for a in arguments], standalone_mode=False)
 
 
 def test_one_prompt(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
@@ -107,16 +104,16 @@ def test_chat_goes_on_with_its_cache(
     assert turns[0] == turns[2]
     bytes_full = [int(n.replace(",", "")) for n in re.findall(r"/ ([\d,]+) \(", err)]
     assert bytes_full[1] > bytes_full[0] == bytes_full[2]
-    assert "read anew" not in err
+    assert "read again" not in err
 
 
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def batch_arguments(gates_file: Path, problems_file: Path, output: Path, *more: object) -> list[str]:
+def batch_arguments(gates_file: Path, problems_file: Path, output: Path, *more: object, tokens: int = 12) -> list[str]:
     arguments = ["--gates", gates_file, "--input", problems_file, "--output", output, "--batch-size", 3]
-    return [str(a) for a in [*arguments, "--max-new-tokens", 12, *more]]
+    return [str(a) for a in [*arguments, "--max-new-tokens", tokens, *more]]
 
 
 def test_batch_with_answers(
@@ -168,8 +165,8 @@ def test_interrupted_runs_end_with_the_same_file(
 
 def test_killed_process_resumes(gates_file: Path, problems_file: Path, tmp_path: Path) -> None:
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    infer(*batch_arguments(gates_file, problems_file, whole, "--max-new-tokens", 300))
-    arguments = batch_arguments(gates_file, problems_file, output, "--max-new-tokens", 300)
+    infer(*batch_arguments(gates_file, problems_file, whole, tokens=300))
+    arguments = batch_arguments(gates_file, problems_file, output, tokens=300)
     process = subprocess.Popen([sys.executable, "-m", "rlkv.cli.infer", *arguments], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
@@ -198,14 +195,14 @@ def test_other_settings_are_refused_by_name(gates_file: Path, problems_file: Pat
 def test_a_file_of_someone_else_is_never_touched(gates_file: Path, problems_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text("my notes")
-    with pytest.raises(ValueError, match="take another --output"):
+    with pytest.raises(ValueError, match="begin with a row"):
         infer(*batch_arguments(gates_file, problems_file, output))
     assert output.read_text() == "my notes"
 
 
 def test_two_writers(gates_file: Path, problems_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    with batch._locked(output), pytest.raises(ValueError, match="written by another process"):
+    with open_store(output, {}, ["index"]), pytest.raises(ValueError, match="written by another process"):
         infer(*batch_arguments(gates_file, problems_file, output))
 
 
@@ -213,7 +210,7 @@ def test_two_writers(gates_file: Path, problems_file: Path, tmp_path: Path) -> N
     ("content", "message"),
     [
         ("", "holds no problems"),
-        ('{"problem": "x"}\n{"problem"\n', "line 2 is no JSON"),
+        ('{"problem": "x"}\n{"problem"\n', "line 2 is not JSON"),
         ('{"question": "x"}\n', "line 1 has no text field 'problem'"),
     ],
 )
@@ -263,3 +260,14 @@ def test_user_errors_are_one_line_and_exit_code_2(
     assert "Traceback" not in err
     lines = re.split(r"[\r\n]+", err.strip())
     assert [line.startswith("error: ") for line in lines if "Loading weights" not in line] == [True]
+
+
+def test_gates_of_the_built_in_model_are_read_once(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    gates = HeadGates(torch.rand(4, 6, generator=torch.Generator().manual_seed(0)))
+    monkeypatch.setattr(HeadGates, "load", lambda path: asked.append(path) or gates)
+    infer("--model", "tiny", "--prompt", "a=7 . find a ?", "--max-new-tokens", 5)
+    assert asked == ["tiny"]
+    assert "heads: 12 full, 12 compressible" in capsys.readouterr().err

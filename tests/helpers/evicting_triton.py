@@ -2,7 +2,7 @@
 
     python tests/helpers/evicting_triton.py
 
-Three requests are read in chunks and decoded, with several compactions, by the torch path and twice by the builder and
+Three requests are read in chunks and decoded, with several evictions, by the torch path and twice by the builder and
 the implementation of the CUDA path, each over a cache of its own, which is NaN where nobody wrote. The second one
 decodes as a captured graph does: every step computes with the metadata of the first, whose numbers change in place.
 """
@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.eviction import make_policy
-from rlkv.vllm.blocks.buffers import BufferUse
+from rlkv.vllm.blocks.demand import BufferDemand
 from rlkv.vllm.reallocation.evicting import Eviction
 from rlkv.vllm.reallocation.evicting_backend import (
     EvictingTorchBuilder,
@@ -32,8 +32,8 @@ from rlkv.vllm.reallocation.evicting_backend import (
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = 0.25  # not 1 / sqrt(SIZE): policies want it scaled
 POLICY = make_policy("rkv", budget=20, buffer=12)
-USE = BufferUse.of(POLICY, IN_BLOCK, GROUPS)
-# tokens of each request after each step: chunks with no, one and two compactions, then decoding over the next ones
+DEMAND = BufferDemand.of(POLICY, IN_BLOCK, GROUPS)
+# tokens of each request after each step: chunks with no, one and two evictions, then decoding over the next ones
 STEPS = [(30, 5, 70), (33, 21, 71), *((33 + n, 32 + n, 71 + n) for n in range(1, 14)), (60, 60, 90)]
 ROWS, PADDED = 3, 5  # requests, and rows of a captured graph
 
@@ -42,7 +42,7 @@ class Side:
     """One path with a cache of its own."""
 
     def __init__(self, builder: Any, implementation: Any, dtype: torch.dtype, captures: bool = False) -> None:
-        blocks = ROWS * USE.compressible(USE.capacity) + 1
+        blocks = ROWS * DEMAND.compressible(DEMAND.capacity) + 1
         self.cache = torch.full((blocks, KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"), dtype=dtype)
         self.cache[0] = 0  # the null block
         self.impl = implementation(KV_HEADS * GROUPS, SIZE, SCALE, KV_HEADS, None, None, "auto")
@@ -50,7 +50,7 @@ class Side:
         self.layer = SimpleNamespace(
             impl=self.impl,
             kv_cache=self.cache,
-            eviction=Eviction(POLICY, USE),
+            eviction=Eviction(POLICY, DEMAND),
             block_bytes=self.cache.stride(0) * self.cache.element_size(),
             _q_scale=one,
             _k_scale=one,
@@ -102,7 +102,7 @@ class Inputs:
 
 def run(dtype: torch.dtype, steps: list[tuple[int, ...]]) -> None:
     generator = torch.Generator().manual_seed(0)
-    blocks = torch.randperm(ROWS * USE.compressible(USE.capacity), generator=generator) + 1
+    blocks = torch.randperm(ROWS * DEMAND.compressible(DEMAND.capacity), generator=generator) + 1
     table = torch.cat([blocks.view(ROWS, -1), torch.zeros(ROWS, 2, dtype=torch.int64)], dim=1)
     sides = [
         Side(EvictingTorchBuilder, EvictingTorchImpl, dtype),

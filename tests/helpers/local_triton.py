@@ -20,14 +20,14 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.vllm.reallocation.backend import LocalTorchBuilder, LocalTorchImpl, LocalTritonBuilder
-from rlkv.vllm.blocks.block_tables import Compactor
+from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.full_prefill import FullPrefill
 from rlkv.vllm.paged.write import write_cache
-from rlkv.vllm.blocks.packing import BlockUse
+from rlkv.vllm.blocks.demand import SinkWindowDemand
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = SIZE**-0.5
-USE = BlockUse(IN_BLOCK, 20, 40)
+DEMAND = SinkWindowDemand(IN_BLOCK, 20, 40)
 # (queries, tokens, tokens of the prompt) of each request
 STEPS = [
     [(1, 150, 30), (1, 61, 60), (1, 5, 4), (1, 140, 100)],
@@ -37,7 +37,7 @@ STEPS = [
 
 
 def builder_of(kind: Any, layer: Any, full_prefill: bool) -> Any:
-    layer.compactor = Compactor(USE, FullPrefill() if full_prefill else None)
+    layer.gap_remover = GapRemover(DEMAND, FullPrefill() if full_prefill else None)
     # as in an engine whose builders were made after prompt lengths had been asked for
     config = fake_config(layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 320, rswa_window=320 if full_prefill else None)
     spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
@@ -46,7 +46,7 @@ def builder_of(kind: Any, layer: Any, full_prefill: bool) -> Any:
 
 def error_of(requests: list[tuple[int, int, int]], full_prefill: bool) -> float:
     generator = torch.Generator().manual_seed(len(requests))
-    blocks = [USE.full(length) for _, length, _ in requests]
+    blocks = [DEMAND.full(length) for _, length, _ in requests]
     free = (torch.randperm(sum(blocks), generator=generator) + 1).tolist()
     cache = torch.full((sum(blocks) + 1, KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"))
     table = torch.zeros(len(requests), max(blocks) + 1, dtype=torch.int32)
@@ -55,8 +55,8 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool) -> float:
         order = torch.arange(length)
         key, value = (torch.randn(length, KV_HEADS, SIZE, generator=generator) for _ in range(2))
         write_cache(key, value, cache, own[order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK)
-        outside = max(0, length - queries - USE.window + 1) // IN_BLOCK
-        own[USE.full(USE.sink) : max(outside, USE.full(USE.sink))] = 0  # given back by now
+        outside = max(0, length - queries - DEMAND.window + 1) // IN_BLOCK
+        own[DEMAND.full(DEMAND.sink) : max(outside, DEMAND.full(DEMAND.sink))] = 0  # given back by now
         table[row, :count] = own
     starts = torch.tensor([0] + [queries for queries, _, _ in requests] + [0]).cumsum(0).int()
     lengths = torch.tensor([length for _, length, _ in requests] + [0], dtype=torch.int32)  # and a row of padding

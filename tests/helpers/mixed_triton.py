@@ -16,7 +16,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlkv.vllm.mixed.attention import PagedBatch, paged_mixed_attention
+from rlkv.vllm.mixed.attention import paged_mixed_attention, plan_mixed_reads
 from rlkv.vllm.paged.write import write_cache
 from rlkv.attention.sizes import SinkWindow
 from rlkv.vllm.mixed.backend import MixedTritonBuilder, MixedTritonImpl
@@ -70,8 +70,8 @@ def error_of(requests: list[tuple[int, int]], alpha: torch.Tensor, builder: Mixe
     padded = torch.cat([query, torch.zeros(2, *query.shape[1:])])
     layer.impl.forward(layer, padded, None, None, cache, builder.build(0, common), found)
     expected = torch.empty_like(query)
-    batch = PagedBatch(starts.tolist(), lengths.tolist(), table)
-    paged_mixed_attention(query, cache, batch, alpha, SIZES, SCALE, expected)
+    reads = plan_mixed_reads(table, starts, lengths, builder.gap_remover)
+    paged_mixed_attention(query, cache, reads, alpha, SCALE, expected)
     assert (found[tokens:] == 7).all(), "padding was written to"
     return (found[:tokens] - expected).abs().max().item()
 

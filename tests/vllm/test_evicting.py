@@ -1,6 +1,6 @@
 """R-KV and SnapKV inside the stock engine against transformers with the same policy: every token, every step.
 
-A compaction that kept other tokens would change what is written after it, so equal tokens mean equal selections.
+An eviction that kept other tokens would change what is written after it, so equal tokens mean equal selections.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlkv.eviction import make_policy
-from rlkv.vllm.blocks.buffers import BufferUse
+from rlkv.vllm.blocks.demand import BufferDemand
 from rlkv.vllm.blocks.packing import plan_packing
 from tests.helpers.engines import (
     BLOCK,
@@ -33,7 +33,7 @@ from tests.helpers.engines import (
 need_vllm()
 
 RKV = {"name": "rkv", "budget": 40, "buffer": 24}
-# shorter than the observed queries, than a buffer; before, at and behind the first compaction; several compactions
+# shorter than the observed queries, than a buffer; before, at and behind the first eviction; several evictions
 LENGTHS = (5, 31, 63, 64, 65, 333)
 
 
@@ -94,7 +94,7 @@ def test_preemption(llama: Served) -> None:
 
 def test_a_pool_for_one_request(llama: Served) -> None:
     """Two requests of the longest length one after the other; with a block less the engine does not start."""
-    plan = plan_packing(llama.allocation(0.5).full, BufferUse.of(make_policy(**RKV), BLOCK, 2), 320)
+    plan = plan_packing(llama.allocation(0.5).full, BufferDemand.of(make_policy(**RKV), BLOCK, 2), 320)
     options: dict[str, Any] = {"max_model_len": 320, "num_gpu_blocks_override": plan.blocks(320) + 1}
     with engine(llama, llama.request(0.5, eviction=RKV), **options) as llm:
         outputs = generate(llm, random_prompts((200, 220)), 100)
@@ -137,7 +137,7 @@ def test_a_request_that_goes_back_is_refused() -> None:
 
 
 def test_several_completions_where_prefix_caching_was_asked_for(llama: Served) -> None:
-    """What was compacted is no prefix of another text: the engine reads every prompt anew."""
+    """What an eviction kept is not a prefix of another text: the engine reads every prompt again."""
     prompts = random_prompts((40, 200))
     with engine(llama, llama.request(0.5, eviction=RKV), enable_prefix_caching=True) as llm:
         assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
@@ -160,9 +160,9 @@ def test_a_request_holds_no_more_the_longer_it_gets(llama: Served) -> None:
     """Blocks of compressible heads, those of the observed queries among them, against the plan; aborts free them."""
     from vllm import SamplingParams
 
-    use = BufferUse.of(make_policy(**RKV), BLOCK, 2)
+    demand = BufferDemand.of(make_policy(**RKV), BLOCK, 2)
     allocation = llama.allocation(0.5)
-    plan = plan_packing(allocation.full, use, 1024)
+    plan = plan_packing(allocation.full, demand, 1024)
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True, detokenize=False)
     options: dict[str, Any] = {"num_gpu_blocks_override": 400, "async_scheduling": False}
     with engine(llama, llama.request(0.5, eviction=RKV), **options) as llm:
@@ -179,5 +179,5 @@ def test_a_request_holds_no_more_the_longer_it_gets(llama: Served) -> None:
         assert pool.get_num_free_blocks() == free
     # a block of queries, two of entries, for each of the compressible heads
     head_block = BLOCK * 2 * HEAD_SIZE * ELEMENT
-    assert plan.ideal(299) - allocation.num_full * use.full(299) == allocation.num_compressible * 3
+    assert plan.ideal(299) - allocation.num_full * demand.full(299) == allocation.num_compressible * 3
     print(f"at 299 tokens {plan.held(299) * head_block:,} bytes of {plan.uncompressed(299) * head_block:,}")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkv.vllm.blocks.block_tables import Compactor, SteadyTables
-from rlkv.vllm.blocks.packing import BlockUse
+from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables
+from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.paged.local_attention import paged_local_attention, plan_reads
 from rlkv.vllm.paged.write import write_cache
 from tests.helpers.mixed_reference import local_mask, mixed_by_head_attention
@@ -22,41 +22,43 @@ SIZES = [(5, 0, 1), (5, 4, 9), (16, 16, 64), (8, 7, 3), (16, 17, 33), (4, 600, 6
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None:
-    use = BlockUse(*sizes)
+    demand = SinkWindowDemand(*sizes)
     generator = torch.Generator().manual_seed(0)
     heads = (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
     requests = [[torch.randn(length, n, SIZE, generator=generator) for n in heads] for _, length in REQUESTS]
-    total = sum(use.full(length) for _, length in REQUESTS)
+    total = sum(demand.full(length) for _, length in REQUESTS)
     free = (torch.randperm(total, generator=generator) + 1).tolist()
-    cache = torch.full((total + 1, KV_HEADS, use.block_size, 2 * SIZE), float("nan"))
-    table = torch.zeros(len(REQUESTS), max(use.full(length) for _, length in REQUESTS) + 2, dtype=torch.int32)
+    cache = torch.full((total + 1, KV_HEADS, demand.block_size, 2 * SIZE), float("nan"))
+    table = torch.zeros(len(REQUESTS), max(demand.full(length) for _, length in REQUESTS) + 2, dtype=torch.int32)
     for row, ((queries, length), (_, key, value)) in enumerate(zip(REQUESTS, requests, strict=True)):
-        blocks = torch.tensor([free.pop() for _ in range(use.full(length))])
+        blocks = torch.tensor([free.pop() for _ in range(demand.full(length))])
         order = torch.arange(length)
-        write_cache(key, value, cache, blocks[order // use.block_size] * use.block_size + order % use.block_size)
+        write_cache(
+            key, value, cache, blocks[order // demand.block_size] * demand.block_size + order % demand.block_size
+        )
         # what the block manager has given back by now: block 0 is the null block, full of NaN
-        outside = max(0, length - queries - use.window + 1) // use.block_size
-        blocks[use.full(use.sink) : max(outside, use.full(use.sink))] = 0
+        outside = max(0, length - queries - demand.window + 1) // demand.block_size
+        blocks[demand.full(demand.sink) : max(outside, demand.full(demand.sink))] = 0
         table[row, : len(blocks)] = blocks
     starts = torch.tensor([0] + [n for n, _ in REQUESTS]).cumsum(0)
     lengths = torch.tensor([length for _, length in REQUESTS], dtype=torch.int32)
     most = max(n for n, _ in REQUESTS)
-    compacted, shorter = Compactor(use)(table, lengths, starts, most)
+    compacted, shorter = GapRemover(demand)(table, lengths, starts, most)
     query = torch.cat([request[0][-n:] for (n, _), request in zip(REQUESTS, requests, strict=True)])
     out = torch.full_like(query, float("nan"))
-    paged_local_attention(query, cache, plan_reads(compacted, starts.tolist(), shorter.tolist(), use), SCALE, out)
+    paged_local_attention(query, cache, plan_reads(compacted, starts.tolist(), shorter.tolist(), demand), SCALE, out)
     for row, (queries, length) in enumerate(REQUESTS):
         states = (state.transpose(0, 1)[None] for state in requests[row])
-        mask = local_mask(torch.ones(1, length, dtype=torch.bool), use.sink, use.window)
+        mask = local_mask(torch.ones(1, length, dtype=torch.bool), demand.sink, demand.window)
         ones = torch.ones(KV_HEADS, dtype=torch.bool)
         expected = mixed_by_head_attention(*states, ones, mask, mask, SCALE)[0][-queries:]
         assert (out[starts[row] : starts[row + 1]] - expected).abs().max() < TOLERANCE, f"request {row}"
 
 
 def test_a_decoding_request_has_a_short_table() -> None:
-    use = BlockUse(16, 16, 64)
+    demand = SinkWindowDemand(16, 16, 64)
     table = torch.arange(1, 401)[None].int()
-    compacted, lengths = Compactor(use)(table, torch.tensor([6000]), torch.tensor([0, 1]), 1)
+    compacted, lengths = GapRemover(demand)(table, torch.tensor([6000]), torch.tensor([0, 1]), 1)
     # position 5999 sees 5936 to 5999: from block 371 on; 370 blocks are left out
     assert compacted[0, : -(-int(lengths[0]) // 16)].tolist() == [1, 372, 373, 374, 375]
     assert lengths.tolist() == [6000 - 370 * 16]
@@ -64,7 +66,7 @@ def test_a_decoding_request_has_a_short_table() -> None:
 
 
 def test_buffers_stay_in_place_and_a_step_is_compacted_once() -> None:
-    compactor = Compactor(BlockUse(16, 16, 64))
+    gap_remover = GapRemover(SinkWindowDemand(16, 16, 64))
     tables = torch.randint(1, 99, (2, 3, 30), dtype=torch.int32)
     steps = [
         SimpleNamespace(
@@ -75,8 +77,8 @@ def test_buffers_stay_in_place_and_a_step_is_compacted_once() -> None:
         )
         for table in tables
     ]
-    plain = [compactor.of_step(step) for step in steps]
-    again = compactor.of_step(steps[1])
+    plain = [gap_remover.of_step(step) for step in steps]
+    again = gap_remover.of_step(steps[1])
     assert again[0] is plain[1][0]  # not made twice
     tables_in_place, of_another_builder = SteadyTables(8), SteadyTables(8)
     first = tables_in_place(*plain[0], columns=30)
@@ -94,5 +96,7 @@ def test_buffers_stay_in_place_and_a_step_is_compacted_once() -> None:
 def test_buffers_have_room_for_the_longest_prompt() -> None:
     """The engine rounds the width of its tables up, and a step of many tokens may ask for all of it."""
     table = torch.arange(1, 65)[None].int()
-    compacted, lengths = Compactor(BlockUse(16, 16, 64))(table, torch.tensor([1000]), torch.tensor([0, 1000]), 1000)
+    compacted, lengths = GapRemover(SinkWindowDemand(16, 16, 64))(
+        table, torch.tensor([1000]), torch.tensor([0, 1000]), 1000
+    )
     assert SteadyTables(2)(compacted, lengths, columns=64)[0][0].tolist() == list(range(1, 65))

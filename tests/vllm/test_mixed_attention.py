@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from rlkv.attention.sizes import SinkWindow
-from rlkv.vllm.mixed import attention as mixed_attention
-from rlkv.vllm.mixed.attention import PagedBatch, paged_mixed_attention
+from rlkv.vllm.blocks.block_tables import GapRemover
+from rlkv.vllm.blocks.demand import SinkWindowDemand
+from rlkv.vllm.mixed.attention import MixedReads, paged_mixed_attention, plan_mixed_reads
+from rlkv.vllm.paged import local_attention
 from rlkv.vllm.paged.write import write_cache
 from tests.helpers.mixed_reference import full_mask, local_mask, mixed_by_head_attention
 
@@ -15,10 +17,16 @@ KV_HEADS, GROUPS, SIZE, IN_BLOCK = 3, 2, 8, 5
 SCALE = SIZE**-0.5
 TOLERANCE = 2e-6  # float32 sums of at most 60 terms of size ~1
 REQUESTS = [(1, 1), (1, 17), (1, 60), (9, 9), (7, 33), (1, 5), (4, 20)]  # (queries, tokens)
+STARTS = torch.tensor([0] + [n for n, _ in REQUESTS]).cumsum(0)
 
 
-def make_requests(seed: int = 0) -> tuple[list[list[torch.Tensor]], torch.Tensor, PagedBatch, torch.Tensor]:
-    """Per request ``[query, key, value]`` of all its tokens; a cache of scattered blocks, its batch, the queries."""
+def plan(table: torch.Tensor, sizes: SinkWindow) -> MixedReads:
+    gap_remover = GapRemover(SinkWindowDemand(IN_BLOCK, sizes.sink, sizes.window))
+    return plan_mixed_reads(table, STARTS, torch.tensor([length for _, length in REQUESTS]), gap_remover)
+
+
+def make_requests(seed: int = 0) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per request ``[query, key, value]`` of all its tokens; a cache of scattered blocks, their table, the queries."""
     generator = torch.Generator().manual_seed(seed)
     states = []
     for _, length in REQUESTS:
@@ -33,9 +41,8 @@ def make_requests(seed: int = 0) -> tuple[list[list[torch.Tensor]], torch.Tensor
         order = torch.arange(len(request[1]))
         slots = table[row, order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK
         write_cache(request[1], request[2], cache, slots)
-    starts = torch.tensor([0] + [n for n, _ in REQUESTS]).cumsum(0).tolist()
     query = torch.cat([request[0][-n:] for (n, _), request in zip(REQUESTS, states, strict=True)])
-    return states, cache, PagedBatch(starts, [length for _, length in REQUESTS], table), query
+    return states, cache, table, query
 
 
 def reference(states: list[torch.Tensor], alpha: torch.Tensor, sizes: SinkWindow) -> torch.Tensor:
@@ -49,33 +56,34 @@ def reference(states: list[torch.Tensor], alpha: torch.Tensor, sizes: SinkWindow
     return gate * full + (1 - gate) * local
 
 
-@pytest.mark.parametrize("piece", [2**25, 900])
+@pytest.mark.parametrize("at_once", [64, 2])
 @pytest.mark.parametrize(("sink", "window"), [(0, 1), (4, 9), (7, 3), (100, 100)])
 def test_every_request_equals_the_reference(
-    sink: int, window: int, piece: int, monkeypatch: pytest.MonkeyPatch
+    sink: int, window: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixed_attention, "PIECE", piece)  # 900: requests and queries are cut into pieces
-    states, cache, batch, query = make_requests()
+    for name in ("QUERIES_AT_ONCE", "ROWS_AT_ONCE"):  # 2: requests and queries are cut into pieces
+        monkeypatch.setattr(local_attention, name, at_once)
+    states, cache, table, query = make_requests()
     alpha, sizes = torch.tensor([0.0, 0.3, 1.0]), SinkWindow(sink, window)
     out = torch.full_like(query, float("nan"))
-    paged_mixed_attention(query, cache, batch, alpha, sizes, SCALE, out)
+    paged_mixed_attention(query, cache, plan(table, sizes), alpha, SCALE, out)
     for row, (queries, _) in enumerate(REQUESTS):
         expected = reference(states[row], alpha, sizes)[-queries:]
-        found = out[batch.starts[row] : batch.starts[row + 1]]
+        found = out[STARTS[row] : STARTS[row + 1]]
         assert (found - expected).abs().max() < TOLERANCE, f"request {row}"
 
 
 def test_mixing_is_float32_on_a_bfloat16_cache() -> None:
-    states, cache, batch, query = make_requests()
+    states, cache, table, query = make_requests()
     sizes = SinkWindow(2, 3)
     outs = [torch.empty_like(query) for _ in range(2)]
     for alpha, out in zip((0.999, 1.0), outs, strict=True):
         gates = torch.full((KV_HEADS,), alpha)
-        paged_mixed_attention(query.bfloat16(), cache.bfloat16(), batch, gates, sizes, SCALE, out)
+        paged_mixed_attention(query.bfloat16(), cache.bfloat16(), plan(table, sizes), gates, SCALE, out)
     difference = (outs[0] - outs[1]).abs().max()
     assert 0 < difference < 0.01  # bfloat16(0.999) is 1: nothing would differ
     exact = reference([s.bfloat16().float() for s in states[2]], torch.full((KV_HEADS,), 0.999), sizes)[-1]
-    assert (outs[0][batch.starts[2]] - exact).abs().max() < TOLERANCE
+    assert (outs[0][STARTS[2]] - exact).abs().max() < TOLERANCE
 
 
 def test_padding_slots_are_not_written() -> None:

@@ -27,11 +27,12 @@ need_vllm()
 
 from vllm.v1.core.block_pool import BlockPool  # noqa: E402  (after the environment is set)
 
-from rlkv.vllm.blocks.packing import BlockUse, plan_packing  # noqa: E402
+from rlkv.vllm.blocks.demand import SinkWindowDemand  # noqa: E402
+from rlkv.vllm.blocks.packing import plan_packing  # noqa: E402
 from rlkv.vllm.blocks.specs import PackedFullSpec, SinkWindowSpec  # noqa: E402
 
 HEAD_BLOCK = BLOCK * 2 * HEAD_SIZE * ELEMENT  # bytes of one head in one block
-USE = BlockUse(BLOCK, SINK, WINDOW)
+DEMAND = SinkWindowDemand(BLOCK, SINK, WINDOW)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
 def test_bytes_of_a_running_request(llama: Served, sparsity: float) -> None:
     from vllm import SamplingParams
 
-    plan = plan_packing(llama.allocation(sparsity).full, USE, 1024)
+    plan = plan_packing(llama.allocation(sparsity).full, DEMAND, 1024)
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True, detokenize=False)
     # synchronous steps: a step in flight would hold the block that has just fallen out of the window
     with engine(llama, llama.request(sparsity), num_gpu_blocks_override=400, async_scheduling=False) as llm:
@@ -77,7 +78,7 @@ def test_tokens_in_the_same_pool(llama: Served) -> None:
         with engine(llama, llama.request(sparsity), max_num_batched_tokens=64, max_model_len=2048) as llm:
             cache = llm.llm_engine.vllm_config.cache_config
             capacity[sparsity] = cache.kv_cache_size_tokens
-            plans[sparsity] = plan_packing(llama.allocation(sparsity).full, USE, 2048)
+            plans[sparsity] = plan_packing(llama.allocation(sparsity).full, DEMAND, 2048)
             blocks = cache.num_gpu_blocks
             assert blocks * plans[sparsity].heads_per_block * HEAD_BLOCK == pytest.approx(2**30, rel=0.001)
     for sparsity in (0.5, 0.75):

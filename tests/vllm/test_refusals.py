@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlkv.vllm.reallocation.limits import check_architecture, check_engine
+from rlkv.vllm.limits import check_engine, prepare_engine
 from tests.helpers.engines import Served, engine, generate, make_served, need_vllm, random_prompts
 
 need_vllm()
@@ -88,15 +88,16 @@ def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) ->
     [
         ("GPT2LMHeadModel", {"rlkv": {"gates": "g", "sparsity": 0.5}}, True),
         ("GPT2LMHeadModel", {}, False),
-        ("Qwen3ForCausalLM", {"rlkv": {"gates": "g", "sparsity": 0.5}}, False),
+        ("Qwen3ForCausalLM", {"rlkv": {"full": ["0110"]}}, False),
         ("RLKVMixedLlamaForCausalLM", {"rlkv": {"gates": "g", "sparsity": 0.5}}, False),
     ],
 )
 def test_other_architectures(architecture: str, settings: dict[str, Any], refused: bool) -> None:
-    model = SimpleNamespace(architecture=architecture)
-    config = SimpleNamespace(model_config=model, additional_config=settings)
+    model = SimpleNamespace(architecture=architecture, hf_config=None)
+    cache = SimpleNamespace(enable_prefix_caching=True)
+    config = SimpleNamespace(model_config=model, additional_config=settings, cache_config=cache, scheduler_config=None)
     with pytest.raises(ValueError, match=f"architecture {architecture}: serve") if refused else nullcontext():
-        check_architecture(config)
+        prepare_engine(config)
 
 
 def test_an_engine_of_another_architecture_does_not_start(llama: Served, tmp_path: Path) -> None:
@@ -160,30 +161,33 @@ def test_the_environment_asks_too(llama: Served, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RLKV_SPARSITY", "0.5")
     with engine(llama, None) as llm:
         config = llm.llm_engine.vllm_config.additional_config["rlkv"]
-        assert config["sparsity"] == 0.5
-        assert len(config["digest"]) == 16  # part of the compilation key
+        allocation = llama.allocation(0.5)  # part of the compilation key, and read once for all processes
+        assert config["full"] == tuple("".join("01"[kept] for kept in row) for row in allocation.full.tolist())
+        assert "gates" not in config
         assert len(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups) > 1
 
 
 def test_tensors_of_unknown_layout_are_refused(llama: Served) -> None:
-    from rlkv.vllm.blocks.packing import BlockUse, plan_packing
+    from rlkv.vllm.blocks.demand import SinkWindowDemand
+    from rlkv.vllm.blocks.packing import plan_packing
     from rlkv.vllm.reallocation.reallocation import Reallocation
 
     allocation = llama.allocation(0.5)
-    plan = plan_packing(allocation.full, BlockUse(32, 16, 64), 1000)
-    changed = Reallocation(allocation, plan, head_size=32, group_size=2)
+    plan = plan_packing(allocation.full, SinkWindowDemand(32, 16, 64), 1000)
+    changed = Reallocation(plan, head_size=32, group_size=2)
     with pytest.raises(ValueError, match="weight_scale"):
         list(changed.reordered([("model.layers.0.self_attn.q_proj.weight_scale", torch.ones(1))]))
 
 
 def test_weights_are_reordered(llama: Served) -> None:
     """Heads of 2 numbers, groups of 2 query heads: rows and columns are named after their heads."""
-    from rlkv.vllm.blocks.packing import BlockUse, plan_packing
+    from rlkv.vllm.blocks.demand import SinkWindowDemand
+    from rlkv.vllm.blocks.packing import plan_packing
     from rlkv.vllm.reallocation.reallocation import Reallocation
 
     full = torch.tensor([[False, True, False], [True, True, True]])
-    plan = plan_packing(full, BlockUse(32, 16, 64), 1000)
-    changed = Reallocation(SimpleNamespace(full=full), plan, head_size=2, group_size=2)  # type: ignore[arg-type]
+    plan = plan_packing(full, SinkWindowDemand(32, 16, 64), 1000)
+    changed = Reallocation(plan, head_size=2, group_size=2)
     heads = torch.arange(3).repeat_interleave(2)
     rows = heads.repeat_interleave(2)
     weights = {

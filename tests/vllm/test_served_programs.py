@@ -21,6 +21,8 @@ import torch
 
 from rlkv import tiny
 from rlkv.gates.head_gates import HeadGates
+from rlkv.inference.config import InferConfig
+from rlkv.inference.session import InferSession
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from tests.helpers.engines import need_vllm
@@ -79,11 +81,26 @@ def test_both_backends_write_the_same_with_prompts_read_in_full(folder: Path) ->
 
 
 def test_both_backends_write_the_same_with_eviction(folder: Path) -> None:
-    """The prompts are longer than the buffer, so they are compacted while they are read."""
+    """The prompts are longer than the buffer, so heads evict while they are read."""
     options = ("--eviction", "rkv", "--budget", "20", "--eviction-option", "buffer=12", "--prefill", "local")
     reference, found = infer(folder, "hf", *options), infer(folder, "vllm", *options)
     assert [row["output"] for row in found] == [row["output"] for row in reference]
     assert len(found) == N
+
+
+def test_gates_are_read_once_and_the_allocation_travels_on(
+    folder: Path, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    load = HeadGates.load
+    monkeypatch.setattr(HeadGates, "load", lambda path: read.append(path) or load(path))
+    gates, problem = str(folder / "gates.safetensors"), expected[0]["problem"]
+    config = InferConfig(backend="vllm", gates=gates, prompt=problem, max_new_tokens=TOKENS, batch_size=2)
+    session = InferSession.open(config)
+    (completion,), _ = session.engine.batch([session.render(problem)], session.sampling)
+    session.engine.close()
+    assert completion.text == expected[0]["output"]
+    assert read == [gates]
 
 
 @pytest.fixture

@@ -78,9 +78,9 @@ def test_missing_settings_are_named(absent: str) -> None:
 
 def test_settings_are_read_back() -> None:
     settings = parse_settings({**REQUEST, "sink": 4, "scope": "layer"})
-    assert parse_settings(settings.to_dict()) == settings
+    assert parse_settings(settings.to_request()) == settings
     evicting = parse_settings({**REQUEST, "eviction": {"name": "snapkv", "budget": 64, "kernel": 5}})
-    assert parse_settings(evicting.to_dict()).policy() == make_policy("snapkv", budget=64, kernel=5)
+    assert parse_settings(evicting.to_request()).policy() == make_policy("snapkv", budget=64, kernel=5)
     described = parse_settings({**REQUEST, "eviction": make_policy("rkv", budget=64).describe()})
     assert described.policy() == make_policy("rkv", budget=64)
 

@@ -1,4 +1,4 @@
-"""Block tables without the gap between sinks and window, so that a kernel reads what is kept and nothing else.
+"""Block tables without the gap between sinks and window, so that a kernel reads only what is kept.
 
 The gap is a whole number of blocks. Cut out of table and length it moves the window's keys and the queries by the
 same distance, and leaves the sinks where they are: "the first S or the last W" selects the same keys as before.
@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.blocks.full_prefill import FullPrefill
-from rlkv.vllm.blocks.packing import BlockUse
 
 
 @dataclass
-class Compactor:
-    """Compacts the block tables of one bin; all layers of the bin share it.
+class GapRemover:
+    """Removes the gaps from the block tables of one bin; all layers of the bin share it.
 
     ``full_prefill``: if prompts are read in full.
     """
 
-    use: BlockUse
+    demand: SinkWindowDemand
     full_prefill: FullPrefill | None = None
     _latest: tuple[Any, Tensor, Tensor] | None = field(default=None, repr=False)
 
     def width(self, queries: int, columns: int) -> int:
         """Blocks that a request with this many queries in a step can need, at most ``columns``."""
-        use = self.use
-        return min(columns, use.full(use.sink) + use.full(use.window - 1 + queries) + 1)
+        demand = self.demand
+        return min(columns, demand.full(demand.sink) + demand.full(demand.window - 1 + queries) + 1)
 
     def of_step(self, common: Any) -> tuple[Tensor, Tensor]:
         """Table and lengths of a step's metadata, made once for all layers of the bin."""
@@ -43,7 +43,7 @@ class Compactor:
         return self._latest[1], self._latest[2]
 
     def __call__(self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-        """Compact tables.
+        """Tables without gaps.
 
         Args:
             table_RM: block ``m`` of request ``r``, with gaps.
@@ -54,19 +54,19 @@ class Compactor:
         Returns:
             The table ``[R, C]`` and the lengths ``[R]`` without the gaps.
         """
-        use = self.use
-        sinks = use.full(use.sink)
+        demand = self.demand
+        sinks = demand.full(demand.sink)
         first_R = lengths_R - (starts[1:] - starts[:-1])
-        gap_R = ((first_R - use.window + 1) // use.block_size - sinks).clamp(min=0)
+        gap_R = ((first_R - demand.window + 1) // demand.block_size - sinks).clamp(min=0)
         column_C = torch.arange(self.width(queries, table_RM.shape[1]), device=table_RM.device)
         source_RC = column_C + torch.where(column_C < sinks, 0, 1) * gap_R[:, None]
         table = table_RM.gather(1, source_RC.clamp(max=table_RM.shape[1] - 1).long())
-        return table, (lengths_R - gap_R * use.block_size).to(lengths_R.dtype)
+        return table, (lengths_R - gap_R * demand.block_size).to(lengths_R.dtype)
 
 
 @dataclass
 class SteadyTables:
-    """Compacted tables at the same place in every step: a CUDA graph that was captured with them reads the next one's.
+    """Tables without gaps at the same place in every step, where a CUDA graph that was captured with them finds them.
 
     Every builder has its own: the engine may cut a bin into several block tables, and it builds the metadata of all of
     them before it uses one.
@@ -77,7 +77,7 @@ class SteadyTables:
     _lengths: Tensor | None = field(default=None, repr=False)
 
     def __call__(self, table: Tensor, lengths: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """``table`` and ``lengths`` in the buffers; ``columns``: those of the table that was compacted."""
+        """``table`` and ``lengths`` in the buffers; ``columns``: those of the table with gaps."""
         if self._table is None or self._lengths is None:
             self._table = table.new_zeros(self.rows, columns)
             self._lengths = lengths.new_zeros(self.rows)
@@ -87,7 +87,7 @@ class SteadyTables:
         return self._table[:rows], self._lengths[:rows]
 
 
-def without_gap(common: Any, compactor: Compactor, table: Tensor, lengths: Tensor) -> Any:
-    """A step's metadata (vLLM's) with the table and lengths that ``compactor`` made of its own."""
-    longest = compactor.width(common.max_query_len, table.shape[1]) * compactor.use.block_size
+def without_gap(common: Any, gap_remover: GapRemover, table: Tensor, lengths: Tensor) -> Any:
+    """A step's metadata (vLLM's) with the table and lengths that ``gap_remover`` made of its own."""
+    longest = gap_remover.width(common.max_query_len, table.shape[1]) * gap_remover.demand.block_size
     return common.replace(block_table_tensor=table, seq_lens=lengths, max_seq_len=min(common.max_seq_len, longest))

@@ -36,7 +36,7 @@ class FullPrefill:
 def ask_for_prompt_lengths(vllm_config: Any) -> None:
     """Make the engine state prompt lengths in the metadata of later steps.
 
-    It does so for models with another kind of attention, told apart by this number. The first prompt comes when all
+    It does so for models with another kind of attention, identified by this number. The first prompt comes when all
     stock layers and builders have read it, so that nothing else changes.
     """
     arch = vllm_config.model_config.model_arch_config

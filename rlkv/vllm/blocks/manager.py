@@ -3,7 +3,7 @@
 Sinks and window: blocks that fall out of the window are given back. A request's block table keeps its positions:
 given-back blocks are replaced by the null block, and the kernels skip the gap (:mod:`rlkv.vllm.blocks.block_tables`).
 
-Eviction: as many blocks as the buffer has, for as long as the request runs (:mod:`rlkv.vllm.blocks.buffers`).
+Eviction: as many blocks as the buffer has, for as long as the request runs (:mod:`rlkv.vllm.blocks.demand`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         """Give back the blocks between the sinks and the window of the next token."""
         spec = self.kv_cache_spec
         outside = processed_computed_tokens - spec.window + 1
-        self._remove_blocks_in_range(request_id, spec.use.full(spec.sink), max(0, outside) // self.block_size)
+        self._remove_blocks_in_range(request_id, spec.demand.full(spec.sink), max(0, outside) // self.block_size)
 
     def get_num_blocks_to_allocate(
         self,
@@ -79,7 +79,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         )
         step = max(1, alignment_tokens // block_size)
         longest = max_length // block_size
-        use = kv_cache_spec.use
+        demand = kv_cache_spec.demand
         found: dict[int, Sequence[KVCacheBlock]] = {}
 
         def cached(number: int) -> bool:
@@ -88,16 +88,16 @@ class SinkWindowManager(SingleTypeKVCacheManager):
             return number in found
 
         sinks = 0
-        while sinks < min(use.full(kv_cache_spec.sink), longest) and cached(sinks):
+        while sinks < min(demand.full(kv_cache_spec.sink), longest) and cached(sinks):
             sinks += 1
-        end = (sinks if sinks < use.full(kv_cache_spec.sink) else longest) // step * step
+        end = (sinks if sinks < demand.full(kv_cache_spec.sink) else longest) // step * step
         while end > sinks:
-            first = max(sinks, end - use.full(kv_cache_spec.window - 1))
+            first = max(sinks, end - demand.full(kv_cache_spec.window - 1))
             missing = next((number for number in range(end - 1, first - 1, -1) if not cached(number)), None)
             if missing is None:
                 break
             end = missing // step * step
-        first = max(sinks, end - use.full(kv_cache_spec.window - 1))
+        first = max(sinks, end - demand.full(kv_cache_spec.window - 1))
         kept = [number for number in range(end) if number < sinks or number >= first]
         table: tuple[list[KVCacheBlock], ...] = tuple([block_pool.null_block] * end for _ in kv_cache_group_ids)
         for number in kept:
@@ -127,23 +127,23 @@ class EvictingManager(SingleTypeKVCacheManager):
 
         Raises:
             RuntimeError: if a request goes back to earlier tokens without giving its blocks back, as the engine does
-                between two parts of a streamed input: what a compaction dropped is not there any more.
+                between two parts of a streamed input: what was evicted is gone.
         """
         if total_computed_tokens < self._computed.get(request_id, 0):
             raise RuntimeError(
-                f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} on, but its entries "
-                "were compacted since: streamed inputs do not work with eviction, send whole prompts"
+                f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} on, but some of its "
+                "entries were evicted since: streamed inputs do not work with eviction, send whole prompts"
             )
         self._computed[request_id] = total_computed_tokens
         held = len(self.req_to_blocks.get(request_id, ()))
-        return max(0, self.kv_cache_spec.use.compressible(num_tokens) - held)
+        return max(0, self.kv_cache_spec.demand.compressible(num_tokens) - held)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._computed.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        slots = self.kv_cache_spec.use.compressible(num_tokens) * self.block_size
+        slots = self.kv_cache_spec.demand.compressible(num_tokens) * self.block_size
         return super().allocate_new_blocks(request_id, slots, slots)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
@@ -154,5 +154,5 @@ class EvictingManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         cls, block_hashes: BlockHashList, max_length: int, kv_cache_group_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """None: what a compaction left over is no prefix."""
+        """None: what an eviction kept is not a prefix."""
         return tuple([] for _ in kv_cache_group_ids), 0

@@ -16,7 +16,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from rlkv.vllm.blocks.buffers import Use
+from rlkv.vllm.blocks.demand import BlockDemand, BufferDemand, SinkWindowDemand
+from rlkv.vllm.settings import ServingSettings
 
 MAX_BINS = 24
 GOOD_ENOUGH = 1.03  # bytes over the ideal ones up to which fewer bins are better than less waste
@@ -43,23 +44,6 @@ class Part:
 
 
 @dataclass(frozen=True)
-class BlockUse:
-    """Blocks that one bin takes for a request; compressible heads keep sinks and a window."""
-
-    block_size: int
-    sink: int
-    window: int
-
-    def full(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
-    def compressible(self, tokens: int) -> int:
-        """While decoding: the sinks' blocks, and the window's, which may begin anywhere in a block."""
-        kept = self.full(self.sink) + self.full(self.window - 1) + 1
-        return min(self.full(tokens), kept)
-
-
-@dataclass(frozen=True)
 class PackingPlan:
     """Bins of heads.
 
@@ -70,7 +54,7 @@ class PackingPlan:
 
     parts: tuple[Part, ...]
     num_layers: int
-    use: Use
+    demand: BlockDemand
 
     @cached_property
     def bins(self) -> dict[int, list[Part]]:
@@ -102,7 +86,9 @@ class PackingPlan:
 
     def blocks(self, tokens: int) -> int:
         """Blocks that a decoding request of ``tokens`` tokens holds."""
-        return sum(self.use.full(tokens) if group[0].full else self.use.compressible(tokens) for group in self.groups)
+        return sum(
+            self.demand.full(tokens) if group[0].full else self.demand.compressible(tokens) for group in self.groups
+        )
 
     def held(self, tokens: int) -> int:
         """What these blocks hold, in heads times blocks."""
@@ -110,25 +96,39 @@ class PackingPlan:
 
     def ideal(self, tokens: int) -> int:
         """As :meth:`held` for blocks that are filled without waste."""
-        return self.num_heads(True) * self.use.full(tokens) + self.num_heads(False) * self.use.compressible(tokens)
+        return self.num_heads(True) * self.demand.full(tokens) + self.num_heads(False) * self.demand.compressible(
+            tokens
+        )
 
     def uncompressed(self, tokens: int) -> int:
         """As :meth:`held` for the full cache."""
-        return (self.num_heads(True) + self.num_heads(False)) * self.use.full(tokens)
+        return (self.num_heads(True) + self.num_heads(False)) * self.demand.full(tokens)
 
     def waste(self, tokens: int) -> float:
         """Bytes held over ideal bytes, 1 at best."""
         return self.held(tokens) / self.ideal(tokens)
 
 
-def plan_packing(full_LH: Tensor, use: Use, reference_tokens: int) -> PackingPlan:
+def plan_heads(settings: ServingSettings, block_size: int, group_size: int, longest: int) -> PackingPlan:
+    """The plan for resolved settings and a model whose texts have up to ``longest`` tokens."""
+    policy = settings.policy()
+    if policy is not None:
+        demand: BlockDemand = BufferDemand.of(policy, block_size, group_size)
+    else:
+        assert settings.sink is not None
+        assert settings.window is not None
+        demand = SinkWindowDemand(block_size, settings.sink, settings.window)
+    return plan_packing(settings.allocation.full, demand, min(settings.reference_tokens, longest))
+
+
+def plan_packing(full_LH: Tensor, demand: BlockDemand, reference_tokens: int) -> PackingPlan:
     """Deal the heads of an allocation into bins.
 
     Args:
         full_LH: bool ``[num_layers, num_kv_heads]``, True for full heads.
         reference_tokens: the length of a request for which the waste is judged.
     """
-    plans = [_plan(full_LH, use, size) for size in _sizes(full_LH)]
+    plans = [_plan(full_LH, demand, size) for size in _sizes(full_LH)]
     wasted = {id(plan): plan.waste(reference_tokens) for plan in plans}
     good = [plan for plan in plans if wasted[id(plan)] <= GOOD_ENOUGH]
     if good:
@@ -137,14 +137,14 @@ def plan_packing(full_LH: Tensor, use: Use, reference_tokens: int) -> PackingPla
 
 
 def _sizes(full_LH: Tensor) -> list[int]:
-    """Sizes of a bin that are worth a look: the smallest ones for each pair of numbers of bins."""
+    """Sizes of a bin that are worth trying: the smallest ones for each pair of numbers of bins."""
     counts = [int(full_LH.sum()), int((~full_LH).sum())]
     sizes = {-(-count // bins) for count in counts for bins in range(1, MAX_BINS + 1) if count}
     fitting = [size for size in sizes if sum(-(-count // size) for count in counts) <= MAX_BINS]
     return sorted(fitting or [max(counts)])
 
 
-def _plan(full_LH: Tensor, use: Use, size: int) -> PackingPlan:
+def _plan(full_LH: Tensor, demand: BlockDemand, size: int) -> PackingPlan:
     parts: list[Part] = []
     for full in (True, False):
         layers = [
@@ -154,7 +154,7 @@ def _plan(full_LH: Tensor, use: Use, size: int) -> PackingPlan:
         first = 1 + max((part.bin for part in parts), default=-1)
         parts += _deal([(layer, heads) for layer, heads in layers if heads], size, full, first)
     parts.sort(key=lambda part: (part.layer, not part.full, part.bin, part.heads))
-    return PackingPlan(tuple(parts), full_LH.shape[0], use)
+    return PackingPlan(tuple(parts), full_LH.shape[0], demand)
 
 
 def _deal(layers: list[tuple[int, list[int]]], size: int, full: bool, first: int) -> list[Part]:

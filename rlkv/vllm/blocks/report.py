@@ -9,14 +9,14 @@ from rlkv.vllm.blocks.packing import PackingPlan
 
 def block_bytes(plan: PackingPlan, head_size: int, element_size: int) -> int:
     """Bytes of one block of the pool: keys and values of the largest bin."""
-    return plan.heads_per_block * plan.use.block_size * 2 * head_size * element_size
+    return plan.heads_per_block * plan.demand.block_size * 2 * head_size * element_size
 
 
 def check_block_bytes(vllm_config: Any, layer: Any) -> None:
     """Raise ``RuntimeError`` if the engine made blocks of another size than was planned.
 
     The engine groups layers by rules of its own, which :func:`rlkv.vllm.blocks.packing.engine_groups` foresees.
-    Were it wrong, text would still be right, but memory would be wasted unnoticed.
+    If that were wrong, the text would still be right, but memory would be wasted unnoticed.
     """
     cache = layer.kv_cache
     if cache.dim() != 4 or len(cache) < 2:

@@ -1,4 +1,4 @@
-"""What the engine's memory management has to know of full and of compressible heads.
+"""What the engine's memory management must know about full and compressible heads.
 
 All kinds carry the number of their bin (:mod:`rlkv.vllm.blocks.packing`): layers of different bins never share a block
 table, even where the engine would merge them. Importing this module registers them, in every process that reads one.
@@ -13,9 +13,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from rlkv.vllm.blocks.buffers import BufferUse
+from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
 from rlkv.vllm.blocks.manager import EvictingManager, SinkWindowManager
-from rlkv.vllm.blocks.packing import BlockUse
 
 
 class _OfBin:
@@ -56,15 +55,15 @@ class SinkWindowSpec(_OfBin, AttentionSpec):
     max_model_len: int
 
     @property
-    def use(self) -> BlockUse:
-        return BlockUse(self.block_size, self.sink, self.window)
+    def demand(self) -> SinkWindowDemand:
+        return SinkWindowDemand(self.block_size, self.sink, self.window)
 
     def most_blocks(self, max_model_len: int | None = None) -> int:
         """Blocks that one request may hold at once: the sinks', and window and unsettled tokens, whose first one may
         lie anywhere in its block."""
         longest = self.max_model_len if max_model_len is None else max_model_len
         moving = min(self.window - 1 + self.max_in_flight_tokens, longest)
-        return min(self.use.full(self.sink) + self.use.full(moving) + 1, self.use.full(longest))
+        return min(self.demand.full(self.sink) + self.demand.full(moving) + 1, self.demand.full(longest))
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         return self.page_size_bytes * self.most_blocks(vllm_config.model_config.max_model_len)
@@ -74,7 +73,7 @@ class SinkWindowSpec(_OfBin, AttentionSpec):
 class EvictingSpec(_OfBin, AttentionSpec):
     """Compressible heads of one layer and bin under an eviction policy: observed queries and a buffer of entries.
 
-    Attributes: as of :class:`rlkv.vllm.blocks.buffers.BufferUse`.
+    Attributes: as of :class:`rlkv.vllm.blocks.demand.BufferDemand`.
     """
 
     pack_tag: int
@@ -84,15 +83,15 @@ class EvictingSpec(_OfBin, AttentionSpec):
     group_size: int
 
     @property
-    def use(self) -> BufferUse:
-        return BufferUse(self.block_size, self.budget, self.buffer, self.observation, self.group_size)
+    def demand(self) -> BufferDemand:
+        return BufferDemand(self.block_size, self.budget, self.buffer, self.observation, self.group_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        return self.page_size_bytes * self.use.compressible(vllm_config.model_config.max_model_len)
+        return self.page_size_bytes * self.demand.compressible(vllm_config.model_config.max_model_len)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """The engine computes slots by position, and looks them up even though no one uses them here."""
-        return max(super().max_num_blocks_per_req(vllm_config, max_len), self.use.compressible(max_len))
+        """The engine computes slots by position, and looks them up even though they are not used here."""
+        return max(super().max_num_blocks_per_req(vllm_config, max_len), self.demand.compressible(max_len))
 
 
 # the registry fills itself with the stock specs only as long as it is empty

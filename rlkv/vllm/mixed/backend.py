@@ -1,8 +1,8 @@
 """vLLM attention backends of mixed attention: plain torch on a CPU, the engine's Triton kernels on a GPU.
 
 A mixed layer has one ordinary paged cache of all its KV heads, so the engine's block management, chunked prefill,
-prefix caching and preemption are the stock ones.  Two numbers more per layer (sink, window) and one vector of gates,
-which is read anew in every step.
+prefix caching and preemption are the stock ones.  A layer has in addition two numbers (sink, window) and a vector of
+gates, which is read again in every step.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -29,10 +24,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.attention.mixed import mix
 from rlkv.attention.sizes import SinkWindow
-from rlkv.vllm.blocks.block_tables import Compactor, SteadyTables, without_gap
-from rlkv.vllm.blocks.packing import BlockUse
-from rlkv.vllm.mixed.attention import PagedBatch, paged_mixed_attention
-from rlkv.vllm.paged.torch_backend import NAME, PagedTorchBackend, PagedTorchImpl
+from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables, without_gap
+from rlkv.vllm.blocks.demand import SinkWindowDemand
+from rlkv.vllm.mixed.attention import MixedReads, paged_mixed_attention, plan_mixed_reads
+from rlkv.vllm.paged.backend import AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl
 
 
 def mixed_backend() -> type[AttentionBackend]:
@@ -54,50 +49,35 @@ class _LiveGates:
         self.alpha_H, self.sizes = alpha_H, sizes
 
 
-@dataclass
-class TorchMetadata:
-    """One step of the torch backend; ``num_actual_tokens`` is without padding."""
-
-    num_actual_tokens: int
-    batch: PagedBatch
-
-
-class TorchBuilder(AttentionMetadataBuilder[TorchMetadata]):
-    """Lists instead of tensors: the torch path loops over requests with several queries."""
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TorchMetadata:
-        common = common_attn_metadata
-        batch = PagedBatch(common.query_start_loc_cpu.tolist(), common.seq_lens.tolist(), common.block_table_tensor)
-        return TorchMetadata(common.num_actual_tokens, batch)
+def _gap_remover(builder: Any) -> GapRemover:
+    """For the local branch of a builder's layers."""
+    layers = builder.vllm_config.compilation_config.static_forward_context
+    sizes: SinkWindow = layers[builder.layer_names[0]].impl.sizes
+    return GapRemover(SinkWindowDemand(builder.kv_cache_spec.block_size, sizes.sink, sizes.window))
 
 
-class MixedTorchImpl(_LiveGates, PagedTorchImpl):
+class MixedTorchBuilder(TorchBuilder):
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedReads:
+        common, gap_remover = common_attn_metadata, _gap_remover(self)
+        return plan_mixed_reads(common.block_table_tensor, common.query_start_loc_cpu, common.seq_lens, gap_remover)
+
+
+class MixedTorchImpl(_LiveGates, TorchImpl):
     """Attention of one layer in plain torch."""
 
-    def attend(self, query: Tensor, kv_cache: Tensor, step: TorchMetadata, output: Tensor) -> None:
-        paged_mixed_attention(query, kv_cache, step.batch, self.alpha_H, self.sizes, self.scale, output)
+    def attend(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: MixedReads, output: Tensor
+    ) -> None:
+        paged_mixed_attention(query, kv_cache, step, self.alpha_H, self.scale, output)
 
 
-class MixedTorchBackend(PagedTorchBackend):
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        return MixedTorchImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return TorchBuilder
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)
+class MixedTorchBackend(TorchBackend):
+    impl, builder, layouts = MixedTorchImpl, MixedTorchBuilder, (KVCacheLayout.LBHNC,)
 
 
 @dataclass
 class MixedTritonMetadata(TritonAttentionMetadata):
-    """The stock metadata, and beside it that of the local branch (made once per step, not per layer)."""
+    """The stock metadata, and that of the local branch (made once per step, not per layer)."""
 
     local: TritonAttentionMetadata | None = None
 
@@ -111,12 +91,10 @@ class MixedTritonBuilder(TritonAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        sizes: SinkWindow = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.sizes
-        use = BlockUse(self.block_size, sizes.sink, sizes.window)
         rows = vllm_config.scheduler_config.max_num_seqs
-        # buffers for good: a captured graph keeps their addresses
-        self.compactor, self.tables = Compactor(use), SteadyTables(rows)
-        self.sinks_R = torch.full((rows,), sizes.sink, dtype=torch.int32, device=device)
+        # permanent buffers: a captured graph keeps their addresses
+        self.gap_remover, self.tables = _gap_remover(self), SteadyTables(rows)
+        self.sinks_R = torch.full((rows,), self.gap_remover.demand.sink, dtype=torch.int32, device=device)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
@@ -125,55 +103,30 @@ class MixedTritonBuilder(TritonAttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedTritonMetadata:
         common = common_attn_metadata
-        table, lengths = self.compactor(
-            common.block_table_tensor, common.seq_lens, common.query_start_loc, common.max_query_len
-        )
-        table, lengths = self.tables(table, lengths, common.block_table_tensor.shape[1])
-        local = super().build(0, without_gap(common, self.compactor, table, lengths), fast_build)
+        table, lengths = self.tables(*self.gap_remover.of_step(common), common.block_table_tensor.shape[1])
+        local = super().build(0, without_gap(common, self.gap_remover, table, lengths), fast_build)
         local.rswa_prefix_lens = self.sinks_R[: common.num_reqs]
-        local.rswa_window = self.compactor.use.window
+        local.rswa_window = self.gap_remover.demand.window
         stock = super().build(common_prefix_len, common, fast_build)
         return MixedTritonMetadata(**vars(stock), local=local)
 
 
-class MixedTritonImpl(_LiveGates, TritonAttentionImpl):
+class MixedTritonImpl(_LiveGates, AttendingImpl, TritonAttentionImpl):
     """Both branches by the engine's Triton kernel, mixed in float32."""
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: MixedTritonMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        if attn_metadata is None:
-            return output.zero_()
+    def attend(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
+    ) -> None:
         full, local = torch.empty_like(output), torch.empty_like(output)
-        super().forward(layer, query, key, value, kv_cache, attn_metadata, full)
-        super().forward(layer, query, key, value, kv_cache, attn_metadata.local, local)
-        tokens = attn_metadata.num_actual_tokens
+        TritonAttentionImpl.forward(self, layer, query, key, value, kv_cache, step, full)
+        TritonAttentionImpl.forward(self, layer, query, key, value, kv_cache, step.local, local)
+        tokens = step.num_actual_tokens
         # mix() wants [rows, query heads, tokens, size]
         mixed = mix(full[:tokens].transpose(0, 1)[None], local[:tokens].transpose(0, 1)[None], self.alpha_H)
         output[:tokens] = mixed[0].transpose(0, 1)
-        return output
 
 
-class MixedTritonBackend(TritonAttentionBackend):
+class MixedTritonBackend(BackendParts, TritonAttentionBackend):
     """Stock blocks, layouts and head sizes."""
 
-    @staticmethod
-    def get_name() -> str:
-        return NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        return MixedTritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return MixedTritonBuilder
+    impl, builder = MixedTritonImpl, MixedTritonBuilder

@@ -17,37 +17,16 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from rlkv.attention.sizes import SinkWindow
+from rlkv.vllm.limits import check_engine
 from rlkv.vllm.mixed.backend import mixed_backend
 from rlkv.vllm.names import CONFIG_KEY, PREFIX
 
 GATES = "rlkv_gates"  # the buffer of the model: float32 [num_layers, num_kv_heads]
 
 
-def check_supported(config: VllmConfig) -> None:
-    """Refuse what the mixed attention would get wrong.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    parallel, cache, text = config.parallel_config, config.cache_config, config.model_config.hf_text_config
-    refused = {
-        "tensor parallel size above 1": parallel.tensor_parallel_size > 1,
-        "pipeline parallel size above 1": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-        "speculative decoding": config.speculative_config is not None,
-        f"a quantised KV cache ({cache.cache_dtype})": cache.cache_dtype not in ("auto", "float16", "bfloat16"),
-        "a KV connector": config.kv_transfer_config is not None,
-        "offloading of the KV cache": cache.kv_offloading_size is not None,
-        "dual chunk attention": bool(getattr(text, "dual_chunk_attention_config", None)),
-    }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ValueError(f"mixed-attention rollouts do not work with {setting}: run one plain engine per GPU")
-
-
 def _exchange(model: Any, config: VllmConfig) -> None:
     """Put a mixed attention layer in the place of every stock one, all reading one buffer of gates."""
-    check_supported(config)
+    check_engine(config, "a mixed-attention rollout")
     sizes = SinkWindow(**config.additional_config[CONFIG_KEY])
     layers = model.model.layers
     stock: list[Attention] = [layer.self_attn.attn for layer in layers]

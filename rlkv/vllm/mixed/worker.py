@@ -1,4 +1,4 @@
-"""What an engine's worker can be asked from outside: put gates in, read them back.
+"""What an engine's worker can be asked from outside: to set gates, and to read them back.
 
 Reached with ``collective_rpc`` whether the engine runs in the caller's process or in one of its own.
 """
@@ -22,7 +22,7 @@ class GateWorker:
         model = self.model_runner.get_model()
         buffer: Tensor = getattr(model, GATES)
         for index, layer in enumerate(model.model.layers):
-            # whoever moved the model to another device made a copy of the buffer, and the layers kept the old one
+            # moving the model to another device copies the buffer, and the layers keep the old one
             if layer.self_attn.attn.impl.alpha_H.data_ptr() != buffer[index].data_ptr():
                 raise RuntimeError(f"layer {index} does not read the model's gates: the model was moved after loading")
         return buffer

@@ -1,4 +1,4 @@
-"""Attention to sinks and window over a compacted paged cache, in plain torch.
+"""Attention to sinks and window over a paged cache without gaps, in plain torch.
 
 The CPU path of compressible heads, and the reference of the CUDA path.
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.vllm.blocks.packing import BlockUse
+from rlkv.vllm.blocks.demand import SinkWindowDemand
 
 QUERIES_AT_ONCE = 128  # of one request: its window and these tokens are read together
 ROWS_AT_ONCE = 64  # of decoding requests
@@ -31,15 +31,15 @@ class Reads:
         block_RC: the blocks that are read; ``column_K``: the position of each slot in them.
         position_RQ: of the queries.
         prompt: so many first tokens see everything before them.
-        seen_RQK: bool ``[R, Q, C * N]``; None if it is made for each layer anew, because all together may be large.
-        unwritten: row, column and slot of each slot that is read and that perhaps nobody wrote yet.
+        seen_RQK: bool ``[R, Q, C * N]``; None if it is made again for each layer, because all together may be large.
+        unwritten: row, column and slot of each slot that is read but may not have been written yet.
     """
 
     token_RQ: Tensor
     block_RC: Tensor
     column_K: Tensor
     position_RQ: Tensor
-    use: BlockUse
+    demand: SinkWindowDemand
     prompt: int
     unwritten: tuple[Tensor, Tensor, Tensor]
     seen_RQK: Tensor | None = None
@@ -49,12 +49,12 @@ class Reads:
         if self.seen_RQK is not None:
             return self.seen_RQK
         distance = self.position_RQ[:, :, None] - self.column_K
-        kept = (self.column_K < self.use.sink) | (distance < self.use.window)
+        kept = (self.column_K < self.demand.sink) | (distance < self.demand.window)
         return (distance >= 0) & (kept | (self.position_RQ < self.prompt)[:, :, None])
 
 
 def plan_reads(
-    table_RC: Tensor, starts: list[int], lengths: list[int], use: BlockUse, prompts: list[int] | None = None
+    table_RC: Tensor, starts: list[int], lengths: list[int], demand: SinkWindowDemand, prompts: list[int] | None = None
 ) -> list[Reads]:
     """What the queries of a step read.
 
@@ -68,19 +68,19 @@ def plan_reads(
     found = []
     for first in range(0, len(decoding), ROWS_AT_ONCE):
         rows = decoding[first : first + ROWS_AT_ONCE]
-        blocks = torch.arange(-(-lengths[rows[-1]] // use.block_size))
+        blocks = torch.arange(-(-lengths[rows[-1]] // demand.block_size))
         token_RQ = torch.tensor([[starts[row]] for row in rows])
         position_RQ = torch.tensor([[lengths[row] - 1] for row in rows])
-        reads = _reads(table_RC[rows][:, : len(blocks)], blocks, token_RQ, position_RQ, use)
+        reads = _reads(table_RC[rows][:, : len(blocks)], blocks, token_RQ, position_RQ, demand)
         found.append(replace(reads, seen_RQK=reads.seen()))
     for row, number in enumerate(queries):
         for first in range(0, number if number > 1 else 0, QUERIES_AT_ONCE):
             own = torch.arange(first, min(first + QUERIES_AT_ONCE, number))
             position_RQ = (lengths[row] - number + own)[None]
             prompt, begin = prompts[row] if prompts else 0, int(position_RQ[0, 0])
-            blocks = _blocks(begin, int(position_RQ[0, -1]), use, begin < prompt)
+            blocks = _blocks(begin, int(position_RQ[0, -1]), demand, begin < prompt)
             token_RQ = (starts[row] + own)[None]
-            found.append(_reads(table_RC[row, blocks][None], blocks, token_RQ, position_RQ, use, prompt))
+            found.append(_reads(table_RC[row, blocks][None], blocks, token_RQ, position_RQ, demand, prompt))
     return found
 
 
@@ -94,34 +94,34 @@ def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], 
         _attend(query_TXD, cache, part, scale, out)
 
 
-def _blocks(first: int, last: int, use: BlockUse, everything: bool) -> Tensor:
+def _blocks(first: int, last: int, demand: SinkWindowDemand, everything: bool) -> Tensor:
     """Blocks of the keys that the queries at ``first`` to ``last`` see."""
-    end = last // use.block_size + 1
+    end = last // demand.block_size + 1
     if everything:
         return torch.arange(end)
-    sinks = min(use.full(use.sink), end)
-    window = max(sinks, (first - use.window + 1) // use.block_size)
+    sinks = min(demand.full(demand.sink), end)
+    window = max(sinks, (first - demand.window + 1) // demand.block_size)
     return torch.cat([torch.arange(sinks), torch.arange(window, end)])
 
 
 def _reads(
-    table_RC: Tensor, blocks_C: Tensor, token_RQ: Tensor, position_RQ: Tensor, use: BlockUse, prompt: int = 0
+    table_RC: Tensor, blocks_C: Tensor, token_RQ: Tensor, position_RQ: Tensor, demand: SinkWindowDemand, prompt: int = 0
 ) -> Reads:
     """Queries ``token_RQ`` at ``position_RQ``, the longest request last; column c of the table is the
     ``blocks_C[c]``-th block of a request."""
-    slot_N = torch.arange(use.block_size)
-    column_K = (blocks_C[:, None] * use.block_size + slot_N).flatten()
+    slot_N = torch.arange(demand.block_size)
+    column_K = (blocks_C[:, None] * demand.block_size + slot_N).flatten()
     end_R = position_RQ[:, -1]
-    has_RC = blocks_C <= (end_R // use.block_size)[:, None]
+    has_RC = blocks_C <= (end_R // demand.block_size)[:, None]
     # only in the last block of a request
-    row, slot = (slot_N > (end_R % use.block_size)[:, None]).nonzero(as_tuple=True)
+    row, slot = (slot_N > (end_R % demand.block_size)[:, None]).nonzero(as_tuple=True)
     return Reads(
         token_RQ=token_RQ,
         # where a request has no block, the first one of the longest request: not seen, but every slot was written
         block_RC=torch.where(has_RC, table_RC, table_RC[-1, 0]).long(),
         column_K=column_K,
         position_RQ=position_RQ,
-        use=use,
+        demand=demand,
         prompt=prompt,
         unwritten=(row, has_RC.sum(1)[row] - 1, slot),
     )
@@ -132,7 +132,7 @@ def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: T
     (rows, columns), size = reads.block_RC.shape, twice // 2
     states = _gather(cache, reads.block_RC)  # [R, H, C, N, 2 * D], a copy
     row, column, slot = reads.unwritten
-    states[row, :, column, slot] = 0.0  # what nobody wrote may be anything, and 0 * NaN would be NaN
+    states[row, :, column, slot] = 0.0  # unwritten slots may hold anything, and 0 * NaN would be NaN
     states = states.view(rows, kv_heads, columns * in_block, twice).float()
     query = query_TXD[reads.token_RQ].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).float()  # [R, H, G, Q, D]
     group, queries = query.shape[2:4]

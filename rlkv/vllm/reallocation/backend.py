@@ -1,7 +1,7 @@
 """vLLM attention backends of head reallocation.
 
 Full heads: the engine's own backend. Compressible heads: the engine's Triton kernels on a GPU, plain torch on a CPU,
-both over compacted block tables. All need the layout in which a block holds all its layers side by side
+both over block tables without gaps. All need the layout in which a block holds all its layers side by side
 (``BLHNC``), because parts differ in their number of heads.
 """
 
@@ -13,24 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
+    TritonAttentionImpl,
     TritonAttentionMetadata,
     TritonAttentionMetadataBuilder,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.vllm.blocks.block_tables import Compactor, SteadyTables, without_gap
+from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables, without_gap
 from rlkv.vllm.blocks.report import check_block_bytes
+from rlkv.vllm.paged.backend import BackendParts, TorchBackend, TorchBuilder, TorchImpl, moved
 from rlkv.vllm.paged.local_attention import Reads, paged_local_attention, plan_reads
-from rlkv.vllm.paged.torch_backend import PagedTorchBackend, PagedTorchImpl, moved
 from rlkv.vllm.settings import read_request
 
 LAYOUTS = (KVCacheLayout.BLHNC,)
@@ -46,18 +42,6 @@ def local_backend() -> type[AttentionBackend]:
     return LocalTorchBackend if current_platform.is_cpu() else LocalTritonBackend
 
 
-class PackedCPUBackend(CPUAttentionBackend):
-    """The stock CPU kernels: they read any distance between blocks, but the stock backend does not say so."""
-
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return PackedCPUImpl
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return LAYOUTS
-
-
 class PackedCPUImpl(CPUAttentionBackendImpl):
     """The stock CPU kernel writes rows one after the other, whatever the output's strides are."""
 
@@ -67,66 +51,67 @@ class PackedCPUImpl(CPUAttentionBackendImpl):
         return output.copy_(super().forward(*args, output=torch.empty(output.shape, dtype=output.dtype), **kwargs))
 
 
-def _compactor(vllm_config: Any, layer_names: list[str]) -> Compactor:
-    """The one that all layers of the bin share; the model put it there (:mod:`rlkv.vllm.reallocation.reallocation`)."""
-    layers = vllm_config.compilation_config.static_forward_context
-    check_block_bytes(vllm_config, layers[layer_names[0]])
-    return layers[layer_names[0]].compactor
+class PackedCPUBackend(BackendParts, CPUAttentionBackend):
+    """The stock CPU kernels: they read any distance between blocks, but the stock backend does not say so."""
+
+    impl, builder, layouts = PackedCPUImpl, CPUAttentionBackend.get_builder_cls(), LAYOUTS
+    name = CPUAttentionBackend.get_name()
+
+
+def _gap_remover(vllm_config: Any, layer_names: list[str]) -> GapRemover:
+    """The one that all layers of the bin share (:mod:`rlkv.vllm.reallocation.reallocation`)."""
+    layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+    check_block_bytes(vllm_config, layer)
+    return layer.gap_remover
+
+
+def _prompts(gap_remover: GapRemover, common: Any, vllm_config: Any) -> list[int] | None:
+    """Lengths of the prompts that this step reads in full; None if there are none."""
+    return None if gap_remover.full_prefill is None else gap_remover.full_prefill.prompts(common, vllm_config)
 
 
 @dataclass
 class LocalMetadata:
-    """One step; ``num_actual_tokens`` is without padding."""
+    """What one step reads."""
 
-    num_actual_tokens: int
     reads: list[Reads]
 
 
-def _prompts(compactor: Compactor, common: Any, vllm_config: Any) -> list[int] | None:
-    """Lengths of the prompts that this step reads in full; None if there are none."""
-    return None if compactor.full_prefill is None else compactor.full_prefill.prompts(common, vllm_config)
-
-
-class LocalTorchBuilder(AttentionMetadataBuilder[LocalMetadata]):
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
+class LocalTorchBuilder(TorchBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LocalMetadata:
         common = common_attn_metadata
-        compactor = _compactor(self.vllm_config, self.layer_names)
-        table, lengths = compactor.of_step(common)
+        gap_remover = _gap_remover(self.vllm_config, self.layer_names)
+        table, lengths = gap_remover.of_step(common)
         starts = common.query_start_loc_cpu.tolist()
-        prompts = _prompts(compactor, common, self.vllm_config)
-        reads = plan_reads(table, starts, lengths.tolist(), compactor.use, prompts)
-        return LocalMetadata(common.num_actual_tokens, reads)
+        prompts = _prompts(gap_remover, common, self.vllm_config)
+        return LocalMetadata(plan_reads(table, starts, lengths.tolist(), gap_remover.demand, prompts))
 
 
-class LocalTorchImpl(PagedTorchImpl):
+class LocalTorchImpl(TorchImpl):
     """Sinks and window in plain torch."""
 
-    def attend(self, query: Tensor, kv_cache: Tensor, step: LocalMetadata, output: Tensor) -> None:
+    def attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        step: LocalMetadata,
+        output: Tensor,
+    ) -> None:
         paged_local_attention(query, kv_cache, step.reads, self.scale, output)
 
 
-class LocalTorchBackend(PagedTorchBackend):
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        return LocalTorchImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return LocalTorchBuilder
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return LAYOUTS
+class LocalTorchBackend(TorchBackend):
+    impl, builder, layouts = LocalTorchImpl, LocalTorchBuilder, LAYOUTS
 
 
 class LocalTritonBuilder(TritonAttentionMetadataBuilder):
-    """The stock metadata with compacted tables, and the stock kernel's "prefix or window" mask switched on.
+    """The stock metadata over tables without gaps, and the stock kernel's "prefix or window" mask switched on.
 
-    Prompts that are read in full have themselves as a visible prefix; what a request wrote itself and that is read
-    again in the same step is a request of its own in the metadata, over the same blocks.
+    Prompts that are read in full have themselves as a visible prefix; what a request wrote itself and reads again in
+    the same step is a request of its own in the metadata, over the same blocks.
     """
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
@@ -139,27 +124,25 @@ class LocalTritonBuilder(TritonAttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         request = read_request(vllm_config.additional_config) or {}
-        return (
-            AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-            if request.get("prefill") == "full"  # the number of requests in the metadata may be another one
-            else cls._cudagraph_support
-        )
+        if request.get("prefill") == "full":  # the number of requests in the metadata may be another one
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TritonAttentionMetadata:
         common = common_attn_metadata
-        compactor = _compactor(self.vllm_config, self.layer_names)
-        table, lengths = self.tables(*compactor.of_step(common), common.block_table_tensor.shape[1])
+        gap_remover = _gap_remover(self.vllm_config, self.layer_names)
+        table, lengths = self.tables(*gap_remover.of_step(common), common.block_table_tensor.shape[1])
         # the engine states prompt lengths for us alone: the stock builder has no use for them
-        own = without_gap(common, compactor, table, lengths).replace(rswa_prefix_lens=None)
-        prefix_R = self._sinks(compactor.use.sink, common.num_reqs)
-        prompts = _prompts(compactor, common, self.vllm_config)
+        own = without_gap(common, gap_remover, table, lengths).replace(rswa_prefix_lens=None)
+        prefix_R = self._sinks(gap_remover.demand.sink, common.num_reqs)
+        prompts = _prompts(gap_remover, common, self.vllm_config)
         if prompts is not None and common.max_query_len > 1:  # a prompt of one token sees itself only
-            own, prefix_R = self._with_prompts(own, common, prompts, compactor.use.sink)
+            own, prefix_R = self._with_prompts(own, common, prompts, gap_remover.demand.sink)
         metadata = super().build(0, own, fast_build)
         metadata.rswa_prefix_lens = prefix_R
-        metadata.rswa_window = compactor.use.window
+        metadata.rswa_window = gap_remover.demand.window
         return metadata
 
     def _with_prompts(self, own: Any, common: Any, prompts: list[int], sink: int) -> tuple[Any, Tensor]:
@@ -191,11 +174,6 @@ class LocalTritonBuilder(TritonAttentionMetadataBuilder):
         return self.sinks_R[:requests]
 
 
-class LocalTritonBackend(TritonAttentionBackend):
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return LocalTritonBuilder
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return LAYOUTS
+class LocalTritonBackend(BackendParts, TritonAttentionBackend):
+    impl, builder, layouts = TritonAttentionImpl, LocalTritonBuilder, LAYOUTS
+    name = TritonAttentionBackend.get_name()

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rlkv.eviction.attention import items_at_once
 from rlkv.eviction.base import EvictionPolicy
-from rlkv.vllm.blocks.buffers import NOWHERE, BufferUse, Round, plan_rounds
+from rlkv.vllm.blocks.demand import NOWHERE, BufferDemand
+from rlkv.vllm.blocks.rounds import Round, plan_rounds
 
 
 @dataclass
@@ -23,31 +24,31 @@ class Eviction:
     """What all compressible heads of a served model share."""
 
     policy: EvictionPolicy
-    use: BufferUse
+    demand: BufferDemand
     _latest: tuple[Any, list[Round]] | None = field(default=None, repr=False)
 
     def rounds(self, common: Any) -> list[Round]:
         """The rounds of a step by its metadata (vLLM's), planned once for all bins."""
         lengths = common.seq_lens_cpu_upper_bound  # exact without speculative decoding, which is refused
         if self._latest is None or self._latest[0] is not lengths:
-            self._latest = (lengths, plan_rounds(self.use, common.query_start_loc_cpu.tolist(), lengths.tolist()))
+            self._latest = (lengths, plan_rounds(self.demand, common.query_start_loc_cpu.tolist(), lengths.tolist()))
         return self._latest[1]
 
 
-def entry_slots(use: BufferUse, table_RM: Tensor, row_T: Tensor, entry_T: Tensor) -> Tensor:
+def entry_slots(demand: BufferDemand, table_RM: Tensor, row_T: Tensor, entry_T: Tensor) -> Tensor:
     """Slots (block * N + place) of entries ``entry_T`` of the requests ``row_T``, int64 ``[T]``."""
-    return _slots(use, table_RM, row_T, entry_T + use.query_blocks * use.block_size)
+    return _slots(demand, table_RM, row_T, entry_T + demand.query_blocks * demand.block_size)
 
 
-def query_slots(use: BufferUse, table_RM: Tensor, row_T: Tensor, place_T: Tensor) -> Tensor:
+def query_slots(demand: BufferDemand, table_RM: Tensor, row_T: Tensor, place_T: Tensor) -> Tensor:
     """Slots of observed queries, int64 ``[E, T]``; ``NOWHERE`` where ``place_T`` is."""
-    each = torch.arange(use.entries_per_query, device=place_T.device)[:, None]
-    slots = _slots(use, table_RM, row_T, place_T.clamp(min=0) * use.entries_per_query + each)
+    each = torch.arange(demand.entries_per_query, device=place_T.device)[:, None]
+    slots = _slots(demand, table_RM, row_T, place_T.clamp(min=0) * demand.entries_per_query + each)
     return slots.masked_fill(place_T == NOWHERE, NOWHERE)
 
 
-def _slots(use: BufferUse, table_RM: Tensor, row_T: Tensor, entry: Tensor) -> Tensor:
-    return table_RM[row_T, entry // use.block_size].long() * use.block_size + entry % use.block_size
+def _slots(demand: BufferDemand, table_RM: Tensor, row_T: Tensor, entry: Tensor) -> Tensor:
+    return table_RM[row_T, entry // demand.block_size].long() * demand.block_size + entry % demand.block_size
 
 
 def query_halves(query_TXD: Tensor, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
@@ -60,7 +61,7 @@ def query_halves(query_TXD: Tensor, kv_heads: int) -> list[tuple[Tensor, Tensor]
     return list(zip(heads[::2], heads[1::2], strict=True))
 
 
-def compact(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float) -> None:
+def evict(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float) -> None:
     """Keep ``budget`` of the C entries of each request, in their order, at the front of its entries.
 
     Args:
@@ -68,35 +69,37 @@ def compact(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Evic
         positions_R: int64, the position of the token that comes next.
         factor: what queries are multiplied by, so that ``query . key / sqrt(D)`` is the attention logit.
     """
-    use = eviction.use
-    numbers = cache.shape[1] * use.capacity * cache.shape[3]
+    demand = eviction.demand
+    numbers = cache.shape[1] * demand.capacity * cache.shape[3]
     at_once = items_at_once(numbers)
     for first in range(0, len(table_RM), at_once):
         piece = slice(first, first + at_once)
-        _compact(cache, table_RM[piece].long(), positions_R[piece], eviction, factor)
+        _evict(cache, table_RM[piece].long(), positions_R[piece], eviction, factor)
 
 
-def _compact(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float) -> None:
-    use, policy, size = eviction.use, eviction.policy, cache.shape[3] // 2
-    blocks = table_RM[:, use.query_blocks : use.query_blocks + use.full(use.capacity)]
-    states = _entries(cache, blocks)[:, :, : use.capacity]  # [R, H, C, 2 * D]
-    queries = observed_queries(cache, table_RM, positions_R, use) * factor
+def _evict(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float) -> None:
+    demand, policy, size = eviction.demand, eviction.policy, cache.shape[3] // 2
+    blocks = table_RM[:, demand.query_blocks : demand.query_blocks + demand.full(demand.capacity)]
+    states = _entries(cache, blocks)[:, :, : demand.capacity]  # [R, H, C, 2 * D]
+    queries = observed_queries(cache, table_RM, positions_R, demand) * factor
     keys = states[..., :size]
-    valid = torch.ones(len(keys), use.capacity, dtype=torch.bool, device=cache.device)
+    valid = torch.ones(len(keys), demand.capacity, dtype=torch.bool, device=cache.device)
     scores = policy.scores(keys, queries.flatten(1, 2), valid)
-    kept = policy.keep(scores, use.budget, valid)  # [R, H, budget]
+    kept = policy.keep(scores, demand.budget, valid)  # [R, H, budget]
     states = states.gather(2, kept[..., None].expand(-1, -1, -1, 2 * size))
-    entry = torch.arange(use.budget, device=cache.device)
-    cache[blocks[:, entry // use.block_size], :, entry % use.block_size] = states.transpose(1, 2)
+    entry = torch.arange(demand.budget, device=cache.device)
+    cache[blocks[:, entry // demand.block_size], :, entry % demand.block_size] = states.transpose(1, 2)
 
 
-def observed_queries(cache: Tensor, table_RM: Tensor, positions_R: Tensor, use: BufferUse) -> Tensor:
+def observed_queries(cache: Tensor, table_RM: Tensor, positions_R: Tensor, demand: BufferDemand) -> Tensor:
     """The last a queries before each position, oldest first: ``[R, H, G, a, D]``."""
-    stored = _entries(cache, table_RM[:, : use.query_blocks])[:, :, : use.observation * use.entries_per_query]
+    stored = _entries(cache, table_RM[:, : demand.query_blocks])[:, :, : demand.observation * demand.entries_per_query]
     # an entry's key and value are two query heads
-    places = stored.unflatten(2, (use.observation, use.entries_per_query)).unflatten(4, (2, -1)).flatten(3, 4)
-    order = use.observed_before(positions_R)[:, None, :, None, None].expand(-1, places.shape[1], -1, *places.shape[3:])
-    return places.gather(2, order)[:, :, :, : use.group_size].transpose(2, 3)
+    places = stored.unflatten(2, (demand.observation, demand.entries_per_query)).unflatten(4, (2, -1)).flatten(3, 4)
+    order = demand.observed_before(positions_R)[:, None, :, None, None].expand(
+        -1, places.shape[1], -1, *places.shape[3:]
+    )
+    return places.gather(2, order)[:, :, :, : demand.group_size].transpose(2, 3)
 
 
 def _entries(cache: Tensor, blocks_RM: Tensor) -> Tensor:

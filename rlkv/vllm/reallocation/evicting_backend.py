@@ -1,8 +1,8 @@
 """vLLM attention backends of compressible heads under an eviction policy: torch on a CPU, Triton kernels on a GPU.
 
-A step is cut at the compactions of its requests (:mod:`rlkv.vllm.blocks.buffers`). Those before the first tokens, all
-there are while decoding, are done while the step's metadata are built, for every layer, so that a captured graph
-never holds one; those in the middle of a prompt wait for the layer's own keys and are done in its forward pass.
+A step is cut where its requests evict (:mod:`rlkv.vllm.blocks.demand`). Evictions before the first tokens, all there
+are while decoding, are done while the step's metadata are built, for every layer, so that a captured graph never holds
+one; those in the middle of a prompt wait for the layer's own keys and are done in its forward pass.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
     TritonAttentionMetadata,
     TritonAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.vllm.blocks.buffers import BufferUse, Round
-from rlkv.vllm.blocks.packing import BlockUse
+from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
 from rlkv.vllm.blocks.report import check_block_bytes
+from rlkv.vllm.blocks.rounds import Round
+from rlkv.vllm.paged.backend import AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl, moved
 from rlkv.vllm.paged.local_attention import Reads, paged_local_attention, plan_reads
-from rlkv.vllm.paged.torch_backend import NAME, PagedTorchBackend, PagedTorchCache, moved
 from rlkv.vllm.reallocation.backend import LAYOUTS
-from rlkv.vllm.reallocation.evicting import Eviction, compact, entry_slots, query_halves, query_slots
+from rlkv.vllm.reallocation.evicting import Eviction, entry_slots, evict, query_halves, query_slots
 
 
 def evicting_backend() -> type[AttentionBackend]:
@@ -44,7 +43,7 @@ class PlacedRound:
     Attributes:
         tokens: the step's tokens that take part; None: all of them.
         slots_T, queries_ET: where keys and values go, and the queries; longer than the tokens, or shorter by padding.
-        due: blocks and next positions of the requests to compact first; None: there are none.
+        due: blocks and next positions of the requests that evict first; None: there are none.
         stock: what the engine's own kernel needs; ``reads``: what attention in torch needs.
     """
 
@@ -63,14 +62,14 @@ class EvictingMetadata:
     rounds: list[PlacedRound]
 
 
-def place(plan: Round, use: BufferUse, table_RM: Tensor) -> PlacedRound:
+def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
     """``plan`` on the device of the block table ``table_RM`` of the step's requests."""
     device = table_RM.device
     row_T, position_T = moved(plan.row_T, device), moved(plan.position_T, device)
     return PlacedRound(
         tokens=None if plan.tokens is None else moved(plan.tokens, device),
-        slots_T=entry_slots(use, table_RM, row_T, use.entries(position_T)),
-        queries_ET=query_slots(use, table_RM, row_T, use.observed(position_T)),
+        slots_T=entry_slots(demand, table_RM, row_T, demand.entries(position_T)),
+        queries_ET=query_slots(demand, table_RM, row_T, demand.observed(position_T)),
         due=place_due(torch.tensor(plan.due), torch.tensor(plan.due_positions), table_RM) if plan.due else None,
     )
 
@@ -81,7 +80,7 @@ def place_due(row_R: Tensor, position_R: Tensor, table_RM: Tensor) -> tuple[Tens
 
 
 class _EvictingBuilder:
-    """What both builders do; the engine's base class beside it gives ``vllm_config`` and ``layer_names``."""
+    """What both builders do; the engine's base class gives ``vllm_config`` and ``layer_names``."""
 
     vllm_config: Any
     layer_names: list[str]
@@ -95,45 +94,32 @@ class _EvictingBuilder:
         known = self.vllm_config.compilation_config.static_forward_context
         return [known[name] for name in self.layer_names]
 
-    def compact(self, part: PlacedRound) -> None:
-        """What is due before the first tokens of a step, in every layer."""
+    def begin(self, parts: list[PlacedRound]) -> EvictingMetadata:
+        """The step's metadata, after what is due before its first tokens was done in every layer."""
         check_block_bytes(self.vllm_config, self._layers[0])
-        if part.due is not None:
-            for layer in self._layers:
-                layer.impl.compact(layer.kv_cache, part, self.eviction)
+        for layer in self._layers:
+            layer.impl.evict(layer.kv_cache, parts[0], self.eviction)
+        return EvictingMetadata(parts)
 
 
-class _Evicting:
-    """What both implementations do; subclasses attend."""
+class _EvictingImpl(AttendingImpl):
+    """What both implementations do; subclasses attend to what is held."""
 
     scale: float
     num_kv_heads: int
     do_kv_cache_update: Any
 
-    def compact(self, kv_cache: Tensor, part: PlacedRound, eviction: Eviction) -> None:
-        if part.due is None:
-            return
-        # the policies' logit is query . key / sqrt(D), whatever the model's scale
-        factor = self.scale * (kv_cache.shape[-1] // 2) ** 0.5
-        compact(kv_cache, *part.due, eviction, factor)
+    def evict(self, kv_cache: Tensor, part: PlacedRound, eviction: Eviction) -> None:
+        if part.due is not None:
+            # the policies' logit is query . key / sqrt(D), whatever the model's scale
+            evict(kv_cache, *part.due, eviction, self.scale * (kv_cache.shape[-1] // 2) ** 0.5)
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: EvictingMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        if attn_metadata is None:  # the engine's profiling run
-            return output.zero_()
-        for number, part in enumerate(attn_metadata.rounds):
+    def attend(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
+    ) -> None:
+        for number, part in enumerate(step.rounds):
             if number > 0:  # what was due before the first round is done
-                self.compact(kv_cache, part, layer.eviction)
+                self.evict(kv_cache, part, layer.eviction)
             if part.tokens is None:
                 self._store(layer, query, key, value, kv_cache, part)
                 self.attend_round(layer, query, kv_cache, part, output)
@@ -143,7 +129,6 @@ class _Evicting:
             found = torch.empty_like(own, dtype=output.dtype)
             self.attend_round(layer, own, kv_cache, part, found)
             output[part.tokens] = found
-        return output
 
     def _store(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound
@@ -158,44 +143,29 @@ class _Evicting:
         """Write the attention of ``query`` to ``output``, both ``[tokens, query heads, size]``."""
 
 
-class EvictingTorchBuilder(_EvictingBuilder, AttentionMetadataBuilder[EvictingMetadata]):
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
+class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> EvictingMetadata:
-        use, table_RM = self.eviction.use, common_attn_metadata.block_table_tensor
-        everything = BlockUse(use.block_size, 0, use.capacity)
+        demand, table_RM = self.eviction.demand, common_attn_metadata.block_table_tensor
+        everything = SinkWindowDemand(demand.block_size, 0, demand.capacity)
         parts = []
         for plan in self.eviction.rounds(common_attn_metadata):
-            part = place(plan, use, table_RM)
-            entries_RM = table_RM[plan.rows, use.query_blocks :]
+            part = place(plan, demand, table_RM)
+            entries_RM = table_RM[plan.rows, demand.query_blocks :]
             part.reads = plan_reads(entries_RM, plan.starts, plan.lengths, everything)
             parts.append(part)
-        self.compact(parts[0])
-        return EvictingMetadata(parts)
+        return self.begin(parts)
 
 
-class EvictingTorchImpl(_Evicting, PagedTorchCache):
+class EvictingTorchImpl(_EvictingImpl, TorchImpl):
     """Everything that is held, in plain torch."""
 
     def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
         paged_local_attention(query, kv_cache, part.reads, self.scale, output)
 
 
-class EvictingTorchBackend(PagedTorchBackend):
+class EvictingTorchBackend(TorchBackend):
     forward_includes_kv_cache_update = True
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        return EvictingTorchImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return EvictingTorchBuilder
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return LAYOUTS
+    impl, builder, layouts = EvictingTorchImpl, EvictingTorchBuilder, LAYOUTS
 
 
 class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
@@ -210,9 +180,11 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         rows = vllm_config.scheduler_config.max_num_seqs
-        # buffers for good: a captured graph keeps their addresses
+        # permanent buffers: a captured graph keeps their addresses
         self.lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.slots = torch.full((1 + self.eviction.use.entries_per_query, rows), -1, dtype=torch.int64, device=device)
+        self.slots = torch.full(
+            (1 + self.eviction.demand.entries_per_query, rows), -1, dtype=torch.int64, device=device
+        )
         self.row_R = torch.arange(rows, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -221,13 +193,12 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
             parts = [self._decoding(common)]
             # on the CPU, where these lengths are exact without speculative decoding, which is refused
             position_R = common.seq_lens_cpu_upper_bound.long() - 1
-            due_R = self.eviction.use.compacted_before(position_R)
+            due_R = self.eviction.demand.evicts_before(position_R)
             if due_R.any():
                 parts[0].due = place_due(due_R.nonzero()[:, 0], position_R[due_R], common.block_table_tensor)
         else:
             parts = [self._reading(common, plan) for plan in self.eviction.rounds(common)]
-        self.compact(parts[0])
-        return EvictingMetadata(parts)
+        return self.begin(parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         part = self._decoding(common_attn_metadata)
@@ -235,28 +206,28 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
         return EvictingMetadata([part])
 
     def _decoding(self, common: Any) -> PlacedRound:
-        use, table_RM, rows = self.eviction.use, common.block_table_tensor, common.num_reqs
+        demand, table_RM, rows = self.eviction.demand, common.block_table_tensor, common.num_reqs
         position_R, row_R = common.seq_lens.long() - 1, self.row_R[:rows]  # -1: a row of padding
-        entry_R = use.entries(position_R)
+        entry_R = demand.entries(position_R)
         self.lengths_R[:rows] = entry_R + 1
-        self.slots[0, :rows] = entry_slots(use, table_RM, row_R, entry_R.clamp(min=0))
-        self.slots[1:, :rows] = query_slots(use, table_RM, row_R, use.observed(position_R))
+        self.slots[0, :rows] = entry_slots(demand, table_RM, row_R, entry_R.clamp(min=0))
+        self.slots[1:, :rows] = query_slots(demand, table_RM, row_R, demand.observed(position_R))
         self.slots[:, :rows].masked_fill_(position_R < 0, -1)
         own = common.replace(
-            block_table_tensor=table_RM[:, use.query_blocks :],
+            block_table_tensor=table_RM[:, demand.query_blocks :],
             seq_lens=self.lengths_R[:rows],
-            max_seq_len=min(common.max_seq_len, use.capacity),
+            max_seq_len=min(common.max_seq_len, demand.capacity),
         )
         stock = TritonAttentionMetadataBuilder.build(self, 0, own)
         return PlacedRound(None, self.slots[0, :rows], self.slots[1:, :rows], None, stock)
 
     def _reading(self, common: Any, plan: Round) -> PlacedRound:
-        use, table_RM = self.eviction.use, common.block_table_tensor
-        part = place(plan, use, table_RM)
+        demand, table_RM = self.eviction.demand, common.block_table_tensor
+        part = place(plan, demand, table_RM)
         lengths = torch.tensor(plan.lengths, dtype=torch.int32)
         starts = torch.tensor(plan.starts, dtype=torch.int32)
         own = common.replace(
-            block_table_tensor=table_RM[moved(torch.tensor(plan.rows), self.device), use.query_blocks :],
+            block_table_tensor=table_RM[moved(torch.tensor(plan.rows), self.device), demand.query_blocks :],
             seq_lens=moved(lengths, self.device),
             max_seq_len=max(plan.lengths),
             query_start_loc=moved(starts, self.device),
@@ -269,7 +240,7 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
         return part
 
 
-class EvictingTritonImpl(_Evicting, TritonAttentionImpl):
+class EvictingTritonImpl(_EvictingImpl, TritonAttentionImpl):
     """Everything that is held, by the engine's Triton kernel."""
 
     def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
@@ -277,21 +248,6 @@ class EvictingTritonImpl(_Evicting, TritonAttentionImpl):
         TritonAttentionImpl.forward(self, layer, query, None, None, kv_cache, part.stock, output)
 
 
-class EvictingTritonBackend(TritonAttentionBackend):
+class EvictingTritonBackend(BackendParts, TritonAttentionBackend):
     forward_includes_kv_cache_update = True
-
-    @staticmethod
-    def get_name() -> str:
-        return NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        return EvictingTritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return EvictingTritonBuilder
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return LAYOUTS
+    impl, builder, layouts = EvictingTritonImpl, EvictingTritonBuilder, LAYOUTS

@@ -1,6 +1,6 @@
-"""The stock models, and in their place, where rlkv was asked for, the same with other attention layers.
+"""The stock models, or the same with other attention layers where rlkv was asked for.
 
-Only the stock model classes are imported here, so that a plugin that nobody asks for costs nothing and breaks nothing.
+Only the stock model classes are imported here, so that an inactive plugin costs nothing and breaks nothing.
 """
 
 from __future__ import annotations

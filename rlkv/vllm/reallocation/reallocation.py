@@ -5,24 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
-from rlkv.gates.allocation import HeadAllocation
-from rlkv.gates.head_gates import HeadGates
-from rlkv.vllm.blocks.block_tables import Compactor
-from rlkv.vllm.blocks.buffers import BufferUse
+from rlkv.vllm.blocks.block_tables import GapRemover
+from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
 from rlkv.vllm.blocks.full_prefill import FullPrefill
-from rlkv.vllm.blocks.packing import BlockUse, PackingPlan, plan_packing
+from rlkv.vllm.blocks.packing import PackingPlan, plan_heads
 from rlkv.vllm.blocks.report import block_bytes, memory_summary
+from rlkv.vllm.limits import check_engine, resolve_settings
 from rlkv.vllm.reallocation.evicting import Eviction
-from rlkv.vllm.reallocation.limits import check_engine
 from rlkv.vllm.reallocation.split_attention import SplitAttention
-from rlkv.vllm.settings import KEY, ServingSettings, parse_settings, read_request
+from rlkv.vllm.settings import ServingSettings
 
 logger = init_logger(f"vllm.{__name__}")  # the engine shows what its own loggers say
 _PROJECTION = re.compile(r"layers\.(\d+)\.self_attn\.([qkvo])_proj\.(.+)$")
@@ -32,7 +29,6 @@ _PROJECTION = re.compile(r"layers\.(\d+)\.self_attn\.([qkvo])_proj\.(.+)$")
 class Reallocation:
     """What was done to a model."""
 
-    allocation: HeadAllocation
     plan: PackingPlan
     head_size: int
     group_size: int
@@ -64,60 +60,43 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
     """Exchange the attention layers of a stock model.
 
     Raises:
-        ValueError: for what is not supported (:mod:`rlkv.vllm.reallocation.limits`), and as :func:`resolve_request`.
+        ValueError: for what is not supported (:mod:`rlkv.vllm.limits`), and settings that do not fit the model.
     """
     check_engine(vllm_config)
-    allocation, sink, window, settings = resolve_request(vllm_config)
-    block_size, policy = vllm_config.cache_config.block_size, settings.policy()
-    tokens = min(settings.reference_tokens, vllm_config.model_config.max_model_len)
-    kept: Eviction | dict[int, Compactor]
-    if policy is None:
-        use = BlockUse(block_size, sink, window)
-        plan = plan_packing(allocation.full, use, tokens)
-        full_prefill = FullPrefill() if settings.prefill == "full" else None
-        kept = {number: Compactor(use, full_prefill) for number in plan.bins}
-    else:
-        stock = model.model.layers[0].self_attn.attn
-        kept = Eviction(policy, BufferUse.of(policy, block_size, stock.num_heads // stock.num_kv_heads))
-        if kept.use.capacity >= vllm_config.model_config.max_model_len:
-            raise ValueError(
-                f"rlkv: eviction would never drop anything: a head holds up to {kept.use.capacity:,} entries (budget "
-                f"+ buffer), and no text is longer than {vllm_config.model_config.max_model_len:,} tokens: lower the "
-                "budget, or raise --max-model-len"
-            )
-        plan = plan_packing(allocation.full, kept.use, tokens)
-    known = vllm_config.compilation_config.static_forward_context
+    settings = resolve_settings(vllm_config)
+    stock, longest = model.model.layers[0].self_attn.attn, vllm_config.model_config.max_model_len
+    group_size = stock.num_heads // stock.num_kv_heads
+    if settings.allocation.full.shape != (len(model.model.layers), stock.num_kv_heads):
+        raise ValueError(
+            f"rlkv: the allocation is for {list(settings.allocation.full.shape)} layers and KV heads, but the model "
+            f"has {[len(model.model.layers), stock.num_kv_heads]}"
+        )
+    plan = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest)
+    kept = _what_is_kept(settings, plan, longest)
     for number, layer in enumerate(model.model.layers):
         stock = layer.self_attn.attn
-        del known[stock.layer_name]
+        del vllm_config.compilation_config.static_forward_context[stock.layer_name]
         layer.self_attn.attn = SplitAttention(stock, plan.of_layer(number), kept, vllm_config)
     per_block = block_bytes(plan, stock.head_size, stock.kv_cache_torch_dtype.itemsize)
     for layer in model.model.layers:
         for part in layer.self_attn.attn.parts:
             part.block_bytes = per_block
+    tokens = min(settings.reference_tokens, longest)
     logger.info("rlkv: %s", memory_summary(plan, per_block // plan.heads_per_block, tokens))
-    return Reallocation(allocation, plan, stock.head_size, stock.num_heads // stock.num_kv_heads)
+    return Reallocation(plan, stock.head_size, group_size)
 
 
-def resolve_request(vllm_config: Any) -> tuple[HeadAllocation, int, int, ServingSettings]:
-    """Allocation, sink and window that were asked for.
-
-    Both are noted in ``additional_config``: the engine's compilation cache then knows models with other allocations
-    apart, also where the request came from the environment or the gates file changed.
-
-    Raises:
-        ValueError: for settings that are wrong and gates that do not fit the model.
-    """
-    request = read_request(vllm_config.additional_config)
-    assert request is not None, "asked for only where there is a request"
-    settings = parse_settings({key: value for key, value in request.items() if key != "digest"})
-    gates = HeadGates.load(settings.gates)
-    gates.check_model(vllm_config.model_config.hf_config)
-    sink = gates.deploy_sink if settings.sink is None else settings.sink
-    window = gates.deploy_window if settings.window is None else settings.window
-    allocation = HeadAllocation.from_gates(gates, settings.sparsity, settings.scope)
-    noted = f"{allocation.full.tolist()} {sink} {window} {settings.policy()} {settings.prefill}"
-    if isinstance(vllm_config.additional_config, dict):
-        digest = sha256(noted.encode()).hexdigest()[:16]
-        vllm_config.additional_config[KEY] = {**settings.to_dict(), "digest": digest}
-    return allocation, sink, window, settings
+def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) -> Eviction | dict[int, GapRemover]:
+    """The policy of compressible heads and their buffer, or for each bin what reads sinks and window."""
+    policy, demand = settings.policy(), plan.demand
+    if isinstance(demand, SinkWindowDemand):
+        full_prefill = FullPrefill() if settings.prefill == "full" else None
+        return {number: GapRemover(demand, full_prefill) for number in plan.bins}
+    assert policy is not None
+    assert isinstance(demand, BufferDemand)
+    if demand.capacity >= longest:
+        raise ValueError(
+            f"rlkv: eviction would never drop anything: a head holds up to {demand.capacity:,} entries (budget + "
+            f"buffer), and no text is longer than {longest:,} tokens: lower the budget, or raise --max-model-len"
+        )
+    return Eviction(policy, demand)

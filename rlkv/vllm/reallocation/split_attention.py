@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import (
     direct_register_custom_op,
 )
 
-from rlkv.vllm.blocks.block_tables import Compactor
+from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.packing import Part
 from rlkv.vllm.blocks.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
 from rlkv.vllm.reallocation.backend import full_backend, local_backend
@@ -24,17 +24,21 @@ from rlkv.vllm.reallocation.evicting import Eviction
 from rlkv.vllm.reallocation.evicting_backend import evicting_backend
 
 
-class PackedAttention(Attention):
-    """Full heads of one part."""
+class PartAttention(Attention):
+    """Heads of one part.
+
+    Attributes:
+        eviction, gap_remover: one of them for compressible heads; full ones have neither.
+        block_bytes: of the pool, as planned.
+    """
 
     pack_tag: int
-    block_bytes: int  # of the pool, as planned
+    block_bytes: int
+    eviction: Eviction | None = None
+    gap_remover: GapRemover | None = None
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> PackedFullSpec:
-        return PackedFullSpec(**self.common(vllm_config))
-
-    def common(self, vllm_config: Any) -> dict[str, Any]:
-        return {
+    def get_kv_cache_spec(self, vllm_config: Any) -> PackedFullSpec | EvictingSpec | SinkWindowSpec:
+        common: dict[str, Any] = {
             "block_size": vllm_config.cache_config.block_size,
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_size,
@@ -42,37 +46,19 @@ class PackedAttention(Attention):
             "dtype": self.kv_cache_torch_dtype,
             "pack_tag": self.pack_tag,
         }
-
-
-class EvictingAttention(PackedAttention):
-    """Compressible heads of one part, under an eviction policy."""
-
-    eviction: Eviction
-
-    def get_kv_cache_spec(self, vllm_config: Any) -> EvictingSpec:
-        use = self.eviction.use
-        return EvictingSpec(
-            **self.common(vllm_config),
-            budget=use.budget,
-            buffer=use.buffer,
-            observation=use.observation,
-            group_size=use.group_size,
-        )
-
-
-class SinkWindowAttention(PackedAttention):
-    """Compressible heads of one part, which keep sinks and a window."""
-
-    compactor: Compactor
-
-    def get_kv_cache_spec(self, vllm_config: Any) -> SinkWindowSpec:
-        return SinkWindowSpec(
-            **self.common(vllm_config),
-            sink=self.compactor.use.sink,
-            window=self.compactor.use.window,
-            max_in_flight_tokens=vllm_config.max_in_flight_tokens,
-            max_model_len=vllm_config.model_config.max_model_len,
-        )
+        if self.eviction is not None:
+            demand = self.eviction.demand
+            sizes = {name: getattr(demand, name) for name in ("budget", "buffer", "observation", "group_size")}
+            return EvictingSpec(**common, **sizes)
+        if self.gap_remover is not None:
+            return SinkWindowSpec(
+                **common,
+                sink=self.gap_remover.demand.sink,
+                window=self.gap_remover.demand.window,
+                max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+                max_model_len=vllm_config.model_config.max_model_len,
+            )
+        return PackedFullSpec(**common)
 
 
 class SplitAttention(nn.Module):
@@ -83,21 +69,16 @@ class SplitAttention(nn.Module):
     """
 
     def __init__(
-        self, stock: Attention, parts: list[Part], kept: Eviction | dict[int, Compactor], vllm_config: Any
+        self, stock: Attention, parts: list[Part], kept: Eviction | dict[int, GapRemover], vllm_config: Any
     ) -> None:
         """``kept``: what compressible heads keep, by an eviction policy, or sinks and a window by bin."""
         super().__init__()
-        compressible: tuple[type[PackedAttention], Any] = (
-            (EvictingAttention, evicting_backend())
-            if isinstance(kept, Eviction)
-            else (SinkWindowAttention, local_backend())
-        )
+        compressible = evicting_backend() if isinstance(kept, Eviction) else local_backend()
         self.layer_name = stock.layer_name
         self.head_size, self.group_size = stock.head_size, stock.num_heads // stock.num_kv_heads
         layers: list[Any] = []
         for number, part in enumerate(parts):
-            kind, backend = (PackedAttention, full_backend()) if part.full else compressible
-            layer = kind(
+            layer = PartAttention(
                 part.size * self.group_size,
                 stock.head_size,
                 stock.impl.scale,
@@ -105,13 +86,14 @@ class SplitAttention(nn.Module):
                 cache_config=vllm_config.cache_config,
                 quant_config=stock.quant_config,
                 prefix=f"{stock.layer_name}.{'full' if part.full else 'local'}_{number}",
-                attn_backend=backend,
+                attn_backend=full_backend() if part.full else compressible,
             )
             layer.pack_tag = part.bin
-            if isinstance(layer, EvictingAttention) and isinstance(kept, Eviction):
-                layer.eviction = kept
-            elif isinstance(layer, SinkWindowAttention) and isinstance(kept, dict):
-                layer.compactor = kept[part.bin]
+            if not part.full:
+                if isinstance(kept, Eviction):
+                    layer.eviction = kept
+                else:
+                    layer.gap_remover = kept[part.bin]
             layers.append(layer)
         self.parts = nn.ModuleList(layers)
         compilation = vllm_config.compilation_config

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from rlkv import tiny
 from rlkv.cli.eval import run as evaluate
-from rlkv.cli.infer import app as infer
 from rlkv.evaluation.heads.measure import CacheSettings, measure
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
+from tests.helpers.infer import infer
 
 N, TOKENS = 24, 50
 
@@ -39,8 +38,7 @@ def inferred(folder: Path) -> list[dict[str, Any]]:
     output = folder / "answers.jsonl"
     options = ["--gates", str(folder / "gates.pt"), "--sparsity", "0.5", "--max-new-tokens", str(TOKENS)]
     options += ["--input", str(folder / "problems.jsonl"), "--output", str(output), "--compare-full"]
-    done = CliRunner().invoke(infer, options, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    infer(*options)
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 

@@ -1,0 +1,149 @@
+"""The options of ``rlkv-infer``, and what they rule out before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlkv.inference.options import CacheOptions, ModelOptions
+
+if TYPE_CHECKING:
+    from rlkv.eviction.base import EvictionPolicy
+    from rlkv.rollout.base import SamplingParams
+
+BACKENDS = ("hf", "vllm")
+TINY = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(ModelOptions, CacheOptions):
+    """What to answer, with which model, and what its heads keep."""
+
+    gates: str | None = None
+    """Gates file, folder or hub address (gates.pt, .safetensors, .tsv, PEFT); 'tiny': those of the built-in model."""
+    sparsity: float | None = None
+    """Share of KV heads to compress, 0 to 1; with gates the default is 0.5."""
+    eviction: str | None = None
+    """What compressible heads keep; by default the first tokens (sinks) and a window of the last."""
+    budget: int | None = None
+    """Entries per head that --eviction keeps."""
+    ratio: float | None = None
+    """Instead of --budget: share of the text so far."""
+    eviction_option: tuple[str, ...] = ()
+    """Fields of the policy, such as variant=published lam=0.2."""
+    show_kept: Path | None = None
+    """With --prompt: write a page that shows which tokens are still held."""
+    model: str | None = None  # type: ignore[assignment]
+    """Model folder, hub id or 'tiny'; default: the one that the gates name."""
+    prompt: str | None = None
+    """Answer this and stop."""
+    input: Path | None = None
+    """JSONL with a field 'problem' (and 'answer') per line."""
+    output: Path | None = None
+    """Where the answers to --input go; a rerun resumes."""
+    template: str = "rlkv"
+    """Prompt template: rlkv (as trained), boxed or plain."""
+    prefill: str | None = None  # type: ignore[assignment]
+    """Prompts are read 'full' or, as in training, 'local'; default: full, with vllm local."""
+    scope: str = "global"
+    """Heads compete in the whole model ('global') or per 'layer'."""
+    max_new_tokens: int = 512
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling."""
+    seed: int = 0
+    """Seed of the sampling."""
+    batch_size: int = 8
+    """Problems of --input that are decoded together."""
+    compare_full: bool = False
+    """Decode with the full cache too."""
+    backend: str = "hf"
+    """hf (transformers), or vllm for many texts at once."""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.prompt is None and self.input is None
+
+    @property
+    def gates_source(self) -> str | None:
+        """Which gates to load: the built-in model has its own; None: an eviction policy serves all heads."""
+        return TINY if self.gates is None and self.eviction is None and self.model == TINY else self.gates
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for options that contradict each other."""
+        self._check_task()
+        self._check_heads()
+        self._check_backend()
+
+    def _check_task(self) -> None:
+        if self.prompt is not None and (self.input or self.output):
+            raise ValueError("--prompt answers one text, --input and --output a file of them: pass one or the other")
+        if (self.input is None) != (self.output is None):
+            raise ValueError("--input and --output belong together: the problems, and where their answers go")
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("--prompt is empty: there is nothing to answer")
+        if self.compare_full and self.is_chat:
+            raise ValueError("--compare-full needs --prompt or --input: a chat continues with one cache only")
+        if self.show_kept is not None and self.prompt is None:
+            raise ValueError("--show-kept needs --prompt: its page shows one text")
+
+    def _check_heads(self) -> None:
+        if self.eviction is None and (self.budget is not None or self.ratio is not None or self.eviction_option):
+            raise ValueError("--budget, --ratio and --eviction-option need --eviction, the policy that they are for")
+        if self.eviction is not None and (self.sink is not None or self.window is not None):
+            raise ValueError(
+                "--sink and --window do not apply with --eviction: use the fields of the policy, such as "
+                "--eviction-option sink=4"
+            )
+        if self.gates_source is not None:
+            return
+        if self.eviction is None:
+            raise ValueError(
+                "--gates is missing: pass the gates file that says which heads need the whole past ('tiny' for the "
+                "built-in model's, or one that rlkv-train wrote), or --eviction to drop tokens in all heads"
+            )
+        if self.sparsity is not None:
+            raise ValueError("--sparsity needs --gates: without them --eviction drops tokens in all heads")
+        if self.backend == "vllm":
+            raise ValueError("--backend vllm needs --gates; for all heads, --sparsity 1")
+        if self.model is None:
+            raise ValueError("--model is missing: without --gates nothing names the model")
+
+    def _check_backend(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"unknown --backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
+        if self.backend == "hf":
+            return
+        for option, is_given in (("--show-kept", self.show_kept), ("--compare-full", self.compare_full)):
+            if is_given:
+                raise ValueError(f"{option} does not work with --backend vllm: leave out one of the two")
+        if self.device != "auto":
+            raise ValueError("--device does not work with --backend vllm: the installed vLLM is for CPUs or for GPUs")
+        if self.is_chat:
+            raise ValueError("--backend vllm needs --prompt or --input; for chats, use `vllm serve`")
+
+    def policy(self) -> EvictionPolicy | None:
+        """The eviction policy of the compressible heads; None: they keep sinks and a window.
+
+        Raises:
+            ValueError: for an unknown policy or option, and values that the policy refuses.
+        """
+        if self.eviction is None:
+            return None
+        from rlkv.eviction import make_policy, parse_options
+
+        sizes = {name: getattr(self, name) for name in ("budget", "ratio") if getattr(self, name) is not None}
+        given = parse_options(list(self.eviction_option))
+        twice = sorted(given.keys() & sizes.keys())
+        if twice:
+            raise ValueError(f"{twice[0]} is given twice: by --{twice[0]} and by --eviction-option")
+        return make_policy(self.eviction, **given, **sizes)
+
+    def sampling(self) -> SamplingParams:
+        """How to decode."""
+        from rlkv.rollout.base import SamplingParams
+
+        return SamplingParams(self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed)

@@ -1,0 +1,139 @@
+"""What ``rlkv-infer`` decodes with: gates are read once, become an allocation once, and that goes to the engine."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from rlkv.cache import CacheSettings
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.inference.config import InferConfig
+from rlkv.inference.engine import InferenceEngine
+from rlkv.inference.problems import read_problems
+from rlkv.models.prompts import fill_template, render_prompt
+from rlkv.rollout.base import SamplingParams
+
+DEFAULT_SPARSITY = 0.5
+
+
+@dataclass(frozen=True)
+class InferSession:
+    """A loaded engine under an allocation.
+
+    Attributes:
+        engine: an :class:`InferenceEngine`, or a :class:`rlkv.vllm.serving_engine.ServingEngine`.
+        problems: those of ``config.input``, else none.
+        settings: what completions depend on in addition to their prompts.
+    """
+
+    config: InferConfig
+    engine: Any
+    sampling: SamplingParams
+    problems: list[dict[str, Any]]
+    settings: dict[str, Any]
+
+    @classmethod
+    def open(cls, config: InferConfig) -> InferSession:
+        """Load the model; whatever does not depend on it is checked before.
+
+        Raises:
+            ValueError: for anything that is missing, unknown or does not fit.
+        """
+        config.check()
+        policy, sampling = config.policy(), config.sampling()
+        fill_template("", config.template)
+        problems = read_problems(config.input) if config.input else []
+        gates = None if config.gates_source is None else HeadGates.load(config.gates_source)
+        sparsity, allocation = config.sparsity, None
+        if gates is not None:
+            sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
+            allocation = HeadAllocation.from_gates(gates, sparsity, config.scope)
+        cache = _cache_settings(config, gates, policy)
+        model = config.model or _model_of(gates)
+        if config.backend == "vllm":
+            assert gates is not None, "checked with the options"
+            assert allocation is not None
+            texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
+            engine: Any = _open_vllm(config, model, gates, allocation, cache, texts)
+        else:
+            engine = _open_hf(config, model, gates, allocation, cache)
+        settings = {
+            "model": model,
+            "allocation": hashlib.sha256(bytes(engine.allocation.full.flatten().tolist())).hexdigest()[:16],
+            "sparsity": sparsity,
+            **engine.describe(),
+        }
+        return cls(config, engine, sampling, problems, settings)
+
+    def heads(self) -> str:
+        """How many heads keep what, for summaries."""
+        allocation, eviction = self.engine.allocation, self.engine.eviction
+        policy = "" if eviction is None else f" ({eviction.name})"
+        return f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible{policy}"
+
+    def render(self, problem: str) -> str:
+        """The prompt that asks for ``problem``."""
+        return render_prompt(self.engine.tokenizer, problem, self.config.template)
+
+
+def _cache_settings(config: InferConfig, gates: HeadGates | None, policy: Any) -> CacheSettings:
+    prefill = config.prefill or ("local" if config.backend == "vllm" else "full")
+    default = (CacheSettings.sink, CacheSettings.window) if gates is None else (gates.deploy_sink, gates.deploy_window)
+    sink, window = (
+        given if given is not None else own for given, own in zip((config.sink, config.window), default, strict=True)
+    )
+    return CacheSettings(sink, window, prefill, policy)
+
+
+def _model_of(gates: HeadGates | None) -> str:
+    assert gates is not None, "checked with the options"
+    if gates.model is None:
+        raise ValueError(f"{gates.source} does not name its model: pass --model")
+    return gates.model.model_id
+
+
+def _open_hf(
+    config: InferConfig, name: str, gates: HeadGates | None, allocation: HeadAllocation | None, cache: CacheSettings
+) -> InferenceEngine:
+    from rlkv.inference.compress import resolve_allocation
+    from rlkv.models.loading import load_model
+
+    model, tokenizer = load_model(name, dtype=config.dtype, device=config.device)
+    if gates is not None:
+        gates.check_model(model.config)
+    return InferenceEngine(
+        model,
+        tokenizer,
+        resolve_allocation(model, allocation),
+        cache.sink,
+        cache.window,
+        cache.prefill,
+        config.batch_size,
+        cache.eviction,
+        record=config.show_kept is not None,
+    )
+
+
+def _open_vllm(
+    config: InferConfig,
+    name: str,
+    gates: HeadGates,
+    allocation: HeadAllocation,
+    cache: CacheSettings,
+    problems: list[str],
+) -> Any:
+    from rlkv.models.loading import load_tokenizer
+    from rlkv.vllm.engine import load_config
+    from rlkv.vllm.serving_engine import ServingEngine
+    from rlkv.vllm.settings import ServingSettings
+
+    tokenizer, settings = load_tokenizer(name), ServingSettings.of(allocation, cache)
+    gates.check_model(load_config(name))
+    options: dict[str, Any] = {"dtype": config.dtype}
+    if cache.prefill == "full":  # steps and pool must have room for the longest text, and no more than that
+        texts = [render_prompt(tokenizer, problem, config.template) for problem in problems]
+        longest = max(map(len, tokenizer(texts, add_special_tokens=False).input_ids))
+        options["max_positions"] = longest + config.max_new_tokens
+    return ServingEngine(name, settings, config.batch_size, **options)

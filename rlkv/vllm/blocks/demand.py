@@ -1,0 +1,125 @@
+"""How many blocks a request takes, and where the entries of a head that evicts tokens lie in them.
+
+Under an eviction policy a request holds, for all heads of a bin, first the blocks of its observed queries, then those
+of at most ``budget + buffer`` entries.  Everything follows from the position of a token: the first ``budget + buffer``
+tokens lie in a row; before the next one an eviction keeps ``budget`` entries, and so before every ``buffer``-th after
+it.  So the scheduler knows what a request holds without asking, and a request that is read again, in other chunks,
+evicts at the same tokens (as :func:`rlkv.cache.schedule.plan_segments` does it).
+
+The queries that judge the entries lie in the pool too, one per head and observed token: they are freed, moved to
+another row and counted with the request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlkv.eviction.base import EvictionPolicy
+
+NOWHERE = -1  # the slot of a state that is not kept
+
+
+class BlockDemand(Protocol):
+    """Blocks that the bins of full and of compressible heads take for a request."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    def full(self, tokens: int) -> int: ...
+
+    def compressible(self, tokens: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class SinkWindowDemand:
+    """Blocks that one bin takes for a request; compressible heads keep sinks and a window."""
+
+    block_size: int
+    sink: int
+    window: int
+
+    def full(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def compressible(self, tokens: int) -> int:
+        """While decoding: the sinks' blocks, and the window's, which may begin anywhere in a block."""
+        kept = self.full(self.sink) + self.full(self.window - 1) + 1
+        return min(self.full(tokens), kept)
+
+
+@dataclass(frozen=True)
+class BufferDemand:
+    """Blocks of one bin under an eviction policy with a budget.
+
+    Attributes:
+        observation: a, queries that judge the entries.
+        group_size: G, query heads per KV head.
+    """
+
+    block_size: int
+    budget: int
+    buffer: int
+    observation: int
+    group_size: int
+
+    @classmethod
+    def of(cls, policy: EvictionPolicy, block_size: int, group_size: int) -> BufferDemand:
+        assert policy.budget is not None, "checked with the settings"
+        return cls(block_size, policy.budget, policy.buffer, policy.observation, group_size)
+
+    @property
+    def capacity(self) -> int:
+        """C, the most entries that a head holds of a request."""
+        return self.budget + self.buffer
+
+    @property
+    def entries_per_query(self) -> int:
+        """E: an entry has room for a key and a value, so for two query heads of a group."""
+        return -(-self.group_size // 2)
+
+    @property
+    def query_blocks(self) -> int:
+        return self.full(self.observation * self.entries_per_query)
+
+    def full(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def compressible(self, tokens: int) -> int:
+        return self.query_blocks + self.full(min(tokens, self.capacity))
+
+    def next_eviction(self, position: int) -> int:
+        """The first token behind ``position`` before which the head evicts."""
+        behind = position - self.capacity
+        return self.capacity + (0 if behind < 0 else (behind // self.buffer + 1) * self.buffer)
+
+    def evicts_before(self, position: Any) -> Any:
+        """Whether the head evicts before the token at a position, or at each of a tensor; -1, of padding: no."""
+        return (position >= self.capacity) & ((position - self.capacity) % self.buffer == 0)
+
+    def entries(self, positions: Tensor) -> Tensor:
+        """The entry that the token at each position is written to, int64 like ``positions``."""
+        later = self.budget + (positions - self.capacity).remainder(self.buffer)
+        return torch.where(positions < self.capacity, positions, later)
+
+    def observed(self, positions: Tensor) -> Tensor:
+        """The place among the observed queries of each position's; ``NOWHERE`` if no eviction will look at it.
+
+        Those that one eviction looks at are neighbours, so no two of them share a place.
+        """
+        ahead = torch.where(
+            positions < self.capacity,
+            self.capacity - positions,
+            self.buffer - (positions - self.capacity).remainder(self.buffer),
+        )
+        # with a short buffer a query is also looked at by later evictions
+        return torch.where(ahead <= self.observation, positions.remainder(self.observation), NOWHERE)
+
+    def observed_before(self, positions: Tensor) -> Tensor:
+        """``[R] -> [R, a]``: places of the queries that an eviction before each position looks at, oldest first."""
+        return (positions[:, None] + torch.arange(self.observation, device=positions.device)).remainder(
+            self.observation
+        )

@@ -1,0 +1,126 @@
+"""What the plugin does not serve: refused at start, by name, with what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkv.vllm.names import ARCHITECTURES, PREFIX
+from rlkv.vllm.settings import KEY, ServingSettings, parse_settings, read_request
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
+def prepare_engine(vllm_config: Any) -> None:
+    """Resolve what was asked for, note it in ``additional_config``, and switch off what contradicts it.
+
+    The notes reach every process of the engine, and its compilation cache, which so distinguishes allocations.
+
+    Raises:
+        ValueError: for wrong settings, gates that do not fit the model, a model whose full cache the engine would
+            serve instead, and ``prefill: full`` where a prompt may be longer than a step.
+    """
+    model, request = vllm_config.model_config, read_request(vllm_config.additional_config)
+    if model is None or request is None:
+        return
+    check_architecture(model.architecture)
+    if model.architecture.startswith(PREFIX):
+        return
+    settings = resolve_settings(vllm_config)
+    if isinstance(vllm_config.additional_config, dict):
+        vllm_config.additional_config = {**vllm_config.additional_config, KEY: settings.to_request()}
+    _adapt(vllm_config, settings)
+
+
+def resolve_settings(vllm_config: Any) -> ServingSettings:
+    """The settings of an engine that was asked for head reallocation; gates are read unless they are resolved."""
+    request = read_request(vllm_config.additional_config)
+    assert request is not None, "asked for only where there is a request"
+    return parse_settings(request).resolved(vllm_config.model_config.hf_config)
+
+
+def check_architecture(name: str) -> None:
+    """Raise ``ValueError`` for a model that has no class of ours, so that the engine would serve its full cache."""
+    if name not in ARCHITECTURES and not name.startswith(PREFIX):
+        raise ValueError(
+            f"rlkv: head reallocation does not work with a model of architecture {name}: serve one of "
+            f"{', '.join(ARCHITECTURES)}, or leave the rlkv settings out"
+        )
+
+
+def _adapt(vllm_config: Any, settings: ServingSettings) -> None:
+    """Switch off what is on by default and contradicts the settings, with a warning."""
+    from vllm.logger import init_logger
+
+    logger = init_logger(f"vllm.{__name__}")
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    is_full = settings.prefill == "full"
+    if is_full:
+        longest = vllm_config.model_config.max_model_len
+        for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+            tokens = getattr(scheduler, name, None)
+            if tokens is not None and tokens < longest:
+                raise ValueError(
+                    f"rlkv: prefill 'full' reads every prompt in one step, but a step has {tokens:,} tokens and a text "
+                    f"up to {longest:,}: raise --{name.replace('_', '-')}, lower --max-model-len, or use prefill "
+                    "'local'"
+                )
+        if scheduler.enable_chunked_prefill or scheduler.long_prefill_token_threshold:
+            scheduler.enable_chunked_prefill, scheduler.long_prefill_token_threshold = False, 0
+            logger.warning("rlkv: prefill 'full' reads every prompt in one step, so chunked prefill is switched off")
+    if cache.enable_prefix_caching and (is_full or settings.eviction):
+        cache.enable_prefix_caching = False
+        why = "cached answers were not read in full" if is_full else "eviction keeps no prefixes"
+        logger.warning("rlkv: %s, so prefix caching is switched off", why)
+
+
+def check_engine(vllm_config: Any, feature: str = "head reallocation") -> None:
+    """Raise ``ValueError`` for the first setting of the engine under which the results of ``feature`` would be wrong.
+
+    Mixed attention leaves blocks and weights as they are, so less is refused.
+    """
+    refusals = _always(vllm_config)
+    if feature == "head reallocation":
+        refusals |= _reallocation(vllm_config)
+    for refusal, applies in refusals.items():
+        if applies:
+            raise ValueError(f"rlkv: {feature} does not work with {refusal}")
+
+
+def _always(vllm_config: Any) -> dict[str, bool]:
+    """What does not work, and what to do instead; whether it was asked for."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    tensors, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    context = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
+    dual_chunk = getattr(vllm_config.model_config.hf_text_config, "dual_chunk_attention_config", None)
+    plain_cache = cache.cache_dtype in ("auto", "float16", "bfloat16", "float32")
+    one_each = "run one engine per GPU (--data-parallel-size)"
+    return {
+        f"tensor parallelism (--tensor-parallel-size {tensors}): heads are not spread evenly; {one_each}": tensors > 1,
+        f"pipeline parallelism (--pipeline-parallel-size {stages}): {one_each}": stages > 1,
+        "context parallelism: leave out --decode-context-parallel-size and --prefill-context-parallel-size": context,
+        "speculative decoding: leave out --speculative-config": vllm_config.speculative_config is not None,
+        f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype}): leave it at auto": not plain_cache,
+        "KV connectors: leave out --kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "offloading of the KV cache: leave out --kv-offloading-size": cache.kv_offloading_size is not None,
+        "dual chunk attention: remove dual_chunk_attention_config from the model's config": bool(dual_chunk),
+    }
+
+
+def _reallocation(vllm_config: Any) -> dict[str, bool]:
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    config, scheduler = model.hf_text_config, vllm_config.scheduler_config
+    sliding = cache.sliding_window is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    kinds = f"a model of type {config.model_type}: serve one of {', '.join(MODEL_TYPES)}"
+    weights = (
+        f"quantised weights ({model.quantization}): heads are reordered while weights are loaded; serve a checkpoint "
+        "in float32, bfloat16 or float16"
+    )
+    hybrid = "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what saves memory"
+    return {
+        kinds: config.model_type not in MODEL_TYPES,
+        weights: vllm_config.quant_config is not None,
+        "LoRA adapters: merge the adapter into the model": vllm_config.lora_config is not None,
+        hybrid: bool(scheduler.disable_hybrid_kv_cache_manager),
+        "sliding-window layers: their heads have no full cache to reallocate": sliding,
+        "--kv-sharing-fast-prefill: leave it out": cache.kv_sharing_fast_prefill,
+    }

@@ -1,0 +1,103 @@
+"""What rlkv's attention backends for vLLM share: parts named by attributes, and one entry for their attention."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from rlkv.vllm.paged.write import write_cache
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On ``device``, and to a GPU without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class BackendParts(AttentionBackend):
+    """A backend whose parts are attributes; ``layouts`` None: those of the next base class."""
+
+    impl: type[AttentionImpl]
+    builder: type[AttentionMetadataBuilder]
+    layouts: tuple[KVCacheLayout, ...] | None = None
+    name = "CUSTOM"  # the engine looks the name up in its own enumeration of backends
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.name
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
+        return cls.builder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return super().supported_kv_cache_layouts() if cls.layouts is None else cls.layouts
+
+
+class TorchBackend(BackendParts):
+    """In plain torch: any head size, any block size."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as in the base class)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+
+class TorchBuilder(AttentionMetadataBuilder[Any]):
+    """The base class declares its constructor abstract."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+
+class AttendingImpl(AttentionImpl):
+    """One layer; subclasses write its attention."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # the engine's profiling run
+            return output.zero_()
+        self.attend(layer, query, key, value, kv_cache, attn_metadata, output)
+        return output
+
+    @abstractmethod
+    def attend(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
+    ) -> None:
+        """Write the attention of ``query`` ``[tokens, query heads, size]`` to ``output``; ``step``: the metadata.
+
+        Keys and values are in the cache, unless ``forward_includes_kv_cache_update``.
+        """
+
+
+class TorchImpl(AttendingImpl):
+    """One layer in plain torch, and how its states are written."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        write_cache(key, value, kv_cache, slot_mapping)

@@ -1,0 +1,174 @@
+"""Entries under an eviction policy in a paged cache: where they lie, when some are evicted, which ones are kept."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rlkv.cache.schedule import RowCounts, plan_segments
+from rlkv.eviction import EvictionPolicy, make_policy
+from rlkv.vllm.blocks.demand import NOWHERE, BufferDemand
+from rlkv.vllm.blocks.rounds import plan_rounds
+from rlkv.vllm.paged.write import write_cache
+from rlkv.vllm.reallocation.evicting import Eviction, entry_slots, evict, observed_queries, query_halves, query_slots
+
+KV_HEADS, SIZE = 2, 8
+# (block, budget, buffer, observation, query heads per KV head)
+SIZES = [(16, 40, 24, 8, 4), (5, 12, 3, 8, 3), (16, 9, 1, 8, 1), (4, 20, 20, 7, 7)]
+
+
+@pytest.fixture(params=SIZES, ids=str)
+def demand(request: pytest.FixtureRequest) -> BufferDemand:
+    return BufferDemand(*request.param)
+
+
+def policy_of(demand: BufferDemand, name: str = "rkv") -> EvictionPolicy:
+    return make_policy(name, budget=demand.budget, buffer=demand.buffer, observation=demand.observation)
+
+
+def test_tokens_are_evicted_as_in_the_cache_of_transformers(demand: BufferDemand) -> None:
+    """The plan of one row that is read in one go, token by token: same evictions, same number of entries."""
+    length = demand.capacity + 5 * demand.buffer + 2
+    policy = policy_of(demand)
+    segments = plan_segments(policy, RowCounts.start(1), None, 0, length, in_one_go=False)
+    evicted = [segment.end for segment in segments if segment.kept is not None]
+    assert [n for n in range(length) if demand.evicts_before(n)] == [n for n in evicted if n < length]
+    held = {0: 0}
+    for segment in segments:
+        before = int(segment.before.held)
+        held |= {n + 1: before + n + 1 - segment.begin for n in range(segment.begin, segment.end)}
+    at_once = demand.evicts_before(torch.arange(-1, length))
+    assert at_once.tolist() == [demand.evicts_before(n) for n in range(-1, length)]
+    found = demand.entries(torch.arange(length)) + 1
+    assert found.tolist() == [held[n] for n in range(1, length + 1)]
+    assert [demand.next_eviction(n) for n in range(length)] == [
+        next(at for at in range(n + 1, n + 1 + demand.capacity + demand.buffer) if demand.evicts_before(at))
+        for n in range(length)
+    ]
+
+
+def test_the_observed_queries_are_those_before_an_eviction(demand: BufferDemand) -> None:
+    length = demand.capacity + 4 * demand.buffer + 1
+    places = demand.observed(torch.arange(length)).tolist()
+    for position in range(length):
+        if demand.evicts_before(position):
+            latest = list(range(position - demand.observation, position))
+            assert demand.observed_before(torch.tensor([position]))[0].tolist() == [places[n] for n in latest]
+    # no other query is written: it would cost time
+    looked_at = {
+        n
+        for at in range(length + demand.buffer)
+        if demand.evicts_before(at)
+        for n in range(at - demand.observation, at)
+    }
+    assert {n for n in range(length) if places[n] != NOWHERE} <= looked_at
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
+def test_rounds_cover_a_step_and_cut_it_at_evictions(demand: BufferDemand, chunk: int) -> None:
+    lengths = [
+        1,
+        demand.capacity - 1,
+        demand.capacity,
+        demand.capacity + 1,
+        3 * demand.capacity,
+        demand.capacity + 2 * demand.buffer,
+    ]
+    first = [max(0, length - chunk) for length in lengths]
+    starts = torch.tensor([0, *(n - begin for n, begin in zip(lengths, first, strict=True))]).cumsum(0).tolist()
+    rounds = plan_rounds(demand, starts, lengths)
+    seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
+    tokens = []
+    for number, part in enumerate(rounds):
+        own = torch.arange(starts[-1]) if part.tokens is None else part.tokens
+        tokens += own.tolist()
+        assert part.starts[-1] == len(own) == len(part.row_T) == len(part.position_T)
+        for at, row in enumerate(part.rows):
+            positions = part.position_T[part.starts[at] : part.starts[at + 1]].tolist()
+            assert own[part.starts[at] : part.starts[at + 1]].tolist() == [
+                starts[row] + n - first[row] for n in positions
+            ]
+            assert not any(demand.evicts_before(n) for n in positions[1:])
+            is_due = bool(positions) and demand.evicts_before(positions[0])
+            assert (row in part.due) == is_due
+            if is_due:
+                assert part.due_positions[part.due.index(row)] == positions[0]
+            if positions:
+                assert part.lengths[at] == int(demand.entries(torch.tensor(positions[-1]))) + 1
+            seen[row] += positions
+        assert number == 0 or all(a < b for a, b in pairwise(part.starts))  # later rounds have no idle rows
+    assert sorted(tokens) == list(range(starts[-1]))
+    for row, length in enumerate(lengths):
+        assert seen[row] == list(range(first[row], length))
+
+
+def test_rows_of_padding_take_part_with_nothing() -> None:
+    demand = BufferDemand(16, 40, 24, 8, 4)
+    (only,) = plan_rounds(demand, [0, 1, 2, 2, 2], [65, 10, 0, 0])
+    assert only.rows == [0, 1, 2, 3]
+    assert only.due == [0]
+    assert only.lengths == [41, 10, 0, 0]
+    assert only.tokens is None
+
+
+def test_blocks_do_not_grow_with_the_text(demand: BufferDemand) -> None:
+    queries = -(-demand.observation * -(-demand.group_size // 2) // demand.block_size)
+    assert demand.compressible(1) == queries + 1
+    assert demand.compressible(demand.capacity) == demand.compressible(10**6) == queries + demand.full(demand.capacity)
+
+
+@pytest.mark.parametrize("at_once", [1, 2**22])
+@pytest.mark.parametrize("name", ["rkv", "snapkv"])
+@pytest.mark.parametrize("variant", ["paper", "published"])
+def test_an_eviction_keeps_what_the_policy_selects(
+    demand: BufferDemand, name: str, variant: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests in scattered blocks, one by one or together; what nobody wrote is NaN, and other blocks stay."""
+    monkeypatch.setattr("rlkv.eviction.attention.FLOATS", at_once)
+    policy = make_policy(
+        name, budget=demand.budget, buffer=demand.buffer, observation=demand.observation, variant=variant, sink=1
+    )
+    generator = torch.Generator().manual_seed(0)
+    rows, per_request = 3, demand.compressible(demand.capacity)
+    blocks = torch.randperm(rows * per_request + 2, generator=generator)[: rows * per_request]
+    table = blocks.view(rows, per_request).int()
+    cache = torch.full((rows * per_request + 2, KV_HEADS, demand.block_size, 2 * SIZE), float("nan"))
+    heads = KV_HEADS * demand.group_size
+    # the tokens before an eviction, of a request that evicted before or did not
+    nexts = torch.tensor([demand.capacity, demand.capacity + demand.buffer, demand.capacity + 3 * demand.buffer])
+    query = torch.randn(rows, demand.observation, heads, SIZE, generator=generator)
+    key, value = (torch.randn(rows, demand.capacity, KV_HEADS, SIZE, generator=generator) for _ in range(2))
+    for row in range(rows):
+        entries = torch.arange(demand.capacity)
+        slots = entry_slots(demand, table, torch.full_like(entries, row), entries)
+        write_cache(key[row], value[row], cache, slots)
+        positions = nexts[row] - demand.observation + torch.arange(demand.observation)
+        places = query_slots(demand, table, torch.full_like(positions, row), demand.observed(positions))
+        for (first, second), own in zip(query_halves(query[row], KV_HEADS), places, strict=True):
+            write_cache(first, second, cache, own)
+    found = observed_queries(cache, table.long(), nexts, demand)
+    assert torch.equal(found.flatten(1, 2), query.transpose(1, 2))
+    before, factor = cache.clone(), 1.3
+    evict(cache, table, nexts, Eviction(policy, demand), factor)
+    kept = policy.select(key.transpose(1, 2), query.transpose(1, 2) * factor, demand.budget)
+    entries = torch.arange(demand.budget)
+    for row in range(rows):
+        slots = entry_slots(demand, table, torch.full_like(entries, row), entries)
+        stored = cache[slots // demand.block_size, :, slots % demand.block_size].transpose(0, 1)
+        expected = torch.cat([key[row], value[row]], dim=-1).transpose(0, 1)
+        index = kept[row][..., None].expand(-1, -1, 2 * SIZE)
+        assert torch.equal(stored, expected.gather(1, index))
+    changed = (cache != before) & ~(cache.isnan() & before.isnan())
+    touched = table[:, demand.query_blocks : demand.query_blocks + demand.full(demand.budget)].flatten().long()
+    assert not changed[[n for n in range(len(cache)) if n not in touched]].any()
+
+
+def test_slots_of_what_is_not_kept() -> None:
+    demand = BufferDemand(16, 40, 24, 8, 3)
+    table = torch.tensor([[7, 3, 9, 4, 8]])
+    places = torch.tensor([NOWHERE, 0, 5])
+    found = query_slots(demand, table, torch.zeros(3, dtype=torch.int64), places)
+    assert found.tolist() == [[NOWHERE, 7 * 16, 7 * 16 + 10], [NOWHERE, 7 * 16 + 1, 7 * 16 + 11]]
+    assert entry_slots(demand, table, torch.tensor([0, 0]), torch.tensor([0, 20])).tolist() == [3 * 16, 9 * 16 + 4]
