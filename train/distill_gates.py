@@ -1,38 +1,11 @@
-"""Find the heads by distillation instead of reinforcement learning: no rollouts, dense gradients, one device.
+"""Find the heads by distillation instead of reinforcement learning.
 
-    python train/distill_gates.py --config configs/distill_tiny.yaml
-    python train/distill_gates.py --config configs/distill_tiny_traces.yaml --curriculum curriculum.parquet
-    python train/distill_gates.py --config configs/distill_llama8b.yaml --haystack book.txt
+    python train/distill_gates.py --config distill_tiny
 
-Mixed attention is pulled to what full attention computes, while an L1 term pulls the gates to 0.
-
-``--data recall`` is DuoAttention (arXiv 2410.10819): hidden states on the answers of a multi-passkey recall task.  The
-task is word sequences hidden in text (``--haystack FILE``, or random words of the tokenizer's vocabulary); the tiny
-model has no such words, so it gets bindings like ``k=3`` hidden among definitions of its own task.
-
-``--data traces``: next-token distributions (KL) on the model's own correct outputs, which
-data_prep/filter_deepscaler.py has recorded.  ``--loss`` puts either loss on either data.
-
-The run goes to ``--output_dir``: ``log.jsonl``, checkpoints, and at the end ``gates.pt`` in every format with pictures
-and ``summary.json``.  A run that was stopped goes on when the same command is given again.  The gates can serve as the
-start of reinforcement learning: train/grpo_gates.py --init_gates gates.pt.
+The same as the command rlkv-distill: see rlkv/cli/distill.py, and --help for the options.
 """
 
-from __future__ import annotations
-
-import sys
-
-from rlkv.cli.errors import run_app
-
-
-def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-    from rlkv.training.distill_config import parse_distill_config
-    from rlkv.training.distill_run import distill_gates
-
-    distill_gates(parse_distill_config(sys.argv[1:]))
-
+from rlkv.cli.distill import main
 
 if __name__ == "__main__":
-    run_app(main)
+    main()

@@ -40,7 +40,7 @@ TINY_BUCKETS = (Bucket(0, 64, 60), Bucket(64, 128, 60), Bucket(128, 256, 60), Bu
 
 
 def parse_buckets(text: str) -> tuple[Bucket, ...]:
-    """Buckets written as ``LOW-HIGH:COUNT,...``, for instance ``0-64:40,64-128:40``.
+    """Buckets written as ``LOW-HIGH:COUNT,...``, for instance ``0-64:40,64-128:40``; in ascending order.
 
     Raises:
         ValueError: if the text is of another form, or buckets are impossible or overlap.
@@ -53,13 +53,6 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
                 f"bucket {part.strip()!r} is not of the form LOW-HIGH:COUNT, for instance 0-64:40,64-128:40"
             )
         buckets.append(Bucket(*map(int, match.groups())))
-    return check_buckets(tuple(buckets))
-
-
-def check_buckets(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
-    """The buckets in ascending order; a ValueError if there is none or two overlap."""
-    if not buckets:
-        raise ValueError("a curriculum needs at least one bucket, for instance 0-64:40")
     ordered = tuple(sorted(buckets, key=lambda b: b.low))
     for first, second in pairwise(ordered):
         if second.low < first.high:
@@ -108,7 +101,7 @@ def select(lengths: dict[int, int], buckets: tuple[Bucket, ...], seed: int, fill
     chosen: dict[int, str] = {}
     taken: dict[Bucket, int] = {}
     for bucket, pool in pools.items():
-        # an own generator per bucket: changing one bucket leaves the draws of the others as they were
+        # a generator per bucket: changing one bucket leaves the draws of the others as they were
         random.Random(f"rlkv-curriculum-{seed}-{bucket.name}").shuffle(pool)
         drawn, pools[bucket] = pool[: bucket.wanted], pool[bucket.wanted :]
         chosen.update(dict.fromkeys(drawn, bucket.name))

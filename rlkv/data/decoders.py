@@ -35,7 +35,7 @@ class EngineDecoder:
     """Greedy decoding; problems whose prompt leaves no room for ``max_new_tokens`` are skipped."""
 
     def __init__(self, engine: RolloutEngine, template: str, max_new_tokens: int, max_length: int) -> None:
-        """``max_length`` bounds prompt and completion together, beside the model's own limit.
+        """``max_length`` bounds prompt and completion together, in addition to the model's own limit.
 
         Raises:
             ValueError: if no prompt at all could fit.

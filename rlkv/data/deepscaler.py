@@ -1,9 +1,9 @@
-"""Problems with their answers: DeepScaleR from the hub, a local file of the same fields, or fresh tiny problems."""
+"""Problems with their answers: DeepScaleR from the hub, a local file of the same fields, or new tiny problems."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Problem:
 def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: int | None = None) -> list[Problem]:
     """All problems of ``source``, in its order, at most ``limit``.
 
-    ``source`` is ``tiny`` (``num_problems`` fresh ones drawn with ``seed``), a local ``.jsonl`` or ``.parquet``
+    ``source`` is ``tiny`` (``num_problems`` new ones drawn with ``seed``), a local ``.jsonl`` or ``.parquet``
     file with the fields problem, answer and perhaps solution, or the id of a hub data set.
 
     Raises:
@@ -49,10 +49,28 @@ def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: in
 
 
 def write_problems(path: Path, problems: Iterable[Problem]) -> None:
-    """A JSONL file with problem and answer, in one move."""
+    """A JSONL file with problem and answer, written atomically."""
     rows = [{"problem": p.problem, "answer": p.answer} for p in problems]
     with atomic_path(path) as partial:
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_curriculum(path: str | Path, fields: Sequence[str] = ("problem", "answer")) -> list[dict[str, Any]]:
+    """The rows of a curriculum that ``rlkv-filter`` wrote, as Parquet or JSONL.
+
+    Raises:
+        ValueError: if the file is absent, damaged, of another kind, or a row lacks one of ``fields``.
+    """
+    if Path(path).suffix not in SUFFIXES:
+        raise ValueError(f"{path}: not a curriculum, expected a .parquet or .jsonl file with {' and '.join(fields)}")
+    if not Path(path).exists():
+        raise ValueError(f"{path}: there is no such file; rlkv-filter writes one")
+    rows = []
+    for where, row in read_rows(str(path)):
+        if not set(fields) <= row.keys():
+            raise ValueError(f"{where} has no fields {' and '.join(fields)}")
+        rows.append(row)
+    return rows
 
 
 def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -131,7 +149,7 @@ def parse_problem(row: dict[str, Any], where: str) -> Problem:
 
 
 def text_field(row: dict[str, Any], name: str, where: str) -> str:
-    """The field as text (a number as its digits, null as nothing); a ValueError that names ``where`` otherwise."""
+    """The field as text (a number as its digits, null as nothing); else a ValueError that names ``where``."""
     if name not in row:
         raise ValueError(f"{where} has no field {name!r}: it has {', '.join(sorted(map(str, row))) or 'none'}")
     value = row[name]
@@ -141,4 +159,4 @@ def text_field(row: dict[str, Any], name: str, where: str) -> str:
         value = str(value)
     if not isinstance(value, str):
         raise ValueError(f"{where}: field {name!r} is a {type(value).__name__}, expected text")
-    return value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text to a tokenizer or Parquet
+    return value.encode("utf-8", "replace").decode()  # tokenizers and Parquet refuse half a surrogate pair

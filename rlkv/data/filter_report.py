@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ from rlkv.data.filtering import STATUSES, Outcome
 from rlkv.utils.atomic import atomic_path
 from rlkv.utils.extras import require
 from rlkv.utils.provenance import hardware_line, provenance
-
-Row = dict[str, Any]
+from rlkv.utils.store import Row
 
 
 def write_curriculum(folder: Path, rows: list[Row]) -> None:
@@ -46,17 +46,9 @@ def notes(outcome: Outcome, selection: Selection) -> list[str]:
 
 def build_report(outcome: Outcome, selection: Selection, config: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The report as JSON-able values; ``seconds`` is the wall time of the run that finished the job."""
-    buckets = [
-        {
-            "low": fill.bucket.low,
-            "high": fill.bucket.high,
-            "wanted": fill.bucket.wanted,
-            "available": fill.available,
-            "taken": fill.taken,
-            "filled_from_others": fill.filled_from_others,
-        }
-        for fill in selection.fills
-    ]
+    buckets = []
+    for fill in map(asdict, selection.fills):
+        buckets.append({**fill.pop("bucket"), **fill})
     return {
         "loaded": len(outcome.status),
         **outcome.counts,

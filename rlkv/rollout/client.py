@@ -19,9 +19,9 @@ from torch import Tensor
 from rlkv.attention.sizes import SinkWindow
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import Rows, Sample, gate_version
-from rlkv.rollout.protocol import SIGN_OF_LIFE, EngineFacts, read_sample_line, sample_request
+from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts, read_sample_line, sample_request
 
-SILENCE = 15 * SIGN_OF_LIFE  # seconds without a byte after which a server counts as dead
+SILENCE = 15 * HEARTBEAT_SECONDS  # seconds without a byte after which a server counts as dead
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
 
 
@@ -201,7 +201,7 @@ class _Connection:
         raise ValueError(f"the rollout server refused the request: {error}")
 
     def lines(self, answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-        """The lines of JSON as they arrive; empty ones are signs of life."""
+        """The lines of JSON as they arrive; empty ones are heartbeats."""
         while True:
             try:
                 line = answer.readline()

@@ -3,7 +3,7 @@
     GET  /health   -> {"model", "sink", "window", "max_positions", "num_layers", "num_kv_heads", "version", "busy"}
     POST /gates    {"alpha": [[...]]} -> {"version"}
     POST /sample   {"version", "rows", "sampling", "eos_ids"} -> one line per sample as it finishes, an empty line as a
-                   sign of life every few seconds, {"done": n} at the end; {"stale": version} if the gates are others
+                   heartbeat every few seconds, {"done": n} at the end; {"stale": version} if the gates are others
 
 A request that cannot be right gets status 400 with {"error"}; one that failed on the server 500.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import Rows, Sample
 
-SIGN_OF_LIFE = 2.0  # seconds between empty lines
+HEARTBEAT_SECONDS = 2.0  # seconds between empty lines
 DEFAULT_PORT = 8700
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rlkv.rollout.gated import GatedEngine
-from rlkv.rollout.protocol import SIGN_OF_LIFE, EngineFacts, read_sample_request, sample_line
+from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts, read_sample_request, sample_line
 
 _END = object()
 
@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             while True:
                 try:
-                    line = lines.get(timeout=SIGN_OF_LIFE)
+                    line = lines.get(timeout=HEARTBEAT_SECONDS)
                 except queue.Empty:
                     self.wfile.write(b"\n")
                     continue

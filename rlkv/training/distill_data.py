@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from rlkv.data.curriculum_file import read_rows
+from rlkv.data.deepscaler import read_curriculum
 from rlkv.data.recall import TextRecall, encode, read_haystack
 from rlkv.data.sample import MarkedText
 from rlkv.data.tiny_recall import knows_bindings, recall_sample
@@ -33,7 +33,7 @@ def read_traces(path: str, tokenizer: Any, template: str, max_length: int) -> li
         ValueError: for an unreadable file, rows without outputs, or if nothing is left.
     """
     samples = []
-    for number, row in enumerate(read_rows(path, ("problem", "answer", "output"))):
+    for number, row in enumerate(read_curriculum(path, ("problem", "answer", "output"))):
         if not isinstance(row["output"], str) or not row["output"].strip():
             raise ValueError(f"{path}: the output of row {number} is empty: filter again with this model")
         prompt = encode(tokenizer, render_prompt(tokenizer, row["problem"], template))
@@ -65,7 +65,7 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
     """
     if settings.data == "traces":
         if settings.curriculum is None:
-            raise ValueError("no traces: pass --curriculum FILE, which data_prep/filter_deepscaler.py writes")
+            raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
         traces = read_traces(settings.curriculum, tokenizer, settings.template, settings.max_length)
         facts = {"samples": len(traces), "data_digest": digest([trace.ids for trace in traces])}
         return in_epochs(traces, settings.batch_size, settings.seed), facts

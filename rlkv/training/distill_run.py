@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import load_model, load_tokenizer
-from rlkv.models.shape import ModelShape
 from rlkv.training.checkpoint import (
     begin_checkpoint,
     checkpoint_folder,
@@ -23,21 +21,15 @@ from rlkv.training.checkpoint import (
 from rlkv.training.distill_config import DistillSettings
 from rlkv.training.distill_data import load_data
 from rlkv.training.distillation import Distiller, check_head
-from rlkv.training.export import export_run
-from rlkv.training.head_gate import HeadGateConfig, gates_matrix
-from rlkv.training.loggers import LOG, GateImages, JsonlLog, WandbLog, read_log
-from rlkv.training.records import gate_shares
-from rlkv.training.run import RUN_CONFIG, check_output_dir
-from rlkv.utils.atomic import atomic_path
+from rlkv.training.head_gate import HeadGateConfig
+from rlkv.training.loggers import LOG, read_log
+from rlkv.training.run_folder import RunFolder
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
 from rlkv.utils.progress import progress_bar
 
 STATE = "state.pt"
 CHECKPOINTS_KEPT = 2
 CURVES = (("gates/mean", "mean gate"), ("gates/below_0.5", "gates below 0.5"), ("teacher/right", "teacher's accuracy"))
-# settings that name this machine's files, or do not belong to the method
-_PRIVATE = {"curriculum", "haystack", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
-_PRIVATE |= {"save_steps", "image_steps"}
 
 
 def distill_gates(
@@ -51,61 +43,40 @@ def distill_gates(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
-    folder = Path(settings.output_dir)
     if tokenizer is None:
         tokenizer = load_tokenizer(settings.model)
     draw, facts = load_data(settings, tokenizer)
     config = {**asdict(settings), **facts, "haystack": None, "loss": settings.loss_kind}
-    checkpoint = check_output_dir(folder, config, settings.resume)
+    run = RunFolder(Path(settings.output_dir), settings, config)
     if model is None:
         model, _ = load_model(settings.model, dtype=settings.dtype, device=settings.device)
     if settings.loss_kind == "kl":
         check_head(model, draw(0)[0].ids[:32])
-    shape = ModelShape.from_config(model.config)
-    gated: Any = get_peft_model(
-        model, HeadGateConfig(sink=settings.sink, window=settings.window, init_value=1.0), autocast_adapter_dtype=False
-    )
+    distiller = build_distiller(settings, model, tokenizer.pad_token_id or 0)
+
+    def make_gates() -> HeadGates:
+        return run.gates(distiller.model, distiller.gate_mean.mean(), settings.method, distiller.step)
+
+    if run.checkpoint is not None:
+        distiller.load(load_tensors(run.checkpoint / STATE))
+    callbacks = run.loggers(make_gates)
+    run.write_config()
+    _loop(distiller, draw, settings, run.path, callbacks)
+    gates = make_gates()
+    plot_losses(read_log(run.path / LOG), run.path / "losses.png", settings)
+    run.export(gates, CURVES)
+    return gates
+
+
+def build_distiller(settings: DistillSettings, model: PreTrainedModel, pad_id: int) -> Distiller:
+    """``model`` with gates at 1, and what trains them."""
+    adapter = HeadGateConfig(sink=settings.sink, window=settings.window, init_value=1.0)
+    gated: Any = get_peft_model(model, adapter, autocast_adapter_dtype=False)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         gated.train()  # transformers recomputes in training mode only; gated attention allows no dropout
-    distiller = Distiller(
-        gated,
-        settings.loss_kind,
-        settings.steps,
-        settings.learning_rate,
-        settings.l1_weight,
-        pad_id=tokenizer.pad_token_id or 0,
-        forward_rows=settings.forward_rows,
-    )
-
-    def make_gates() -> HeadGates:
-        method = {key: value for key, value in config.items() if key not in _PRIVATE}
-        return HeadGates(
-            alpha=gates_matrix(gated),
-            mean_alpha=distiller.gate_mean.mean(),
-            model=shape,
-            sink=settings.sink,
-            window=settings.window,
-            deploy_sink=settings.deploy_sink,
-            deploy_window=settings.deploy_window,
-            training={"method": settings.method, **method, "steps": distiller.step},
-        )
-
-    if checkpoint is not None:
-        distiller.load(load_tensors(checkpoint / STATE))
-    images = GateImages(folder, settings.image_steps, make_gates)
-    callbacks: list[TrainerCallback] = [images, JsonlLog(folder)]
-    if settings.wandb != "disabled":
-        callbacks.append(WandbLog(settings.wandb, settings.wandb_project, config, folder, images))
-    with atomic_path(folder / RUN_CONFIG) as partial:
-        partial.write_text(json.dumps(config, indent=2) + "\n")
-    _loop(distiller, draw, settings, folder, callbacks)
-    gates = make_gates()
-    records = read_log(folder / LOG)
-    gates.training["final"] = gate_shares(gates.alpha)
-    plot_losses(records, folder / "losses.png", settings)
-    export_run(folder, gates, records, config, CURVES)
-    return gates
+    rates = settings.learning_rate, settings.l1_weight
+    return Distiller(gated, settings.loss_kind, settings.steps, *rates, pad_id, settings.forward_rows)
 
 
 def _loop(

@@ -13,7 +13,7 @@ from rlkv.attention.sizes import SinkWindow
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import Rows, Sample, gate_version
 from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
-from rlkv.training.rollout import RolloutSettings, roll_out
+from rlkv.training.rollout import roll_out
 
 
 class GatedHFEngine:
@@ -39,19 +39,10 @@ class GatedHFEngine:
     def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
         """Yield ``(index into rows.prompts, sample)``, batch by batch, the longest prompts first."""
         version = gate_version(gates_matrix(self.model))
-        settings = RolloutSettings(
-            sampling.max_new_tokens,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.top_k,
-            sampling.seed,
-            self.max_rows,
-        )
         order = sorted(range(len(rows.prompts)), key=lambda i: -len(rows.prompts[i]))
         for start in range(0, len(order), self.max_rows):
             indices = order[start : start + self.max_rows]
-            part = rows.only(indices)
             base: Any = self.model.get_base_model()
-            found = roll_out(base, part.prompts, part.numbers, part.rollout, eos_ids, self.pad_id, settings)
+            found = roll_out(base, rows.only(indices), sampling, eos_ids, self.pad_id, self.max_rows)
             for index, (ids, logprobs) in zip(indices, found, strict=True):
                 yield index, Sample(ids, logprobs, "stop" if ids[-1] in eos_ids else "length", version)

@@ -1,43 +1,82 @@
-"""Engines for a rollout server, by name."""
+"""A rollout server and its engines, by name."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from rlkv.attention.sizes import SinkWindow
 from rlkv.models.loading import load_model
 from rlkv.rollout.gated import GatedEngine
-from rlkv.rollout.protocol import EngineFacts
+from rlkv.rollout.protocol import DEFAULT_PORT, EngineFacts
+from rlkv.rollout.server import RolloutServer
 
 GATED_ENGINES = ("vllm", "hf")
 
 
-def load_gated_engine(
-    name: str,
-    model: str,
-    sizes: SinkWindow,
-    dtype: str = "auto",
-    max_positions: int | None = None,
-    kv_gib: float = 4.0,
-    max_rows: int = 64,
-    eager: bool = False,
-) -> tuple[GatedEngine, EngineFacts]:
-    """Load ``model`` with mixed attention; ``kv_gib`` and ``eager`` concern vLLM.
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """What to serve, and where."""
+
+    model: str = "tiny"
+    """hub id, local folder, or tiny (built in)"""
+    sink: int = 128
+    """first tokens that the local branch sees, as in the training"""
+    window: int = 256
+    """last tokens that the local branch sees, as in the training"""
+    engine: str = "vllm"
+    """vllm, or hf: plain transformers"""
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = DEFAULT_PORT
+    """port to listen on, 0: a free one"""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16"""
+    max_positions: int | None = None
+    """tokens of a prompt and its completion, default: what the model allows"""
+    kv_gib: float = 4.0
+    """vllm: memory of the KV cache in GiB"""
+    max_rows: int = 64
+    """completions decoded at once"""
+    eager: bool = False
+    """vllm: neither compile the model nor capture graphs"""
+
+    def check(self) -> None:
+        """Raise ValueError for impossible settings."""
+        if self.engine not in GATED_ENGINES:
+            raise ValueError(f"unknown engine {self.engine!r}: use one of {', '.join(GATED_ENGINES)}")
+        if self.max_rows < 1:
+            raise ValueError(f"--max-rows must be at least 1, got {self.max_rows}")
+
+
+def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
+    """Load the model with mixed attention.
 
     Raises:
         ValueError: if the engine is unknown or not installed, or the model cannot be loaded.
     """
-    if name == "vllm":
+    config.check()
+    sizes = SinkWindow(config.sink, config.window)
+    if config.engine == "vllm":
         from rlkv.vllm.engine import VLLMEngine
 
-        served = VLLMEngine(model, sizes, dtype, max_positions, kv_gib, max_rows, enforce_eager=eager)
-        layers, heads = served.gates().shape
-        return served, EngineFacts(model, sizes.sink, sizes.window, served.max_positions, layers, heads)
-    if name != "hf":
-        raise ValueError(f"unknown engine {name!r}: use one of {', '.join(GATED_ENGINES)}")
+        limits = config.max_positions, config.kv_gib, config.max_rows
+        served = VLLMEngine(config.model, sizes, config.dtype, *limits, enforce_eager=config.eager)
+        facts = config.model, sizes.sink, sizes.window, served.max_positions
+        return served, EngineFacts(*facts, *served.gates().shape)
     from rlkv.training.head_gate import gates_matrix
     from rlkv.training.hf_engine import GatedHFEngine
 
-    loaded, tokenizer = load_model(model, dtype)
-    limit = max_positions or loaded.config.get_text_config().max_position_embeddings
-    engine = GatedHFEngine(loaded, sizes, tokenizer.pad_token_id, max_rows)
-    layers, heads = gates_matrix(engine.model).shape
-    return engine, EngineFacts(model, sizes.sink, sizes.window, limit, layers, heads)
+    loaded, tokenizer = load_model(config.model, config.dtype)
+    limit = config.max_positions or loaded.config.get_text_config().max_position_embeddings
+    engine = GatedHFEngine(loaded, sizes, tokenizer.pad_token_id, config.max_rows)
+    facts = config.model, sizes.sink, sizes.window, limit
+    return engine, EngineFacts(*facts, *gates_matrix(engine.model).shape)
+
+
+def serve(config: ServeConfig) -> None:
+    """Serve until the process is ended."""
+    engine, facts = load_gated_engine(config)
+    with RolloutServer((config.host, config.port), engine, facts) as server:
+        where = f"http://{config.host}:{server.server_port}"
+        print(f"serving {config.model} at {where} (sink {config.sink}, window {config.window})", flush=True)
+        server.serve_forever()

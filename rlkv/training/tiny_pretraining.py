@@ -32,7 +32,7 @@ from rlkv.utils.atomic import atomic_path
 
 TOKENS_PER_DEFINITION = 24  # 6 in the problem, 18 in the solution
 SINK, WINDOW = 4, 16
-# (layer, head): the twelve that a backward elimination on the model of the first stage (seed 0) could spare best
+# (layer, head): the twelve that a backward elimination on the model of the first stage (seed 0) could best spare
 LOCAL_HEADS = (
     *((0, 1), (0, 2), (0, 3), (1, 2), (1, 4)),
     *((2, 0), (2, 1), (2, 2), (2, 4), (3, 2), (3, 3), (3, 5)),
@@ -43,7 +43,7 @@ LOCAL_HEADS = (
 class PretrainConfig:
     """``curriculum``: pairs (share of ``steps`` at which the stage ends, longest chain of the stage).
 
-    ``specialise_steps`` follow upon ``steps``, at ``specialise_lr`` of the peak learning rates.
+    ``specialise_steps`` come after ``steps``, at ``specialise_lr`` of the peak learning rates.
     """
 
     seed: int = 0

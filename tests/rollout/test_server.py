@@ -165,7 +165,7 @@ def test_a_silent_server_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_signs_of_life_keep_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlkv.rollout.server.SIGN_OF_LIFE", 0.05)
+    monkeypatch.setattr("rlkv.rollout.server.HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(client_module, "SILENCE", 0.5)
     engine, go = Scripted([]), threading.Event()
     quick = engine.sample

@@ -5,23 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlkv.rollout.base import SamplingParams
+from rlkv.rollout.gated import Rows
 from rlkv.training.logprobs import completion_logprobs, shift_left
-from rlkv.training.rollout import RolloutSettings, roll_out
+from rlkv.training.rollout import roll_out
 from tests.helpers.models import make_tiny_model
 
 PROMPTS = [[5, 6, 7], [9] * 11, [30, 31], [40, 50, 60, 70, 80, 90], [12]]
 
 
-def make_settings(temperature: float = 1.0, rows: int = 64) -> RolloutSettings:
-    return RolloutSettings(max_new_tokens=40, temperature=temperature, top_p=1.0, top_k=0, seed=1, rows=rows)
-
-
 def sample(
-    model: object, prompts: list[list[int]], first: int, rollout: int, ends: list[int], **options: object
+    model: object,
+    prompts: list[list[int]],
+    first: int,
+    rollout: int,
+    ends: list[int],
+    temperature: float = 1.0,
+    max_rows: int = 64,
 ) -> list:
     """Tokens only, of rows numbered from ``first`` on."""
-    numbers = range(first, first + len(prompts))
-    return [ids for ids, _ in roll_out(model, prompts, numbers, rollout, ends, 0, make_settings(**options))]
+    rows = Rows(prompts, list(range(first, first + len(prompts))), rollout)
+    sampling = SamplingParams(40, temperature=temperature, seed=1)
+    return [ids for ids, _ in roll_out(model, rows, sampling, ends, 0, max_rows)]
 
 
 def test_cold_rollouts_equal_greedy_generate(family: str) -> None:
@@ -42,7 +47,7 @@ def test_a_row_is_sampled_alike_in_any_company() -> None:
     assert len({len(completion) for completion in together}) > 5
     assert all(c[-1] in ends or len(c) == 40 for c in together)
     assert not any(token in ends for c in together for token in c[:-1])
-    in_chunks = sample(model, PROMPTS * 4, 0, 3, ends, rows=3)
+    in_chunks = sample(model, PROMPTS * 4, 0, 3, ends, max_rows=3)
     second_half = sample(model, (PROMPTS * 4)[10:], 10, 3, ends)
     assert in_chunks == together
     assert second_half == together[10:]
@@ -51,10 +56,9 @@ def test_a_row_is_sampled_alike_in_any_company() -> None:
 
 def test_logprobs_are_those_of_the_tempered_distribution() -> None:
     model = make_tiny_model("llama")
-    settings = RolloutSettings(max_new_tokens=20, temperature=0.7, top_p=0.6, top_k=9, seed=1, rows=3)
-    for prompt, (ids, logprobs) in zip(
-        PROMPTS, roll_out(model, PROMPTS, range(5), 0, [2, 17], 0, settings), strict=True
-    ):
+    sampling = SamplingParams(20, temperature=0.7, top_p=0.6, top_k=9, seed=1)
+    found = roll_out(model, Rows(PROMPTS, list(range(5)), 0), sampling, [2, 17], 0, max_rows=3)
+    for prompt, (ids, logprobs) in zip(PROMPTS, found, strict=True):
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
         expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]  # not truncated
         assert (torch.tensor(logprobs) - expected).abs().max() < 2e-5

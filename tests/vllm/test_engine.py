@@ -12,7 +12,7 @@ import torch
 from rlkv.attention.sizes import SinkWindow
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import Rows, gate_version
-from rlkv.training.rollout import RolloutSettings, roll_out
+from rlkv.training.rollout import roll_out
 from tests.helpers.mixed_reference import local_mask
 
 pytest.importorskip("vllm")
@@ -43,8 +43,7 @@ def check_against_training_rollout(engine: VLLMEngine, model: torch.nn.Module, r
     """Same tokens as the training loop's own rollout, log-probabilities as teacher-forced."""
     sampling = SamplingParams(40, temperature=0.8, top_p=top_p, seed=5)
     found = dict(engine.sample(rows, sampling))
-    settings = RolloutSettings(40, 0.8, top_p, 0, 5, rows=8)
-    expected = roll_out(model.get_base_model(), rows.prompts, rows.numbers, rows.rollout, ENDS, 0, settings)
+    expected = roll_out(model.get_base_model(), rows, sampling, ENDS, 0, 8)
     tokens = [ids for ids, _ in expected]
     assert [found[i].token_ids for i in range(len(rows.prompts))] == tokens
     error = worst_difference(model, rows, found, temperature=0.8)

@@ -1,0 +1,47 @@
+r"""Train the gates: GRPO on problems that the model solves, with an L1 penalty that pulls every gate to 0.
+
+    rlkv-train --config tiny                                     # the built-in model on problems of its own task
+    rlkv-train --config tiny --curriculum results/curriculum/curriculum.parquet
+    accelerate launch --config_file configs/accelerate/ddp.yaml train/grpo_gates.py --config llama8b \
+        --curriculum curriculum.parquet
+
+--config takes a file or the name of a packaged one.  It sets defaults; every name in it is an option too
+(--l1_beta 2e-3), and so are those of trl's GRPOConfig.  --verbose shows what other libraries print.
+
+The run goes to --output_dir: log.jsonl, checkpoints every save_steps, and at the end gates.pt, gates.safetensors,
+adapter_weights.tsv, adapter/, figures and summary.json.  A run that was stopped, however hard, goes on from its last
+checkpoint when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rlkv.cli.errors import run_app
+
+
+def _train() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+    import torch
+
+    from rlkv.utils.extras import require
+
+    require("trl", "train")
+    from rlkv.training.config import parse_config
+    from rlkv.training.run import train_gates
+
+    try:
+        train_gates(*parse_config(sys.argv[1:]))
+    finally:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Entry point of ``rlkv-train``."""
+    run_app(_train)
+
+
+if __name__ == "__main__":
+    main()

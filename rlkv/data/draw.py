@@ -1,0 +1,67 @@
+"""Problems that no model filtered: a test set of the tiny task, or a draw from the pool that the filter starts from."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlkv.data.deepscaler import TINY, Problem, load_problems, read_curriculum, write_problems
+from rlkv.data.filter_config import FilterConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawConfig(FilterConfig):
+    """The filter's options, of which input, num_problems, seed and limit say what to draw from; and where to."""
+
+    model: str = TINY
+    """says which input is the default: tiny, or DeepScaleR for every other model"""
+    output: Path
+    """.jsonl file to write: problem, answer"""
+    definitions: str | None = None
+    """chain lengths of the drawn tiny problems, such as 3-12"""
+    as_many_as: str | None = None
+    """a curriculum: draw as many problems as it has"""
+
+    def check(self) -> None:
+        super().check()
+        if self.output.suffix != ".jsonl":
+            raise ValueError(f"--output {self.output} must end with .jsonl")
+
+
+def load_pool(config: DrawConfig) -> list[Problem]:
+    """The problems to draw from.
+
+    Raises:
+        ValueError: for settings that give no problems.
+    """
+    source = config.resolved().input or TINY
+    if config.definitions is None:
+        pool = load_problems(source, config.num_problems, config.seed, config.limit)
+        return [problem for problem in pool if problem.answer.strip()]
+    if source != TINY:
+        raise ValueError(f"--definitions {config.definitions} draws problems of the tiny task, not from {source}")
+    low, _, high = config.definitions.partition("-")
+    if not (low.isdigit() and high.isdigit()):
+        raise ValueError(f"--definitions {config.definitions!r} is not a range: write it as 3-12")
+    from rlkv.tiny.task import problems
+
+    return [Problem(**p) for p in problems(config.num_problems, config.seed, int(low), int(high))]
+
+
+def draw(config: DrawConfig) -> int:
+    """Write the problems; how many they are.
+
+    Raises:
+        ValueError: as :func:`load_pool`, or if ``as_many_as`` has more problems than the pool.
+    """
+    pool = load_pool(config)
+    if config.as_many_as is not None:
+        wanted = len(read_curriculum(config.as_many_as))
+        if wanted > len(pool):
+            raise ValueError(
+                f"--as-many-as {config.as_many_as}: it has {wanted} problems, there are only {len(pool)} to draw"
+            )
+        pool = random.Random(f"rlkv-raw-{config.seed}").sample(pool, wanted)
+    write_problems(config.output, pool)
+    return len(pool)

@@ -1,0 +1,113 @@
+"""Completions of any model for the problems of a file, judged where answers are known; resumable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlkv.data.deepscaler import load_problems
+from rlkv.data.filter_job import problems_digest
+from rlkv.inference.engines import load_engine
+from rlkv.models.prompts import render_prompt
+from rlkv.rollout.base import SamplingParams
+from rlkv.utils.progress import progress_bar
+from rlkv.utils.provenance import commit
+from rlkv.utils.store import open_store
+from rlkv.verifier.verifier import Verifier
+
+FREE = {"output", "batch_size", "device"}  # what may differ between a run and its continuation
+VERDICTS = {None: "unknown", True: "correct", False: "wrong"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """What to sample."""
+
+    output: Path
+    """JSONL file to write, or to go on with"""
+    model: str = "tiny"
+    """hub id, local folder, or tiny (built in)"""
+    input: str = "tiny"
+    """.jsonl or .parquet file, hub data set, or tiny (new problems)"""
+    num_problems: int = 20
+    """how many problems --input tiny draws"""
+    samples: int = 1
+    """completions per problem"""
+    max_new_tokens: int = 440
+    """tokens of a completion"""
+    temperature: float = 0.0
+    """0 is greedy decoding"""
+    top_p: float = 1.0
+    """share of probability that may be drawn from"""
+    top_k: int = 0
+    """0 means no limit"""
+    seed: int = 0
+    """seed of the draws, and of --input tiny"""
+    template: str = "rlkv"
+    """prompt template: rlkv, boxed or plain"""
+    engine: str = "hf"
+    """hf or vllm"""
+    batch_size: int = 16
+    """completions decoded together"""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    limit: int | None = None
+    """only the first so many problems"""
+
+    def check(self) -> None:
+        """Raise ValueError for impossible settings."""
+        if self.samples < 1:
+            raise ValueError(f"--samples must be at least 1, got {self.samples}")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"--samples {self.samples} at temperature 0 would give equal completions: set --temperature above 0"
+            )
+        self.sampling(0)
+
+    def sampling(self, finished: int) -> SamplingParams:
+        """How to decode; a run that goes on after ``finished`` completions takes other draws than they had."""
+        return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed + finished)
+
+
+def sample(config: SampleConfig) -> None:
+    """Write one row per completion as batches finish.
+
+    A row: ``index`` of the problem, ``sample``, problem, answer, output, output_tokens, finish_reason, correct (null
+    where the problem has no answer).
+
+    Raises:
+        ValueError: for problems or a model that cannot be loaded, or if the file holds rows of other settings.
+    """
+    problems = load_problems(config.input, config.num_problems, config.seed, config.limit)
+    settings = {name: value for name, value in asdict(config).items() if name not in FREE}
+    settings["input"] = f"{len(problems)} problems with hash {problems_digest(problems)}"
+    key = ("index", "sample")
+    with open_store(config.output, settings, key, recorded={"commit": commit()}) as store:
+        wanted = [(i, s) for i in range(len(problems)) for s in range(config.samples) if (i, s) not in store.done]
+        if not wanted:
+            return
+        engine = load_engine(config.engine, config.model, config.dtype, config.device, config.batch_size)
+        prompts = [render_prompt(engine.tokenizer, problems[i].problem, config.template) for i, _ in wanted]
+        bar = progress_bar("sample", "completions", len(problems) * config.samples)
+        with bar as progress, closing(Verifier()) as verifier:
+            progress.resume(Counter(VERDICTS[row["correct"]] for row in store.rows))
+            for place, completion in engine.stream(prompts, config.sampling(len(store.done))):
+                index, number = wanted[place]
+                problem = problems[index]
+                correct = verifier.is_correct(completion.text, problem.answer) if problem.answer else None
+                row = {
+                    "index": index,
+                    "sample": number,
+                    "problem": problem.problem,
+                    "answer": problem.answer,
+                    "output": completion.text,
+                    "output_tokens": len(completion.token_ids),
+                    "finish_reason": completion.finish_reason,
+                    "correct": correct,
+                }
+                store.append(row)
+                progress.advance({VERDICTS[correct]: 1})
