@@ -14,9 +14,7 @@ from rlkv.cli.errors import run_app
 from rlkv.cli.gates import main
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from tests.helpers.paths import SHARED
-
-PUBLISHED = SHARED / "gates"
+from tests.helpers.paths import PUBLISHED_GATES
 
 
 @pytest.fixture
@@ -146,9 +144,8 @@ def test_as_a_process(gates_file: Path) -> None:
     assert "Traceback" not in failed.stderr
 
 
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published gates (../shared/gates) are not here")
 def test_published_gates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pair = [PUBLISHED / method / "Qwen-2.5-7B-R1" for method in ("rlkv", "duo_attn")]
+    pair = [PUBLISHED_GATES / method / "Qwen-2.5-7B-R1" for method in ("rlkv", "duo_attn")]
     assert run(monkeypatch, "inspect", pair[0]) == 0
     assert "  0.2: 90 full, 22 compressible, actual 0.1964" in capsys.readouterr().out
     assert run(monkeypatch, "diff", *pair) == 0
