@@ -80,7 +80,7 @@ docs: $(STAMP)
 	@echo "site/index.html"
 
 bench: $(STAMP)
-	$(BIN)/python inference/benchmark.py decode
+	$(BIN)/rlkv-bench decode
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache build *.egg-info
