@@ -235,7 +235,9 @@ def test_pools_must_be_equal(
 def test_a_folder_keeps_to_its_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, four_results: list[dict[str, Any] | str]
 ) -> None:
-    monkeypatch.setattr("rlkv.benchmarks.serving.subprocess", FakeProcesses([*four_results, result(90, 40), result(160, 25)]))
+    monkeypatch.setattr(
+        "rlkv.benchmarks.serving.subprocess", FakeProcesses([*four_results, result(90, 40), result(160, 25)])
+    )
     config = serving(output_dir=tmp_path)
     do_runs(config, config.head_gates())
     for change, what in (({"rows": 3}, "workload.rows"), ({"seed": 5}, "gates, workload.seed")):
