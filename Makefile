@@ -4,19 +4,21 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 VLLM   := .venv-vllm
+NEWEST := .venv-newest
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # make demo FRESH=1 starts over; make demo QUICK=1 runs every stage at a tenth of the size; make study likewise
 FRESH_FLAG := $(if $(filter 1,$(FRESH)),--fresh)
 quick_flags = $(if $(filter 1,$(QUICK)),--quick --output-dir results/$(1)_quick)
 
-.PHONY: help venv demo study test test-vllm lint docs bench clean
+.PHONY: help venv demo study test test-vllm test-newest lint docs bench clean
 
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
 	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/"
 	@echo "make test   the test suite (CPU)          make lint   ruff and mypy"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB)"
+	@echo "make test-newest  the tests that depend most on transformers, with the newest one that trl accepts"
 	@echo "make docs   the documentation site -> site/"
 	@echo "make bench  decode speed and KV memory    make venv   only the environment"
 	@echo "make clean  remove caches (results/ and .venv stay)"
@@ -52,6 +54,21 @@ test-vllm: $(VLLM)/.installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		tests/vllm tests/rollout/test_killed_server.py
 
+# torch and the other pins stay; transformers and what it pins are the newest
+$(NEWEST)/.installed: pyproject.toml constraints.txt
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@echo "installing into $(NEWEST) (a few minutes the first time)"
+	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt setuptools wheel
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt \
+		-e ".[train,dev]" transformers==5.23.0
+	touch $@
+
+test-newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile \
+		tests/attention tests/cache tests/inference tests/training
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,7 +80,7 @@ docs: $(STAMP)
 	@echo "site/index.html"
 
 bench: $(STAMP)
-	$(BIN)/python inference/benchmark.py decode
+	$(BIN)/rlkv-bench decode
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.attention.call import AttentionCall, local_rule
+from rlkv.attention.call import MixedCall, local_rule
 
 MIN_BLOCK = 64  # queries per block of the banded form; below it the matrix products are too small to be fast
 
@@ -29,7 +29,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
-def full_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float) -> Tensor:
+def full_attention(query: Tensor, key: Tensor, value: Tensor, call: MixedCall, scale: float) -> Tensor:
     """Causal attention over everything; without left padding no mask is needed at all."""
     rows = call.rows(query.device)
     if call.q_length == 1 and not rows.left and not rows.right:
@@ -42,7 +42,7 @@ def full_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCal
 
 
 def local_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, sink: int, window: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
     """Attention over each row's first ``sink`` tokens and the last ``window`` tokens of every query."""
     rows = call.rows(query.device)
@@ -66,7 +66,7 @@ def _take_sinks(states: Tensor, position_BS: Tensor | None, sink: int) -> Tensor
 
 
 def decode_local_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, sink: int, window: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
     """One query per row, no padding on the right: reads S + W keys instead of all K (K > S + W)."""
     rows = call.rows(query.device)
@@ -92,7 +92,7 @@ def decode_local_attention(
 
 
 def banded_local_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, sink: int, window: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
     """Blocks of C queries, each over the sinks, the W keys before the block and its own C keys: T * (S + W + C)."""
     batch, kv_heads, length, size = key.shape
@@ -144,7 +144,7 @@ def _compiled_flex() -> Any:
 
 
 def flex_local_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, sink: int, window: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
     """FlexAttention with a block mask: no dense mask, which would take ~256 MB a row at 8k tokens."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

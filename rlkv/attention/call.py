@@ -1,7 +1,7 @@
 """What the layers of one forward call share: where each row's tokens lie, and the masks made from that.
 
 The mask function of transformers runs once per forward call, decode steps included, and whatever it returns reaches
-the attention function untouched.  It returns an :class:`AttentionCall`; masks are made when the first layer asks.
+the attention function untouched.  It returns an :class:`MixedCall`; masks are made when the first layer asks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, A
     return visible
 
 
-class AttentionCall:
+class MixedCall:
     """One forward call: ``q_length`` queries that start at position ``q_offset``, over ``kv_length`` keys.
 
     ``sink`` and ``window`` are no part of it: they come from each layer's gate, so that models (and adapters) with
@@ -132,7 +132,7 @@ def mixed_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **kwargs: Any,
-) -> AttentionCall | Tensor | None:
+) -> MixedCall | Tensor | None:
     """The mask function of ``rlkv_mixed``.  Sliding-window and chunked layers (``local_size``) get their usual mask.
 
     Raises:
@@ -160,4 +160,4 @@ def mixed_mask(
             "leave cache_implementation at its default"
         )
     causal = mask_function is causal_mask_function
-    return AttentionCall(batch_size, q_length, kv_length, q_offset, attention_mask, causal, stock_mask)
+    return MixedCall(batch_size, q_length, kv_length, q_offset, attention_mask, causal, stock_mask)

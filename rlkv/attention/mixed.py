@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rlkv.attention.arguments import refuse_variants
 from rlkv.attention.branches import full_attention, local_attention
-from rlkv.attention.call import AttentionCall, mixed_mask
+from rlkv.attention.call import MixedCall, mixed_mask
 
 IMPLEMENTATION = "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 GATE = "rlkv_gate"  # the attribute of an attention module that holds its gate
@@ -71,9 +71,9 @@ def mixed_attention(
     holder = getattr(module, GATE, None)
     gate: Gate | None = holder.current() if holder is not None else None
     if gate is None:
-        mask = attention_mask.stock_mask() if isinstance(attention_mask, AttentionCall) else attention_mask
+        mask = attention_mask.stock_mask() if isinstance(attention_mask, MixedCall) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    if not isinstance(attention_mask, AttentionCall):
+    if not isinstance(attention_mask, MixedCall):
         raise ValueError("a gated model takes a 2D attention_mask [rows, tokens], not a prepared 4D one")
     if not attention_mask.causal:
         raise ValueError("a gated model takes plain causal attention: no packed sequences, no image or prefix masks")

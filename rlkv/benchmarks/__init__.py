@@ -1,1 +1,1 @@
-"""Benchmarks: decoding, serving, compaction."""
+"""Benchmarks: a decode step, an eviction, and serving with vLLM."""

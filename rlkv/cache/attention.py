@@ -22,7 +22,7 @@ from rlkv.cache.schedule import Segment
 IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 
 
-class AttentionCall:
+class CachedCall:
     """One forward call, as the mask function sees it; its layers share one :class:`CallLayout` per device."""
 
     def __init__(self, attention_mask: torch.Tensor | None, start: int, length: int, rows: int) -> None:
@@ -67,7 +67,7 @@ def realloc_mask(
             attention_mask=attention_mask,
             **kwargs,
         )
-    return AttentionCall(attention_mask, int(q_offset), q_length, batch_size)
+    return CachedCall(attention_mask, int(q_offset), q_length, batch_size)
 
 
 def realloc_attention(
@@ -95,7 +95,7 @@ def realloc_attention(
             f"{IMPLEMENTATION} needs a HeadReallocationCache as past_key_values: call the model under "
             "rlkv.compress(...), which provides it"
         )
-    if not isinstance(attention_mask, AttentionCall):
+    if not isinstance(attention_mask, CachedCall):
         raise ValueError(
             f"{IMPLEMENTATION} serves causal decoders and takes a 2D attention_mask [rows, tokens]: this call has "
             "another mask (prepared in 4D, sliding, chunked, packed or with images)"

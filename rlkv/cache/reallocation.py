@@ -37,7 +37,7 @@ class HeadReallocationCache(Cache):
     is then read in full by all heads, as in the published evaluation.
 
     *Eviction.*  With a policy, compressible heads keep what it chooses instead of sinks and a window: up to
-    ``budget + buffer`` entries of each row (more for policies without a fixed budget), with evictions when they are full.
+    ``budget + buffer`` entries of each row (more for policies without a fixed budget).
     ``nbytes`` then also counts the queries and scores that the policy needs.  In a call of several tokens,
     ``prefill="full"`` evicts at its end and ``"local"`` at the very tokens at which one-token calls would.
     Positions stay those of the text: evicted tokens leave holes, nothing is moved.

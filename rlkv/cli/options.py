@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -40,11 +40,14 @@ def read_config(name: str) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
-def parse(kind: type[T], description: str | None = None, arguments: Sequence[str] | None = None) -> T:
+def parse(
+    kind: type[T], description: str | None = None, arguments: Sequence[str] | None = None, prog: str | None = None
+) -> T:
     """An object of the dataclass ``kind`` from ``arguments`` (default: the command line's).
 
     Args:
         description: what ``--help`` says first; default: the docstring of the class.
+        prog: the command's name in ``--help``; default: that of the process.
 
     Raises:
         ValueError: for a config file that is absent, damaged or has unknown keys, an option that is given twice, and
@@ -59,12 +62,29 @@ def parse(kind: type[T], description: str | None = None, arguments: Sequence[str
         raise ValueError(f"--{twice[0].replace('_', '-')} is given twice: give it once, several values after one name")
     from_file = _as_arguments(kind, name, names) if name is not None else []
     text = (description or kind.__doc__ or "").strip() + CONFIG_HELP.format(names=", ".join(packaged()))
-    parsed = tyro.cli(kind, args=[*from_file, *given], description=text, config=(tyro.conf.OmitArgPrefixes,))
+    omit = (tyro.conf.OmitArgPrefixes,)
+    parsed = tyro.cli(kind, args=[*from_file, *given], description=text, prog=prog, config=omit)
     # not in __post_init__: tyro would put the sentence into a box of its own
     check = getattr(parsed, "check", None)
     if check is not None:
         check()
     return parsed
+
+
+def parse_command(prog: str, kinds: Mapping[str, type], description: str) -> Any:
+    """An object of the dataclass that the first argument of the command line names; the others are its options.
+
+    Raises:
+        ValueError: for a command that does not exist, and as :func:`parse`.
+        SystemExit: with code 0 after ``--help``, or without any argument.
+    """
+    given = sys.argv[1:]
+    if not given or given[0] in ("-h", "--help"):
+        print(f"{description.strip()}\n\n{prog} COMMAND --help shows the options of {', '.join(kinds)}.")
+        sys.exit(0)
+    if given[0] not in kinds:
+        raise ValueError(f"there is no command {given[0]!r}: choose one of {', '.join(kinds)}")
+    return parse(kinds[given[0]], arguments=given[1:], prog=f"{prog} {given[0]}")
 
 
 def _field(option: str) -> str:

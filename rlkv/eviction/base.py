@@ -132,8 +132,7 @@ class EvictionPolicy(ABC):
         """The ``budget`` best entries of each head: int64 ``[B, H, max(budget)]``, ascending indices into the N.
 
         Sinks and the most recent entries come first, then the highest scores; of equal scores the later entry.
-        A score that is not a number counts as the lowest.  A row with fewer entries than ``budget`` is filled up in front
-        with -1.
+        NaN counts as the lowest score.  A row with fewer entries than ``budget`` is filled up in front with -1.
 
         Args:
             scores: ``[B, H, N]``.

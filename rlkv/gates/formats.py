@@ -19,6 +19,7 @@ import torch
 from rlkv.gates.header import EXPECTED, from_header, read_safetensors, to_header, write_safetensors
 from rlkv.gates.hub import fetch, is_hub_address
 from rlkv.gates.peft_folder import ADAPTER_CONFIG, is_peft_weights, read_peft, write_peft
+from rlkv.models.loading import TINY, TINY_GATES
 from rlkv.models.shape import ModelShape
 from rlkv.utils.atomic import atomic_path
 
@@ -27,7 +28,9 @@ _STORED = {"alpha": "alpha", "mean_alpha": "rank"}  # tensors: argument of HeadG
 
 
 def read_gates(path: str | Path) -> dict[str, Any]:
-    """Arguments of ``HeadGates`` from a file, a folder or a hub address; see ``HeadGates.load``."""
+    """Arguments of ``HeadGates`` from a file, a folder, a hub address or ``tiny``; see ``HeadGates.load``."""
+    if path == TINY:
+        return _read_local(TINY_GATES)
     if is_hub_address(path):
         return _read_local(fetch(str(path)))
     return _read_local(Path(path).expanduser())

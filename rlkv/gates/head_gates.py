@@ -115,7 +115,9 @@ class HeadGates:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadGates:
-        """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, or gates on the hub.
+        """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, gates on the hub, or ``tiny``.
+
+        ``tiny`` is the packaged gates of the built-in model, trained by RLKV.
 
         A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else ``gates.safetensors``, else
         ``gates.pt``, else its only ``.tsv``. A ``.tsv`` states no sizes: the defaults, those of the published runs,

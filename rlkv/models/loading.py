@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 TINY_FOLDER = Path(__file__).resolve().parents[1] / "tiny" / "model"
+TINY_GATES = TINY_FOLDER / "gates.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

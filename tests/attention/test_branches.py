@@ -14,7 +14,7 @@ from rlkv.attention.branches import (
     full_attention,
     local_attention,
 )
-from rlkv.attention.call import AttentionCall, mixed_mask
+from rlkv.attention.call import MixedCall, mixed_mask
 from rlkv.attention.mixed import mix
 from tests.helpers.mixed_reference import full_mask, local_mask
 
@@ -22,10 +22,10 @@ SCALE = 16**-0.5
 TOLERANCE = 2e-6  # float32 sums of at most 300 terms of size ~1
 
 
-def make_call(padding: torch.Tensor, q_length: int) -> AttentionCall:
+def make_call(padding: torch.Tensor, q_length: int) -> MixedCall:
     batch, length = padding.shape
     call = mixed_mask(batch, q_length, length, length - q_length, attention_mask=padding)
-    assert isinstance(call, AttentionCall)
+    assert isinstance(call, MixedCall)
     return call
 
 
@@ -128,7 +128,7 @@ def test_a_row_with_a_hole_is_refused() -> None:
 
 def test_a_mask_that_misses_the_cache_is_refused() -> None:
     call = mixed_mask(1, 1, 9, 8, attention_mask=torch.ones(1, 1, dtype=torch.bool))
-    assert isinstance(call, AttentionCall)
+    assert isinstance(call, MixedCall)
     with pytest.raises(ValueError, match="in the cache included"):
         call.rows(torch.device("cpu"))
 

@@ -42,12 +42,12 @@ def run(model: PreTrainedModel, cache: HeadReallocationCache, ids: Tensor, paddi
 def expected_count(policy: EvictionPolicy, prompt: int) -> int:
     """Entries of a head after the run, by the rule of the contract, token by token."""
     protected = prompt if policy.protect_prompt else 0
-    held, compactions = 0, 0
+    held, evictions = 0, 0
     for seen in [prompt, *range(prompt + 1, prompt + NEW + 1)]:
         held = seen if seen == prompt else held + 1
-        where = torch.tensor([seen - protected]), torch.tensor([compactions])
+        where = torch.tensor([seen - protected]), torch.tensor([evictions])
         if held - protected >= int(policy.capacity(*where)):
-            held, compactions = protected + int(policy.entries(*where)), compactions + 1
+            held, evictions = protected + int(policy.entries(*where)), evictions + 1
     return held
 
 
@@ -70,7 +70,7 @@ def test_counts_batches_bytes_and_leaks(model: PreTrainedModel, name: str, kind:
         assert (alone.used_nbytes(), alone.full_nbytes()) == (int(bytes_held), int(bytes_full))
         for kept in alone.kept:
             where = torch.tensor([kept.seen - (PROMPT - pad if policy.protect_prompt else 0)]), torch.tensor([0])
-            assert kept.positions.shape[1] == int(policy.entries(*where))  # neither kind depends on earlier compactions
+            assert kept.positions.shape[1] == int(policy.entries(*where))  # neither kind depends on earlier evictions
     again = HeadReallocationCache(MIXED, eviction=policy, record=True)
     assert torch.equal(run(model, again, ids, PADDING), logits)  # nothing is left of the runs before
 

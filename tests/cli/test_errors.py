@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlkv.cli.errors import QUIET, VERBOSE, help_text
+from rlkv.cli.errors import QUIET, VERBOSE, help_text, run_app
 from tests.helpers.paths import ROOT
 
 NOISE = """
@@ -64,3 +64,55 @@ def test_indented_paragraphs_keep_their_lines() -> None:
     text = help_text("What it does,\nin two lines.\n\n    a command \\\n        --option\n    another\n\nMore.\n")
     assert text == "What it does,\nin two lines.\n\n\b\n    a command \\\n        --option\n    another\n\nMore.\n"
     assert help_text(None) == ""
+
+
+def exit_code(app: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        run_app(app)  # type: ignore[arg-type]
+    return int(stopped.value.code or 0)
+
+
+def raising(error: BaseException) -> object:
+    def program() -> None:
+        raise error
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ValueError("two\n  lines"), 2, "error: two lines\n"),
+        (
+            FileNotFoundError(2, "No such file or directory", "a.jsonl"),
+            2,
+            "error: a.jsonl: No such file or directory\n",
+        ),
+        (KeyboardInterrupt(), 130, None),
+    ],
+)
+def test_run_app_maps_errors_to_exit_codes(
+    error: BaseException,
+    code: int,
+    text: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    assert exit_code(raising(error)) == code
+    if text is not None:
+        assert capsys.readouterr().err == text
+
+
+def test_run_app_leaves_bugs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bug in (RuntimeError("bug"), OSError("no file is named"), KeyError("x")):
+        with pytest.raises(type(bug)):
+            run_app(raising(bug))  # type: ignore[arg-type]
+    monkeypatch.setenv("RLKV_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="seen"):
+        run_app(raising(ValueError("seen")))  # type: ignore[arg-type]
+
+
+def test_run_app_ends_with_0_or_the_programs_own_code() -> None:
+    assert exit_code(lambda: None) == 0
+    assert exit_code(lambda: sys.exit(7)) == 7

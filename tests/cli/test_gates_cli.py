@@ -1,4 +1,4 @@
-"""rlkv-gates, and the wrapper that every command runs in."""
+"""rlkv-gates: inspect, convert, plot, diff."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 
-from rlkv.cli.errors import run_app
 from rlkv.cli.gates import main
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from tests.helpers.paths import SHARED
-
-PUBLISHED = SHARED / "gates"
+from tests.helpers.paths import PUBLISHED_GATES
 
 
 @pytest.fixture
@@ -36,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def test_inspect(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "inspect", gates_file, "--sparsity", 0.25, "--sparsity", 0.5) == 0
+    assert run(monkeypatch, "inspect", gates_file, "--sparsities", 0.25, 0.5) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "model     owner/model" in lines
     assert "shape     3 layers x 4 KV heads, 8 query heads of 32, llama" in lines
@@ -51,7 +47,7 @@ def test_inspect(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ]
     assert "  0.5: 6 full, 6 compressible, actual 0.5000" in lines
     assert max(len(line) for line in lines) <= 120
-    assert run(monkeypatch, "inspect", gates_file, "--sparsity", 0.5, "--scope", "layer") == 0
+    assert run(monkeypatch, "inspect", gates_file, "--sparsities", 0.5, "--scope", "layer") == 0
     assert "scope layer" in capsys.readouterr().out
 
 
@@ -103,8 +99,10 @@ def test_diff(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     ("arguments", "message"),
     [
         (("inspect", "absent.pt"), "error: absent.pt: no such file or folder"),
-        (("inspect", "{file}", "--sparsity", "1.5"), "error: sparsity 1.5 is not in [0, 1]"),
-        (("inspect", "{file}", "--scope", "head"), "error: unknown scope 'head'"),
+        (("inspect", "{file}", "--sparsities", "1.5"), "error: sparsity 1.5 is not in [0, 1]"),
+        (("inspect", "{file}", "--scope", "head"), "scope 'head'"),
+        (("look", "{file}"), "error: there is no command 'look'"),
+        (("diff", "{file}", "{file}", "--changes", "-1"), "error: --changes"),
         (("convert", "{file}", "out.bin"), "error: out.bin: unknown gates format '.bin'"),
         (("plot", "{file}", "out.txt"), "error: out.txt: no picture format 'txt'"),
         (("diff", "{file}", "{other}"), "they belong to different models"),
@@ -133,7 +131,7 @@ def test_help_shows_commands_to_copy(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "rlkv-gates diff mine.pt hf://owner/theirs " in capsys.readouterr().out
     for command in ("inspect", "convert", "plot", "diff"):
         assert run(monkeypatch, command, "--help") == 0
-        assert f"\n  rlkv-gates {command} " in capsys.readouterr().out
+        assert f"\n    rlkv-gates {command} " in capsys.readouterr().out
 
 
 def test_as_a_process(gates_file: Path) -> None:
@@ -146,72 +144,9 @@ def test_as_a_process(gates_file: Path) -> None:
     assert "Traceback" not in failed.stderr
 
 
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published gates (../shared/gates) are not here")
 def test_published_gates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pair = [PUBLISHED / method / "Qwen-2.5-7B-R1" for method in ("rlkv", "duo_attn")]
+    pair = [PUBLISHED_GATES / method / "Qwen-2.5-7B-R1" for method in ("rlkv", "duo_attn")]
     assert run(monkeypatch, "inspect", pair[0]) == 0
     assert "  0.2: 90 full, 22 compressible, actual 0.1964" in capsys.readouterr().out
     assert run(monkeypatch, "diff", *pair) == 0
     assert "Spearman correlation  0.1546" in capsys.readouterr().out
-
-
-# run_app
-
-
-def exit_code(app: object) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        run_app(app)  # type: ignore[arg-type]
-    return int(stopped.value.code or 0)
-
-
-def raising(error: BaseException) -> object:
-    def program() -> None:
-        raise error
-
-    return program
-
-
-@pytest.mark.parametrize("as_typer", [False, True])
-@pytest.mark.parametrize(
-    ("error", "code", "text"),
-    [
-        (ValueError("two\n  lines"), 2, "error: two lines\n"),
-        (
-            FileNotFoundError(2, "No such file or directory", "a.jsonl"),
-            2,
-            "error: a.jsonl: No such file or directory\n",
-        ),
-        (KeyboardInterrupt(), 130, None),
-    ],
-)
-def test_run_app_maps_errors_to_exit_codes(
-    as_typer: bool,
-    error: BaseException,
-    code: int,
-    text: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["program"])
-    program = raising(error)
-    if as_typer:
-        wrapped = typer.Typer()
-        wrapped.command()(program)  # type: ignore[arg-type]
-        program = wrapped
-    assert exit_code(program) == code
-    if text is not None:
-        assert capsys.readouterr().err == text
-
-
-def test_run_app_leaves_bugs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for bug in (RuntimeError("bug"), OSError("no file is named"), KeyError("x")):
-        with pytest.raises(type(bug)):
-            run_app(raising(bug))  # type: ignore[arg-type]
-    monkeypatch.setenv("RLKV_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="seen"):
-        run_app(raising(ValueError("seen")))  # type: ignore[arg-type]
-
-
-def test_run_app_ends_with_0_or_the_programs_own_code() -> None:
-    assert exit_code(lambda: None) == 0
-    assert exit_code(lambda: sys.exit(7)) == 7

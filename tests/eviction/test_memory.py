@@ -1,4 +1,4 @@
-"""No temporary tensor of a compaction grows with N x N, nor with B x H x N beyond the scores themselves."""
+"""No temporary tensor of an eviction grows with N x N, nor with B x H x N beyond the scores themselves."""
 
 from __future__ import annotations
 

@@ -9,9 +9,8 @@ import torch
 
 from rlkv.gates.allocation import HeadAllocation, compression_order, num_full_heads
 from rlkv.gates.head_gates import HeadGates
-from tests.helpers.paths import SHARED
+from tests.helpers.paths import PUBLISHED_GATES
 
-PUBLISHED = SHARED / "gates"
 SPARSITIES = [i / 20 for i in range(21)]
 
 
@@ -182,15 +181,14 @@ def test_text() -> None:
     ]
 
 
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published gates (../shared/gates) are not here")
 def test_published_gates_tie_so_that_a_threshold_misses_and_a_count_does_not() -> None:
-    gates = HeadGates.load(PUBLISHED / "rlkv" / "Qwen-2.5-7B-R1")
+    gates = HeadGates.load(PUBLISHED_GATES / "rlkv" / "Qwen-2.5-7B-R1")
     by_threshold = (gates.alpha <= gates.alpha.quantile(0.2)).float().mean().item()
     assert by_threshold == pytest.approx(24 / 112)  # 0.214
     assert abs(by_threshold - 0.2) > 0.5 / 112
     for name in ("Llama-3.1-8B-R1", "Qwen-2.5-7B-R1", "Qwen-3-4B-Thinking"):
         for method in ("rlkv", "duo_attn"):
-            gates = HeadGates.load(PUBLISHED / method / name)
+            gates = HeadGates.load(PUBLISHED_GATES / method / name)
             for sparsity in SPARSITIES:
                 allocation = HeadAllocation.from_gates(gates, sparsity)
                 assert allocation.num_full == num_full_heads(sparsity, gates.alpha.numel())

@@ -13,10 +13,7 @@ from safetensors.torch import load_file, save_file
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from tests.helpers.gates import make_gates
-from tests.helpers.paths import SHARED
-
-PUBLISHED = SHARED / "gates"
-
+from tests.helpers.paths import PUBLISHED_GATES
 
 # PEFT folders
 
@@ -117,13 +114,12 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 # Published files
 
 
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published gates (../shared/gates) are not here")
 @pytest.mark.parametrize("method", ["rlkv", "duo_attn"])
 @pytest.mark.parametrize(
     ("name", "shape"), [("Llama-3.1-8B-R1", (32, 8)), ("Qwen-2.5-7B-R1", (28, 4)), ("Qwen-3-4B-Thinking", (36, 8))]
 )
 def test_published_gates_load_without_a_warning(method: str, name: str, shape: tuple[int, int], tmp_path: Path) -> None:
-    folder = PUBLISHED / method / name
+    folder = PUBLISHED_GATES / method / name
     (table,) = folder.glob("*.tsv")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -96,7 +96,7 @@ def test_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["--eviction", "rpc", "--eviction-option", "c=NaN"], "c is nan: it must be a number"),
         (["--eviction", "rpc", "--eviction-option", "R=[1]"], "R is [1]: it must be a whole number"),
         (["--eviction", "rpc", "--budget", "64", "--eviction-option", "P=512"], "P belong to the schedule"),
-        (["--eviction", "rpc", "--eviction-option", "buffer=3"], "P says when"),
+        (["--eviction", "rpc", "--eviction-option", "buffer=3"], "give P"),
         (["--eviction", "sink_window", "--eviction-option", "window=abc"], "window is abc: it must be a whole number"),
         (["--eviction", "random", "--budget", "64", "--eviction-option", "seed=1.5"], "seed is 1.5"),
     ],

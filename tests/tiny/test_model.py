@@ -1,14 +1,20 @@
 """The packaged model: it loads offline, reasons, and its ground truth fits it."""
 
 import json
+from typing import Any
 
 import torch
 
+import rlkv
 from rlkv import tiny
-from rlkv.evaluation.heads.measure import CacheSettings, measure
 from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
+from rlkv.rollout.base import SamplingParams
+from rlkv.rollout.hf import HFEngine
 from rlkv.tiny.task import longest_solution
+from rlkv.verifier import is_correct
 
 
 def test_shape_is_what_the_card_says() -> None:
@@ -25,17 +31,35 @@ def test_package_folder_is_small() -> None:
     assert sum(file.stat().st_size for file in tiny.MODEL_DIR.iterdir()) <= 8 * 2**20
 
 
+def solved(n: int, seed: int, gates: str | HeadAllocation, **options: Any) -> tuple[float, float]:
+    """Share of ``n`` held-out problems that are solved, and bytes of KV held over those of the full cache."""
+    model, tokenizer = tiny.load()
+    problems = tiny.problems(n, seed=seed, max_definitions=10)
+    prompts = [render_prompt(tokenizer, problem["problem"]) for problem in problems]
+    sampling = SamplingParams(max_new_tokens=longest_solution(10) + 10)
+    with rlkv.compress(model, gates, **options) as session:
+        found = HFEngine(model, tokenizer, batch_size=n).generate(prompts, sampling)
+        assert session.cache is not None
+        held = session.cache.used_nbytes() / session.cache.full_nbytes()
+    return sum(is_correct(c.text, p["answer"]) for c, p in zip(found, problems, strict=True)) / n, held
+
+
 def test_solves_held_out_problems_and_needs_its_heads() -> None:
     """40 problems: 0.997 measured on 1,000, so fewer than 38 right would happen once in 10^5 draws."""
-    model, tokenizer = tiny.load()
-    problems = tiny.problems(40, seed=12345, max_definitions=10)
-    settings = CacheSettings(sink=4, window=16, max_new_tokens=longest_solution(10) + 10, batch_size=40)
-    full = measure(model, tokenizer, problems, HeadAllocation(torch.ones(4, 6, dtype=torch.bool)), settings)
-    none = measure(model, tokenizer, problems, HeadAllocation(torch.zeros(4, 6, dtype=torch.bool)), settings)
-    assert full.accuracy >= 0.95
-    assert none.accuracy < 0.5
-    assert full.kv_bytes == full.kv_bytes_full
-    assert none.kv_bytes < 0.5 * none.kv_bytes_full
+    sizes = {"sink": 4, "window": 16}
+    accuracy, held = solved(40, 12345, HeadAllocation(torch.ones(4, 6, dtype=torch.bool)), **sizes)
+    assert accuracy >= 0.95
+    assert held == 1
+    accuracy, held = solved(40, 12345, HeadAllocation(torch.zeros(4, 6, dtype=torch.bool)), **sizes)
+    assert accuracy < 0.5
+    assert held < 0.5
+
+
+def test_packaged_gates_keep_the_accuracy_at_half_of_the_heads() -> None:
+    assert (HeadGates.load("tiny").deploy_sink, HeadGates.load("tiny").deploy_window) == (4, 16)
+    accuracy, held = solved(50, 999, "tiny", sparsity=0.5)
+    assert accuracy == 1
+    assert held < 0.75
 
 
 def test_ground_truth_orders_every_head_once() -> None:

@@ -1,4 +1,4 @@
-"""``inference/benchmark.py serving`` for real, on a tiny model; no time is judged."""
+"""``rlkv-bench serving`` for real, on a tiny model; no time is judged."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import sys
 from pathlib import Path
 
 from tests.helpers.engines import need_vllm
-from tests.helpers.paths import ROOT
 
 need_vllm()
 
-PROGRAM = ROOT / "inference" / "benchmark.py"
 OPTIONS = {
-    "--shape": "small",
     "--layers": "2",
     "--hidden": "128",
     "--query-heads": "2",
     "--kv-heads": "2",
     "--requests": "6",
-    "--prompt-tokens": "4,8",
+    "--prompt-tokens": "4 8",
     "--mean-output": "100",
     "--max-output": "180",
     "--pool-tokens": "320",
@@ -35,8 +32,8 @@ OPTIONS = {
 
 
 def test_fewer_steps_in_the_same_pool(tmp_path: Path) -> None:
-    command = [sys.executable, str(PROGRAM), "serving", "--output-dir", str(tmp_path)]
-    command += [part for option in OPTIONS.items() for part in option]
+    command = [sys.executable, "-m", "rlkv.cli.bench", "serving", "--output-dir", str(tmp_path)]
+    command += [part for name, values in OPTIONS.items() for part in (name, *values.split())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,17 +1,19 @@
-"""What the serving benchmark runs: shapes, requests of fixed lengths, pools of equal bytes, and what to expect."""
+"""What the serving benchmark runs: requests of fixed lengths, pools of equal bytes, and what to expect of them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from rlkv.benchmarks.sizes import LlamaSizes, at_least
 from rlkv.eviction import EvictionPolicy, make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.loading import DTYPES
 from rlkv.models.shape import ModelShape
 from rlkv.vllm.blocks.demand import BlockDemand, BufferDemand, SinkWindowDemand
 from rlkv.vllm.blocks.packing import PackingPlan, plan_packing
@@ -20,88 +22,70 @@ LIMITED, ROOMY = "memory-limited", "not limited"
 SETTINGS = (LIMITED, ROOMY)
 
 
-@dataclass(frozen=True)
-class LlamaShape:
-    """Sizes of a Llama with random weights."""
+@dataclass(frozen=True, kw_only=True)
+class Workload(LlamaSizes):
+    """The same requests for every mode.
 
-    layers: int
-    hidden: int
-    intermediate: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-
-    def config(self, positions: int) -> dict[str, Any]:
-        """A transformers config for texts of up to ``positions`` tokens."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_attention_heads": self.query_heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": positions,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One benchmark: the same requests for every mode.
-
-    Attributes:
-        prompt_tokens: shortest and longest prompt; lengths are uniform between them.
-        mean_output, max_output: of the output lengths, a clipped lognormal (:meth:`output_lengths`).
-        spread: standard deviation of the logarithm of an output length.
-        budget, buffer: entries that a compressible head keeps at a compaction, and that gather before the next one, in
-            modes with an eviction policy; the others keep ``sink`` and ``window``.
-        rows: requests that may run at once where memory is the limit; ``roomy_rows``: where it is not.
-        pool_tokens: tokens of the full cache that the limited pool holds.
-        step_tokens: tokens that the engine reads in one step at most.
+    The default model is for 2 cores: its weights of about 100 MB are read in every step, so that a step of many
+    requests costs little more than one.
     """
 
-    shape: LlamaShape
+    layers: int = 2
+    hidden: int = 1024
+    intermediate: int = 2816
+    vocabulary: int = 2048
     dtype: str = "float32"
+    """float32, bfloat16 or float16."""
     requests: int = 48
+    """Requests, all at once."""
     prompt_tokens: tuple[int, int] = (32, 64)
+    """Shortest and longest prompt; lengths are uniform between them."""
     mean_output: int = 320
+    """Mean output length, of a clipped lognormal distribution."""
     max_output: int = 900
+    """Longest output."""
     spread: float = 0.6
+    """Standard deviation of the logarithm of an output length."""
     sink: int = 4
+    """First tokens that compressible heads keep without an eviction policy."""
     window: int = 28
+    """Last tokens that they keep."""
     budget: int = 64
+    """Entries that an eviction keeps."""
     buffer: int = 32
+    """Entries between two evictions."""
     rows: int = 64
+    """Requests that may run at once where memory is the limit."""
     roomy_rows: int = 8
+    """Requests that may run at once where it is not."""
     pool_tokens: int = 2048
+    """Full-cache tokens in the limited pool."""
     block_size: int = 32
+    """Tokens in a block."""
     step_tokens: int = 128
+    """Most tokens that the engine reads in one step."""
     eager: bool = True
+    """Whether the engine runs without compilation and CUDA graphs."""
     seed: int = 0
+    """Of the prompts, output lengths and random gates."""
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.prompt_tokens[0] <= self.prompt_tokens[1]:
-            raise ValueError(f"prompts of {self.prompt_tokens[0]} to {self.prompt_tokens[1]} tokens: no such range")
+    def check(self) -> None:
+        """Raise ValueError for impossible settings."""
+        low, high = self.prompt_tokens
+        if not 1 <= low <= high:
+            raise ValueError(f"--prompt-tokens {low} {high}: give the shortest and the longest prompt")
         if not 1 <= self.mean_output < self.max_output:
             raise ValueError(
-                f"a mean output of {self.mean_output} tokens needs to be at least 1 and below the longest one of "
-                f"{self.max_output}: change --mean-output or --max-output"
+                f"--mean-output is {self.mean_output}: it must be at least 1 and below --max-output, {self.max_output}"
             )
         if self.pool_tokens < self.positions:
             raise ValueError(
-                f"a pool of {self.pool_tokens} tokens is smaller than one request of {self.positions} tokens: "
-                "raise --pool-tokens"
+                f"--pool-tokens is {self.pool_tokens}: the pool must hold one request of {self.positions} tokens"
             )
-        if self.window < 1 or self.sink < 0:
-            raise ValueError(f"a sink of {self.sink} and a window of {self.window} tokens: they start at 0 and 1")
+        at_least(0, sink=self.sink)
+        at_least(1, window=self.window, requests=self.requests, block_size=self.block_size)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype}: choose one of {', '.join(DTYPES)}")
 
     def policy(self, eviction: str | None) -> EvictionPolicy | None:
         """The policy of this name; None: sinks and window."""
@@ -112,7 +96,7 @@ class Workload:
         policy = self.policy(eviction)
         if policy is None:
             return SinkWindowDemand(self.block_size, self.sink, self.window)
-        return BufferDemand.of(policy, self.block_size, self.shape.query_heads // self.shape.kv_heads)
+        return BufferDemand.of(policy, self.block_size, self.query_heads // self.kv_heads)
 
     def kept(self, eviction: str | None) -> int:
         """Entries for which a compressible head needs room."""
@@ -126,8 +110,7 @@ class Workload:
     @property
     def bytes_per_token(self) -> int:
         """Of the full cache: keys and values of all heads."""
-        element: int = getattr(torch, self.dtype).itemsize
-        return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * element
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -135,7 +118,7 @@ class Workload:
         draws = torch.Generator().manual_seed(self.seed)
         low, high = self.prompt_tokens
         lengths = torch.randint(low, high + 1, (self.requests,), generator=draws).tolist()
-        return [torch.randint(3, self.shape.vocabulary, (n,), generator=draws).tolist() for n in lengths]
+        return [torch.randint(3, self.vocabulary, (n,), generator=draws).tolist() for n in lengths]
 
     @cached_property
     def output_lengths(self) -> list[int]:
@@ -171,46 +154,21 @@ class Workload:
     def rows_of(self, setting: str) -> int:
         return self.roomy_rows if setting == ROOMY else self.rows
 
-    def model_shape(self) -> ModelShape:
-        shape = self.shape
-        return ModelShape("", "llama", shape.layers, shape.kv_heads, shape.query_heads, shape.head_dim)
-
     def random_gates(self) -> HeadGates:
         """Gates that nothing was trained for: time and memory do not depend on which heads are full."""
-        alpha = torch.rand(self.shape.layers, self.shape.kv_heads, generator=torch.Generator().manual_seed(self.seed))
-        return HeadGates(alpha, model=self.model_shape(), deploy_sink=self.sink, deploy_window=self.window)
+        alpha = torch.rand(self.layers, self.kv_heads, generator=torch.Generator().manual_seed(self.seed))
+        shape = ModelShape("", "llama", self.layers, self.kv_heads, self.query_heads, self.head_dim)
+        return HeadGates(alpha, model=shape, deploy_sink=self.sink, deploy_window=self.window)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields of the workload alone, without those of subclasses."""
+        names = {field.name for field in fields(Workload)}
+        return {name: value for name, value in asdict(self).items() if name in names}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Workload:
-        values = {**values, "shape": LlamaShape(**values["shape"]), "prompt_tokens": tuple(values["prompt_tokens"])}
-        return cls(**values)
-
-
-# 2 cores: weights of about 100 MB are read in every step, so that a step of many requests costs little more than one
-SMALL = Workload(LlamaShape(2, 1024, 2816, 16, 8, 64, 2048))
-# lengths as in MATH-500 (mean 3k, longest 8k); pools that leave room for 16 GB of weights on any GPU of 40 GB
-LLAMA8B = Workload(
-    LlamaShape(32, 4096, 14336, 32, 8, 128, 128256),
-    dtype="bfloat16",
-    requests=160,
-    prompt_tokens=(64, 192),
-    mean_output=3000,
-    max_output=8000,
-    sink=16,
-    window=64,
-    budget=256,
-    buffer=128,
-    rows=256,
-    roomy_rows=8,
-    pool_tokens=65536,
-    block_size=16,
-    step_tokens=4096,
-    eager=False,
-)
-SHAPES = {"small": SMALL, "llama8b": LLAMA8B}
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Workload:
+        low, high = values["prompt_tokens"]
+        return Workload(**{**values, "prompt_tokens": (low, high)})
 
 
 def theoretical_speedup(sparsity: float, kept: int, length: float) -> float:
@@ -237,10 +195,9 @@ class Expectation:
 def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | None = None) -> Expectation:
     """What ``sparsity`` should bring where memory is the limit; ``eviction``: name of a policy."""
     allocation = HeadAllocation.from_gates(gates, sparsity)
-    exact = allocation.num_compressible / allocation.full.numel()
     plan = plan_packing(allocation.full, work.demand(eviction), round(work.mean_length))
-    theory = theoretical_speedup(exact, work.kept(eviction), work.mean_length)
-    return Expectation(exact, theory, _gain_by_blocks(work, plan))
+    theory = theoretical_speedup(allocation.sparsity, work.kept(eviction), work.mean_length)
+    return Expectation(allocation.sparsity, theory, _gain_by_blocks(work, plan))
 
 
 def _gain_by_blocks(work: Workload, plan: PackingPlan) -> float:

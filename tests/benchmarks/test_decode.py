@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rlkv.benchmarks.decode_benchmark import BenchmarkConfig, build_model, run_benchmark
+from rlkv.benchmarks.decode import DecodeConfig, measure_decode
 from rlkv.cache import HeadReallocationCache
-from tests.helpers.paths import ROOT
+from rlkv.cli.bench import main
 
-TOY = BenchmarkConfig(
+CPU = torch.device("cpu")
+TOY = DecodeConfig(
     batches=(1, 2),
     contexts=(128,),
     rounds=2,
@@ -23,6 +25,7 @@ TOY = BenchmarkConfig(
     window=6,
     layers=2,
     hidden=32,
+    intermediate=85,
     query_heads=4,
     kv_heads=2,
     head_dim=8,
@@ -31,13 +34,11 @@ TOY = BenchmarkConfig(
 
 
 def toy_model() -> torch.nn.Module:
-    return build_model(TOY, torch.device("cpu"), torch.float32)
+    return TOY.build_model(CPU, torch.float32, 1024)
 
 
 def test_rows_and_bytes() -> None:
-    turns: list[int] = []
-    rows = run_benchmark(toy_model(), TOY, lambda what, done, total: turns.append(total - done))
-    assert turns == list(range(20, 0, -1))
+    rows = measure_decode(TOY, CPU, torch.float32)
     assert [(row["batch"], row["cache"]) for row in rows] == [
         (batch, name) for batch in (1, 2) for name in ("DynamicCache", "sparsity 0", "sparsity 0.5", "sparsity 0.9")
     ]
@@ -70,20 +71,38 @@ def test_a_filled_cache_goes_on_like_one_that_read_a_prompt() -> None:
     assert torch.equal(ring[2 + (18 - 2) % 6], states[0, 1, 18])
 
 
-def test_zero_must_be_measured() -> None:
-    with pytest.raises(ValueError, match="must include 0"):
-        run_benchmark(toy_model(), BenchmarkConfig(sparsities=(0.5,)))
+@pytest.mark.parametrize(
+    ("option", "values"), [("sparsities", (0.5,)), ("batches", (0,)), ("contexts", ()), ("rounds", 0), ("threads", 0)]
+)
+def test_settings_that_cannot_be(option: str, values: Any) -> None:
+    with pytest.raises(ValueError, match=f"--{option}"):
+        replace(TOY, **{option: values}).check()
 
 
-def test_program_writes_json_table_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = ROOT / "inference" / "benchmark.py"
-    options = ["--quick", "--contexts", "64", "--batches", "1", "--rounds", "1", "--sparsities", "0,0.5"]
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "decode", *options, "--output-dir", str(tmp_path)])
-    with pytest.raises(SystemExit) as exit_info:
-        runpy.run_path(str(program), run_name="__main__")
-    assert exit_info.value.code == 0
+def test_quick_changes_only_what_is_not_given() -> None:
+    found = DecodeConfig(quick=True, contexts=(64,)).sized()
+    assert (found.layers, found.hidden, found.batches, found.contexts) == (4, 256, (1, 2), (64,))
+    assert TOY.sized() == TOY
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["rlkv-bench", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return int(stopped.value.code or 0)
+
+
+def test_program_writes_json_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--quick", "--contexts", "64", "--batches", "1", "--rounds", "1", "--sparsities", "0", "0.5"]
+    assert run(monkeypatch, "decode", *options, "--output-dir", tmp_path) == 0
     found = json.loads((tmp_path / "decode.json").read_text())
     assert {"results", "versions", "hardware", "config", "parameters", "dtype"} <= found.keys()
     assert len(found["results"]) == 3
+    assert found["config"]["contexts"] == [64]
     assert (tmp_path / "decode.md").read_text().count("\n|") == 5
     assert (tmp_path / "decode.png").stat().st_size > 5000
+
+
+def test_a_refusal_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "decode", "--sparsities", "0.5") == 2
+    assert capsys.readouterr().err.startswith("error: --sparsities must include 0")

@@ -1,6 +1,6 @@
 """One run of the serving benchmark, in a process of its own: one vLLM engine lives per process.
 
-python -m rlkv.benchmarks.serving_process TASK.json RESULT.json
+python -m rlkv.benchmarks.engine_run TASK.json RESULT.json
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rlkv.benchmarks.serving_workload import Workload
+from rlkv.benchmarks.workload import Workload
 from rlkv.utils.atomic import atomic_path
 from rlkv.vllm.settings import VARIABLES
 
@@ -25,40 +25,31 @@ ENVIRONMENT = {
 }
 
 
-@dataclass
 class Watch:
-    """What the scheduler does, step by step."""
+    """What the scheduler does: sums over its steps in ``totals``."""
 
-    scheduler: Any
-    block_bytes: int
-    steps: int = 0
-    running: int = 0
-    preemptions: int = 0
-    bytes_held: int = 0
-    tokens_held: int = 0
-    most_running: int = 0
-    _schedule: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._schedule = self.scheduler.schedule
-        self.scheduler.schedule = self._watched
+    def __init__(self, scheduler: Any, block_bytes: int) -> None:
+        self.scheduler, self.block_bytes, self.totals, self.most_running = scheduler, block_bytes, Counter[str](), 0
+        self._schedule, scheduler.schedule = scheduler.schedule, self._watched
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
-            self.steps += 1
-            rows = len(output.num_scheduled_tokens)
-            self.running += rows
-            self.most_running = max(self.most_running, rows)
-            self.preemptions += len(output.preempted_req_ids or ())
-            pool = self.scheduler.kv_cache_manager.block_pool
+            rows, pool = len(output.num_scheduled_tokens), self.scheduler.kv_cache_manager.block_pool
             used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # the engine sets one block aside
-            self.bytes_held += used * self.block_bytes
-            self.tokens_held += sum(request.num_computed_tokens for request in self.scheduler.running)
+            self.most_running = max(self.most_running, rows)
+            self.totals.update(
+                steps=1,
+                running=rows,
+                preemptions=len(output.preempted_req_ids or ()),
+                bytes_held=used * self.block_bytes,
+                tokens_held=sum(request.num_computed_tokens for request in self.scheduler.running),
+            )
         return output
 
     def reset(self) -> None:
-        self.steps = self.running = self.preemptions = self.bytes_held = self.tokens_held = self.most_running = 0
+        self.totals.clear()
+        self.most_running = 0
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
@@ -67,36 +58,11 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     ``task``: ``workload``, ``setting``, ``model`` (a folder with a config), ``rlkv`` (settings of the plugin or None).
     Times are in seconds; ``ttft`` and ``latency`` are of each request, from its arrival, which is the start for all.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # the engine prefers it to the pool that is asked for
-    for name in VARIABLES.values():  # they would ask for head reallocation in the runs of the full cache too
-        os.environ.pop(name, None)
-    from vllm import LLM
-
-    work, setting = Workload.from_dict(task["workload"]), task["setting"]
-    llm = LLM(
-        task["model"],
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=work.dtype,
-        enforce_eager=work.eager,
-        max_model_len=work.positions,
-        block_size=work.block_size,
-        max_num_seqs=work.rows_of(setting),
-        max_num_batched_tokens=work.step_tokens,
-        kv_cache_memory_bytes=work.pool_bytes(setting),
-        enable_prefix_caching=False,
-        generation_config="vllm",
-        seed=0,
-        disable_log_stats=False,  # with it come the times of every request
-        additional_config={"rlkv": task["rlkv"]} if task["rlkv"] else {},
-    )
-    engine: Any = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    cache = scheduler.kv_cache_config
+    work = Workload.from_dict(task["workload"])
+    engine = _start_engine(work, task)
+    cache = engine.engine_core.engine_core.scheduler.kv_cache_config
     (pool_bytes,) = {tensor.size for tensor in cache.kv_cache_tensors}  # parts of one allocation
-    watch = Watch(scheduler, pool_bytes // cache.num_blocks)
+    watch = Watch(engine.engine_core.engine_core.scheduler, pool_bytes // cache.num_blocks)
     _serve(engine, work.prompts[:2], [8, 8], "warm-up")
     watch.reset()
     start = time.perf_counter()
@@ -105,16 +71,16 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     made = [len(outputs[number].outputs[0].token_ids) for number in range(work.requests)]
     if made != work.output_lengths:
         raise RuntimeError(f"the engine made outputs of {made[:5]}... tokens instead of {work.output_lengths[:5]}...")
-    times = [output.metrics for output in outputs.values()]
+    totals, times = watch.totals, [output.metrics for output in outputs.values()]
     return {
         "seconds": seconds,
         "output_tokens": sum(made),
         "tokens_per_second": sum(made) / seconds,
-        "steps": watch.steps,
-        "mean_running": watch.running / watch.steps,
+        "steps": totals["steps"],
+        "mean_running": totals["running"] / totals["steps"],
         "most_running": watch.most_running,
-        "preemptions": watch.preemptions,
-        "bytes_per_token": watch.bytes_held / watch.tokens_held,
+        "preemptions": totals["preemptions"],
+        "bytes_per_token": totals["bytes_held"] / totals["tokens_held"],
         "pool_bytes": pool_bytes,
         "pool_tokens": engine.vllm_config.cache_config.kv_cache_size_tokens,
         "block_bytes": watch.block_bytes,
@@ -125,6 +91,34 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _start_engine(work: Workload, task: dict[str, Any]) -> Any:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # the engine prefers it to the pool that is asked for
+    for name in VARIABLES.values():  # they would ask for head reallocation in the runs of the full cache too
+        os.environ.pop(name, None)
+    from vllm import LLM
+
+    llm = LLM(
+        task["model"],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=work.dtype,
+        enforce_eager=work.eager,
+        max_model_len=work.positions,
+        block_size=work.block_size,
+        max_num_seqs=work.rows_of(task["setting"]),
+        max_num_batched_tokens=work.step_tokens,
+        kv_cache_memory_bytes=work.pool_bytes(task["setting"]),
+        enable_prefix_caching=False,
+        generation_config="vllm",
+        seed=0,
+        disable_log_stats=False,  # with it come the times of every request
+        additional_config={"rlkv": task["rlkv"]} if task["rlkv"] else {},
+    )
+    return llm.llm_engine
+
+
 def _serve(engine: Any, prompts: list[list[int]], lengths: list[int], name: str) -> dict[int, Any]:
     """Add all requests, step until all are finished; outputs by number of the request."""
     from vllm import SamplingParams
@@ -132,13 +126,8 @@ def _serve(engine: Any, prompts: list[list[int]], lengths: list[int], name: str)
 
     numbers = {f"{name} {number}": number for number in range(len(prompts))}
     for (request, number), length in zip(numbers.items(), lengths, strict=True):
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=length,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        final = {"ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+        params = SamplingParams(temperature=0, max_tokens=length, **final)
         engine.add_request(request, {"prompt_token_ids": prompts[number]}, params)
     found = {}
     while engine.has_unfinished_requests():

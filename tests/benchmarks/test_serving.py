@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlkv.benchmarks import serving_benchmark
-from rlkv.benchmarks.serving_benchmark import FULL, claim, plan_runs, run_benchmark, settings_of, summarize
-from rlkv.benchmarks.serving_report import markdown_page, plot_results
-from rlkv.benchmarks.serving_workload import (
-    LIMITED,
-    LLAMA8B,
-    ROOMY,
-    SETTINGS,
-    SMALL,
-    LlamaShape,
-    Workload,
-    expect,
-    theoretical_speedup,
-)
+from rlkv.benchmarks.output import write_result
+from rlkv.benchmarks.serving import FULL, ServingConfig, do_runs, summarize
+from rlkv.benchmarks.serving_page import serving_page, serving_plot
+from rlkv.benchmarks.workload import LIMITED, ROOMY, Workload, expect, theoretical_speedup
+from rlkv.cli.bench import main
+from rlkv.cli.options import parse
 from rlkv.gates.head_gates import HeadGates
-from tests.helpers.paths import ROOT
 
 TINY = Workload(
-    LlamaShape(3, 64, 96, 4, 2, 16, 100),
+    layers=3,
+    hidden=64,
+    intermediate=96,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocabulary=100,
     requests=9,
     mean_output=50,
     max_output=130,
     pool_tokens=210,
     prompt_tokens=(3, 7),
 )
+SMALL, LLAMA8B = Workload(), parse(ServingConfig, arguments=["--config", "bench_llama8b"])
+
+
+def serving(**options: Any) -> ServingConfig:
+    return ServingConfig(**{**vars_of(TINY), "settings": (LIMITED,), "sparsities": (0.5,), "rounds": 2, **options})
+
+
+def vars_of(work: Workload) -> dict[str, Any]:
+    return {field.name: getattr(work, field.name) for field in fields(work)}
 
 
 @pytest.mark.parametrize("work", [TINY, SMALL, LLAMA8B], ids=["tiny", "small", "llama8b"])
@@ -74,15 +79,16 @@ def test_the_pool_is_counted_in_blocks_of_the_full_cache() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mean_output": 130}, "below the longest one of 130"),
-        ({"pool_tokens": 136}, "smaller than one request of 137 tokens"),
-        ({"prompt_tokens": (7, 3)}, "no such range"),
-        ({"window": 0}, "start at 0 and 1"),
+        ({"mean_output": 130}, "--mean-output"),
+        ({"pool_tokens": 136}, "--pool-tokens.* 137 tokens"),
+        ({"prompt_tokens": (7, 3)}, "--prompt-tokens"),
+        ({"window": 0}, "--window"),
+        ({"dtype": "float8"}, "--dtype"),
     ],
 )
 def test_workloads_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(TINY, **change)
+        replace(TINY, **change).check()
 
 
 def test_theory_is_the_papers() -> None:
@@ -111,12 +117,11 @@ def test_expectation_by_blocks() -> None:
 
 
 def test_modes_take_turns() -> None:
-    runs = plan_runs((LIMITED, ROOMY), (0.5,), 2)
+    runs = serving(settings=(LIMITED, ROOMY)).runs()
     assert [run.mode for run in runs] == [FULL, "sparsity 0.5"] * 4
     assert [run.setting for run in runs] == [LIMITED] * 4 + [ROOMY] * 4
-    assert len({run.file for run in runs}) == 8
-    assert not any(" " in run.file or "," in run.file for run in runs)
-    both = plan_runs((LIMITED,), (0.2, 0.5), 1, "rkv")
+    assert len({(run.setting, run.mode, run.round) for run in runs}) == 8
+    both = serving(sparsities=(0.2, 0.5), rounds=1, eviction="rkv").runs()
     assert [run.mode for run in both] == [
         FULL,
         "sparsity 0.2",
@@ -124,21 +129,22 @@ def test_modes_take_turns() -> None:
         "sparsity 0.5",
         "sparsity 0.5 + rkv",
     ]
-    with pytest.raises(ValueError, match="eviction 'h2o' is not served"):
-        plan_runs((LIMITED,), (0.5,), 1, "h2o")
 
 
 @pytest.mark.parametrize(
-    ("settings", "sparsities", "message"),
+    ("change", "message"),
     [
-        (("small",), (0.5,), "unknown setting 'small'"),
-        (SETTINGS, (0.0,), "above 0"),
-        (SETTINGS, (0.5, 0.5), "each once"),
+        ({"settings": ("small",)}, "--settings 'small'"),
+        ({"sparsities": (0.0,)}, "--sparsities 0"),
+        ({"sparsities": (0.5, 0.5)}, "--sparsities 0.5 0.5"),
+        ({"eviction": "h2o"}, "--eviction 'h2o'"),
+        ({"rounds": 0}, "--rounds"),
     ],
 )
-def test_runs_that_cannot_be(settings: tuple[str, ...], sparsities: tuple[float, ...], message: str) -> None:
+def test_runs_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    serving().check()
     with pytest.raises(ValueError, match=message):
-        plan_runs(settings, sparsities, 1)
+        serving(**change).check()
 
 
 def result(speed: float, steps: int, pool: int = 1000) -> dict[str, Any]:
@@ -155,13 +161,16 @@ def result(speed: float, steps: int, pool: int = 1000) -> dict[str, Any]:
 
 
 class FakeProcesses:
-    """In the place of ``subprocess.run``: writes the next of ``results``, or fails."""
+    """In the place of ``subprocess``: ``run`` writes the next of ``results``, or fails."""
+
+    STDOUT = subprocess.STDOUT
 
     def __init__(self, results: list[dict[str, Any] | str]) -> None:
-        self.results, self.tasks = results, []
+        self.results, self.tasks, self.gates = results, [], []
 
-    def __call__(self, command: list[str], stdout: Any, **kwargs: Any) -> Any:
+    def run(self, command: list[str], stdout: Any, **kwargs: Any) -> Any:
         self.tasks.append(json.loads(Path(command[-2]).read_text()))
+        self.gates.append(HeadGates.load(Path(self.tasks[-1]["model"]) / "gates.safetensors"))
         done = self.results.pop(0)
         if isinstance(done, str):
             stdout.write(f"INFO starts\n(worker) ValueError: {done}\n")
@@ -180,16 +189,17 @@ def test_runs_are_resumed_and_compared_within_their_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, four_results: list[dict[str, Any] | str]
 ) -> None:
     fake = FakeProcesses([*four_results[:3], "no memory", four_results[3]])
-    monkeypatch.setattr(subprocess, "run", fake)
-    gates, runs = TINY.random_gates(), plan_runs((LIMITED,), (0.5,), 2)
+    monkeypatch.setattr("rlkv.benchmarks.serving.subprocess", fake)
+    config = serving(output_dir=tmp_path)
+    gates = config.head_gates()
     with pytest.raises(ValueError, match=r"memory-limited.*sparsity 0.5.*ValueError: no memory; its output is in"):
-        run_benchmark(TINY, gates, runs, tmp_path)
+        do_runs(config, gates)
     assert len(fake.tasks) == 4
-    results = run_benchmark(TINY, gates, runs, tmp_path)
+    results = do_runs(config, gates)
     assert len(fake.tasks) == 5  # the three that were done are not repeated
     assert [task["rlkv"] is None for task in fake.tasks] == [True, False, True, False, False]
     assert fake.tasks[1]["rlkv"]["sparsity"] == 0.5
-    assert HeadGates.load(fake.tasks[1]["rlkv"]["gates"]) == gates
+    assert fake.gates == [gates] * 5
     assert {task["setting"] for task in fake.tasks} == {LIMITED}
 
     full, half = summarize(TINY, gates, results)
@@ -201,47 +211,57 @@ def test_runs_are_resumed_and_compared_within_their_round(
     assert half["expected"]["theory"] == expect(TINY, gates, 0.5).theory
 
     evicted = {**half, "mode": "sparsity 0.5 + rkv", "eviction": "rkv"}
-    page = markdown_page(TINY, [full, half, evicted])
+    page = serving_page(TINY, [full, half, evicted])
     assert "| sparsity 0.5 + rkv | 155.0" in page
     assert "| sparsity 0.5 | 155.0 [150.0, 160.0] | 1.75 [1.50, 2.00] |" in page
     assert f"{TINY.pool_bytes(LIMITED):,} bytes" in page
-    plot_results([full, half, evicted], "a title", str(tmp_path / "found.png"))
+    rows = [full, half, evicted]
+    write_result(tmp_path, "found", "a title", config, rows, page, serving_plot(rows), versions={"vllm": "1"})
     assert (tmp_path / "found.png").stat().st_size > 5000
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["config"]["sparsities"], found["versions"]["vllm"], len(found["results"])) == ([0.5], "1", 3)
 
 
 def test_pools_must_be_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, four_results: list[dict[str, Any] | str]
 ) -> None:
     four_results[3] = result(160, 25, pool=1010)  # by a whole block of the full cache
-    monkeypatch.setattr(subprocess, "run", FakeProcesses(four_results))
-    results = run_benchmark(TINY, TINY.random_gates(), plan_runs((LIMITED,), (0.5,), 2), tmp_path)
+    monkeypatch.setattr("rlkv.benchmarks.serving.subprocess", FakeProcesses(four_results))
+    results = do_runs(serving(output_dir=tmp_path), TINY.random_gates())
     with pytest.raises(ValueError, match="a pool of 1,010 bytes, but one of 1,000"):
         summarize(TINY, TINY.random_gates(), results)
 
 
-def test_a_folder_keeps_to_its_settings(tmp_path: Path) -> None:
-    settings = settings_of(TINY, TINY.random_gates())
-    claim(tmp_path, settings)
-    claim(tmp_path, settings)
-    for change, what in ((replace(TINY, rows=3), "workload"), (replace(TINY, seed=5), "workload and gates")):
-        with pytest.raises(ValueError, match=f"runs with another {what}: choose"):
-            claim(tmp_path, settings_of(change, change.random_gates()))
+def test_a_folder_keeps_to_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, four_results: list[dict[str, Any] | str]
+) -> None:
+    monkeypatch.setattr(
+        "rlkv.benchmarks.serving.subprocess", FakeProcesses([*four_results, result(90, 40), result(160, 25)])
+    )
+    config = serving(output_dir=tmp_path)
+    do_runs(config, config.head_gates())
+    for change, what in (({"rows": 3}, "workload.rows"), ({"seed": 5}, "gates, workload.seed")):
+        other = serving(output_dir=tmp_path, **change)
+        with pytest.raises(ValueError, match=what):
+            do_runs(other, other.head_gates())
+    fresh = serving(output_dir=tmp_path, rows=3, rounds=1, fresh=True)
+    assert len(do_runs(fresh, fresh.head_gates())) == 2
 
 
-def test_gates_must_fit_the_shape() -> None:
-    serving_benchmark.check_gates(TINY, TINY.random_gates())
+def test_gates_must_fit_the_shape(tmp_path: Path) -> None:
+    TINY.random_gates().save(tmp_path / "gates.pt")
+    assert serving(gates=str(tmp_path / "gates.pt")).head_gates() == TINY.random_gates()
     with pytest.raises(ValueError, match="gates of 3 x 2 heads, the model has 2 x 8"):
-        serving_benchmark.check_gates(SMALL, TINY.random_gates())
+        ServingConfig(gates=str(tmp_path / "gates.pt")).head_gates()
 
 
 def test_the_program_names_a_missing_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = ROOT / "inference" / "benchmark.py"
-    monkeypatch.setattr("rlkv.benchmarks.serving_benchmark.installed_version", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "serving", "--output-dir", str(tmp_path / "out")])
+    monkeypatch.setattr("rlkv.benchmarks.serving.installed_version", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["rlkv-bench", "serving", "--output-dir", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as exit_info:
-        runpy.run_path(str(program), run_name="__main__")
+        main()
     assert exit_info.value.code == 2
     assert capsys.readouterr().err.strip() == "error: vLLM is not installed: pip install 'rlkv[vllm]'"
     assert not (tmp_path / "out").exists()

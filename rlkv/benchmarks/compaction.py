@@ -1,0 +1,192 @@
+"""What an eviction costs: its time against one decode step, and its memory high-water mark.
+
+Keys, values and queries are random, for one row with a part that all keys share.  An eviction happens in every layer,
+so it is compared with a decode step as *layers x one eviction / one step of the whole model*; a policy with a buffer
+pays that once per ``buffer`` tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkv.benchmarks.decode import Variant, realloc_variant, take_turn, timed
+from rlkv.benchmarks.output import Line, Plot, markdown_table, write_result
+from rlkv.benchmarks.sizes import TimingConfig, at_least
+from rlkv.eviction import POLICIES, EvictionPolicy, make_policy
+from rlkv.utils.progress import progress_bar
+
+ALIKE = "rkv, keys alike"  # R-KV's cost depends on how many keys are similar: none of the random ones is
+CASES = (*POLICIES, "rkv published", ALIKE)
+BASE = "full cache step"
+MIN_ENTRIES = 128
+COLUMNS = {
+    "policy": "{policy}",
+    "entries": "{entries}",
+    "ms per eviction of a layer": "{compaction_ms:.2f}",
+    "all layers / decode step": "{all_layers_over_step:.2f}",
+    "every tokens": "{buffer}",
+    "added to a step": "{share_of_a_step:.1%}",
+    "peak bytes beyond the states": "{peak_bytes:,}",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompactionConfig(TimingConfig):
+    """Time of one eviction of each policy against one decode step, and its memory high-water mark.
+
+    rlkv-bench compaction        # a few minutes
+    """
+
+    rounds: int = 7
+    """Turns that each policy and the decode step take."""
+    max_steps: int = 3
+    """Most timed decode steps in one turn."""
+    entries: tuple[int, ...] = (1024, 4096, 16384)
+    """Cached entries, of which half are kept."""
+    rows: int = 1
+    """Sequences."""
+
+    def check(self) -> None:
+        super().check()
+        at_least(1, rows=self.rows)
+        at_least(MIN_ENTRIES, entries=self.entries)  # what policies need to choose from
+
+
+def build_policy(name: str, entries: int) -> EvictionPolicy:
+    """The policy as published, with a budget of half of ``entries``."""
+    kind, _, variant = name.removesuffix(", keys alike").partition(" ")
+    return make_policy(kind, budget=entries // 2, **({"variant": variant} if variant else {}))
+
+
+def draw_states(
+    config: CompactionConfig, name: str, entries: int, device: torch.device, dtype: torch.dtype
+) -> tuple[EvictionPolicy, Tensor, Tensor, Tensor]:
+    """The policy of a case, keys and values ``[B, H, entries, D]``, queries ``[B, Q, a, D]``."""
+    policy = build_policy(name, entries)
+    torch.manual_seed(0)
+    shape = (config.rows, config.kv_heads, entries, config.head_dim)
+    keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in "kv")
+    if name == ALIKE:  # keys share more than half
+        keys += 1.2 * torch.randn(config.rows, config.kv_heads, 1, config.head_dim, device=device, dtype=dtype)
+    observed = (config.rows, config.query_heads, policy.observation, config.head_dim)
+    return policy, keys, values, torch.randn(observed, device=device, dtype=dtype)
+
+
+@torch.inference_mode()
+def evict_once(policy: EvictionPolicy, keys: Tensor, values: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
+    """One eviction of one layer: choose, and gather keys and values."""
+    kept = policy.select(keys, queries, keys.shape[2] // 2)[..., None].expand(-1, -1, -1, keys.shape[3])
+    return keys.gather(2, kept), values.gather(2, kept)
+
+
+def peak_bytes(entries: int, config: CompactionConfig, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes beyond keys, values and queries at the high-water mark of an eviction, for each policy.
+
+    On a GPU as its allocator counts; on a CPU the peak resident memory of a process of its own (Linux).
+    """
+    if device.type == "cuda":
+        return {name: _peak_on_gpu(name, entries, config, device, dtype) for name in CASES}
+    task = {"entries": entries, "rows": config.rows, "dtype": str(dtype).removeprefix("torch.")}
+    command = [sys.executable, "-m", "rlkv.benchmarks.compaction", json.dumps(task)]
+    # every larger buffer straight from the system: what is freed leaves the process, and is seen when it comes again
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return json.loads(done.stdout)
+
+
+def _peak_on_gpu(name: str, entries: int, config: CompactionConfig, device: torch.device, dtype: torch.dtype) -> int:
+    states = draw_states(config, name, entries, device, dtype)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    evict_once(*states)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peaks_in_this_process(entries: int, rows: int, dtype: str) -> dict[str, int]:
+    config, kind = CompactionConfig(rows=rows), (torch.device("cpu"), getattr(torch, dtype))
+    found = {}
+    for name in CASES:
+        evict_once(*draw_states(config, name, MIN_ENTRIES, *kind))  # loads what it needs
+        states = draw_states(config, name, entries, *kind)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = _status_bytes("VmRSS")
+        evict_once(*states)
+        found[name] = _status_bytes("VmHWM") - before
+    return found
+
+
+def _status_bytes(field_name: str) -> int:
+    """A memory figure of this process, which Linux gives in kB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field_name}:")))
+
+
+def measure_compaction(config: CompactionConfig, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Rows of policy, entries, ms of an eviction (one layer), ms of a decode step, ratios, buffer, peak bytes."""
+    model, results = config.build_model(device, dtype, max(config.entries) + 1024), []
+    with progress_bar("compaction", "turns", len(config.entries) * config.rounds * (len(CASES) + 1)) as bar:
+        for entries in config.entries:
+            step = realloc_variant(config, BASE, entries)
+            times: dict[str, list[float]] = {name: [] for name in CASES}
+            for turn in range(config.rounds):
+                for name in CASES:
+                    states = draw_states(config, name, entries, device, dtype)
+                    if turn == 0:
+                        evict_once(*states)  # warm up
+                    times[name].append(timed(partial(evict_once, *states), device))
+                    bar.advance()
+                take_turn(model, step, config.rows, config)
+                bar.advance()
+            peaks = peak_bytes(entries, config, device, dtype)
+            results += [_row(config, name, entries, times[name], step, peaks[name]) for name in CASES]
+    return results
+
+
+def _row(
+    config: CompactionConfig, name: str, entries: int, times: list[float], step: Variant, peak: int
+) -> dict[str, Any]:
+    policy, middle = build_policy(name, entries), 1000 * statistics.median(times)
+    ratio = config.layers * middle / step.milliseconds()
+    return {
+        "policy": name,
+        "entries": entries,
+        "compaction_ms": middle,
+        "decode_step_ms": step.milliseconds(),
+        "all_layers_over_step": ratio,
+        "buffer": policy.buffer,
+        "share_of_a_step": ratio / policy.buffer,
+        "peak_bytes": peak,
+        "options": asdict(policy),
+    }
+
+
+def compaction_plot(results: list[dict[str, Any]]) -> Plot:
+    """What a policy adds to a decode step on average, over the entries."""
+    lines = []
+    for name in dict.fromkeys(row["policy"] for row in results):
+        rows = [row for row in results if row["policy"] == name]
+        lines.append(Line(name, [row["entries"] for row in rows], [row["share_of_a_step"] for row in rows]))
+    return Plot({"Eviction": lines}, "entries before an eviction", "time added to a decode step (share)", log=True)
+
+
+def run_compaction(config: CompactionConfig) -> None:
+    """``rlkv-bench compaction``: measure and write the results."""
+    kind = config.target()
+    results = measure_compaction(config, *kind)
+    page, plot, facts = markdown_table(results, COLUMNS), compaction_plot(results), config.facts(*kind)
+    write_result(config.output_dir, "compaction", config=config, results=results, page=page, plot=plot, **facts)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_peaks_in_this_process(**json.loads(sys.argv[1]))))

@@ -1,0 +1,230 @@
+"""How long a decode step takes and how many bytes of KV it reads, against transformers' DynamicCache.
+
+Caches are filled with random states instead of reading a prompt: the time of a decode step depends on how much is
+cached, not on what.  All variants take turns within one run, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from rlkv.benchmarks.output import Line, Plot, markdown_table, write_result
+from rlkv.benchmarks.sizes import TimingConfig, at_least
+from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.inference.engine import cache_nbytes
+from rlkv.utils.progress import progress_bar
+
+STOCK = "DynamicCache"
+EMPTY = "1 token"  # a step that does everything but read a cache
+EMPTY_CONTEXT = 1
+# in the place of options that are at their defaults
+QUICK = {"batches": (1, 2), "contexts": (256, 1024), "rounds": 2, "seconds": 0.5}
+QUICK |= {"layers": 4, "hidden": 256, "intermediate": 682, "vocabulary": 512}
+
+COLUMNS = {
+    "batch": "{batch}",
+    "context": "{context}",
+    "cache": "{cache}",
+    "ms per step": "{ms_per_step:.1f}",
+    "x DynamicCache": "{speedup_over_dynamic_cache:.2f}",
+    "x sparsity 0": "{speedup_over_sparsity_0:.2f}",
+    "ms if time followed bytes": "{expected_ms:.1f}",
+    "KV share": "{kv_share:.0%}",
+    "KV bytes held / full": "{kv_bytes:,} / {kv_bytes_full:,}",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(TimingConfig):
+    """Median time of a decode step against DynamicCache, with bytes of KV held / held by the full cache.
+
+    rlkv-bench decode            # about 15 minutes on 2 cores
+    rlkv-bench decode --quick    # a small model, under a minute
+    rlkv-bench decode --threads 1 --contexts 4096 --batches 1
+    """
+
+    quick: bool = False
+    """Small model, short contexts."""
+    batches: tuple[int, ...] = (1, 8)
+    """Rows that decode together."""
+    contexts: tuple[int, ...] = (1024, 4096, 16384)
+    """Tokens cached."""
+    sparsities: tuple[float, ...] = (0.0, 0.5, 0.9)
+    """Compared with DynamicCache; must include 0."""
+    sink: int = 16
+    """First tokens that compressible heads keep."""
+    window: int = 64
+    """Last tokens that they keep."""
+
+    def check(self) -> None:
+        super().check()
+        at_least(1, batches=self.batches, contexts=self.contexts)
+        if 0.0 not in self.sparsities:
+            raise ValueError("--sparsities must include 0: the others are compared with it")
+
+    def sized(self) -> DecodeConfig:
+        """With ``quick``, small sizes for the options that were not given."""
+        unset = {name: value for name, value in QUICK.items() if getattr(self, name) == getattr(type(self), name)}
+        return replace(self, **unset) if self.quick else self  # type: ignore[arg-type]
+
+
+@dataclass
+class Variant:
+    """One cache that takes its turns.
+
+    ``times`` are seconds per step; ``kv_bytes`` is held when ``context`` tokens are cached, before decoding.
+    """
+
+    name: str
+    implementation: str
+    make: Callable[[], Cache]
+    context: int
+    times: list[float] = field(default_factory=list)
+    kv_bytes: int = 0
+
+    def milliseconds(self) -> float:
+        """Median time per step (one token of every row)."""
+        return 1000 * statistics.median(self.times)
+
+
+def realloc_variant(
+    config: TimingConfig, name: str, context: int, sparsity: float = 0.0, sink: int = 16, window: int = 64
+) -> Variant:
+    """Decoding with a random allocation of this sparsity."""
+    full = HeadAllocation.random(config.layers, config.kv_heads, sparsity, seed=0).full
+    return Variant(name, IMPLEMENTATION, lambda: HeadReallocationCache(full, sink, window), context)
+
+
+def _variants(config: DecodeConfig, context: int) -> list[Variant]:
+    ours = [
+        realloc_variant(config, f"sparsity {s:g}", context, s, config.sink, config.window) for s in config.sparsities
+    ]
+    return [Variant(STOCK, "sdpa", DynamicCache, context), *ours, realloc_variant(config, EMPTY, EMPTY_CONTEXT)]
+
+
+def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: int) -> None:
+    shape = (rows, model.config.num_key_value_heads, context, model.config.head_dim)
+    # one random head stands for all rows and heads: drawing them all would take longer than the measurement
+    key, value = (torch.randn(1, 1, *shape[2:], device=model.device, dtype=model.dtype).expand(shape) for _ in "kv")
+    if isinstance(cache, HeadReallocationCache):
+        cache.fill(key, value)
+        cache.state.limit = context + room  # as generate sets it
+    else:
+        for layer in range(model.config.num_hidden_layers):
+            cache.update(key, value, layer)
+
+
+@torch.inference_mode()
+def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: TimingConfig) -> None:
+    """Fill a cache, decode one token to warm up, then time tokens one by one; the cache is dropped at the end."""
+    model.set_attn_implementation(variant.implementation)
+    assert model.config._attn_implementation == variant.implementation
+    cache = variant.make()
+    _fill(model, cache, rows, variant.context, room=1 + config.max_steps)
+    variant.kv_bytes = cache_nbytes(cache)
+    token = torch.ones(rows, 1, dtype=torch.long, device=model.device)
+    spent = 0.0
+    for step in range(1 + config.max_steps):
+        held = variant.context + step
+        mask = torch.ones(rows, held + 1, dtype=torch.long, device=model.device)  # as generate passes it
+        inputs = {"attention_mask": mask, "position_ids": torch.full((rows, 1), held, device=model.device)}
+        seconds = timed(partial(model, token, past_key_values=cache, use_cache=True, **inputs), model.device)
+        if step:
+            variant.times.append(seconds)
+            spent += seconds
+            if spent + seconds > config.seconds:
+                break
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds that ``work()`` takes, a GPU's kernels included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _rows_of(variants: list[Variant], rows: int) -> list[dict[str, Any]]:
+    """One result per variant.
+
+    ``kv_share``: the part of a full-cache step that depends on what is cached, ``1 - t(1 token) / t(context)``, at
+    sparsity 0.  ``expected_ms``: what a step would take if that part shrank exactly as the bytes of KV do.
+    """
+    named = {variant.name: variant for variant in variants}
+    stock, base, empty = named[STOCK], named["sparsity 0"], named.pop(EMPTY)
+    cached_part = base.milliseconds() - empty.milliseconds()
+    found = []
+    for variant in named.values():
+        expected = empty.milliseconds() + cached_part * variant.kv_bytes / stock.kv_bytes
+        quartiles = statistics.quantiles(variant.times, n=4) if len(variant.times) > 1 else variant.times * 3
+        found.append(
+            {
+                "batch": rows,
+                "context": variant.context,
+                "cache": variant.name,
+                "ms_per_step": variant.milliseconds(),
+                "ms_quartiles": [1000 * quartiles[0], 1000 * quartiles[2]],
+                "steps": len(variant.times),
+                "speedup_over_dynamic_cache": stock.milliseconds() / variant.milliseconds(),
+                "speedup_over_sparsity_0": base.milliseconds() / variant.milliseconds(),
+                "expected_ms": expected if variant is not stock else None,
+                "kv_share": cached_part / base.milliseconds(),
+                "kv_bytes": variant.kv_bytes,
+                "kv_bytes_full": stock.kv_bytes,
+            }
+        )
+    return found
+
+
+def measure_decode(config: DecodeConfig, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Time all variants for every batch and context.
+
+    Returns:
+        Rows with ``batch, context, cache, ms_per_step, ...`` and bytes of KV held / held by DynamicCache.
+    """
+    model, results = config.build_model(device, dtype, max(config.contexts) + 1024), []
+    settings = [(rows, context) for rows in config.batches for context in config.contexts]
+    total = len(settings) * config.rounds * (len(config.sparsities) + 2)
+    with progress_bar("decode", "turns", total) as bar:
+        for rows, context in settings:
+            variants = _variants(config, context)
+            for turn in range(config.rounds):
+                # each round starts with another variant, so that none always runs on a machine that just rested
+                shift = turn % len(variants)
+                for variant in variants[shift:] + variants[:shift]:
+                    take_turn(model, variant, rows, config)
+                    bar.advance()
+            results += _rows_of(variants, rows)
+    return results
+
+
+def decode_plot(results: list[dict[str, Any]]) -> Plot:
+    """One panel per batch: median ms per step over the context, one line per cache, bars for the quartiles."""
+    panels: dict[str, list[Line]] = {}
+    for batch, cache in dict.fromkeys((row["batch"], row["cache"]) for row in results):
+        rows = [row for row in results if (row["batch"], row["cache"]) == (batch, cache)]
+        low, high = ([row["ms_quartiles"][i] for row in rows] for i in (0, 1))
+        line = Line(cache, [row["context"] for row in rows], [row["ms_per_step"] for row in rows], low, high)
+        panels.setdefault(f"batch {batch}", []).append(line)
+    return Plot(panels, "tokens cached", "ms per decode step (median)", log=True)
+
+
+def run_decode(config: DecodeConfig) -> None:
+    """``rlkv-bench decode``: measure and write the results."""
+    config, kind = config.sized(), config.target()
+    results = measure_decode(config, *kind)
+    page, plot = markdown_table(results, COLUMNS), decode_plot(results)
+    facts = config.facts(*kind)
+    write_result(config.output_dir, "decode", config=config, results=results, page=page, plot=plot, **facts)

@@ -1,0 +1,248 @@
+"""Offline throughput of the vLLM plugin: the full cache and head reallocation in turns, each run in its own process.
+
+All requests arrive at once, with the same prompts and forced output lengths, and all modes have pools of the same
+bytes. Where memory is the limit, requests that hold less let more of them run in a step. The full cache is the stock
+model; the plugin is loaded there too, and idle. Weights are random ("dummy"): time and memory do not depend on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from rlkv.benchmarks.sizes import at_least
+from rlkv.benchmarks.workload import SETTINGS, Workload, expect
+from rlkv.gates.head_gates import HeadGates
+from rlkv.utils.progress import progress_bar
+from rlkv.utils.provenance import hardware, provenance, versions
+from rlkv.utils.store import key_of, open_store
+from rlkv.vllm.settings import EVICTIONS
+from rlkv.vllm.versions import check_version, installed_version
+
+FULL = "full cache"
+RUNS = "serving_runs.jsonl"
+KEY = ("setting", "mode", "round")
+DECIDING_VERSIONS = ("rlkv", "torch", "transformers", "vllm")
+PERCENTILES = (50, 90, 99)
+# of a run's result; the summary has the median, least and greatest of each
+METRICS = (
+    "tokens_per_second",
+    "steps",
+    "mean_running",
+    "preemptions",
+    "bytes_per_token",
+    "pool_bytes",
+    "pool_tokens",
+    *(f"{name}_p{share}" for name in ("ttft", "latency") for share in PERCENTILES),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingConfig(Workload):
+    """Output tokens per second with vLLM, full cache and head reallocation in turns, in pools of equal bytes.
+
+    rlkv-bench serving                           # about an hour on 2 cores; resumes
+    rlkv-bench serving --config bench_llama8b    # for a GPU of 40 GB or more
+    rlkv-bench serving --sparsities 0.5 --rounds 2
+    rlkv-bench serving --eviction rkv --budget 64 --buffer 32
+    """
+
+    output_dir: Path = Path("results/serving")
+    """Where the results go: .json, .md, .png and the finished runs."""
+    sparsities: tuple[float, ...] = (0.2, 0.4, 0.5, 0.6)
+    """Compared with the full cache."""
+    eviction: str | None = None
+    """Run each sparsity with this policy too."""
+    settings: tuple[str, ...] = SETTINGS
+    """Where memory is the limit, and where it is not."""
+    rounds: int = 5
+    """Turns that each mode takes."""
+    gates: str | None = None
+    """A gates file of that shape; default: random gates."""
+    fresh: bool = False
+    """Drop the finished runs of the folder."""
+
+    def check(self) -> None:
+        super().check()
+        at_least(1, rounds=self.rounds)
+        if self.eviction is not None and self.eviction not in EVICTIONS:
+            raise ValueError(f"--eviction {self.eviction!r} is not served: choose from {', '.join(EVICTIONS)}")
+        unknown = [setting for setting in self.settings if setting not in SETTINGS]
+        if unknown:
+            raise ValueError(f"--settings {unknown[0]!r} is unknown: choose from {', '.join(SETTINGS)}")
+        if len(set(self.sparsities)) != len(self.sparsities) or not all(0 < s <= 1 for s in self.sparsities):
+            shown = " ".join(f"{sparsity:g}" for sparsity in self.sparsities)
+            raise ValueError(f"--sparsities {shown}: give each once, above 0 and up to 1 (the full cache always runs)")
+        self.policy(self.eviction)  # for its errors
+
+    def runs(self) -> list[Run]:
+        """Modes take turns in every round, so that a machine that slows down slows all of them."""
+        policies = (None,) if self.eviction is None else (None, self.eviction)
+        modes = [(None, None), *((sparsity, policy) for sparsity in self.sparsities for policy in policies)]
+        return [Run(setting, *mode, turn) for setting in self.settings for turn in range(self.rounds) for mode in modes]
+
+    def head_gates(self) -> HeadGates:
+        """The gates file, or random gates.
+
+        Raises:
+            ValueError: if the gates are for another number of layers or KV heads.
+        """
+        found = HeadGates.load(self.gates) if self.gates else self.random_gates()
+        if found.alpha.shape != (self.layers, self.kv_heads):
+            raise ValueError(
+                f"{found.source}: gates of {found.num_layers} x {found.num_kv_heads} heads, the model has "
+                f"{self.layers} x {self.kv_heads}"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """``sparsity`` None: the stock engine; ``eviction``: the policy of compressible heads, None: sinks and window."""
+
+    setting: str
+    sparsity: float | None
+    eviction: str | None
+    round: int
+
+    @property
+    def mode(self) -> str:
+        if self.sparsity is None:
+            return FULL
+        return f"sparsity {self.sparsity:g}" + ("" if self.eviction is None else f" + {self.eviction}")
+
+
+def check_engine_installed() -> None:
+    """Raise ``ValueError`` without a tested vLLM that would load the plugin, with what to install."""
+    from rlkv.vllm.plugin import check_installed
+
+    check_version(installed_version())
+    check_installed()
+
+
+def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
+    """What all runs of a folder must share, for their figures to be compared."""
+    found = {**versions(), "vllm": installed_version()}
+    return {
+        "workload": work.to_dict(),
+        "gates": sha256(json.dumps(gates.alpha.tolist()).encode()).hexdigest()[:16],
+        "versions": {name: found.get(name) for name in DECIDING_VERSIONS},
+        "hardware": {key: value for key, value in hardware().items() if key != "torch_threads"},
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def do_runs(config: ServingConfig, gates: HeadGates) -> list[dict[str, Any]]:
+    """Do the runs that the folder does not hold yet.
+
+    Returns:
+        One result per run: what :func:`rlkv.benchmarks.engine_run.run` gives, with percentiles of the times.
+
+    Raises:
+        ValueError: if a run fails, with its last error and where its output is; if the folder holds runs under other
+            settings, naming what differs.
+    """
+    path, runs = config.output_dir / RUNS, config.runs()
+    if config.fresh:
+        path.unlink(missing_ok=True)
+    keys = {(run.setting, run.mode, run.round): run for run in runs}
+    with (
+        open_store(path, settings_of(config, gates), KEY, recorded=provenance()) as store,
+        progress_bar("serving", "runs", len(runs)) as bar,
+    ):
+        bar.resume(len(keys.keys() & store.done))
+        for run in [run for key, run in keys.items() if key not in store.done]:
+            result = with_percentiles(_run_in_process(config, gates, run))
+            store.append({**asdict(run), "mode": run.mode, **result})
+            bar.advance()
+        return [row for row in store.rows if key_of(row, KEY) in keys]
+
+
+def _run_in_process(config: ServingConfig, gates: HeadGates, run: Run) -> dict[str, Any]:
+    policy = config.policy(run.eviction)
+    kept = {"sink": config.sink, "window": config.window} if policy is None else {"eviction": policy.describe()}
+    log = config.output_dir / "serving_run.log"
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(config.llama(config.positions)))
+        gates.save(folder / "gates.safetensors")
+        request: dict[str, Any] = {"gates": str(folder / "gates.safetensors"), "sparsity": run.sparsity, **kept}
+        request["reference_tokens"] = round(config.mean_length)
+        plugin = None if run.sparsity is None else request
+        task = {"workload": config.to_dict(), "setting": run.setting, "model": name, "rlkv": plugin}
+        (folder / "task").write_text(json.dumps(task))
+        command = [sys.executable, "-m", "rlkv.benchmarks.engine_run", str(folder / "task"), str(folder / "result")]
+        with log.open("w") as output:
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        if code != 0 or not (folder / "result").exists():
+            raise ValueError(
+                f"the run {run.setting!r}, {run.mode}, failed: {_last_error(log, code)}; its output is in {log}"
+            )
+        log.unlink()
+        return json.loads((folder / "result").read_text())
+
+
+def _last_error(log: Path, code: int) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    errors = [line for line in lines if "Error: " in line]
+    return errors[-1] if errors else f"exit code {code}"
+
+
+def with_percentiles(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with ``ttft_p50`` and so on in the place of the times of every request."""
+    kept = {key: value for key, value in result.items() if key not in ("ttft", "latency")}
+    for name in ("ttft", "latency"):
+        for share in PERCENTILES:
+            kept[f"{name}_p{share}"] = float(np.percentile(result[name], share))
+    return kept
+
+
+def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per setting and mode: ``[median, least, greatest]`` of every metric over the rounds.
+
+    ``speedup`` and ``step_ratio`` compare a run with the full cache's of the same round; ``theory`` and ``by_blocks``
+    are what the lengths let expect where memory is the limit (:class:`rlkv.benchmarks.workload.Expectation`).
+
+    Raises:
+        ValueError: if pools differ by more than one block.
+    """
+    full = {(row["setting"], row["round"]): row for row in results if row["sparsity"] is None}
+    rows = []
+    for setting, mode in dict.fromkeys((row["setting"], row["mode"]) for row in results):
+        own = [row for row in results if (row["setting"], row["mode"]) == (setting, mode)]
+        sparsity, eviction = own[0]["sparsity"], own[0]["eviction"]
+        pairs = [(row, full[setting, row["round"]]) for row in own]
+        for row, other in pairs:
+            if abs(row["pool_bytes"] - other["pool_bytes"]) >= other["block_bytes"]:
+                raise ValueError(
+                    f"{setting}, {row['mode']}: a pool of {row['pool_bytes']:,} bytes, but one of "
+                    f"{other['pool_bytes']:,} for the full cache: the comparison would not be fair"
+                )
+        rows.append(
+            {
+                "setting": setting,
+                "mode": mode,
+                "sparsity": sparsity,
+                "eviction": eviction,
+                "rounds": len(own),
+                **{name: _spread([row[name] for row in own]) for name in METRICS},
+                "speedup": _spread([row["tokens_per_second"] / other["tokens_per_second"] for row, other in pairs]),
+                "step_ratio": _spread([other["steps"] / row["steps"] for row, other in pairs]),
+                **({} if sparsity is None else {"expected": asdict(expect(work, gates, sparsity, eviction))}),
+            }
+        )
+    return rows
+
+
+def _spread(values: list[float]) -> list[float]:
+    return [median(values), min(values), max(values)]

@@ -1,0 +1,108 @@
+"""What the benchmarks share: the sizes of a random Llama, and options of those that time one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from rlkv.models.loading import resolve_device, resolve_dtype
+from rlkv.utils.provenance import hardware, hardware_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaSizes:
+    """Sizes of a Llama with random weights."""
+
+    layers: int = 12
+    """Layers of the model."""
+    hidden: int = 768
+    """Hidden size."""
+    intermediate: int = 2048
+    """Size of the feed-forward layers."""
+    query_heads: int = 16
+    """Query heads per layer."""
+    kv_heads: int = 8
+    """KV heads per layer."""
+    head_dim: int = 64
+    """Size of a head."""
+    vocabulary: int = 8192
+    """Tokens in the vocabulary."""
+
+    def llama(self, positions: int) -> dict[str, Any]:
+        """A transformers config for texts of up to ``positions`` tokens."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.query_heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": positions,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingConfig(LlamaSizes):
+    """Options of a benchmark that times work in this process."""
+
+    output_dir: Path = Path("results/bench")
+    """Where the results go: .json, .md and .png."""
+    rounds: int = 5
+    """Turns that each of the compared takes."""
+    seconds: float = 4.0
+    """Most seconds of decoding in one turn."""
+    max_steps: int = 20
+    """Most timed decode steps in one turn."""
+    threads: int | None = None
+    """Torch threads; default: all cores."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16."""
+
+    def check(self) -> None:
+        """Raise ValueError for impossible settings."""
+        at_least(1, rounds=self.rounds, max_steps=self.max_steps)
+        if self.threads is not None:
+            at_least(1, threads=self.threads)
+
+    def facts(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        """What a result file says of the model, and a title that names model and machine."""
+        parameters, name = self.build_model(torch.device("meta"), dtype, 1024).num_parameters(), str(dtype)[6:]
+        machine = hardware_line() + (f", {hardware()['torch_threads']} threads" if device.type == "cpu" else "")
+        title = f"Llama of {parameters / 1e6:.0f} M parameters, {name}, {machine}"
+        return {"title": title, "parameters": parameters, "dtype": name, "device": str(device)}
+
+    def target(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the run, whose threads are set."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        device = resolve_device(self.device)
+        return device, resolve_dtype(self.dtype, device)
+
+    def build_model(self, device: torch.device, dtype: torch.dtype, positions: int) -> PreTrainedModel:
+        """The model in eval mode; about 100 M parameters with the default sizes."""
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(LlamaConfig(**self.llama(positions)))
+        return model.to(device=device, dtype=dtype).eval()
+
+
+def at_least(least: float, **options: float | tuple[float, ...]) -> None:
+    """Raise ValueError unless every value of every option is ``least`` or more and given at all."""
+    for name, values in options.items():
+        given = values if isinstance(values, tuple) else (values,)
+        if not given or min(given) < least:
+            shown = " ".join(f"{value:g}" for value in given)
+            raise ValueError(f"--{name.replace('_', '-')} {shown}: give numbers of {least:g} or more")

@@ -1,0 +1,45 @@
+"""Speed and memory of the compressed cache.
+
+    rlkv-bench decode        # a decode step against transformers' DynamicCache, about 15 minutes on 2 cores
+    rlkv-bench compaction    # what an eviction costs with each policy, a few minutes
+    rlkv-bench serving       # throughput of the vLLM plugin (needs vLLM), about an hour on 2 cores
+
+decode: a random Llama of about 100 M parameters (8 KV heads of 64, two query heads each) decodes with
+HeadReallocationCache at several sparsities and with transformers' DynamicCache (sdpa), taking turns in one run.
+
+compaction: one eviction of every policy against one decode step of that model, and its memory.
+
+serving: offline throughput of the stock engine and of the plugin at several sparsities, with the same requests, output
+lengths and bytes of KV pool, where memory is the limit and where it is not. With --eviction each sparsity is also run
+with that policy in the compressible heads. Every run has a process of its own; finished ones are kept and not repeated.
+
+Each writes NAME.json, NAME.md and NAME.png.
+"""
+
+from __future__ import annotations
+
+from rlkv.benchmarks.compaction import CompactionConfig, run_compaction
+from rlkv.benchmarks.decode import DecodeConfig, run_decode
+from rlkv.benchmarks.serving import ServingConfig
+from rlkv.benchmarks.serving_page import run_serving
+from rlkv.cli.errors import run_app
+from rlkv.cli.options import parse_command
+
+COMMANDS = {"decode": DecodeConfig, "compaction": CompactionConfig, "serving": ServingConfig}
+
+
+def run() -> None:
+    """Parse the command line and run the benchmark that it names."""
+    config = parse_command("rlkv-bench", COMMANDS, __doc__)
+    if isinstance(config, ServingConfig):
+        return run_serving(config)
+    return run_decode(config) if isinstance(config, DecodeConfig) else run_compaction(config)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    run_app(run)
+
+
+if __name__ == "__main__":
+    main()
