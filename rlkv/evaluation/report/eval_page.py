@@ -125,16 +125,14 @@ def _group(method: CompressionMethod) -> str:
 
 
 def _cell(summary: Summary) -> Cell:
-    text = f"{100 * summary['accuracy']:.1f}"
+    accuracy, low, high = (100 * summary[name] for name in ("accuracy", "ci_low", "ci_high"))
     if "difference" not in summary:
-        return Cell(f"{text} [{100 * summary['ci_low']:.1f}, {100 * summary['ci_high']:.1f}]")
-    low, high = summary["difference_low"], summary["difference_high"]
-    sign = sign_of(summary["difference"], summary["p_value"])
+        return Cell(f"{accuracy:.1f} [{low:.1f}, {high:.1f}]")
+    change, low, high = (100 * summary[name] for name in ("difference", "difference_low", "difference_high"))
+    sign = sign_of(change, summary["p_value"])
     mark = "*" if sign in ("better", "worse") else ""
     share = summary["kv_bytes"] / summary["kv_bytes_full"]
-    return Cell(
-        f"{text} ({100 * summary['difference']:+.1f}{mark} [{100 * low:+.1f}, {100 * high:+.1f}]) KV {share:.0%}", sign
-    )
+    return Cell(f"{accuracy:.1f} ({change:+.1f}{mark} [{low:+.1f}, {high:+.1f}]) KV {share:.0%}", sign)
 
 
 def _pass_at_table(page: Page, found: dict[str, Summary]) -> None:
@@ -142,7 +140,10 @@ def _pass_at_table(page: Page, found: dict[str, Summary]) -> None:
     if samples == {1}:
         return
     ks = list(next(iter(found.values()))["pass_at_k"])
-    rows = [[name, *(_estimate(s["pass_at_k"][k]) for k in ks)] for name, s in found.items()]
+    rows = []
+    for name, summary in found.items():
+        percent = [{part: 100 * share for part, share in e.items()} for e in summary["pass_at_k"].values()]
+        rows.append([name, *(f"{e['mean']:.1f} [{e['low']:.1f}, {e['high']:.1f}]" for e in percent)])
     caption = (
         f"pass@k in percent from {', '.join(map(str, sorted(samples)))} samples of each problem: the probability that "
         "one of k is right, without bias (arXiv 2107.03374, equation 1), with 95% intervals over problems "
@@ -151,17 +152,14 @@ def _pass_at_table(page: Page, found: dict[str, Summary]) -> None:
     page.table(["method", *(f"k = {k}" for k in ks)], rows, caption)
 
 
-def _estimate(estimate: dict[str, float]) -> str:
-    return f"{100 * estimate['mean']:.1f} [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]"
-
-
 def _mode_table(page: Page, found: dict[str, Summary]) -> None:
     rows = []
     for name, s in found.items():
-        modes = [str(s[mode]) if mode in s else "" for mode in MODES]
-        both = "" if s.get("tokens_both_right") is None else _both(s)
-        solved = str(s.get("solved_in_full", ""))
-        rows.append([name, solved, *modes, str(s["stopped_for_repetition"]), f"{s['mean_output_tokens']:.0f}", both])
+        both = ""
+        if s.get("tokens_both_right") is not None:
+            both = f"{s['tokens_both_right']:.0f}, full {s['full_tokens_both_right']:.0f} (n = {s['n_both_right']})"
+        counts = [str(s.get(field, "")) for field in ("solved_in_full", *MODES, "stopped_for_repetition")]
+        rows.append([name, *counts, f"{s['mean_output_tokens']:.0f}", both])
     caption = (
         "Error modes on the samples that the full cache solves (their number is in the first column): repetitive, else "
         "cut at the limit (overlength), else incorrect. Ended early: texts that were stopped for repetition. Mean "
@@ -187,13 +185,6 @@ def _text_table(page: Page, found: dict[str, Summary]) -> None:
         "Means over texts: entropy of n-grams of tokens in bits (arXiv 2505.13866, equation 1; it grows with the "
         "length of a text), share of n-grams and of sentences that occurred before in their text; share of repetitive "
         "texts; tokens per second of decoding.",
-    )
-
-
-def _both(summary: Summary) -> str:
-    return (
-        f"{summary['tokens_both_right']:.0f}, full {summary['full_tokens_both_right']:.0f} "
-        f"(n = {summary['n_both_right']})"
     )
 
 

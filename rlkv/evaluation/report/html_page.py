@@ -57,38 +57,28 @@ class Cell:
 
 @dataclass(frozen=True)
 class Heading:
-    """``level`` 2 (a section, listed under the title) or 3."""
-
     text: str
     level: int = 2
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Plain text; ``strong`` for what a hurried reader should see."""
-
     text: str
     strong: bool = False
 
 
 @dataclass(frozen=True)
 class Bullets:
-    """A list of plain texts."""
-
     items: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Code:
-    """A command or a file, as it is."""
-
     text: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of as many cells as there are columns; the first one names the row."""
-
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     caption: str = ""
@@ -96,8 +86,6 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG file, inlined when the page is written."""
-
     path: Path
     caption: str
 
@@ -113,7 +101,7 @@ class Page:
     blocks: list[Block] = field(default_factory=list)
 
     def heading(self, text: str, level: int = 2) -> None:
-        """Begin a section (level 2) or a part of one (level 3)."""
+        """Begin a section (level 2, listed under the title) or a part of one (level 3)."""
         if level not in (2, 3):
             raise ValueError(f"heading {text!r} has level {level}: 2 is a section, 3 a part of one")
         self.blocks.append(Heading(text, level))
@@ -125,13 +113,14 @@ class Page:
         self.blocks.append(Bullets(tuple(items)))
 
     def code(self, text: str) -> None:
+        """Add a command or a file, as it is."""
         self.blocks.append(Code(text))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], caption: str = "") -> None:
-        """Add a table; a ``str`` is a cell without a sign.
+        """Add a table; the first cell of a row names it, a ``str`` is a cell without a sign.
 
         Raises:
-            ValueError: if a row has not as many cells as there are columns.
+            ValueError: unless every row has as many cells as there are columns.
         """
         for row in rows:
             if len(row) != len(columns):
@@ -144,11 +133,7 @@ class Page:
         self.blocks.append(Picture(path, caption))
 
     def html(self) -> str:
-        """The whole document.
-
-        Raises:
-            ValueError: if a picture is not a PNG file.
-        """
+        """The whole document; a ``ValueError`` if a picture is not a PNG file."""
         return self.render("page.html", slug=_slug, png=_base64)
 
     def write(self, path: Path) -> None:
@@ -160,7 +145,7 @@ class Page:
     def render(self, template: str, **filters: Callable[..., str]) -> str:
         """The page by a template of this package; only ``.html`` ones escape texts themselves."""
         environment = Environment(
-            loader=PackageLoader(__package__ or ""),
+            loader=PackageLoader("rlkv.evaluation.report"),
             autoescape=select_autoescape(),
             undefined=StrictUndefined,
             trim_blocks=True,
@@ -168,9 +153,8 @@ class Page:
             keep_trailing_newline=True,
         )
         environment.filters.update(filters)
-        sections = sum(isinstance(block, Heading) and block.level == 2 for block in self.blocks)
         blocks = [(type(block).__name__, block) for block in self.blocks]
-        return environment.get_template(template).render(title=self.title, blocks=blocks, sections=sections)
+        return environment.get_template(template).render(title=self.title, blocks=blocks)
 
 
 def _slug(text: str) -> str:

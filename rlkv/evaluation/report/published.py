@@ -1,4 +1,4 @@
-"""Numbers that papers published, as data with their sources, to print beside a run of one's own; never mixed with it.
+"""Numbers that papers published, as data with their sources, to print next to your own run; never mixed with it.
 
 ``published.json`` holds only what was read in a paper's text or its authors' result files.  Models and tasks have the
 names that they have here; methods are named by family (``rlkv``, ``duo``, ``kvzip``, ``rkv``, ``h2o``, ``rpc``,

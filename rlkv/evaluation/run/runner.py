@@ -25,6 +25,7 @@ from rlkv.evaluation.stats.error_modes import RepetitionRule
 from rlkv.evaluation.tasks import EvalProblem, EvalTask, find_task, load_task
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
+from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.watch import RowHooks
@@ -73,8 +74,7 @@ class RunSettings:
     stop_repetitive: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples is {self.num_samples}: it must be 1 or more")
+        check_positive(self, "num_samples", "batch_size")
         if self.num_samples > 1 and self.sampling.greedy:
             raise ValueError(
                 f"{self.num_samples} samples of greedy decoding are all the same: set a temperature or take one sample"
@@ -82,15 +82,9 @@ class RunSettings:
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that rows depend on."""
-        cache = asdict(self.cache) | {"eviction": self.cache.eviction.describe() if self.cache.eviction else None}
-        return {
-            "cache": cache,
-            "sampling": asdict(self.sampling),
-            "num_samples": self.num_samples,
-            "batch_size": self.batch_size,
-            "rule": asdict(self.rule),
-            "stop_repetitive": self.stop_repetitive,
-        }
+        policy = self.cache.eviction
+        compared = {name: value for name, value in asdict(self).items() if name not in ("rank", "ranks")}
+        return compared | {"cache": asdict(self.cache) | {"eviction": policy.describe() if policy else None}}
 
 
 def task_problems(
@@ -133,8 +127,7 @@ def run_method(
     """Decode and grade what ``rows_file`` does not hold yet.
 
     Args:
-        facts: what else the rows depend on, compared when a run is resumed in addition to settings, problems, prompts,
-            model, code and libraries (:mod:`rlkv.evaluation.run.fingerprint`).
+        facts: what else the rows depend on, compared in addition to settings, problems, prompts, model and versions.
         on_rows: called with units done, units in all, and the accuracy so far, of this process; on another thread.
         earlier: files of the same run with another number of processes, whose rows are taken over.
 
@@ -147,98 +140,98 @@ def run_method(
         ValueError: if one of the files was written with other settings; the differences are named.
         StoreInUseError: if another process is writing one of them.
     """
-    cache = settings.cache
-    engine = InferenceEngine(
-        model,
-        tokenizer,
-        allocation,
-        cache.sink,
-        cache.window,
-        cache.prefill,
-        batch_size=settings.batch_size,
-        eviction=cache.eviction,
-    )
-    lengths = engine.prompt_lengths([problem.prompt for problem in problems])
-    batches = plan_batches(lengths, settings)
-    own = [(number, batch) for number, batch in enumerate(batches) if number % settings.ranks == settings.rank]
-    units = {(problems[p].key, sample) for _, batch in own for p, sample in batch}
-    full_facts = _fingerprint(engine, problems, settings, facts)
-    found = [row for file in earlier for row in read_store(file, KEY, full_facts)]
-    with open_store(rows_file, full_facts, KEY, {"commit": commit()}) as store:
-        done = {(row["key"], row["sample"]): row for row in [*found, *store.rows]}
-        done = {unit: row for unit, row in done.items() if unit in units}
+    run = _Run(model, tokenizer, problems, allocation, settings)
+    compared = run.fingerprint(facts)
+    found = [row for file in earlier for row in read_store(file, KEY, compared)]
+    with open_store(rows_file, compared, KEY, {"commit": commit()}) as store:
+        kept = {(row["key"], row["sample"]): row for row in [*found, *store.rows]}
+        done = {unit: kept[unit] for unit in run.units if unit in kept}
         right = sum(row["correct"] for row in done.values())
-        on_rows(len(done), len(units), right / max(1, len(done)))
+        on_rows(len(done), len(run.units), right / max(1, len(done)))
 
-        def write(unit: Unit, completion: Completion, seconds: float, sizes: BatchBytes, place: int) -> None:
+        def write(row: Row) -> None:
             nonlocal right
-            held, whole = sizes.of_row(place, len(completion.token_ids))
-            row = _row(problems[unit[0]], unit[1], completion, settings.rule)
-            row |= {"kv_bytes": held, "kv_bytes_full": whole, "seconds": round(seconds, 4)}
-            row |= {"text": completion.text, "token_ids": completion.token_ids}
             store.append(row)
             done[row["key"], row["sample"]] = row
             right += row["correct"]
-            on_rows(len(done), len(units), right / len(done))
+            on_rows(len(done), len(run.units), right / len(done))
 
         with Background(max(UNGRADED, 2 * settings.batch_size)) as background:
-            for number, batch in own:
-                missing = {unit for unit in batch if (problems[unit[0]].key, unit[1]) not in done}
+            for number, batch in run.batches.items():
+                missing = {unit for unit in batch if run.key(unit) not in done}
                 if missing:
-                    _decode(engine, problems, lengths, batch, number, settings, missing, background, write)
-    return [done[problems[p].key, s] for _, batch in own for p, s in batch]
+                    run.decode(number, missing, lambda row: background.submit(lambda: write(row())))
+    return [done[unit] for unit in run.units]
 
 
-def _fingerprint(
-    engine: InferenceEngine, problems: list[Problem], settings: RunSettings, facts: dict[str, Any]
-) -> dict[str, Any]:
-    prompts = [problem.prompt for problem in problems]
-    own = settings.fingerprint() | {
-        "full_heads": engine.allocation.full.int().flatten().tolist(),
-        "problems": digest_of([[problem.key, problem.prompt, problem.reference] for problem in problems]),
-        "prompt_tokens": digest_of(engine.tokenizer(prompts, add_special_tokens=False).input_ids),
-        "end_tokens": engine.eos_ids,
-        "model_state": model_facts(engine.model),
-        "libraries": library_facts(),
-    }
-    twice = own.keys() & facts.keys()
-    assert not twice, f"facts that are compared anyway: {twice}"
-    return own | facts
+class _Run:
+    """The share of the batches that this process decodes; ``units`` are the keys of its rows, in their order."""
 
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        problems: list[Problem],
+        allocation: HeadAllocation,
+        settings: RunSettings,
+    ) -> None:
+        cache, size = settings.cache, settings.batch_size
+        sizes = (cache.sink, cache.window, cache.prefill)
+        self.engine = InferenceEngine(model, tokenizer, allocation, *sizes, batch_size=size, eviction=cache.eviction)
+        self.problems, self.settings = problems, settings
+        self.lengths = self.engine.prompt_lengths([problem.prompt for problem in problems])
+        batches = enumerate(plan_batches(self.lengths, settings))
+        self.batches = {number: batch for number, batch in batches if number % settings.ranks == settings.rank}
+        self.units = [self.key(unit) for batch in self.batches.values() for unit in batch]
 
-def _decode(
-    engine: InferenceEngine,
-    problems: list[Problem],
-    lengths: list[int],
-    batch: list[Unit],
-    number: int,
-    settings: RunSettings,
-    missing: set[Unit],
-    background: Background,
-    write: Callable[[Unit, Completion, float, BatchBytes, int], None],
-) -> None:
-    """Decode a batch, whole; hand every ``missing`` unit to ``write`` in the background when it ends."""
-    sampling = replace(settings.sampling, seed=settings.sampling.seed * SEED_STEP + number)
-    prompts = torch.tensor([lengths[p] for p, _ in batch])
-    sizes = BatchBytes(settings.cache, engine.allocation.full, EntrySize.of(engine.model), prompts)
-    clock = BatchClock(len(batch))
+    def key(self, unit: Unit) -> tuple[str, int]:
+        return self.problems[unit[0]].key, unit[1]
 
-    def on_end(place: int, completion: Completion) -> None:
-        seconds = clock.end_row()
-        if batch[place] in missing:
-            background.submit(partial(write, batch[place], completion, seconds, sizes, place))
-            clock.skip()
+    def fingerprint(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """``facts``, and all else that rows depend on."""
+        prompts = [problem.prompt for problem in self.problems]
+        own = self.settings.fingerprint() | {
+            "full_heads": self.engine.allocation.full.int().flatten().tolist(),
+            "problems": digest_of([[problem.key, problem.prompt, problem.reference] for problem in self.problems]),
+            "prompt_tokens": digest_of(self.engine.tokenizer(prompts, add_special_tokens=False).input_ids),
+            "end_tokens": self.engine.eos_ids,
+            "model_state": model_facts(self.engine.model),
+            "libraries": library_facts(),
+        }
+        twice = own.keys() & facts.keys()
+        assert not twice, f"facts that are compared anyway: {twice}"
+        return own | facts
 
-    hooks = RowHooks(on_end, settings.rule if settings.stop_repetitive else None)
-    full = bool(engine.allocation.full.all())
-    engine.batch([problems[p].prompt for p, _ in batch], sampling, full=full, hooks=hooks)
+    def decode(self, number: int, missing: set[Unit], submit: Callable[[Callable[[], Row]], None]) -> None:
+        """Decode a batch, whole; when a ``missing`` unit ends, hand a way to make its row to ``submit``."""
+        batch, settings, engine = self.batches[number], self.settings, self.engine
+        sampling = replace(settings.sampling, seed=settings.sampling.seed * SEED_STEP + number)
+        prompts = torch.tensor([self.lengths[p] for p, _ in batch])
+        sizes = BatchBytes(settings.cache, engine.allocation.full, EntrySize.of(engine.model), prompts)
+        clock = BatchClock(len(batch))
 
+        def on_end(place: int, completion: Completion) -> None:
+            seconds = clock.end_row()
+            if batch[place] in missing:
+                submit(partial(self._row, batch[place], completion, seconds, partial(sizes.of_row, place)))
+                clock.skip()
 
-def _row(problem: Problem, sample: int, completion: Completion, rule: RepetitionRule) -> Row:
-    return {
-        "key": problem.key,
-        "sample": sample,
-        "correct": problem.grade(completion.text),
-        "finish_reason": completion.finish_reason,
-        "repetitive": rule(completion.token_ids),
-    }
+        hooks = RowHooks(on_end, settings.rule if settings.stop_repetitive else None)
+        full = bool(engine.allocation.full.all())
+        engine.batch([self.problems[p].prompt for p, _ in batch], sampling, full=full, hooks=hooks)
+
+    def _row(self, unit: Unit, completion: Completion, seconds: float, held: Callable[[int], tuple[int, int]]) -> Row:
+        key, sample = self.key(unit)
+        in_use, whole = held(len(completion.token_ids))
+        return {
+            "key": key,
+            "sample": sample,
+            "correct": self.problems[unit[0]].grade(completion.text),
+            "finish_reason": completion.finish_reason,
+            "repetitive": self.settings.rule(completion.token_ids),
+            "kv_bytes": in_use,
+            "kv_bytes_full": whole,
+            "seconds": round(seconds, 4),
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+        }

@@ -31,8 +31,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     """
     if not 0 <= correct <= samples or not 1 <= k <= samples:
         raise ValueError(
-            f"pass@k needs 0 <= correct <= samples and 1 <= k <= samples, got correct={correct}, samples={samples}, "
-            f"k={k}"
+            f"pass@k needs 0 <= correct <= samples and 1 <= k <= samples, got {correct=}, {samples=}, {k=}"
         )
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 

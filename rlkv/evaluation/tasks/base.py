@@ -49,24 +49,18 @@ class HubData:
     split: str = "test"
 
 
-def all_rows(rows: Iterable[Row]) -> list[Row]:
-    """The rows as they are."""
-    return list(rows)
-
-
 @dataclass(frozen=True)
 class EvalTask:
     """A benchmark.
 
     Attributes:
         kind: what an answer is, and with it how a completion is judged.
-        template: the user's message, with placeholders such as ``{problem}``; of the published evaluation where it is
-            known (docs/EVALUATION.md says which).
+        template: the user's message, with placeholders such as ``{problem}``; the published one if known.
         max_new_tokens: the published limit.
         file: the name that a local copy has in a folder of data, without ``.jsonl`` or ``.parquet``.
         fields: the names that a row needs, for error messages.
-        hub: where the rows come from without a local file; None if they are drawn.
-        parse: a row (fields, and where it stands) in the terms of the task.
+        hub: where the rows come from without a local file; None if there is no such data set.
+        parse: a row (fields, where it stands, its number) in the terms of the task.
         grade: whether a completion is right.
         select: which rows belong to the task.
         draw: ``(number, seed)`` to fresh rows, for a task without data.
@@ -81,7 +75,7 @@ class EvalTask:
     hub: HubData | None
     parse: Callable[[dict[str, Any], str, int], ParsedRow]
     grade: Callable[[str, EvalProblem], bool]
-    select: Callable[[Iterable[Row]], list[Row]] = all_rows
+    select: Callable[[Iterable[Row]], list[Row]] = list
     draw: Callable[[int, int], list[Row]] | None = None
 
     def problems(self, rows: Iterable[Row]) -> list[EvalProblem]:
@@ -101,7 +95,7 @@ class EvalTask:
 
 
 def fill(template: str, texts: Mapping[str, str]) -> str:
-    """``template`` with its placeholders filled in one pass, so that braces in the texts stay as they are."""
+    """``template`` with its placeholders filled in one pass: braces in the texts stay as they are."""
     return _PLACEHOLDER.sub(lambda match: texts[match.group(1)], template)
 
 

@@ -77,11 +77,7 @@ def stated(problem: EvalProblem) -> str:
 
 
 def check_math(problems: list[EvalProblem], verifier: Verifier, source: str, own_words: bool = False) -> VerifierCheck:
-    """The reference answers against themselves and against the next problem's.
-
-    Args:
-        own_words: take the reference solutions as they are (those with a box) in place of the prompt's form.
-    """
+    """Reference answers against themselves and the next problem's; ``own_words``: the solutions as they are, with a box."""
     chosen = [p for p in problems if not own_words or last_box(p.meta["solution"]) is not None]
     rows = [Problem(p.prompt, p.answer, p.meta["solution"] if own_words else stated(p)) for p in chosen]
     return check_verifier(rows, verifier, source)
@@ -109,16 +105,11 @@ def wrong_program(program: str) -> str:
 
 def check_code(task: EvalTask, problems: list[EvalProblem], on_done: Callable[[], None]) -> CodeCheck:
     """Grade the reference program, an empty one, a wrong one and the next problem's; ``on_done`` ends each."""
-    cases: dict[str, Callable[[EvalProblem, EvalProblem], str]] = {
-        "reference": lambda problem, following: problem.answer,
-        "empty": lambda problem, following: "",
-        "wrong": lambda problem, following: wrong_program(problem.answer),
-        "next": lambda problem, following: following.answer,
-    }
-    passed: dict[str, list[str]] = {name: [] for name in cases}
+    passed: dict[str, list[str]] = {name: [] for name in ("reference", "empty", "wrong", "next")}
     for problem, following in zip(problems, [*problems[1:], problems[0]], strict=True):
-        for name, program in cases.items():
-            if task.grade(f"```python\n{program(problem, following)}\n```", problem):
+        programs = (problem.answer, "", wrong_program(problem.answer), following.answer)
+        for name, program in zip(passed, programs, strict=True):
+            if task.grade(f"```python\n{program}\n```", problem):
                 passed[name].append(problem.id)
         on_done()
     refused = [p.id for p in problems if p.id not in passed["reference"]]
@@ -178,10 +169,8 @@ def verifier_table(rows: list[dict[str, Any]]) -> str:
     lines.append("|---|---|---|---|---|")
     for row in rows:
         accepted = _share(row["own"] - len(row["refused"]), row["own"])
-        others = f"{len(row['accepted'])} of {row['next']}"
-        lines.append(
-            f"| {Path(row['input']).name} | {accepted} | {others} | {row['left_out']} | {row['seconds']:.1f} |"
-        )
+        others = f"{len(row['accepted'])} of {row['next']} | {row['left_out']}"
+        lines.append(f"| {Path(row['input']).name} | {accepted} | {others} | {row['seconds']:.1f} |")
     return "\n".join(lines) + "\n"
 
 
