@@ -1,6 +1,6 @@
 """What generations depend on besides their settings: the model, and the versions of the code and its libraries.
 
-A measurement that goes on compares these with what it was begun with, and names what differs.  The commit is recorded
+A resumed measurement compares these and names what differs.  The commit is recorded
 (:func:`rlkv.utils.provenance.commit`), not compared: an edited comment does not throw away a day of rows.
 """
 
@@ -19,7 +19,7 @@ from rlkv import __version__
 
 LIBRARIES = ("torch", "transformers", "math-verify", "sympy")
 SAMPLED = 1024  # elements of each parameter
-DIGITS = 16  # of a SHA-256 in hexadecimal: enough to tell two states apart
+DIGITS = 16  # of a SHA-256 in hexadecimal: enough to distinguish two states
 
 
 def digest(content: bytes) -> str:
@@ -35,9 +35,8 @@ def digest_of(value: Any) -> str:
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
     """Config, kind of device, number type and a hash over weights.
 
-    The weights are sampled, up to 1,024 evenly spaced elements of each parameter with the first and the last one, so
-    that a large model costs little: another training, merge or quantization is seen, a change of single elements may
-    not be.
+    Up to 1,024 evenly spaced elements of each parameter are hashed, the first and the last among them: another
+    training, merge or quantization is seen, a change of single elements may not be.
     """
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
     config.pop("transformers_version", None)

@@ -65,10 +65,7 @@ def parse_methods(names: Sequence[str], rankings: list[str]) -> list[Compression
 
 
 def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
-    """The method that ``name`` says.
-
-    Args:
-        rankings: names of the given gates files.
+    """The method ``name``; ``rankings`` are the names of the gates files.
 
     Raises:
         ValueError: for an unknown name, with what is known.
@@ -114,28 +111,23 @@ def _number(text: str, name: str, example: str) -> float:
 
 
 def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[str, HeadGates]:
-    """Gates files given as FILE or NAME=FILE, by their names.
-
-    An item that is an existing file is taken whole, even if its path has a ``=``.
+    """Gates files given as FILE or NAME=FILE, by their names; an existing file is taken whole, even with a ``=``.
 
     Raises:
         ValueError: if a name is taken twice or ``reserved``, cannot be a part of a method's name or a folder, or a
             file is not a gates file.
     """
-    named = [(Path(item).stem, item) if Path(item).is_file() else _named_file(item) for item in items]
-    names = [name for name, _ in named]
-    for name in names:
+    named: dict[str, str] = {}
+    for item in items:
+        name, separator, file = item.partition("=")
+        if Path(item).is_file() or not separator:
+            name, file = Path(item).stem, item
         if not name.strip() or set(name) & set("/+@,:"):
             raise ValueError(f"--gates: {name!r} cannot name a ranking: give NAME=FILE, the name without / + @ , or :")
-    taken = [name for name in names if names.count(name) > 1 or name in reserved]
-    if taken:
-        raise ValueError(f"--gates: the name {taken[0]!r} is taken twice or by the table itself: give NAME=FILE")
-    return {name: HeadGates.load(file) for name, file in named}
-
-
-def _named_file(item: str) -> tuple[str, str]:
-    name, separator, file = item.partition("=")
-    return (name, file) if separator else (Path(item).stem, item)
+        if name in named or name in reserved:
+            raise ValueError(f"--gates: the name {name!r} is taken twice or by the table itself: give NAME=FILE")
+        named[name] = file
+    return {name: HeadGates.load(file) for name, file in named.items()}
 
 
 def deployed_sizes(gates: dict[str, HeadGates], sink: int | None, window: int | None) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class BatchClock:
         return self.share
 
     def skip(self) -> None:
-        """What has passed since the last row ended was no decoding."""
+        """The time since the last row ended was not decoding."""
         self._last = self._now()
 
 
@@ -65,7 +65,7 @@ class BatchBytes:
 
 
 class Background:
-    """Jobs in their order on one other thread, so that slow ones do not hold up who gives them.
+    """Jobs run in order on one other thread, so that slow ones do not hold up the caller.
 
     ``submit`` waits while ``capacity`` jobs are open, and raises what an earlier job raised; leaving the context waits
     for all, or, after an error, drops those that have not begun.

@@ -77,7 +77,7 @@ def stated(problem: EvalProblem) -> str:
 
 
 def check_math(problems: list[EvalProblem], verifier: Verifier, source: str, own_words: bool = False) -> VerifierCheck:
-    """Reference answers against themselves and the next problem's; ``own_words``: the solutions as they are, with a box."""
+    """Reference answers against themselves and the next problem's; ``own_words``: the boxed solutions as they are."""
     chosen = [p for p in problems if not own_words or last_box(p.meta["solution"]) is not None]
     rows = [Problem(p.prompt, p.answer, p.meta["solution"] if own_words else stated(p)) for p in chosen]
     return check_verifier(rows, verifier, source)

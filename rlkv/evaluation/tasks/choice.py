@@ -70,10 +70,9 @@ def _answer(row: dict[str, Any], letters: str, where: str) -> str:
 
 
 def select_category(rows: Iterable[Row], category: str) -> list[Row]:
-    """The rows of a category; of more than 500 the same 500 in every run, in the file's order.
+    """The rows of a category, in the file's order; of more than 500 the same 500 in every run.
 
-    The sample is the first 500 of ``numpy.random.default_rng(42).permutation``, which is what the published
-    evaluation draws if its rows stand in the hub's order.
+    The sample is that of the published evaluation if the rows are in the hub's order.
 
     Raises:
         ValueError: if the category has no rows.

@@ -1,9 +1,9 @@
-"""The option that a completion chooses, out of what models write around it.
+"""The option that a completion chooses, found in the text that models write around it.
 
-Looked for in this order, each time in all that follows the thoughts: what is stated ("the answer is (C)", "Answer: C",
+Searched in this order in all that follows the thoughts: what is stated ("the answer is (C)", "Answer: C",
 ``\\boxed{C}``; the last statement counts), what is preferred ("C is correct", "I choose C"; the last), a last line that
 begins with a letter ("C. 42 m/s", "(C) because ...") unless the line before is another option of a list.  A statement
-of two letters ("C or D") is no answer, nor is a letter beyond the options.
+of two letters ("C or D") is not an answer, nor is a letter beyond the options.
 """
 
 from __future__ import annotations
