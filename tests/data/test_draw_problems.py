@@ -63,7 +63,7 @@ def test_problems_without_an_answer_are_left_out(tmp_path: Path, monkeypatch: py
     ("output", "options", "message"),
     [
         ("out.csv", [], "out.csv must end with .jsonl"),
-        ("out.jsonl", ["--definitions", "many"], "--definitions 'many' is no range"),
+        ("out.jsonl", ["--definitions", "many"], "--definitions 'many' is not a range"),
         ("out.jsonl", ["--definitions", "2-9"], "definitions must satisfy"),
         (
             "out.jsonl",

@@ -8,12 +8,13 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from rlkv.data.filter_config import FilterConfig
+from rlkv.cli.options import parse
+from rlkv.data.curriculum import parse_buckets
+from rlkv.data.filter_config import FilterConfig, parse_shard
 from rlkv.data.filter_job import run_filter
 from rlkv.tiny.task import draw_problem
 from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.models import make_tiny_model
-from tests.helpers.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config(tmp_path: Path, **overrides: object) -> FilterConfig:
-    return FilterConfig.resolve(None, {"output_dir": str(tmp_path / "out"), **overrides})
+    if "buckets" in overrides:
+        overrides["buckets"] = tuple(str(overrides["buckets"]).split(","))
+    return FilterConfig(output_dir=str(tmp_path / "out"), **overrides)
 
 
 def read_curriculum(folder: Path) -> list[dict]:
@@ -85,7 +88,7 @@ def test_recorded_outputs(tmp_path: Path, model_folder: str, recorded: str) -> N
 
 def test_rebucketing_decodes_nothing(tmp_path: Path, model_folder: str, recorded: str) -> None:
     run_filter(config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, buckets="0-64:2"))
-    shard = next((tmp_path / "out" / "shards").iterdir())
+    shard = next((tmp_path / "out" / "shards").glob("*.jsonl"))
     before = shard.read_bytes()
     report = run_filter(
         config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, buckets="0-64:3,64-128:2", seed=1)
@@ -97,9 +100,9 @@ def test_rebucketing_decodes_nothing(tmp_path: Path, model_folder: str, recorded
 
 def test_other_settings_are_refused(tmp_path: Path, model_folder: str, recorded: str) -> None:
     run_filter(config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150))
-    with pytest.raises(ValueError, match="max_new_tokens was 150, is now 160"):
+    with pytest.raises(ValueError, match="max_new_tokens was 150 and is now 160"):
         run_filter(config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=160))
-    with pytest.raises(ValueError, match="problems was '40 with hash"):
+    with pytest.raises(ValueError, match='problems was "40 with hash'):
         run_filter(config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, limit=10))
 
 
@@ -175,45 +178,42 @@ def test_more_shards_than_problems(tmp_path: Path, model_folder: str) -> None:
 
 
 def test_presets() -> None:
-    paper = FilterConfig.resolve(None, {})
+    paper = FilterConfig().resolved()
     assert paper.model == "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
     assert paper.input == "agentica-org/DeepScaleR-Preview-Dataset"
     assert (paper.max_length, paper.max_new_tokens) == (8192, 7168)
-    assert str(paper.to_dict()["buckets"]) == "0-2000:600,2000-4000:600,4000-6000:1000,6000-8000:800"
-    tiny = FilterConfig.resolve(None, {"model": "tiny"})
-    assert (tiny.input, tiny.max_length, tiny.max_new_tokens) == ("tiny", 1024, 440)
+    assert paper.buckets == ("0-2000:600", "2000-4000:600", "4000-6000:1000", "6000-8000:800")
+    tiny = FilterConfig(model="tiny", max_length=99).resolved()
+    assert (tiny.input, tiny.max_length, tiny.max_new_tokens) == ("tiny", 99, 440)
 
 
-def test_yaml_and_overrides(tmp_path: Path) -> None:
-    packaged = ROOT / "configs" / "filter_tiny.yaml"
-    found = FilterConfig.resolve(str(packaged), {"num_problems": 9, "seed": None})
+def test_yaml_and_options(tmp_path: Path) -> None:
+    found = parse(FilterConfig, arguments=["--config", "filter_tiny", "--num-problems", "9"])
     assert (found.model, found.num_problems, found.max_new_tokens) == ("tiny", 9, 208)
-    assert found.buckets is not None
-    assert len(found.buckets) >= 4
-    assert (found.buckets[0].low, found.buckets[-1].high) == (20, 208)
+    buckets = parse_buckets(",".join(found.buckets))
+    assert len(buckets) >= 4
+    assert (buckets[0].low, buckets[-1].high) == (20, 208)
     listed = tmp_path / "listed.yaml"
     listed.write_text("model: tiny\nbuckets:\n  - 0-5:1\n  - 5-9:2\n")
-    assert FilterConfig.resolve(str(listed), {}).to_dict()["buckets"] == "0-5:1,5-9:2"
+    assert parse(FilterConfig, arguments=["--config", str(listed)]).buckets == ("0-5:1", "5-9:2")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("options", "message"),
     [
-        ("model: tiny\nbatchsize: 3\n", "unknown keys batchsize"),
-        ("- 1\n", "holds a list"),
-        ("a: [", "is not YAML"),
-        ("batch_size: many\n", "batch_size must be int"),
-        ("buckets: 5\n", "buckets must be str, got 5"),
-        ("shard: 0\n", "shard must be str, got 0"),
-        ("limit: '5'\n", "limit must be int, got '5'"),
-        ("batch_size: true\n", "batch_size must be int, got True"),
-        ("engine: sglang\n", "unknown engine 'sglang'"),
+        (["--batch-size", "0"], "batch_size must be at least 1"),
+        (["--buckets", "5"], "bucket '5' is not of the form"),
+        (["--engine", "sglang"], "unknown engine 'sglang'"),
+        *[(["--shard", bad], "from 0 to n-1") for bad in ("4/4", "1", "a/b", "0/0", "")],
     ],
 )
-def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
+def test_impossible_settings_are_named(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FilterConfig.resolve(str(path), {})
-    with pytest.raises(ValueError, match="does not exist"):
-        FilterConfig.resolve(str(tmp_path / "absent.yaml"), {})
+        parse(FilterConfig, arguments=options)
+
+
+def test_shard_numbers() -> None:
+    assert parse_shard("0/1") == (0, 1)
+    assert parse_shard("3/4") == (3, 4)
+    with pytest.raises(ValueError, match="from 0 to n-1"):
+        parse_shard("-1/4")

@@ -53,11 +53,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_filter_program(run: Runner, tmp_path: Path, model_folder: str) -> None:
     options = ["--model", model_folder, "--input", "tiny", "--num-problems", "6", "--output-dir", str(tmp_path / "out")]
-    options += ["--max-new-tokens", "8", "--max-length", "250", "--buckets", "0-4:3,4-8:3"]
-    first = run("data_prep/filter_deepscaler.py", *options, "--shard", "0/2")
+    options += ["--max-length", "250", "--buckets", "0-4:3,4-8:3"]
+    first = run("data_prep/filter_deepscaler.py", *options, "--max-new-tokens", "8", "--shard", "0/2")
     assert first.code == 0, first.stderr
     assert "Shard 0/2 is complete. Not complete yet: 1/2 (3 problems)" in first.stdout
-    second = run("data_prep/filter_deepscaler.py", *options, "--shard", "1/2")
+    second = run("data_prep/filter_deepscaler.py", *options, "--max-new-tokens", "8", "--shard", "1/2")
     assert second.code == 0, second.stderr
     assert "None of the 6 problems was solved" in second.stdout
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -65,7 +65,7 @@ def test_filter_program(run: Runner, tmp_path: Path, model_folder: str) -> None:
     assert report["versions"]["torch"]
     third = run("data_prep/filter_deepscaler.py", *options, "--shard", "1/2", "--max-new-tokens", "9")
     assert third.code == 2
-    assert "max_new_tokens was 8, is now 9" in third.stderr
+    assert "max_new_tokens was 8 and is now 9" in third.stderr
 
 
 def test_the_report_names_paths_as_they_were_given(
@@ -102,7 +102,7 @@ NO_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is inst
     [
         pytest.param(["--engine", "vllm"], "comes with the extra rlkv[vllm], which is not installed", marks=NO_VLLM),
         (["--buckets", "9-3:1"], "bucket 9-3:1 is impossible"),
-        (["--config", "absent.yaml"], "config file absent.yaml does not exist"),
+        (["--config", "absent.yaml"], "--config absent.yaml: no such file"),
         (["--input", "absent.jsonl"], "absent.jsonl does not exist"),
     ],
 )
@@ -125,7 +125,14 @@ def test_sample_program(run: Runner, tmp_path: Path, model_folder: str) -> None:
     for row in rows:
         assert 1 <= row["output_tokens"] <= 6
         assert row["correct"] is False
+    content = output.read_bytes()
+    output.write_bytes(content[: content.rstrip().rfind(b"\n") + 9])  # killed while writing the last row
     again = run("rollout/sample.py", *options)
-    assert again.code == 2
-    assert "exists: name another --output" in again.stderr
-    assert len(output.read_text().splitlines()) == 6
+    assert again.code == 0, again.stderr
+    resumed = [json.loads(line) for line in output.read_text().splitlines()]
+    assert resumed[:-1] == rows[:-1]
+    assert sorted((r["index"], r["sample"]) for r in resumed) == sorted((r["index"], r["sample"]) for r in rows)
+    other = run("rollout/sample.py", *options, "--template", "boxed")
+    assert other.code == 2
+    assert "template" in other.stderr
+    assert [json.loads(line) for line in output.read_text().splitlines()] == resumed

@@ -45,10 +45,17 @@ def build_engine() -> BoxingEngine:
 
 def run_job(folder: Path, engine: BoxingEngine) -> None:
     filter_job.load_engine = lambda *args: engine  # type: ignore[assignment]
-    buckets = "0-4:5,4-8:5,8-16:5,16-24:5"
-    settings = {"model": "random", "input": "tiny", "num_problems": PROBLEMS, "output_dir": str(folder)}
-    settings |= {"max_new_tokens": NEW_TOKENS, "max_length": 400, "batch_size": BATCH, "buckets": buckets}
-    filter_job.run_filter(FilterConfig.resolve(None, settings))
+    config = FilterConfig(
+        model="random",
+        input="tiny",
+        num_problems=PROBLEMS,
+        output_dir=str(folder),
+        max_new_tokens=NEW_TOKENS,
+        max_length=400,
+        batch_size=BATCH,
+        buckets=("0-4:5", "4-8:5", "8-16:5", "16-24:5"),
+    )
+    filter_job.run_filter(config)
 
 
 def fork_job(folder: Path, engine: BoxingEngine) -> int:

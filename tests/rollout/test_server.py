@@ -18,7 +18,7 @@ from rlkv.rollout.gated import Rows, Sample, gate_version
 from rlkv.rollout.protocol import EngineFacts
 from rlkv.rollout.server import RolloutServer
 from rlkv.training.hf_engine import GatedHFEngine
-from rlkv.training.serve import load_gated_engine
+from rlkv.training.serve import ServeConfig, load_gated_engine
 from tests.helpers.models import make_tiny_model
 
 FACTS = EngineFacts("tiny", 2, 6, 64, 3, 4)
@@ -164,7 +164,7 @@ def test_a_silent_server_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
         thread.join()
 
 
-def test_signs_of_life_keep_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_keep_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlkv.rollout.server.HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(client_module, "SILENCE", 0.5)
     engine, go = Scripted([]), threading.Event()
@@ -205,11 +205,12 @@ def test_a_taken_port_and_an_unknown_engine_are_named() -> None:
     ):
         RolloutServer(("127.0.0.1", server.server_port), Scripted([]), FACTS)
     with pytest.raises(ValueError, match="unknown engine 'sglang'"):
-        load_gated_engine("sglang", "tiny", SinkWindow(2, 6))
+        load_gated_engine(ServeConfig(engine="sglang"))
 
 
 def test_the_tiny_model_can_be_served_by_transformers() -> None:
-    engine, facts = load_gated_engine("hf", "tiny", SinkWindow(4, 16), "float32", max_rows=2)
+    config = ServeConfig(engine="hf", model="tiny", sink=4, window=16, dtype="float32", max_rows=2)
+    engine, facts = load_gated_engine(config)
     assert facts == EngineFacts("tiny", 4, 16, 1024, 4, 6)
     alpha = torch.zeros(4, 6)
     assert engine.set_gates(alpha) == gate_version(alpha)

@@ -11,8 +11,9 @@ import pytest
 from datasets import Dataset
 
 from rlkv.models.prompts import fill_template
+from rlkv.tiny.task import longest_solution
 from rlkv.training.config import parse_config
-from rlkv.training.run import read_problems
+from rlkv.training.problems import load_curriculum, read_problems
 from tests.helpers.paths import ROOT
 
 
@@ -41,7 +42,9 @@ PAPER = {
 
 @pytest.mark.parametrize("name", PAPER)
 def test_shipped_files_hold_the_papers_numbers(name: str) -> None:
-    settings, training = parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
+    settings, training = parse_config(["--config", name, "--use_cpu", "true"])
+    from_file = parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
+    assert settings == from_file[0]
     assert (settings.model, settings.l1_beta, settings.tau, training.top_p) == PAPER[name]
     assert (settings.sink, settings.window, settings.deploy_sink, settings.deploy_window) == (128, 256, 16, 64)
     assert (training.prompts_per_step, training.num_generations, training.max_steps) == (32, 4, 185)
@@ -101,7 +104,7 @@ def test_wrong_options_are_named(options: list[str], named: str) -> None:
 
 def test_wrong_keys_and_broken_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    for text, named in [("l1_betta: 3\n", "l1_betta"), ("sink: [1\n", "no valid YAML"), ("sink: many\n", "sink")]:
+    for text, named in [("l1_betta: 3\n", "l1_betta"), ("sink: [1\n", "not valid YAML"), ("sink: many\n", "sink")]:
         file.write_text(text)
         with pytest.raises(ValueError, match=named):
             parse_config(["--config", str(file)])
@@ -112,7 +115,7 @@ def test_wrong_keys_and_broken_files_are_named(tmp_path: Path) -> None:
     [
         (["--bogus", "3"], "error: unknown setting --bogus"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
-        ([], "error: no problems to train on"),
+        (["--model", "x"], "error: no problems to train on"),
         (["--curriculum", "nowhere.parquet"], "error: nowhere.parquet: there is no such file"),
     ],
 )
@@ -133,6 +136,21 @@ def test_the_program_ends_with_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_tiny_model_draws_problems_of_its_own_task(capsys: pytest.CaptureFixture[str]) -> None:
+    settings, training = parse_config(["--config", "tiny", "--use_cpu", "true", "--seed", "5"])
+    found = load_curriculum(settings, training)
+    line = capsys.readouterr().out
+    assert "200 problems of the built-in task" in line
+    assert "seed 5" in line
+    assert len(found) == 200
+    assert found[0] == load_curriculum(settings, training)[0]
+    longest = max(prompt[0]["content"].count(" = ") for prompt in found["prompt"])
+    assert longest_solution(longest + 2) <= training.max_completion_length
+    training.max_completion_length = longest_solution(4)
+    prompts = load_curriculum(settings, training)["prompt"]
+    assert max(prompt[0]["content"].count(" = ") for prompt in prompts) == 2
+
+
 def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
     rows = [{"problem": "1 + 1", "answer": "2", "bucket": "0-2k"}, {"problem": "2 + 2", "answer": 4, "bucket": "0-2k"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -147,9 +165,9 @@ def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
     ("name", "content", "named"),
     [
         ("a.csv", "x", "expected a .parquet or .jsonl"),
-        ("a.jsonl", '{"problem": "1"}\n', "row 0 has no fields"),
-        ("a.jsonl", "no json\n", "cannot be read as jsonl"),
-        ("a.parquet", "PAR1 broken", "cannot be read as parquet"),
+        ("a.jsonl", '{"problem": "1"}\n', "line 1 has no fields"),
+        ("a.jsonl", "no json\n", "line 1 is not JSON"),
+        ("a.parquet", "PAR1 broken", "not a readable Parquet file"),
     ],
 )
 def test_a_wrong_curriculum_is_named(name: str, content: str, named: str, tmp_path: Path) -> None:
