@@ -174,7 +174,7 @@ def _run_in_process(config: ServingConfig, gates: HeadGates, run: Run) -> dict[s
     log = config.output_dir / "serving_run.log"
     with TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(config.llama(config.positions)))
+        (folder / "config.json").write_text(config.llama(config.positions).to_json_string())
         gates.save(folder / "gates.safetensors")
         request: dict[str, Any] = {"gates": str(folder / "gates.safetensors"), "sparsity": run.sparsity, **kept}
         request["reference_tokens"] = round(config.mean_length)
@@ -211,7 +211,7 @@ def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -
     """One row per setting and mode: ``[median, least, greatest]`` of every metric over the rounds.
 
     ``speedup`` and ``step_ratio`` compare a run with the full cache's of the same round; ``theory`` and ``by_blocks``
-    are what the lengths let expect where memory is the limit (:class:`rlkv.benchmarks.workload.Expectation`).
+    are what the lengths let expect where memory is the limit (:func:`rlkv.benchmarks.workload.expect`).
 
     Raises:
         ValueError: if pools differ by more than one block.
@@ -238,7 +238,7 @@ def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -
                 **{name: _spread([row[name] for row in own]) for name in METRICS},
                 "speedup": _spread([row["tokens_per_second"] / other["tokens_per_second"] for row, other in pairs]),
                 "step_ratio": _spread([other["steps"] / row["steps"] for row, other in pairs]),
-                **({} if sparsity is None else {"expected": asdict(expect(work, gates, sparsity, eviction))}),
+                **({} if sparsity is None else {"expected": expect(work, gates, sparsity, eviction)}),
             }
         )
     return rows

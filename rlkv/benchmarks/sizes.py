@@ -32,25 +32,20 @@ class LlamaSizes:
     vocabulary: int = 8192
     """Tokens in the vocabulary."""
 
-    def llama(self, positions: int) -> dict[str, Any]:
-        """A transformers config for texts of up to ``positions`` tokens."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_attention_heads": self.query_heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": positions,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
+    def llama(self, positions: int) -> LlamaConfig:
+        """The config for texts of up to ``positions`` tokens."""
+        return LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.query_heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=positions,
+            rms_norm_eps=1e-5,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +90,7 @@ class TimingConfig(LlamaSizes):
     def build_model(self, device: torch.device, dtype: torch.dtype, positions: int) -> PreTrainedModel:
         """The model in eval mode; about 100 M parameters with the default sizes."""
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(LlamaConfig(**self.llama(positions)))
+        model: Any = LlamaForCausalLM(self.llama(positions))
         return model.to(device=device, dtype=dtype).eval()
 
 

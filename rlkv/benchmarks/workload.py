@@ -176,28 +176,18 @@ def theoretical_speedup(sparsity: float, kept: int, length: float) -> float:
     return 1 / (1 - sparsity + sparsity * min(kept, length) / length)
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """What an allocation should bring, from lengths alone.
+def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | None = None) -> dict[str, float]:
+    """What ``sparsity`` should bring where memory is the limit, from lengths alone; ``eviction``: name of a policy.
 
-    Attributes:
-        sparsity: share of heads that are compressible, exactly.
-        theory: :func:`theoretical_speedup`.
-        by_blocks: bytes times tokens that the requests hold over their lives, full cache over this allocation, in
-            whole blocks: requests start short, and blocks are coarse. Steps can shrink by about this.
+    Returns:
+        ``sparsity``, the exact share of compressible heads; ``theory``, :func:`theoretical_speedup`; ``by_blocks``,
+        bytes times tokens that the requests hold over their lives, full cache over this allocation, in whole blocks:
+        requests start short, and blocks are coarse. Steps can shrink by about this.
     """
-
-    sparsity: float
-    theory: float
-    by_blocks: float
-
-
-def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | None = None) -> Expectation:
-    """What ``sparsity`` should bring where memory is the limit; ``eviction``: name of a policy."""
     allocation = HeadAllocation.from_gates(gates, sparsity)
     plan = plan_packing(allocation.full, work.demand(eviction), round(work.mean_length))
     theory = theoretical_speedup(allocation.sparsity, work.kept(eviction), work.mean_length)
-    return Expectation(allocation.sparsity, theory, _gain_by_blocks(work, plan))
+    return {"sparsity": allocation.sparsity, "theory": theory, "by_blocks": _gain_by_blocks(work, plan)}
 
 
 def _gain_by_blocks(work: Workload, plan: PackingPlan) -> float:

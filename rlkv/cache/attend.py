@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 # A buffer grows by 1/16 of its entries, rounded up to a multiple of 16: little headroom, and copying 16 entries a
-# token (on average) is nothing beside reading all of them in each step.
+# token (on average) is nothing next to reading all of them in each step.
 GROWTH = 16
 GRANULE = 16
 

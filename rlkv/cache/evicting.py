@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkv.cache.attend import attend, grown_capacity, resized
+from rlkv.cache.attend import attend, grown_capacity
 from rlkv.cache.plan import CacheState, CallLayout
 from rlkv.cache.schedule import SegmentTensors
-from rlkv.cache.stores import entry_nbytes
+from rlkv.cache.stores import Store
 from rlkv.eviction.base import EvictionPolicy
 
 
@@ -41,42 +41,29 @@ class KeptTokens:
     scores: Tensor
 
 
-class EvictingStore:
+class EvictingStore(Store):
     """KV of the compressible heads of one layer.
 
-    Beside keys and values it holds, and counts, the queries that the policy observes and the scores that it
+    In addition to keys and values it holds, and counts, the queries that the policy observes and the scores that it
     accumulates.  Positions of the entries are held only if the cache records what is kept, and not counted.
     """
 
     def __init__(
         self, heads: Sequence[int], layer: int, state: CacheState, policy: EvictionPolicy, records: list[KeptTokens]
     ) -> None:
-        self.heads, self.layer, self.state, self.policy, self.records = tuple(heads), layer, state, policy, records
-        self.num_heads = len(self.heads)
+        super().__init__(len(heads), state)
+        self.heads, self.layer, self.policy, self.records = tuple(heads), layer, policy, records
         self.queries: Tensor | None = None  # [B, H, G, at most a, D], the latest ones
-        self._planes: dict[str, Tensor] = {}
 
-    @property
-    def keys(self) -> Tensor:
-        return self._planes["keys"]
-
-    @property
-    def values(self) -> Tensor:
-        return self._planes["values"]
-
-    def allocate(self, key: Tensor, value: Tensor) -> None:
+    def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
+        super().allocate(key, value)
         shape = (key.shape[0], self.num_heads, 0)
-        self._planes = {
-            "keys": key.new_empty(*shape, key.shape[-1]),
-            "values": value.new_empty(*shape, value.shape[-1]),
-        }
         if self.policy.accumulates:
-            self._planes["scores"] = torch.empty(shape, dtype=torch.float32, device=key.device)
+            self.planes["scores"] = torch.empty(shape, dtype=torch.float32, device=key.device)
         if self.state.record:
-            self._planes["positions"] = torch.empty(shape, dtype=torch.long, device=key.device)
+            self.planes["positions"] = torch.empty(shape, dtype=torch.long, device=key.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
-        """Store the new states ``[B, H, n, D]`` and attend: query ``[B, H, G, n, D]`` -> its shape."""
         parts = []
         for segment in plan.segments:
             span = slice(segment.segment.begin, segment.segment.end)
@@ -87,28 +74,25 @@ class EvictingStore:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
-        """Store the states of a prompt that all heads have read in full, and evict."""
         (segment,) = plan.segments
         self._finish(self._new_entries(key, value, segment, plan), query, segment, scale)
 
     def tensors(self) -> list[Tensor]:
-        counted = [plane for name, plane in self._planes.items() if name != "positions"]
+        counted = [plane for name, plane in self.planes.items() if name != "positions"]
         return counted if self.queries is None else [*counted, self.queries]
 
     def used_nbytes(self, tokens: int) -> int:
-        """Bytes of entries in use, observed queries and accumulated scores."""
         assert self.state.row_counts is not None
         entries = int(self.state.row_counts.held.sum()) * self.num_heads
         score = 4 if self.policy.accumulates else 0
-        return entries * (entry_nbytes(self) + score) + (0 if self.queries is None else self.queries.nbytes)
+        return entries * (self.entry_nbytes + score) + (0 if self.queries is None else self.queries.nbytes)
 
     def select_rows(self, rows: Tensor) -> None:
-        """As of every store; the cache's ``row_counts`` is still that of the rows before."""
-        assert self.state.row_counts is not None
+        assert self.state.row_counts is not None  # still that of the rows before
         before, after = self.state.row_counts.columns, self.state.row_counts.select(rows).columns
-        self._planes = {name: plane.index_select(0, rows) for name, plane in self._planes.items()}
+        super().select_rows(rows)
         if after < before:  # the fullest rows are gone: the others end at an earlier column now
-            for plane in self._planes.values():
+            for plane in self.planes.values():
                 plane.narrow(2, 0, after).copy_(plane.narrow(2, before - after, after).clone())
         if self.queries is not None:
             self.queries = self.queries.index_select(0, rows)
@@ -117,24 +101,19 @@ class EvictingStore:
         self.queries = None
 
     def held(self, row: int, tokens: int) -> Tensor:
-        """Which of a row's ``tokens`` real tokens each head holds: bool ``[H, tokens]``.
-
-        Raises:
-            ValueError: unless the cache records positions.
-        """
         if not self.state.record:
             raise ValueError("this cache does not note which tokens it holds: make it with record=True")
         assert self.state.row_counts is not None
         counts = self.state.row_counts
         columns = slice(counts.columns - int(counts.held[row]), counts.columns)
         found = torch.zeros(self.num_heads, tokens, dtype=torch.bool)
-        return found.scatter_(1, self._planes["positions"][row, :, columns].cpu(), True)
+        return found.scatter_(1, self.planes["positions"][row, :, columns].cpu(), True)
 
     def _new_entries(self, key: Tensor, value: Tensor, segment: SegmentTensors, plan: CallLayout) -> dict[str, Tensor]:
         new = {"keys": key, "values": value}
-        if "scores" in self._planes:
+        if "scores" in self.planes:
             new["scores"] = torch.zeros(key.shape[:3], dtype=torch.float32, device=key.device)
-        if "positions" in self._planes:
+        if "positions" in self.planes:
             begin = plan.start + segment.segment.begin
             position = torch.arange(begin, begin + segment.length, device=key.device)
             if plan.padding is not None:
@@ -146,11 +125,11 @@ class EvictingStore:
         """Cached and new entries, ``[B, H, total, ...]``; a single token is written into the buffer at once."""
         used = segment.columns_before
         if segment.length > 1:
-            return {name: torch.cat([self._planes[name].narrow(2, 0, used), t], dim=2) for name, t in new.items()}
-        self._reserve(used + 1, used)
+            return {name: torch.cat([self.planes[name].narrow(2, 0, used), t], dim=2) for name, t in new.items()}
+        self._make_room(used + 1, used)
         for name, states in new.items():
-            self._planes[name].narrow(2, used, 1).copy_(states)
-        return {name: self._planes[name].narrow(2, 0, used + 1) for name in new}
+            self.planes[name].narrow(2, used, 1).copy_(states)
+        return {name: self.planes[name].narrow(2, 0, used + 1) for name in new}
 
     def _finish(self, held: dict[str, Tensor], query: Tensor, segment: SegmentTensors, scale: float) -> None:
         """Observe the queries of the segment, evict from the rows that are due, and put the rest into the buffer."""
@@ -171,9 +150,9 @@ class EvictingStore:
             held = self._evict(held, segment)
         elif segment.length == 1:
             return
-        self._reserve(segment.columns_after, segment.columns_before if segment.length == 1 else 0)
+        self._make_room(segment.columns_after, segment.columns_before if segment.length == 1 else 0)
         for name, plane in held.items():
-            self._planes[name].narrow(2, 0, segment.columns_after).copy_(plane)
+            self.planes[name].narrow(2, 0, segment.columns_after).copy_(plane)
 
     def _evict(self, held: dict[str, Tensor], segment: SegmentTensors) -> dict[str, Tensor]:
         """The entries ``[B, H, M', ...]`` that stay of ``held`` ``[B, H, M, ...]``."""
@@ -213,15 +192,14 @@ class EvictingStore:
                 )
             )
 
-    def _reserve(self, needed: int, used: int) -> None:
+    def _make_room(self, needed: int, used: int) -> None:
         """Make room for ``needed`` entries of each row; the first ``used`` are kept."""
         capacity = self.keys.shape[2]
         if needed <= capacity:
             return
         limits = [limit for limit in (self.policy.max_entries(), self.state.limit) if limit is not None]
         capacity = grown_capacity(capacity, needed, min(limits) if limits else None)
-        for name in self._planes:  # one after the other: never both old and new of all
-            self._planes[name] = resized(self._planes[name], capacity, used)
+        self.reserve(capacity, used)
 
 
 def _take(plane: Tensor, source: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class GrowingLayer(DynamicLayer):
         self._store = (key, value)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch; the room to grow is taken anew at the next token, as in the next two."""
+        """Keep these rows of the batch; room to grow is allocated again at the next token."""
         super().batch_select_indices(indices)
         self._store = None
 

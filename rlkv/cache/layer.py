@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from rlkv.cache.attend import attend
 from rlkv.cache.plan import CacheState, CallLayout
-from rlkv.cache.stores import FullStore, Store, entry_nbytes
+from rlkv.cache.stores import FullStore, Store
 
 
 class NewStates(NamedTuple):
@@ -128,7 +128,7 @@ class ReallocationLayer(CacheLayerMixin):
 
     def full_nbytes(self) -> int:
         """Bytes that the full cache would hold for the same tokens."""
-        return self.num_heads * self.batch_size * self.length * entry_nbytes(self.stores[0][1])
+        return self.num_heads * self.batch_size * self.length * self.stores[0][1].entry_nbytes
 
     def held(self, row: int, tokens: int) -> torch.Tensor:
         """Which of a row's ``tokens`` real tokens each head holds: bool ``[H, tokens]`` on the CPU."""

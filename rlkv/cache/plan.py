@@ -45,7 +45,7 @@ class CacheSettings:
             raise ValueError(f"unknown prefill {self.prefill!r}: choose one of {', '.join(PREFILL_MODES)}")
         if self.eviction is not None and not isinstance(self.eviction, EvictionPolicy):
             raise ValueError(
-                f"eviction is {self.eviction!r}, which is no policy: pass an instance, such as "
+                f"eviction is {self.eviction!r}, which is not a policy: pass an instance, such as "
                 "rlkv.eviction.RKV(budget=256)"
             )
 

@@ -71,7 +71,7 @@ def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
 def sum_rows(values: Tensor) -> Tensor:
     """``[..., a, N]`` -> ``[..., N]``, added up in the same order for every entry: equal entries get equal sums.
 
-    ``values.sum(dim=-2)`` gives no such promise: on a CPU the last columns are summed in another order.
+    ``values.sum(dim=-2)`` does not promise that: on a CPU the last columns are summed in another order.
     """
     return values.mT.contiguous().sum(dim=-1)
 

@@ -20,8 +20,8 @@ AGGREGATIONS = ("all", "group", "head")
 class RPC(EvictionPolicy):
     """RPC (arXiv 2505.13866, algorithm 1): every P generated tokens keep a c-th of them; the prompt stays whole.
 
-    The last R queries pay attention to the entries before the last R ones (softmax per query head, which the prompt
-    is no part of); the sum over the R queries, the mean over heads, and the mean over a window of ``kernel`` entries
+    The last R queries pay attention to the entries before the last R ones (softmax per query head, without
+    the prompt); the sum over the R queries, the mean over heads, and the mean over a window of ``kernel`` entries
     (entries beyond the ends count as 0) give the scores ``[B, H, N]``.
 
     The schedule: after n evictions the next one is due at ``n * int(P/c) + P`` entries plus, from the second on,

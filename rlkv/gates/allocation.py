@@ -62,7 +62,7 @@ class HeadAllocation:
         full: bool ``[num_layers, num_kv_heads]`` on the CPU; True keeps everything, False is compressible.
 
     Raises:
-        ValueError: if ``full`` is no non-empty bool matrix.
+        ValueError: if ``full`` is not a non-empty bool matrix.
     """
 
     full: Tensor
@@ -92,12 +92,8 @@ class HeadAllocation:
             return cls.from_order(order, num_layers, num_heads, sparsity)
         if scope != "layer":
             raise ValueError(f"unknown scope {scope!r}: choose one of {', '.join(SCOPES)}")
-        compressible = num_heads - num_full_heads(sparsity, num_heads)
-        full = torch.ones(num_layers, num_heads, dtype=torch.bool)
-        for layer in range(num_layers):
-            for head in [h for at, h in order if at == layer][:compressible]:
-                full[layer, head] = False
-        return cls(full)
+        layers = [[(0, head) for at, head in order if at == layer] for layer in range(num_layers)]
+        return cls(torch.cat([cls.from_order(own, 1, num_heads, sparsity).full for own in layers]))
 
     @classmethod
     def from_order(
@@ -158,7 +154,7 @@ class HeadAllocation:
 
     @property
     def sparsity(self) -> float:
-        """The actual share of compressible heads, which rounding may set apart from the asked one."""
+        """The actual share of compressible heads, which rounding may move away from the asked one."""
         return self.num_compressible / self.full.numel()
 
     def overlap(self, other: HeadAllocation) -> float:
@@ -173,14 +169,6 @@ class HeadAllocation:
             )
         larger = max(self.num_full, other.num_full)
         return int((self.full & other.full).sum()) / larger if larger else 1.0
-
-    def describe(self) -> str:
-        """A line for the model, then one per layer: full and compressible heads, and a map (``#`` full, ``.`` not)."""
-        lines = [repr(self)[1:-1], "layer  full  compressible  heads"]
-        for layer, row in enumerate(self.full.tolist()):
-            heads = "".join("#" if full else "." for full in row)
-            lines.append(f"{layer:5d}  {sum(row):4d}  {len(row) - sum(row):12d}  {heads}")
-        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return (

@@ -132,13 +132,13 @@ def _read_tsv(path: Path) -> dict[str, Any]:
 
 
 def _read_sibling_config(path: Path, num_layers: int, num_kv_heads: int) -> dict[str, Any]:
-    """What a ``config.json`` beside a ``.tsv`` adds: DuoAttention's names the model and the training sizes."""
+    """What a ``config.json`` next to a ``.tsv`` adds: DuoAttention's names the model and the training sizes."""
     if not path.exists():
         return {}
     try:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it does not hold an object")
     except ValueError as error:
         warnings.warn(f"{path}: not readable as JSON ({error}), so the gates name no model", stacklevel=2)
         return {}

@@ -121,7 +121,7 @@ class HeadGates:
 
         A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else ``gates.safetensors``, else
         ``gates.pt``, else its only ``.tsv``. A ``.tsv`` states no sizes: the defaults, those of the published runs,
-        stand, unless a DuoAttention ``config.json`` beside it has others.
+        stand, unless a DuoAttention ``config.json`` next to it has others.
 
         The hub is reached by ``hf://owner/name``, or ``owner/name`` where no such local path exists; with a
         revision: ``hf://owner/name@revision``.
@@ -134,7 +134,7 @@ class HeadGates:
     def save(self, path: str | Path) -> None:
         """Write by suffix: ``.pt``, ``.safetensors``, ``.tsv``; no suffix, or a folder, is a PEFT folder.
 
-        Each file is replaced in one move. All but ``.tsv`` give back exactly what was saved; a ``.tsv`` holds
+        Each file is replaced atomically. All but ``.tsv`` give back exactly what was saved; a ``.tsv`` holds
         alpha alone (exactly), as published ones do.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a gates file says beside its tensors, checked on the way in."""
+"""What a gates file says in addition to its tensors, checked when it is read."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _FILE_SUFFIXES = (".pt", ".safetensors", ".tsv")
 
 
 def is_hub_address(path: str | Path) -> bool:
-    """Whether ``path`` means the hub: ``hf://...``, or ``owner/name[@revision]`` that is no local path or file name."""
+    """Whether ``path`` means the hub: ``hf://...``, or ``owner/name[@revision]`` that is not a local path."""
     if isinstance(path, Path):
         return False
     if path.startswith(PREFIX):

@@ -63,7 +63,7 @@ def read_peft(folder: Path) -> dict[str, Any]:
             f"{config_path}: not the config of KV head gates ({error!r}), expected sink and window"
         ) from error
     if not weights.exists():
-        raise ValueError(f"{folder}: found {ADAPTER_CONFIG} alone, expected {ADAPTER_WEIGHTS} beside it")
+        raise ValueError(f"{folder}: found {ADAPTER_CONFIG} alone, expected {ADAPTER_WEIGHTS} next to it")
     tensors, header = read_safetensors(weights)
     alpha = _stack(tensors, weights)
     if header is not None:

@@ -13,7 +13,7 @@ MOST_LABELLED = 64  # heads up to which a heat map writes the numbers into its c
 
 
 def gates_title(gates: HeadGates, what: str) -> str:
-    """``what``, the model and the training sizes: the title of every picture of gates."""
+    """``what``, the model and the training sizes: the title of every plot of gates."""
     return f"{what}\n{gates.name} · sink {gates.sink}, window {gates.window}"
 
 

@@ -88,7 +88,7 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if model == TINY:
-        loaded.config._name_or_path = TINY  # the packaged folder is no name that a gates file should carry
+        loaded.config._name_or_path = TINY  # not the packaged folder: gates files carry this name
     torch.nn.Module.to(loaded, target)
     return loaded.eval(), tokenizer
 
@@ -124,6 +124,6 @@ def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
     if hub_error is not None:
         reason = f"{hub_error}; its local cache does not hold it either"
     return (
-        f"cannot load model {model!r}: it is no local folder and the hub did not give it ({reason}); "
+        f"cannot load model {model!r}: it is not a local folder and the hub did not give it ({reason}); "
         "pass a folder that holds the model, or 'tiny' for the built-in one"
     )

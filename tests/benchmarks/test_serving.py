@@ -106,14 +106,14 @@ def test_expectation_by_blocks() -> None:
     gates = HeadGates(torch.tensor([[1.0, 0.0]] * 3))
     evicting = expect(replace(work, budget=12, buffer=8), gates, 0.5, "rkv")
     found = expect(work, gates, 0.5)
-    assert found.sparsity == 0.5
-    assert found.theory == pytest.approx(1 / (0.5 + 0.5 * 21 / 100))
+    assert found["sparsity"] == 0.5
+    assert found["theory"] == pytest.approx(1 / (0.5 + 0.5 * 21 / 100))
     # lengths 11 to 100: full heads hold 2 to 10 blocks, ten lengths each; the others at most 1 + 1 + 1
     full = sum(range(2, 11))
-    assert found.by_blocks == pytest.approx(2 * full / (full + 2 + 8 * 3))
+    assert found["by_blocks"] == pytest.approx(2 * full / (full + 2 + 8 * 3))
     # a block of 8 queries of 2 heads, 8 entries, and 2 of the 20 entries
-    assert evicting.by_blocks == pytest.approx(2 * full / (full + 9 * 3))
-    assert evicting.theory == pytest.approx(1 / (0.5 + 0.5 * 20 / 100))
+    assert evicting["by_blocks"] == pytest.approx(2 * full / (full + 9 * 3))
+    assert evicting["theory"] == pytest.approx(1 / (0.5 + 0.5 * 20 / 100))
 
 
 def test_modes_take_turns() -> None:
@@ -208,7 +208,7 @@ def test_runs_are_resumed_and_compared_within_their_round(
     assert half["step_ratio"] == pytest.approx([1.8, 1.6, 2.0])
     assert half["tokens_per_second"] == [155, 150, 160]
     assert (half["ttft_p50"][0], half["latency_p90"][0]) == (2.0, pytest.approx(5.8))
-    assert half["expected"]["theory"] == expect(TINY, gates, 0.5).theory
+    assert half["expected"]["theory"] == expect(TINY, gates, 0.5)["theory"]
 
     evicted = {**half, "mode": "sparsity 0.5 + rkv", "eviction": "rkv"}
     page = serving_page(TINY, [full, half, evicted])

@@ -27,8 +27,8 @@ def storage_bytes(cache: HeadReallocationCache) -> int:
     storages = {}
     for layer in cache.layers:
         for _, store in layer.stores:
-            planes = [value for value in vars(store).values() if isinstance(value, torch.Tensor)]
-            for value in [*planes, *getattr(store, "_planes", {}).values()]:
+            loose = [value for value in vars(store).values() if isinstance(value, torch.Tensor)]
+            for value in [*loose, *store.planes.values()]:
                 if value.is_floating_point():
                     storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
     return sum(storages.values())
