@@ -1,19 +1,20 @@
-"""Runs generated programs against tests so that they can neither harm the evaluator nor fake a pass.
+"""Runs generated programs against tests: ``run_tests(program, tests, limits)`` gives a ``Verdict``.
 
-``run_tests(program, tests, limits)`` gives a ``Verdict``; ``run_many`` runs several at a time;
-``protections()`` names what holds on this machine, and a warning says once what does not.
+The tests never enter the program's process. A *judge* process evaluates them; the *worker* process of the program,
+forked before the judge reads them, answers single calls with plain data. Only values of exact built-in types are
+compared, so an object with its own ``__eq__`` proves nothing. The judge alone writes the verdict, with a nonce that the
+worker never sees: leaving early, patched builtins, printed verdicts, frames and memory give no pass.
 
-How a pass is protected: the tests are evaluated in another process than the program. The program's process gets calls
-with plain arguments and returns plain results; it never holds a test or an expected value, and it has no channel for a
-verdict. Leaving early, patched builtins, objects with their own ``__eq__``, frames and memory give it nothing.
+The worker has resource limits, no environment variables and no capabilities. Landlock (Linux 5.13) leaves it Python's
+library and a temporary folder. A system-call filter (x86_64, aarch64) refuses sockets, signals and new processes. At
+the end, also that of the evaluator, the process group is killed and the folder removed. Where the system refuses
+Landlock or the filter, programs run without, and a warning says so once; for root that is a SandboxError instead.
 
-Not covered: a test that is weak in itself (``assert f(2)`` passes with any true value); a helper that the tests take
-from the program, when the tests themselves do not import it (a program's ``isclose`` would decide); changes to
-arguments in place (arguments go over by value); functions as arguments; results that are not plain data can be called
-and read, but a comparison with them is an error.
+This stops a language model's careless or cheating program, not a determined attacker. Not covered: weak tests (``assert
+f(2)`` passes with any true value); helpers that a test takes from the program; the sum of all files; arguments changed
+in place (they are copied). Functions as arguments, and comparisons with objects other than plain data, are errors.
 """
 
-from rlkv.evaluation.sandbox.limits import Limits, Verdict
-from rlkv.evaluation.sandbox.run import Job, SandboxError, protections, run_many, run_tests
+from rlkv.evaluation.sandbox.run import Limits, SandboxError, Verdict, run_tests
 
-__all__ = ["Job", "Limits", "SandboxError", "Verdict", "protections", "run_many", "run_tests"]
+__all__ = ["Limits", "SandboxError", "Verdict", "run_tests"]

@@ -3,11 +3,12 @@
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from rlkv.evaluation.sandbox import Job, Limits, run_many
+from rlkv.evaluation.sandbox import Limits, run_tests
 from tests.helpers.paths import SHARED
 
 FILE = SHARED / "data" / "mbpp_test.jsonl"
@@ -24,9 +25,9 @@ def tasks() -> list[dict[str, Any]]:
 
 
 def passed(tasks: list[dict[str, Any]], programs: list[str]) -> set[int]:
-    jobs = [Job(program, task["test"]) for program, task in zip(programs, tasks, strict=True)]
-    verdicts = run_many(jobs, 4, LIMITS)
-    return {task["task_id"] for task, verdict in zip(tasks, verdicts, strict=True) if verdict.passed}
+    with ThreadPoolExecutor(4) as pool:
+        verdicts = pool.map(lambda program, task: run_tests(program, task["test"], LIMITS), programs, tasks)
+        return {task["task_id"] for task, verdict in zip(tasks, verdicts, strict=True) if verdict.passed}
 
 
 def test_reference_programs_pass(tasks: list[dict[str, Any]]) -> None:

@@ -1,172 +1,79 @@
-"""What the untrusted process can see and reach: namespaces, a private read-only root, an own user, resource limits."""
+"""Shuts the worker in: resource limits, no capabilities, Landlock, and a filter of system calls."""
 
-from __future__ import annotations
-
+import ctypes
 import os
 import resource
+import signal
+import struct
 import sys
-from collections.abc import Mapping
+from contextlib import suppress
 
-from . import kernel, landlock, seccomp
-
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-KEPT_FLAGS = 1 | 2 | 4 | 8 | 1024 | 2048  # a mount owned by another user namespace must keep these
-MAX_FILES = 4096  # names in the private file system
-PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-NOBODY = 65534
-HIGHEST_UID = 2_000_000_000  # own users lie below it, where nobody creates users
-RESERVED = 16  # at the end of a container's users, among them "nobody"
-FEWEST_USERS = 4096  # fewer: a container without users to spare
-KERNEL_COUNTING_PER_NAMESPACE = (5, 14)
-
-STDLIB = os.path.dirname(os.__file__)
-LIBRARIES = (
-    STDLIB,
-    f"{sys.base_prefix}/lib",
-    *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib"),
-    *("/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/urandom"),
-)
+PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38  # prctl(2)
+# all that the program may read outside its own folder: Python's library and the shared libraries that it loads
+LIBRARIES = {os.path.dirname(os.__file__), f"{sys.base_prefix}/lib", "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
+LIBRARIES |= {"/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"}
+ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}  # column of REFUSED; clone(2)
+# numbers of refused system calls (-1: absent)
+REFUSED = {
+    "socket": (41, 198), "io_uring_setup": (425, 425), "fork": (57, -1), "vfork": (58, -1), "unshare": (272, 97),
+    "ptrace": (101, 117), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "prlimit64": (302, 261),
+    "pidfd_send_signal": (424, 424), "setpriority": (141, 140), "memfd_create": (319, 279), "shmget": (29, 194),
+    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "setuid": (105, 146),
+}  # fmt: skip
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def readable_paths() -> list[str]:
-    """Python's library and the shared libraries it loads: all that a program may read outside its own folder."""
-    kept: list[str] = []
-    for path in sorted({path for path in LIBRARIES if os.path.exists(path)}, key=len):
-        if not any(path.startswith(f"{parent}/") for parent in kept):
-            kept.append(path)
-    return kept
+def call(name: str, *arguments: object) -> int:
+    """A function of the C library; OSError where it returns -1."""
+    result = int(getattr(_libc, name)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments)))
+    if result == -1:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    return result
 
 
-def enter_namespaces() -> None:
-    """Processes forked from now on see only each other and have no network; OSError where it is not permitted."""
-    uid, gid = os.geteuid(), os.getegid()
-    flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-    if uid == 0:
-        kernel.unshare(flags)
-        return
-    kernel.try_prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise the files below belong to root
-    kernel.unshare(flags | kernel.CLONE_NEWUSER)
-    for name, text in [("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")]:
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+def isolate(folder: str, limits: dict[str, int]) -> list[str]:
+    """All protections of this process, ``folder`` being its only place for files; returns what the system refuses."""
+    call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+    values = {"CORE": 0, "CPU": limits["cpu_seconds"], "AS": limits["memory_bytes"], "FSIZE": limits["file_bytes"]}
+    for name, value in {**values, "NOFILE": limits["open_files"]}.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    missing = ["no access to the files of this user", "no network, signals and new processes"]
+    with suppress(OSError):
+        _restrict_files(folder)
+        missing.pop(0)
+    with suppress(OSError, KeyError):
+        _refuse_calls()
+        missing.pop()
+    if missing and os.geteuid() == 0:
+        raise OSError(f"programs would run as root without protection ({missing}): evaluate code tasks as another user")
+    return missing
 
 
-def private_root(folder: str, n_bytes: int) -> None:
-    """Replace the root by a memory file system (mounted over ``folder``) with the readable paths and a /tmp.
-
-    There is no /proc in it. Works in a process that may mount; OSError otherwise.
-    """
-    kernel.unshare(kernel.CLONE_NEWNS)
-    kernel.mount("none", "/", None, MS_REC | MS_PRIVATE)
-    kernel.mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={n_bytes},nr_inodes={MAX_FILES},mode=755")
-    for path in [*readable_paths(), os.devnull]:
-        _show(path, folder + path)
-    os.mkdir(f"{folder}/tmp")
-    os.chmod(f"{folder}/tmp", 0o1777)
-    os.chdir(folder)
-    kernel.syscall(PIVOT_ROOT[os.uname().machine], b".", b".")
-    kernel.detach(".")
-    os.chdir("/tmp")
+def _restrict_files(folder: str) -> None:
+    """Landlock: only ``LIBRARIES`` can be read and only ``folder`` written (userspace-api/landlock.rst)."""
+    version = call("syscall", 444, None, 0, 1)
+    everything, network, scopes = (1 << min(12 + version, 15)) - 1, 3 * (version >= 4), 3 * (version >= 6)
+    read, file_rights = 0b1100, 0x4007  # read file, read folder; the rights that exist for files
+    ruleset = call("syscall", 444, struct.pack("3Q", everything, network, scopes), 24, 0)
+    for path in filter(os.path.exists, {*LIBRARIES, folder}):
+        rights = everything if path in (folder, os.devnull) else read
+        rule = rights if os.path.isdir(path) else rights & everything & file_rights
+        call("syscall", 445, ruleset, 1, struct.pack("=Qi", rule, os.open(path, os.O_PATH)), 0)
+    call("syscall", 446, ruleset, 0)
 
 
-def _show(source: str, target: str) -> None:
-    if os.path.isdir(source):
-        os.makedirs(target, exist_ok=True)
-    else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-    kernel.mount(source, target, None, MS_BIND | MS_REC)
-    if not source.startswith("/dev/"):
-        flags = os.statvfs(target).f_flag & KEPT_FLAGS
-        kernel.mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | flags)
-
-
-def own_uid(number: int) -> int | None:
-    """A user that nothing else on the machine runs as, chosen by ``number`` (a process id); None if there is none.
-
-    Only root may change its user, so that others get None.
-    """
-    if os.geteuid() != 0:
-        return None
-    first, count = 0, 1 << 32
-    if os.path.exists("/proc/self/uid_map"):
-        with open("/proc/self/uid_map") as file:
-            first, _, count = map(int, file.read().split()[-3:])
-    if count < FEWEST_USERS:
-        return None
-    return min(first + count - RESERVED, HIGHEST_UID) - number % min(1 << 22, count // 16)
-
-
-def become(uid: int) -> None:
-    """Change to a user without rights. Where it cannot reach Python's library by path, it keeps open folders of it."""
-    library = [os.open(path, os.O_RDONLY) for path in sys.path if os.path.isdir(path)]
-    os.setgroups([])
-    os.setgid(uid)
-    os.setuid(uid)
-    if os.access(os.__file__, os.R_OK):
-        for fd in library:
-            os.close(fd)
-    elif kernel.ON_LINUX:
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise /proc/self/fd belongs to root
-        sys.path[:] = [f"/proc/self/fd/{fd}" for fd in library]
-    else:
-        raise OSError(f"a user without rights cannot read {STDLIB}: install Python where all users can read it")
-
-
-def tasks_of_user() -> int:
-    """Processes and threads that this user has now (0 where /proc does not tell): its limit counts them all."""
-    uid, total = os.getuid(), 0
-    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
-        try:
-            if os.stat(f"/proc/{name}").st_uid == uid:
-                total += len(os.listdir(f"/proc/{name}/task"))
-        except OSError:  # it ended meanwhile
-            continue
-    return total
-
-
-def counts_per_namespace() -> bool:
-    """Whether the kernel counts a user's processes separately in each user namespace."""
-    version = os.uname().release.split(".")
-    return (int(version[0]), int(version[1].split("-")[0])) >= KERNEL_COUNTING_PER_NAMESPACE
-
-
-def set_limits(limits: Mapping[str, float], tasks_before: int) -> list[str]:
-    """Resource limits of this process and its children; returns the names of those that hold."""
-    cpu = max(1, round(limits["cpu_seconds"]))
-    wanted = {
-        "RLIMIT_CORE": (0, 0),
-        "RLIMIT_CPU": (cpu, cpu + 1),
-        "RLIMIT_AS": (limits["memory_bytes"],) * 2,
-        "RLIMIT_FSIZE": (limits["file_bytes"],) * 2,
-        "RLIMIT_NOFILE": (limits["open_files"],) * 2,
-        "RLIMIT_NPROC": (limits["processes"] + tasks_before,) * 2,
-        "RLIMIT_MEMLOCK": (0, 0),
-        "RLIMIT_MSGQUEUE": (0, 0),
-    }
-    held = []
-    for name, (soft, hard) in wanted.items():
-        try:
-            resource.setrlimit(getattr(resource, name), (int(soft), int(hard)))
-            held.append(name)
-        except (AttributeError, ValueError, OSError):
-            continue  # reported by its absence
-    return held
-
-
-def restrict_paths(folder: str) -> bool:
-    """Whether Landlock now hides every file but the library and the own folder."""
-    try:
-        landlock.restrict(readable_paths(), folder)
-    except (OSError, KeyError):
-        return False
-    return True
-
-
-def filter_calls(own_pid: int | None, private_files: bool) -> bool:
-    """Whether the system-call filter is in force."""
-    try:
-        seccomp.install(own_pid, private_files)
-    except (OSError, KeyError):
-        return False
-    return True
+def _refuse_calls() -> None:
+    """Filter system calls from now on; KeyError on machines that are not in ``ARCHITECTURES``."""
+    column, architecture, clone = ARCHITECTURES[os.uname().machine]
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, not_there = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x50001), (answer, 0, 0, 0x50026)
+    steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse]
+    steps += [(load, 0, 0, 0), (at_least, 0, 1, 1 << 30), refuse]  # x32: the same under other numbers
+    for numbers in REFUSED.values():
+        steps += [(equal, 0, 1, numbers[column] & 0xFFFFFFFF), refuse]
+    steps += [(equal, 0, 1, 435), not_there]  # clone3: the C library then uses clone, here for threads only
+    steps += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, 0x10000), allow, refuse, allow]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    call("prctl", SECCOMP, 2, struct.pack("HP", len(steps), ctypes.addressof(code)), 0, 0)

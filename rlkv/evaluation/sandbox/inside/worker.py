@@ -1,98 +1,79 @@
-"""The untrusted process: shuts itself in, runs the program, then answers the judge's calls.
+"""The untrusted process: shuts itself in, runs the program, then answers the judge's calls. It holds no secret.
 
-Everything here belongs to the program as soon as it runs. It holds no secret: no test, no expected value, and nothing
-that it sends is taken for more than the value of one call.
+Plain data travels as JSON. Values are rebuilt as exact types: an object with its own ``__eq__`` never arrives, and
+subclasses lose their type (``Counter`` becomes ``dict``). Other objects stay here; the judge knows them by a number.
 """
 
-from __future__ import annotations
-
+import json
 import operator
 import os
-import signal
 import sys
 import types
+from collections import deque
 from collections.abc import Callable
+from datetime import date, datetime
+from decimal import Decimal
+from fractions import Fraction
 from itertools import islice
 from typing import Any, NoReturn
 
-from . import isolation, kernel, wire
-from .plan import Plan
+from . import isolation
 
-MODULE = "solution"  # not __main__: code under ``if __name__ == "__main__"`` does not run, as in the usual harnesses
-MAX_ITEMS = 1_000_000  # of an iterator that the tests go through
-MAX_MESSAGE = 200
-
-
-def shut_in(plan: Plan) -> Plan:
-    """All protections of this process; returns the plan with those that are in force now."""
-    if kernel.ON_LINUX:
-        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    plan = plan.plus(*isolation.set_limits(plan.limits, plan.tasks_before))
-    if "files" not in plan.reached and "landlock" not in plan.without and isolation.restrict_paths(plan.folder):
-        plan = plan.plus("landlock")
-    if plan.uid is not None:
-        isolation.become(plan.uid)
-        plan = plan.plus("user")
-    elif os.geteuid() == 0 and "namespaces" not in plan.reached:
-        raise OSError("programs would run as root with its rights: evaluate code tasks as another user")
-    if kernel.ON_LINUX:
-        kernel.drop_capabilities()
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it, so not before
-    own_pid = None if "namespaces" in plan.reached else os.getpid()
-    if "seccomp" not in plan.without and isolation.filter_calls(own_pid, "files" in plan.reached):
-        plan = plan.plus("seccomp")
-    return plan
+# type: to a text or to items, and back; each side adds the objects of the program
+KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    type(None): (repr, lambda text: None),
+    bool: (repr, "True".__eq__),
+    int: (hex, lambda text: int(text, 16)),  # decimal conversion is limited to 4300 digits
+    range: (lambda value: (value.start, value.stop, value.step), lambda items: range(*items)),
+    dict: (dict.items, dict),
+    **{kind: (kind.hex, kind.fromhex) for kind in (float, bytes, bytearray)},
+    **{kind: (kind.__str__, kind) for kind in (str, complex, Decimal, Fraction)},
+    **{kind: (kind.isoformat, kind.fromisoformat) for kind in (datetime, date)},
+    **{kind: (iter, kind) for kind in (list, tuple, set, frozenset, deque)},
+}
+READERS = {kind.__name__: read for kind, (_, read) in KINDS.items()}
 
 
-class Worker:
-    """Operations that the judge may ask for; opaque objects are known by their number in ``objects``."""
-
-    def __init__(self) -> None:
-        self.objects: list[Any] = []
-        self.codec = wire.Codec(self.number, self.objects.__getitem__)
-        self.module = types.ModuleType(MODULE)
-        self.operations: dict[str, Callable[..., Any]] = {
-            "run": self.run,
-            "defines": lambda name: name in self.module.__dict__,
-            "get": lambda name: self.module.__dict__[name],
-            "call": lambda function, *args, **kwargs: function(*args, **kwargs),
-            "getattr": getattr,
-            "setattr": setattr,
-            "getitem": operator.getitem,
-            "items": lambda iterable: list(islice(iterable, MAX_ITEMS)),
-            "len": len,
-            "bool": bool,
-            "str": str,
-            "repr": repr,
-        }
-
-    def number(self, value: Any) -> int:
-        """The number of a new opaque object."""
-        self.objects.append(value)
-        return len(self.objects) - 1
-
-    def run(self, program: str) -> None:
-        """Execute the program's top level as a module."""
-        sys.modules[MODULE] = self.module
-        sys.argv = [f"{MODULE}.py"]
-        exec(compile(program, f"{MODULE}.py", "exec"), self.module.__dict__)
-
-    def answer(self, request: list[Any]) -> list[Any]:
-        """``["value", v]`` or ``["error", exception, message]``."""
-        operation, args, kwargs = request
-        try:
-            result = self.operations[operation](*map(self.codec.decode, args), **self.codec.decode(kwargs))
-            return ["value", self.codec.encode(result)]
-        except BaseException as error:  # SystemExit too: leaving early is not passing
-            return ["error", type(error).__name__, str(error)[:MAX_MESSAGE]]
+def encode(value: Any) -> list[Any]:
+    """``[type, text or items]``, for JSON; TypeError for other than plain data."""
+    for kind in type(value).__mro__:
+        if kind in KINDS:
+            content = KINDS[kind][0](value)
+            return [kind.__name__, content if type(content) is str else [encode(item) for item in content]]
+    raise TypeError(f"a test passes {type(value).__name__} to the program: use plain data")
 
 
-def serve(requests: int, replies: int) -> NoReturn:
-    """Answer until the judge hangs up."""
-    worker = Worker()
-    while True:
-        try:
-            request = wire.receive(requests)
-        except EOFError:
-            os._exit(0)
-        wire.send(replies, worker.answer(request))
+def decode(form: list[Any]) -> Any:
+    """The value; ValueError, TypeError, KeyError or RecursionError if there is none."""
+    name, content = form
+    return READERS[name](content if type(content) is str else [decode(item) for item in content])
+
+
+def work(requests: int, replies: int, folder: str, limits: dict[str, int]) -> NoReturn:
+    """Report what the isolation lacks; answer requests with ``("value", v)`` or ``("error", exception, message)``."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    missing = isolation.isolate(folder, limits)
+    os.dup2(null, 2)  # not before: errors of the isolation go to the evaluator
+    objects: dict[int, Any] = {}
+    KINDS[object] = (lambda value: str(id(objects.setdefault(id(value), value))), str)
+    READERS["Remote"] = lambda number: objects[int(number)]
+    # not __main__: code under ``if __name__ == "__main__"`` does not run, as in the usual harnesses
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    operations = {
+        "run": lambda source: exec(compile(source, "solution.py", "exec"), module.__dict__),
+        "get": module.__dict__.__getitem__,
+        "iter": lambda iterable: list(islice(iterable, 1_000_000)),
+        **{f.__name__: f for f in (operator.call, operator.getitem, getattr, setattr, len, bool, str, repr)},
+    }
+    with os.fdopen(requests) as lines, os.fdopen(replies, "w", buffering=1) as answers:
+        answers.write(json.dumps(missing) + "\n")
+        for line in lines:
+            try:
+                operation, args, kwargs = decode(json.loads(line))
+                answer = encode(("value", operations[operation](*args, **kwargs)))
+            except Exception as error:  # SystemExit ends the worker: leaving early is not passing
+                answer = encode(("error", type(error).__name__, str(error)[:200]))
+            answers.write(json.dumps(answer) + "\n")
+    os._exit(0)
