@@ -4,15 +4,15 @@ r"""All analyses on the built-in tiny model, on a CPU: find heads in every way, 
     make study FRESH=1    # drop the results of an earlier run
     make study QUICK=1    # every stage at a tenth of the size, into results/study_quick
 
-RLKV is configs/tiny.yaml with fewer steps; beside it the ablations of its paper (arXiv 2510.08525, figure 8: without
+RLKV is configs/tiny.yaml with fewer steps; next to it the ablations of its paper (arXiv 2510.08525, figure 8: without
 adaptive weighting, without self-distilled data, the penalty times 0.2 and 5; no other setting is tuned for them),
 RLKV's heads re-ranked, distillation on the model's own solutions and on DuoAttention's recall task.
-``inference/study.py`` then measures all of them on problems that none has seen, and writes the report.
+``inference/study.py`` then measures all of them on held-out problems, and writes the report.
 
-Every stage is one of the project's own commands, printed as it starts, with its output in ``results/study/logs/``.
-Stages that find heads run ``--jobs`` at a time, on one thread each, so that their CPU seconds can be compared.  A stage
-that has ended is not run again, if what it needs is older; one that was stopped goes on where it was.  Other settings,
-configs or another version than the folder's are refused.
+Every stage is one of the project's own programs, printed as it starts, with its output in ``results/study/logs/``.
+Stages run ``--jobs`` at a time, on one thread each, so that their CPU seconds can be compared.  A stage that has ended
+does not run again unless something that it needs is newer; one that was stopped resumes.  Other settings, configs or
+another version than the folder's are refused.
 """
 
 from __future__ import annotations
@@ -21,36 +21,38 @@ import json
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 import yaml
-from rich.console import Console
 
-from rlkv.cli.errors import help_text, run_app
-from rlkv.evaluation.study.report import MEASURED
-from rlkv.gates.head_gates import HeadGates
-from rlkv.utils.pipeline import Pipeline, Stage, count_lines, results_folder, words
+from rlkv.cli.errors import run_app
+from rlkv.cli.options import parse
+from rlkv.utils.stages import Stage, below, run_stages
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
-PROGRAMS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 FILTER, GRPO = "configs/filter_tiny.yaml", "configs/tiny.yaml"
 DISTILLED = {"traces": "configs/distill_tiny_traces.yaml", "DuoAttention": "configs/distill_tiny.yaml"}
-START_SECONDS = 12  # of a training program
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyStudyConfig:
+    """Find heads in every way, then compare them."""
+
+    output_dir: Path = Path("results/study")
+    """where everything goes"""
+    fresh: bool = False
+    """drop the results of an earlier run"""
+    quick: bool = False
+    """every stage at a tenth of the size"""
+    jobs: int = 0
+    """stages at once; 0: one a core, at most 4"""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything.
-
-    Attributes:
-        seeds: per method; variant_seeds: per ablation.
-        cells: about as many decodings of all held-out problems are left when seeds that agree share theirs; for the
-            estimate of the time left only.
-    """
+    """How much of everything; ``seeds`` per method, ``variant_seeds`` per ablation."""
 
     filtered: int = 400
     grpo_steps: int = 40
@@ -60,208 +62,113 @@ class Size:
     traces: int = 100
     held_out: int = 200
     random_draws: int = 5
-    sparsities: str = "0.2,0.4,0.5,0.6,0.8"
-    cells: int = 145
+    sparsities: tuple[str, ...] = ("0.2", "0.4", "0.5", "0.6", "0.8")
 
 
-QUICK = Size(60, 5, 12, 2, 1, 10, 20, 2, "0.4,0.6", 75)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Heads found by one method with one seed: a row of the study."""
-
-    method: str
-    seed: int
-    folder: Path
-    is_ablation: bool = False
-
-    @property
-    def title(self) -> str:
-        return f"{self.method}, seed {self.seed}"
-
-    @property
-    def gates(self) -> Path:
-        return self.folder / "gates.pt"
+QUICK = Size(60, 5, 12, 2, 1, 10, 20, 2, ("0.4", "0.6"))
 
 
 class Plan:
-    """The stages of a study below ``folder``, which is relative to the repository where it lies in it."""
+    """The stages of a study below ``folder``, which is relative to the repository where it lies in it.
+
+    ``gates`` and ``ablations`` have the gates files by method, a file per seed.
+    """
 
     def __init__(self, folder: Path, size: Size) -> None:
-        self.folder, self.size = folder, size
-        self.curriculum = folder / "curriculum" / "curriculum.parquet"
-        self.raw = folder / "unfiltered.jsonl"
-        self.problems = folder / "problems.jsonl"
-        self.report = folder / "report"
-        self.runs: list[Run] = []
-        self.stages = [
-            *self._data(),
-            *self._distilled("DuoAttention", 0.5),
-            *self._rlkv(),
-            *self._ablations(),
-            *self._distilled("traces", 0.7),
-            *self._reranked(),
-        ]
-        self.stages += self._study()
+        self.folder, self.size, self.report = folder, size, folder / "report"
+        self.curriculum, self.filtered = folder / "curriculum" / "curriculum.parquet", folder / "curriculum/report.md"
+        self.raw, self.problems = folder / "unfiltered.jsonl", folder / "problems.jsonl"
+        self.gates: dict[str, list[Path]] = {}
+        self.ablations: dict[str, list[Path]] = {}
+        duo = self._distilled("DuoAttention", [])
+        rlkv = self._grpo("RLKV", size.seeds, self.gates)
+        beta = yaml.safe_load((ROOT / GRPO).read_text())["l1_beta"]
+        variants: dict[str, list[str]] = {
+            "no self-distilled data": ["--curriculum", str(self.raw)],
+            "no adaptive weight": ["--adaptive", "false"],
+            "beta x 0.2": ["--l1_beta", f"{0.2 * beta:g}"],
+            "beta x 5": ["--l1_beta", f"{5 * beta:g}"],
+        }
+        trained = [self._grpo(name, size.variant_seeds, self.ablations, of) for name, of in variants.items()]
+        traces = self._distilled("traces", ["--curriculum", str(self.curriculum)], (self.filtered,))
+        found = [*duo, *rlkv, *(stage for stages in trained for stage in stages), *traces, *self._reranked()]
+        self.stages = [*self._data(), *found]
+        self.stages += self._study(tuple(stage.done for stage in self.stages))
+
+    def _run(self, method: str, seed: int) -> Path:
+        return self.folder / "runs" / f"{method.lower().replace(' ', '_')}_{seed}"
 
     def _data(self) -> list[Stage]:
-        folder, size = self.folder / "curriculum", self.size
-        filtered = words(
-            "data_prep/filter_deepscaler.py --config {config} --num-problems {n} --output-dir {out}",
-            config=FILTER,
-            n=size.filtered,
-            out=folder,
-        )
-        raw = words(
-            """data_prep/draw_problems.py --config {config} --num-problems {n} --as-many-as {curriculum}
-                --output {out}""",
-            config=FILTER,
-            n=size.filtered,
-            curriculum=self.curriculum,
-            out=self.raw,
-        )
-        held_out = words(
-            "data_prep/draw_problems.py --num-problems {n} --definitions 3-12 --seed 2000003 --output {out}",
-            n=size.held_out,
-            out=self.problems,
-        )
-        done = folder / "report.md"
-        progress = partial(self._share, folder, "**/shard*.jsonl", size.filtered)
+        draw, n = ["data_prep/draw_problems.py", "--num-problems"], str(self.size.filtered)
+        kept = ["data_prep/filter_deepscaler.py", "--config", FILTER, "--num-problems", n]
+        kept += ["--output-dir", str(self.filtered.parent)]
+        raw = [*draw, n, "--config", FILTER, "--as-many-as", str(self.curriculum), "--output", str(self.raw)]
+        held_out = [*draw, str(self.size.held_out), "--definitions", "3-12", "--seed", "2000003"]
         return [
-            Stage("filter", filtered, done, progress, 50, threads=1),
-            Stage("held-out problems", held_out, self.problems, lambda: 0.0, 2, threads=1),
-            Stage("unfiltered problems", raw, self.raw, lambda: 0.0, 2, (done,), threads=1),
+            Stage("filter", kept, self.filtered),
+            Stage("held-out problems", [*held_out, "--output", str(self.problems)], self.problems),
+            Stage("unfiltered problems", raw, self.raw, (self.filtered,)),
         ]
 
-    def _rlkv(self) -> list[Stage]:
-        return [self._grpo(run, [], self.curriculum, 3.2) for run in self._add("RLKV", self.size.seeds)]
+    def _grpo(self, method: str, seeds: int, files: dict[str, list[Path]], more: Sequence[str] = ()) -> list[Stage]:
+        options = more if "--curriculum" in more else ["--curriculum", str(self.curriculum), *more]
+        needs = (self.filtered, self.raw) if str(self.raw) in options else (self.filtered,)
+        command = ["train/grpo_gates.py", "--config", GRPO, "--max_steps", str(self.size.grpo_steps)]
+        return self._seeds(method, seeds, files, [*command, "--save_steps", "10", *options], needs)
 
-    def _ablations(self) -> list[Stage]:
-        beta = yaml.safe_load((PROGRAMS / GRPO).read_text())["l1_beta"]
-        variants = {
-            "no self-distilled data": ([], self.raw, 5.7),
-            "no adaptive weight": (["--adaptive", "false"], self.curriculum, 3.2),
-            "beta x 0.2": (["--l1_beta", f"{0.2 * beta:g}"], self.curriculum, 3.2),
-            "beta x 5": (["--l1_beta", f"{5 * beta:g}"], self.curriculum, 3.2),
-        }
+    def _distilled(self, method: str, more: list[str], needs: tuple[Path, ...] = ()) -> list[Stage]:
+        command = ["train/distill_gates.py", "--config", DISTILLED[method], "--steps", str(self.size.distill_steps)]
+        return self._seeds(method, self.size.seeds, self.gates, [*command, *more], needs)
+
+    def _seeds(
+        self, method: str, seeds: int, files: dict[str, list[Path]], command: list[str], needs: tuple[Path, ...]
+    ) -> list[Stage]:
+        """A training per seed, whose gates files are added to ``files``."""
+        files[method] = [self._run(method, seed) / "gates.pt" for seed in range(seeds)]
         return [
-            self._grpo(run, options, problems, seconds)
-            for method, (options, problems, seconds) in variants.items()
-            for run in self._add(method, self.size.variant_seeds, is_ablation=True)
-        ]
-
-    def _grpo(self, run: Run, options: list[str], problems: Path, step_seconds: float) -> Stage:
-        steps = self.size.grpo_steps
-        command = words(
-            """train/grpo_gates.py --config {config} --curriculum {problems} --max_steps {steps} --seed {seed}
-                --save_steps 10 --output_dir {out}""",
-            config=GRPO,
-            problems=problems,
-            steps=steps,
-            seed=run.seed,
-            out=run.folder,
-        )
-        needs = (self.folder / "curriculum" / "report.md", *([self.raw] if problems == self.raw else []))
-        expected = START_SECONDS + steps * step_seconds
-        progress = partial(self._share, run.folder, "log.jsonl", steps)
-        return Stage(run.title, command + options, run.gates, progress, expected, needs, threads=1)
-
-    def _distilled(self, method: str, step_seconds: float) -> list[Stage]:
-        steps, stages = self.size.distill_steps, []
-        for run in self._add(method, self.size.seeds):
-            command = words(
-                "train/distill_gates.py --config {config} --steps {steps} --seed {seed} --output_dir {out}",
-                config=DISTILLED[method],
-                steps=steps,
-                seed=run.seed,
-                out=run.folder,
+            Stage(
+                f"{method}, seed {seed}", [*command, "--seed", str(seed), "--output_dir", str(file.parent)], file, needs
             )
-            needs: tuple[Path, ...] = ()
-            if method == "traces":
-                command += ["--curriculum", str(self.curriculum)]
-                needs = (self.folder / "curriculum" / "report.md",)
-            progress = partial(self._share, run.folder, "log.jsonl", steps)
-            expected = START_SECONDS + steps * step_seconds
-            stages.append(Stage(run.title, command, run.gates, progress, expected, needs, threads=1))
-        return stages
+            for seed, file in enumerate(files[method])
+        ]
 
     def _reranked(self) -> list[Stage]:
         stages = []
-        for run in [run for run in self.runs if run.method == "RLKV"]:
-            output = run.folder / "reranked.pt"
-            command = words(
-                """inference/rerank_heads.py --gates {gates} --output {output} --curriculum {curriculum}
-                    --num-traces {n} --seed {seed}""",
-                gates=run.gates,
-                output=output,
-                curriculum=self.curriculum,
-                n=self.size.traces,
-                seed=run.seed,
-            )
-            title = f"RLKV re-ranked, seed {run.seed}"
-            stages.append(Stage(title, command, output, lambda: 0.0, 45, (run.gates,), threads=1))
+        for seed, gates in enumerate(self.gates["RLKV"]):
+            command = ["inference/rerank_heads.py", "--curriculum", str(self.curriculum), "--gates", str(gates)]
+            command += ["--num-traces", str(self.size.traces), "--seed", str(seed)]
+            done = gates.with_name("reranked.pt")
+            stages.append(Stage(f"RLKV re-ranked, seed {seed}", [*command, "--output", str(done)], done, (gates,)))
+        self.gates["RLKV re-ranked"] = [stage.done for stage in stages]
         return stages
 
-    def _study(self) -> list[Stage]:
-        size = self.size
-        command = words(
-            """inference/study.py --model tiny --tasks tiny --data {problems} --oracle rlkv/tiny/model/ground_truth.json
-                --random-draws {draws} --sparsities {sparsities} --sink 4 --window 16 --repetition 40,8
-                --max-new-tokens 208 --batch-size 100 --output-dir {out}""",
-            problems=self.problems,
-            draws=size.random_draws,
-            sparsities=size.sparsities,
-            out=self.report,
-        )
-        rlkv = [run for run in self.runs if run.method == "RLKV"]
-        others = [run for run in self.runs if run.method in DISTILLED]
-        for name, file in [
-            *[("RLKV", run.gates) for run in rlkv],
-            *[("RLKV re-ranked", run.folder / "reranked.pt") for run in rlkv],
-            *[(run.method, run.gates) for run in sorted(others, key=lambda run: run.method, reverse=True)],
-        ]:
-            command += ["--gates", f"{name}={file}"]
-        for run in [run for run in self.runs if run.is_ablation]:
-            command += ["--ablation", f"{run.method}={run.gates}"]
-        needs = (self.problems, *(stage.done for stage in self.stages))
-        expected = 0.03 * size.cells * size.held_out
-
-        def progress() -> float:  # counts files: reading all texts again and again costs half a core
-            return len(list((PROGRAMS / self.report / "rows").glob("*.jsonl"))) / size.cells
-
-        # two processes of the same study share its cells; with one job the first measures all of them
-        measured = Stage(
-            "cells", [*command, "--measure-only"], self.report / MEASURED, progress, expected / 2, needs, threads=1
-        )
-        report = Stage(
-            "analyses and report", command, self.report / "report.html", progress, expected / 2, needs, threads=1
-        )
-        return [measured, report]
-
-    def _add(self, method: str, seeds: int, is_ablation: bool = False) -> list[Run]:
-        short = method.lower().replace(" ", "_")
-        added = [Run(method, seed, self.folder / "runs" / f"{short}_{seed}", is_ablation) for seed in range(seeds)]
-        self.runs += added
-        return added
-
-    @staticmethod
-    def _share(folder: Path, pattern: str, total: int) -> float:
-        return count_lines(PROGRAMS / folder, pattern) / total
+    def _study(self, needs: tuple[Path, ...]) -> list[Stage]:
+        size, order = self.size, ("RLKV", "RLKV re-ranked", "traces", "DuoAttention")
+        command = ["inference/study.py", "--model", "tiny", "--tasks", "tiny", "--data", str(self.problems)]
+        command += ["--oracle", "rlkv/tiny/model/ground_truth.json", "--random-draws", str(size.random_draws)]
+        command += ["--sparsities", *size.sparsities, "--sink", "4", "--window", "16", "--repetition", "40", "8"]
+        command += ["--max-new-tokens", "208", "--batch-size", "100", "--output-dir", str(self.report)]
+        command += ["--gates", *(f"{name}={file}" for name in order for file in self.gates[name])]
+        command += ["--ablation", *(f"{name}={file}" for name, files in self.ablations.items() for file in files)]
+        # two processes of the same study share its conditions; with one job the first measures all of them
+        return [
+            Stage("conditions", [*command, "--measure-only"], self.report / "measured.json", needs),
+            Stage("analyses and report", command, self.report / "report.html", needs),
+        ]
 
 
 def collect(plan: Plan) -> None:
-    """Bring what a reader looks for to the top of the folder: the report, its pictures, every gates file."""
-    folder, report = PROGRAMS / plan.folder, PROGRAMS / plan.report
-    for pattern in ("report.*", "results.json", "*.png"):
+    """Bring what a reader looks for to the top of the folder: the report, its plots, every gates file."""
+    from rlkv.gates.head_gates import HeadGates
+
+    folder, report = ROOT / plan.folder, ROOT / plan.report
+    for pattern in ("report.*", "table.md", "results.json", "*.png"):
         for source in report.glob(pattern):
             shutil.copy2(source, folder / source.name)
-    for run in plan.runs:
-        for source in (PROGRAMS / run.folder).glob("*.pt"):
-            name = run.folder.name if source.stem == "gates" else f"{run.folder.name}_{source.stem}"
-            target = folder / "gates" / f"{name}.safetensors"
-            target.parent.mkdir(exist_ok=True)
-            HeadGates.load(source).save(target)
+    (folder / "gates").mkdir(exist_ok=True)
+    for file in [file for files in (*plan.gates.values(), *plan.ablations.values()) for file in files]:
+        name = file.parent.name if file.stem == "gates" else f"{file.parent.name}_{file.stem}"
+        HeadGates.load(ROOT / file).save(folder / "gates" / f"{name}.safetensors")
 
 
 def usable_cores() -> int:
@@ -269,29 +176,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@app.command(help=help_text(__doc__))
-def main(
-    output_dir: Annotated[Path, typer.Option(help="where everything goes")] = Path("results/study"),
-    fresh: Annotated[bool, typer.Option(help="drop the results of an earlier run")] = False,
-    quick: Annotated[bool, typer.Option(help="every stage at a tenth of the size")] = False,
-    jobs: Annotated[int, typer.Option(help="trainings at once; 0: one a core, at most 4", min=0)] = 0,
-) -> None:
-    console = Console()
+def main() -> None:
+    config = parse(TinyStudyConfig, __doc__)
     started = time.monotonic()
-    size = QUICK if quick else Size()
-    folder = output_dir.resolve()
-    # relative names where it can be: commands are written into result files
-    plan = Plan(folder.relative_to(PROGRAMS) if folder.is_relative_to(PROGRAMS) else folder, size)
-    kept = {name: value for name, value in asdict(size).items() if name != "cells"}  # an estimate binds no results
-    with results_folder(output_dir, "study", kept, fresh):
-        Pipeline(plan.stages, PROGRAMS, folder, console, jobs or min(4, usable_cores())).run()
-        collect(plan)
+    folder = config.output_dir.resolve()
+    plan = Plan(below(ROOT, folder), QUICK if config.quick else Size())
+    run_stages(plan.stages, ROOT, folder, config.jobs or min(4, usable_cores()), threads=1, fresh=config.fresh)
+    collect(plan)
     for lines in json.loads((folder / "results.json").read_text())["findings"].values():
-        for line in lines:
-            console.print(f"- {line}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{time.monotonic() - started:.0f} s; everything is in {output_dir}/", highlight=False)
-    console.print(f"next: open {output_dir}/report.html", highlight=False)
+        print("\n".join(f"- {line}" for line in lines))
+    print(f"{time.monotonic() - started:.0f} s; everything is in {config.output_dir}/")
+    print(f"next: open {config.output_dir}/report.html")
 
 
 if __name__ == "__main__":
-    run_app(app)
+    run_app(main)

@@ -47,11 +47,11 @@ def test_verdicts() -> None:
     assert (cell.text, cell.sign) == ("-0.900", "worse")
 
 
-def test_findings_are_made_from_the_figures() -> None:
+def test_findings_are_made_from_the_metrics() -> None:
     low = outcome("1000000000")
-    figures = {
+    metrics = {
         "first": "RLKV",
-        "rows": [{"task": "tiny", "sparsity": 0.6, "other": "Duo", "run": "seed", **compare([FULL], [low])}],
+        "tasks": {"tiny": {"rows": [{"sparsity": 0.6, "other": "Duo", "run": "seed", **compare([FULL], [low])}]}},
         "costs": {
             "RLKV": {
                 "seeds": 1,
@@ -60,7 +60,7 @@ def test_findings_are_made_from_the_figures() -> None:
             "Duo": {"seeds": 1, "steps": []},
         },
     }
-    assert Comparison().findings(figures) == [
+    assert Comparison().findings(metrics) == [
         "tiny at 0.6, n = 10: RLKV 1.000 against Duo 0.100 (+0.900 [+0.70, +1.00], p = 0.004, better).",
         "Finding the heads took: RLKV 370 s CPU.",
     ]
@@ -73,5 +73,6 @@ def test_seeds_of_a_sign_count_a_set_of_heads_once() -> None:
     assert found["per_seed"]["second"] == pytest.approx([0.1])
     assert seeds_of_sign(found, "A", "B") == "; this sign: 1 of 2 sets of heads of A and 1 of 1 set of heads of B"
     assert seeds_of_sign(compare([good], [even]), "A", "B") == ""
-    figures = {"first": "A", "rows": [{"task": "t", "sparsity": 0.5, "other": "B", **found}], "costs": {}}
-    assert "; this sign: 1 of 2 sets of heads of A" in Comparison().findings(figures)[0]
+    rows = [{"sparsity": 0.5, "other": "B", **found}]
+    metrics = {"first": "A", "tasks": {"t": {"rows": rows}}, "costs": {}}
+    assert "; this sign: 1 of 2 sets of heads of A" in Comparison().findings(metrics)[0]
