@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.utils.stages import Stage, below, run_stages
+from rlkv.utils.stages import Stage, below, run_stages, words
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,24 +38,24 @@ class DemoConfig:
 def plan(folder: Path, quick: bool) -> list[Stage]:
     """The stages of the demo; ``quick`` shrinks every one of them."""
     num_problems, steps, held_out, draws = (60, 4, 20, 2) if quick else (400, 100, 100, 5)
-    sparsities = ["0.5"] if quick else ["0.2", "0.4", "0.5", "0.6", "0.8"]
-    curriculum, problems = folder / "curriculum", folder / "problems.jsonl"
-    training, study = folder / "training", folder / "study"
-    filtering = ["data_prep/filter_deepscaler.py", "--config", "configs/filter_tiny.yaml"]
-    filtering += ["--num-problems", str(num_problems), "--output-dir", str(curriculum)]
-    drawing = ["data_prep/draw_problems.py", "--num-problems", str(held_out), "--definitions", "3-12"]
-    drawing += ["--seed", "2000003", "--output", str(problems)]
-    grpo = ["train/grpo_gates.py", "--config", "configs/tiny.yaml", "--max_steps", str(steps)]
-    grpo += ["--curriculum", str(curriculum / "curriculum.parquet"), "--output_dir", str(training)]
-    comparing = ["inference/study.py", "--gates", f"RLKV={training / 'gates.pt'}", "--data", str(problems)]
-    comparing += ["--oracle", "rlkv/tiny/model/ground_truth.json", "--random-draws", str(draws)]
-    comparing += ["--analyses", "sweep", "gates", "--sparsities", *sparsities, "--max-new-tokens", "208"]
-    comparing += ["--batch-size", "100", "--output-dir", str(study)]
+    sparsities = "0.5" if quick else "0.2 0.4 0.5 0.6 0.8"
+    report, problems = folder / "curriculum" / "report.md", folder / "problems.jsonl"
+    gates, page = folder / "training" / "gates.pt", folder / "study" / "report.html"
+    commands = {
+        "filter": f"""data_prep/filter_deepscaler.py --config configs/filter_tiny.yaml
+            --num-problems {num_problems} --output-dir {{folder}}/curriculum""",
+        "held-out problems": f"""data_prep/draw_problems.py --num-problems {held_out} --definitions 3-12
+            --seed 2000003 --output {{folder}}/problems.jsonl""",
+        "train gates": f"""train/grpo_gates.py --config configs/tiny.yaml --max_steps {steps}
+            --curriculum {{folder}}/curriculum/curriculum.parquet --output_dir {{folder}}/training""",
+        "compare heads": f"""inference/study.py --gates RLKV={{folder}}/training/gates.pt
+            --data {{folder}}/problems.jsonl --oracle rlkv/tiny/model/ground_truth.json --random-draws {draws} --analyses sweep gates
+            --sparsities {sparsities} --max-new-tokens 208 --batch-size 100 --output-dir {{folder}}/study""",
+    }
+    files = [(report, ()), (problems, ()), (gates, (report,)), (page, (gates, problems))]
     return [
-        Stage("filter", filtering, curriculum / "report.md"),
-        Stage("held-out problems", drawing, problems),
-        Stage("train gates", grpo, training / "gates.pt", (curriculum / "report.md",)),
-        Stage("compare heads", comparing, study / "report.html", (training / "gates.pt", problems)),
+        Stage(name, words(command, folder=folder), done, needs)
+        for (name, command), (done, needs) in zip(commands.items(), files, strict=True)
     ]
 
 

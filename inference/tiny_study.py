@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +28,10 @@ import yaml
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.utils.stages import Stage, below, run_stages
+from rlkv.utils.stages import Stage, below, run_stages, words
 
 ROOT = Path(__file__).resolve().parents[1]
-FILTER, GRPO = "configs/filter_tiny.yaml", "configs/tiny.yaml"
-DISTILLED = {"traces": "configs/distill_tiny_traces.yaml", "DuoAttention": "configs/distill_tiny.yaml"}
+GRPO = "configs/tiny.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +60,10 @@ class Size:
     traces: int = 100
     held_out: int = 200
     random_draws: int = 5
-    sparsities: tuple[str, ...] = ("0.2", "0.4", "0.5", "0.6", "0.8")
+    sparsities: str = "0.2 0.4 0.5 0.6 0.8"
 
 
-QUICK = Size(60, 5, 12, 2, 1, 10, 20, 2, ("0.4", "0.6"))
+QUICK = Size(60, 5, 12, 2, 1, 10, 20, 2, "0.4 0.6")
 
 
 class Plan:
@@ -76,82 +74,74 @@ class Plan:
 
     def __init__(self, folder: Path, size: Size) -> None:
         self.folder, self.size, self.report = folder, size, folder / "report"
-        self.curriculum, self.filtered = folder / "curriculum" / "curriculum.parquet", folder / "curriculum/report.md"
-        self.raw, self.problems = folder / "unfiltered.jsonl", folder / "problems.jsonl"
+        self.filtered, self.raw = folder / "curriculum" / "report.md", folder / "unfiltered.jsonl"
+        self.curriculum, self.problems = self.filtered.with_name("curriculum.parquet"), folder / "problems.jsonl"
         self.gates: dict[str, list[Path]] = {}
         self.ablations: dict[str, list[Path]] = {}
-        duo = self._distilled("DuoAttention", [])
-        rlkv = self._grpo("RLKV", size.seeds, self.gates)
+        self.stages = self._data()
+        distil = f"train/distill_gates.py --steps {size.distill_steps} --config configs/"
+        self._train("DuoAttention", f"{distil}distill_tiny.yaml")
+        grpo = f"train/grpo_gates.py --config {GRPO} --max_steps {size.grpo_steps} --save_steps 10 --curriculum "
+        self._train("RLKV", f"{grpo}{{curriculum}}", (self.filtered,))
         beta = yaml.safe_load((ROOT / GRPO).read_text())["l1_beta"]
-        variants: dict[str, list[str]] = {
-            "no self-distilled data": ["--curriculum", str(self.raw)],
-            "no adaptive weight": ["--adaptive", "false"],
-            "beta x 0.2": ["--l1_beta", f"{0.2 * beta:g}"],
-            "beta x 5": ["--l1_beta", f"{5 * beta:g}"],
-        }
-        trained = [self._grpo(name, size.variant_seeds, self.ablations, of) for name, of in variants.items()]
-        traces = self._distilled("traces", ["--curriculum", str(self.curriculum)], (self.filtered,))
-        found = [*duo, *rlkv, *(stage for stages in trained for stage in stages), *traces, *self._reranked()]
-        self.stages = [*self._data(), *found]
-        self.stages += self._study(tuple(stage.done for stage in self.stages))
+        for name, options in {
+            "no self-distilled data": "{raw}",
+            "no adaptive weight": "{curriculum} --adaptive false",
+            "beta x 0.2": f"{{curriculum}} --l1_beta {0.2 * beta:g}",
+            "beta x 5": f"{{curriculum}} --l1_beta {5 * beta:g}",
+        }.items():
+            needs = (self.filtered, self.raw) if options == "{raw}" else (self.filtered,)
+            self._train(name, grpo + options, needs, is_ablation=True)
+        self._train("traces", f"{distil}distill_tiny_traces.yaml --curriculum {{curriculum}}", (self.filtered,))
+        self._rerank()
+        self._study()
 
-    def _run(self, method: str, seed: int) -> Path:
-        return self.folder / "runs" / f"{method.lower().replace(' ', '_')}_{seed}"
+    def _words(self, template: str, **values: object) -> list[str]:
+        return words(template, curriculum=self.curriculum, raw=self.raw, problems=self.problems, **values)
 
     def _data(self) -> list[Stage]:
-        draw, n = ["data_prep/draw_problems.py", "--num-problems"], str(self.size.filtered)
-        kept = ["data_prep/filter_deepscaler.py", "--config", FILTER, "--num-problems", n]
-        kept += ["--output-dir", str(self.filtered.parent)]
-        raw = [*draw, n, "--config", FILTER, "--as-many-as", str(self.curriculum), "--output", str(self.raw)]
-        held_out = [*draw, str(self.size.held_out), "--definitions", "3-12", "--seed", "2000003"]
+        pool = f"--config configs/filter_tiny.yaml --num-problems {self.size.filtered}"
+        keep = self._words(f"data_prep/filter_deepscaler.py {pool} --output-dir {{out}}", out=self.filtered.parent)
+        raw = self._words(f"data_prep/draw_problems.py {pool} --as-many-as {{curriculum}} --output {{raw}}")
+        held_out = f"--num-problems {self.size.held_out} --definitions 3-12 --seed 2000003"
+        draw = self._words(f"data_prep/draw_problems.py {held_out} --output {{problems}}")
         return [
-            Stage("filter", kept, self.filtered),
-            Stage("held-out problems", [*held_out, "--output", str(self.problems)], self.problems),
+            Stage("filter", keep, self.filtered),
+            Stage("held-out problems", draw, self.problems),
             Stage("unfiltered problems", raw, self.raw, (self.filtered,)),
         ]
 
-    def _grpo(self, method: str, seeds: int, files: dict[str, list[Path]], more: Sequence[str] = ()) -> list[Stage]:
-        options = more if "--curriculum" in more else ["--curriculum", str(self.curriculum), *more]
-        needs = (self.filtered, self.raw) if str(self.raw) in options else (self.filtered,)
-        command = ["train/grpo_gates.py", "--config", GRPO, "--max_steps", str(self.size.grpo_steps)]
-        return self._seeds(method, seeds, files, [*command, "--save_steps", "10", *options], needs)
+    def _train(self, method: str, command: str, needs: tuple[Path, ...] = (), is_ablation: bool = False) -> None:
+        """A training per seed, each with a gates file."""
+        folder, short = self.folder / "runs", method.lower().replace(" ", "_")
+        found = (self.ablations if is_ablation else self.gates).setdefault(method, [])
+        for seed in range(self.size.variant_seeds if is_ablation else self.size.seeds):
+            run = folder / f"{short}_{seed}"
+            found.append(run / "gates.pt")
+            filled = self._words(f"{command} --seed {seed} --output_dir {{run}}", run=run)
+            self.stages.append(Stage(f"{method}, seed {seed}", filled, found[-1], needs))
 
-    def _distilled(self, method: str, more: list[str], needs: tuple[Path, ...] = ()) -> list[Stage]:
-        command = ["train/distill_gates.py", "--config", DISTILLED[method], "--steps", str(self.size.distill_steps)]
-        return self._seeds(method, self.size.seeds, self.gates, [*command, *more], needs)
+    def _rerank(self) -> None:
+        files = self.gates["RLKV"]
+        self.gates["RLKV re-ranked"] = [file.with_name("reranked.pt") for file in files]
+        command = f"inference/rerank_heads.py --curriculum {{curriculum}} --num-traces {self.size.traces}"
+        for seed, (gates, done) in enumerate(zip(files, self.gates["RLKV re-ranked"], strict=True)):
+            filled = self._words(f"{command} --seed {seed} --gates {{gates}} --output {{out}}", gates=gates, out=done)
+            self.stages.append(Stage(f"RLKV re-ranked, seed {seed}", filled, done, (gates,)))
 
-    def _seeds(
-        self, method: str, seeds: int, files: dict[str, list[Path]], command: list[str], needs: tuple[Path, ...]
-    ) -> list[Stage]:
-        """A training per seed, whose gates files are added to ``files``."""
-        files[method] = [self._run(method, seed) / "gates.pt" for seed in range(seeds)]
-        return [
-            Stage(
-                f"{method}, seed {seed}", [*command, "--seed", str(seed), "--output_dir", str(file.parent)], file, needs
-            )
-            for seed, file in enumerate(files[method])
-        ]
-
-    def _reranked(self) -> list[Stage]:
-        stages = []
-        for seed, gates in enumerate(self.gates["RLKV"]):
-            command = ["inference/rerank_heads.py", "--curriculum", str(self.curriculum), "--gates", str(gates)]
-            command += ["--num-traces", str(self.size.traces), "--seed", str(seed)]
-            done = gates.with_name("reranked.pt")
-            stages.append(Stage(f"RLKV re-ranked, seed {seed}", [*command, "--output", str(done)], done, (gates,)))
-        self.gates["RLKV re-ranked"] = [stage.done for stage in stages]
-        return stages
-
-    def _study(self, needs: tuple[Path, ...]) -> list[Stage]:
-        size, order = self.size, ("RLKV", "RLKV re-ranked", "traces", "DuoAttention")
-        command = ["inference/study.py", "--model", "tiny", "--tasks", "tiny", "--data", str(self.problems)]
-        command += ["--oracle", "rlkv/tiny/model/ground_truth.json", "--random-draws", str(size.random_draws)]
-        command += ["--sparsities", *size.sparsities, "--sink", "4", "--window", "16", "--repetition", "40", "8"]
-        command += ["--max-new-tokens", "208", "--batch-size", "100", "--output-dir", str(self.report)]
-        command += ["--gates", *(f"{name}={file}" for name in order for file in self.gates[name])]
-        command += ["--ablation", *(f"{name}={file}" for name, files in self.ablations.items() for file in files)]
+    def _study(self) -> None:
+        command = self._words(
+            f"""inference/study.py --model tiny --tasks tiny --data {{problems}} --random-draws {self.size.random_draws}
+                --oracle rlkv/tiny/model/ground_truth.json --sparsities {self.size.sparsities} --sink 4 --window 16
+                --repetition 40 8 --max-new-tokens 208 --batch-size 100 --output-dir {{out}}""",
+            out=self.report,
+        )
+        methods = {name: self.gates[name] for name in ("RLKV", "RLKV re-ranked", "traces", "DuoAttention")}
+        for option, found in (("--gates", methods), ("--ablation", self.ablations)):
+            command += [option, *(f"{name}={file}" for name, files in found.items() for file in files)]
+        needs = tuple(stage.done for stage in self.stages)
         # two processes of the same study share its conditions; with one job the first measures all of them
-        return [
+        self.stages += [
             Stage("conditions", [*command, "--measure-only"], self.report / "measured.json", needs),
             Stage("analyses and report", command, self.report / "report.html", needs),
         ]

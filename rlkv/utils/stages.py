@@ -81,6 +81,11 @@ def run_stages(
             signal.signal(signal.SIGTERM, before)
 
 
+def words(template: str, **values: object) -> list[str]:
+    """A command as words, split before the values are filled in, since names of folders may hold spaces."""
+    return [word.format(**values) for word in template.split()]
+
+
 def below(root: Path, folder: Path) -> Path:
     """``folder`` as a name relative to ``root`` where it lies below it, since commands are recorded in result files."""
     return folder.relative_to(root) if folder.is_relative_to(root) else folder

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlkv.utils import stages as module
-from rlkv.utils.stages import Stage, below, run_stages
+from rlkv.utils.stages import Stage, below, run_stages, words
 from tests.helpers.paths import ROOT
 
 # a list of one stage that never ends, in a process that can be killed: FOLDER
@@ -233,6 +233,10 @@ def test_a_first_start_killed_at_once_can_start_again(tmp_path: Path) -> None:
     (tmp_path / "results" / ".stages.json.123.partial").touch()
     run([make_stage("first")], tmp_path)
     assert (tmp_path / "first").exists()
+
+
+def test_words_keep_the_spaces_of_values() -> None:
+    assert words("program --out {out}\n   --n {n}", out="a folder", n=3) == ["program", "--out", "a folder", "--n", "3"]
 
 
 def test_names_are_relative_where_they_can_be() -> None:

@@ -7,11 +7,12 @@ from typing import ClassVar
 
 from rlkv.evaluation.heads.agreement import agreement
 from rlkv.evaluation.report.html_page import Cell, Page
-from rlkv.evaluation.study.base import Analysis, Metrics, Study, file_name
+from rlkv.evaluation.study.base import Analysis, Study, file_name
 from rlkv.evaluation.study.comparison import compare
 from rlkv.evaluation.study.costs import COST_NOTE, cost_metrics, cost_text
 from rlkv.evaluation.study.gates import AGREEMENT_COLUMNS, AGREEMENT_NOTE, agreement_cells
 from rlkv.evaluation.study.measurements import ConditionRequests
+from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.plots import plot_bars, point
 from rlkv.evaluation.study.rankings import Ranking
 from rlkv.evaluation.study.text import (

@@ -12,11 +12,9 @@ from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.report.html_page import Page
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements
-from rlkv.evaluation.study.outcomes import Outcome
+from rlkv.evaluation.study.outcomes import Metrics, Outcome
 from rlkv.evaluation.study.rankings import FULL_CACHE, Ranking
 from rlkv.eviction.base import EvictionPolicy
-
-Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True)

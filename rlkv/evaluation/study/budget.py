@@ -14,12 +14,12 @@ import numpy as np
 from rlkv.evaluation.report.html_page import LEVEL, Cell, Page
 from rlkv.evaluation.stats.error_modes import MODES
 from rlkv.evaluation.stats.metrics import paired_difference
-from rlkv.evaluation.study.base import Analysis, Metrics, Study, file_name
+from rlkv.evaluation.study.base import Analysis, Study, file_name
 from rlkv.evaluation.study.comparison import compare
 from rlkv.evaluation.study.matching import FIXED, Match, matched_methods
 from rlkv.evaluation.study.measurements import ConditionRequests
 from rlkv.evaluation.study.modes import mode_shares
-from rlkv.evaluation.study.outcomes import Outcome, accuracy_of
+from rlkv.evaluation.study.outcomes import Metrics, Outcome, accuracy_of
 from rlkv.evaluation.study.plots import Panel, plot_curves, point
 from rlkv.evaluation.study.text import (
     BYTES_NOTE,
@@ -80,7 +80,7 @@ class Budget(Analysis):
                 test = compare([known[0]], [known[1]])["difference"] if len(known) == 2 else None
                 differences.append({"policy": policy, "saved": saved, "difference": test})
         best = [_best({m: o for (m, at), o in outcomes.items() if at == saved}) for saved in study.config.savings]
-        measured = {"full": accuracy_of([full]).to_dict(), "methods": rows}
+        measured = {"full": accuracy_of([full]), "methods": rows}
         return {**measured, "dynamic_minus_fixed": differences, "best": best}
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
@@ -155,7 +155,7 @@ def _of(match: Match, outcome: Outcome, full: Outcome) -> Metrics:
     return {
         "full_heads": match.condition.allocation.num_full,
         "budget": None if policy is None else policy.describe(),
-        "accuracy": accuracy_of([outcome], full).to_dict(),
+        "accuracy": accuracy_of([outcome], full),
         "modes": None if shares is None else {mode: round(of["mean"] * solved) for mode, of in shares.items()},
         "mean_output_tokens": float(np.mean(outcome.lengths)),
     }

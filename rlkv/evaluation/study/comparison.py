@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from rlkv.evaluation.report.html_page import Cell, Page
 from rlkv.evaluation.stats.metrics import paired_difference
-from rlkv.evaluation.study.base import Analysis, Metrics, Study
+from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.costs import COST_NOTE, cost_metrics, cost_text
 from rlkv.evaluation.study.measurements import ConditionRequests
-from rlkv.evaluation.study.outcomes import Outcome, accuracy_of, mean_scores
+from rlkv.evaluation.study.outcomes import Metrics, Outcome, accuracy_of, mean_scores
 from rlkv.evaluation.study.text import SAME, accuracy_cell, difference_cell, p_number, seeds_of_sign, verdict
 
 
@@ -96,8 +96,8 @@ def compare(first: list[Outcome], second: list[Outcome]) -> Metrics:
     distinct = [{run.key: float(run.correct.mean()) for run in runs}.values() for runs in (first, second)]
     test = paired_difference(mean_scores(second), mean_scores(first))
     return {
-        "first": accuracy_of(first).to_dict(),
-        "second": accuracy_of(second).to_dict(),
+        "first": accuracy_of(first),
+        "second": accuracy_of(second),
         "difference": {name: getattr(test, name) for name in ("difference", "low", "high", "p_value", "n", "changed")},
         "per_seed": {
             "first": [accuracy - means[1] for accuracy in distinct[0]],

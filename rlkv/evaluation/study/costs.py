@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
-from rlkv.evaluation.study.base import Metrics
+from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.rankings import Ranking
 
 CPU, WALL = "CPU", "wall"
@@ -22,15 +21,6 @@ COST_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of one step, in one unit (``CPU``: processor time; ``wall``: time on the clock)."""
-
-    step: str
-    seconds: float
-    unit: str
-
-
 def training_seconds(gates_file: str, field: str) -> float | None:
     """Seconds of all optimizer steps, from the log next to a gates file; None if it lacks ``field`` or is absent."""
     log = Path(gates_file).parent / "log.jsonl"
@@ -38,17 +28,17 @@ def training_seconds(gates_file: str, field: str) -> float | None:
     return None if not found or None in found else float(sum(found))
 
 
-def identification_costs(ranking: Ranking) -> list[list[Cost]]:
-    """For each seed the costs that are known; empty where none is."""
+def identification_costs(ranking: Ranking) -> list[dict[tuple[str, str], float]]:
+    """For each seed the seconds that are known, by step (``training``, ``re-ranking``) and unit."""
     found = []
     for file, gates in zip(ranking.files, ranking.gates, strict=True):
-        trained = [(unit, training_seconds(file, field)) for unit, field in _LOG]
         summary = gates.training.get("reranked") or {}
-        reranked = [(unit, summary.get(field)) for unit, field in _RERANKED]
-        costs = []
-        for step, candidates in (("training", trained), ("re-ranking", reranked)):
-            known = [(unit, seconds) for unit, seconds in candidates if isinstance(seconds, int | float)]
-            costs += [Cost(step, float(seconds), unit) for unit, seconds in known[:1]]
+        trained = {("training", unit): training_seconds(file, field) for unit, field in _LOG}
+        reranked = {("re-ranking", unit): summary.get(field) for unit, field in _RERANKED}
+        costs: dict[tuple[str, str], float] = {}
+        for candidates in (trained, reranked):
+            known = [(key, float(seconds)) for key, seconds in candidates.items() if seconds is not None]
+            costs.update(known[:1])  # in the better unit
         found.append(costs)
     return found
 
@@ -57,8 +47,8 @@ def cost_metrics(ranking: Ranking) -> Metrics:
     """Mean and range over the seeds, for each step and unit."""
     by_step: dict[tuple[str, str], list[float]] = defaultdict(list)
     for costs in identification_costs(ranking):
-        for cost in costs:
-            by_step[cost.step, cost.unit].append(cost.seconds)
+        for key, seconds in costs.items():
+            by_step[key].append(seconds)
     steps = [
         {"step": step, "unit": unit, "mean": sum(v) / len(v), "low": min(v), "high": max(v), "n": len(v)}
         for (step, unit), v in by_step.items()

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from rlkv.evaluation.heads.agreement import agreement
 from rlkv.evaluation.report.html_page import Page
-from rlkv.evaluation.study.base import Analysis, Metrics, Study
+from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.measurements import ConditionRequests
+from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.plots import colours
 from rlkv.evaluation.study.rankings import Ranking
 from rlkv.evaluation.study.text import NOT_AVAILABLE

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from rlkv.evaluation.report.html_page import Cell, Page
 from rlkv.evaluation.stats.metrics import bootstrap_mean, ngram_entropy, ngram_frequency, repetition_rate
-from rlkv.evaluation.study.base import Analysis, Metrics, Study, file_name
-from rlkv.evaluation.study.outcomes import Floats, Outcome
+from rlkv.evaluation.study.base import Analysis, Study, file_name
+from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome
 from rlkv.evaluation.study.plots import SPARSITY, Panel, curve, plot_curves, point
 from rlkv.evaluation.study.rankings import FULL_CACHE
 from rlkv.evaluation.study.text import estimate, interval, levels

@@ -12,8 +12,8 @@ import numpy as np
 from rlkv.evaluation.report.html_page import Cell, Page
 from rlkv.evaluation.stats.error_modes import MODES
 from rlkv.evaluation.stats.metrics import mean_with_interval
-from rlkv.evaluation.study.base import Analysis, Metrics, Study, file_name
-from rlkv.evaluation.study.outcomes import Floats, Outcome
+from rlkv.evaluation.study.base import Analysis, Study, file_name
+from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome
 from rlkv.evaluation.study.plots import MODE_COLOURS, plot_stacked
 from rlkv.evaluation.study.text import estimate, levels
 

@@ -11,7 +11,8 @@ from typing import Any
 from rlkv.evaluation.report.html_page import Page
 from rlkv.evaluation.report.markdown_page import write_markdown
 from rlkv.evaluation.stats.metrics import FEW_CHANGED
-from rlkv.evaluation.study.base import Analysis, Metrics, Study
+from rlkv.evaluation.study.base import Analysis, Study
+from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.sweep import Sweep, summary_page
 from rlkv.evaluation.study.text import SAME, SEEDS_FIXED
 from rlkv.utils.atomic import atomic_path

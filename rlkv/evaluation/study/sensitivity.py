@@ -13,9 +13,9 @@ import numpy as np
 
 from rlkv.evaluation.report.html_page import Cell, Page
 from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference
-from rlkv.evaluation.study.base import Analysis, Metrics, Study, file_name
+from rlkv.evaluation.study.base import Analysis, Study, file_name
 from rlkv.evaluation.study.measurements import Condition, ConditionRequests
-from rlkv.evaluation.study.outcomes import Floats, Outcome, accuracy_of, mean_scores
+from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome, accuracy_of, mean_scores
 from rlkv.evaluation.study.plots import Panel, curve, plot_curves
 from rlkv.evaluation.study.rankings import Ranking
 from rlkv.evaluation.study.text import INTERVAL_NOTE, LEGEND, accuracy_cell, difference_cell, interval, p_text, plural
@@ -73,11 +73,11 @@ class Sensitivity(Analysis):
             scores = _mean_over_counts(study, task, ranking)
             runs = [_runs(study, task, ranking, heads) for heads in study.top_heads]
             methods[ranking.name] = {
-                "by_heads": [accuracy_of(of, full).to_dict() for of in runs],
+                "by_heads": [accuracy_of(of, full) for of in runs],
                 "mean_over_heads": asdict(mean_with_interval(scores)),
                 "versus_first": asdict(paired_difference(first_scores, scores)),
             }
-        return {"full": accuracy_of([full]).to_dict(), "methods": methods}
+        return {"full": accuracy_of([full]), "methods": methods}
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
         means = sorted((of["mean_over_heads"]["mean"], name) for name, of in found["methods"].items())

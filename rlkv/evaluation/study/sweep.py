@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from rlkv.evaluation.report.eval_page import published_table
 from rlkv.evaluation.report.html_page import Cell, Page
-from rlkv.evaluation.study.base import Analysis, Metrics, Study, file_name
+from rlkv.evaluation.study.base import Analysis, Study, file_name
 from rlkv.evaluation.study.costs import cost_metrics, cost_text
-from rlkv.evaluation.study.outcomes import accuracy_of
+from rlkv.evaluation.study.outcomes import Metrics, accuracy_of
 from rlkv.evaluation.study.plots import SPARSITY, Panel, curve, plot_curves
 from rlkv.evaluation.study.rankings import FULL_CACHE
 from rlkv.evaluation.study.text import (
@@ -40,10 +40,10 @@ class Sweep(Analysis):
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)
         methods = {
-            ranking.name: [accuracy_of(study.runs(task, ranking, s), full).to_dict() for s in study.sparsities]
+            ranking.name: [accuracy_of(study.runs(task, ranking, s), full) for s in study.sparsities]
             for ranking in study.rankings
         }
-        return {"full": accuracy_of([full]).to_dict(), "methods": methods}
+        return {"full": accuracy_of([full]), "methods": methods}
 
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
         full, sparsities = found["full"], metrics["sparsities"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlkv.evaluation.report.html_page import LEVEL, Cell, sign_of
 from rlkv.evaluation.report.markdown_page import LEGEND as MARKS_LEGEND
-from rlkv.evaluation.study.base import Metrics
+from rlkv.evaluation.study.outcomes import Metrics
 
 SAME = "no significant difference"
 NOT_AVAILABLE = "n/a"

@@ -13,8 +13,8 @@ from rlkv.evaluation.report.html_page import Page
 from rlkv.evaluation.report.published import find_published
 from rlkv.evaluation.stats.intervals import wilson_interval
 from rlkv.evaluation.stats.metrics import RESAMPLES
-from rlkv.evaluation.study.base import Analysis, Metrics, Study
-from rlkv.evaluation.study.outcomes import Floats, mean_scores
+from rlkv.evaluation.study.base import Analysis, Study
+from rlkv.evaluation.study.outcomes import Floats, Metrics, mean_scores
 from rlkv.evaluation.study.text import NOT_AVAILABLE
 
 ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is not more than the margin

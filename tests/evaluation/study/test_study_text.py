@@ -13,24 +13,24 @@ FULL = outcome("1" * 10)
 
 
 def test_a_cell_has_accuracy_difference_interval_and_seeds() -> None:
-    low = accuracy_of([outcome("1000000000"), outcome("1100000000")], FULL).to_dict()
+    low = accuracy_of([outcome("1000000000"), outcome("1100000000")], FULL)
     cell = accuracy_cell(low)
     assert cell.text == "0.150 (-0.850)"
     assert cell.sign == "worse"
     interval, seeds = cell.note.splitlines()
     assert interval.startswith("[0.")
     assert seeds == "2 seeds: 0.10 to 0.20"
-    alike = accuracy_cell(accuracy_of([outcome("1111111110")], FULL).to_dict())
+    alike = accuracy_cell(accuracy_of([outcome("1111111110")], FULL))
     assert (alike.text, alike.sign, alike.note) == ("0.900 (-0.100)", "same", "[0.60, 0.98]")
-    assert accuracy_cell(accuracy_of([FULL]).to_dict()).text == "1.000"
+    assert accuracy_cell(accuracy_of([FULL])).text == "1.000"
 
 
 def test_seeds_with_the_same_heads_are_said_to_be_one_measurement() -> None:
     a, b = outcome("1100000000"), outcome("1010000000")
-    assert seeds_text(accuracy_of([a]).to_dict()) == ""
-    assert seeds_text(accuracy_of([a, a, a]).to_dict()) == "3 seeds, 1 set of heads"
-    assert seeds_text(accuracy_of([a, b, a]).to_dict()) == "3 seeds, 2 sets of heads: all 0.20"
-    assert seeds_text(accuracy_of([a, FULL]).to_dict(), "draw") == "2 draws: 0.20 to 1.00"
+    assert seeds_text(accuracy_of([a])) == ""
+    assert seeds_text(accuracy_of([a, a, a])) == "3 seeds, 1 set of heads"
+    assert seeds_text(accuracy_of([a, b, a])) == "3 seeds, 2 sets of heads: all 0.20"
+    assert seeds_text(accuracy_of([a, FULL]), "draw") == "2 draws: 0.20 to 1.00"
 
 
 @pytest.mark.parametrize(("p_value", "text"), [(0.0002, "p < 0.001"), (0.0009, "p < 0.001"), (0.05, "p = 0.050")])
