@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from rlkv.cli.options import parse
+from rlkv.data.draw import DrawConfig
+from rlkv.data.filter_config import FilterConfig
+from rlkv.evaluation.heads.reranking import RerankConfig
+from rlkv.evaluation.study.config import StudyConfig
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training.config import parse_config
 from rlkv.training.distill_config import parse_distill_config
-from rlkv.utils.pipeline import Stage
+from rlkv.utils.stages import Stage
 from tests.helpers.paths import ROOT
 
 PROGRAM = runpy.run_path(str(ROOT / "inference" / "tiny_study.py"))
@@ -47,13 +52,12 @@ def test_every_stage_can_start_and_nothing_is_made_twice(plan: Any) -> None:
         assert (ROOT / stage.command[0]).is_file()
     *finding, cells, study = plan.stages
     assert set(study.needs) == set(cells.needs) == {stage.done for stage in finding}
-    assert {stage.threads for stage in plan.stages} == {1}
     assert cells.command == [*study.command, "--measure-only"]
 
 
 def test_rlkv_is_the_shipped_configuration_with_fewer_steps(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = stages_of(plan, "train/grpo_gates.py")["RLKV, seed 0"]
-    shipped = Stage("", ["", "--config", "configs/tiny.yaml"], Path("outputs/tiny/gates.pt"), lambda: 0.0, 1)
+    shipped = Stage("", ["", "--config", "configs/tiny.yaml"], Path("outputs/tiny/gates.pt"))
     found, base = grpo_settings(stage, monkeypatch), grpo_settings(shipped, monkeypatch)
     changed = {name for name in base if found[name] != base[name]}
     assert changed == {"max_steps", "save_steps", "curriculum"}
@@ -80,22 +84,37 @@ def test_an_ablation_changes_one_setting(
         assert {name: found[name] for name in base if found[name] != base[name]} == {setting: value}
 
 
+def test_the_other_programs_know_their_options(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    demo = runpy.run_path(str(ROOT / "inference" / "demo.py"))["plan"](FOLDER, quick=True)
+    kinds = {
+        "data_prep/filter_deepscaler.py": FilterConfig,
+        "data_prep/draw_problems.py": DrawConfig,
+        "inference/rerank_heads.py": RerankConfig,
+        "inference/study.py": StudyConfig,
+    }
+    for stage in [*demo, *plan.stages]:
+        if stage.command[0] in kinds:
+            parse(kinds[stage.command[0]], arguments=stage.command[1:])
+
+
 def test_seeds_differ(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for program, parse in (("train/grpo_gates.py", parse_config), ("train/distill_gates.py", parse_distill_config)):
+    for program, read in (("train/grpo_gates.py", parse_config), ("train/distill_gates.py", parse_distill_config)):
         for name, stage in stages_of(plan, program).items():
-            extra = ["--use_cpu", "true"] if parse is parse_config else []
-            parsed = parse([*stage.command[1:], *extra])
-            seed = parsed[1].seed if parse is parse_config else parsed.seed
+            extra = ["--use_cpu", "true"] if read is parse_config else []
+            parsed = read([*stage.command[1:], *extra])
+            seed = parsed[1].seed if read is parse_config else parsed.seed
             assert name.endswith(f", seed {seed}")
 
 
 def test_the_report_gets_every_run(plan: Any) -> None:
-    command = plan.stages[-1].command
-    given = {
-        option: [command[i + 1].split("=") for i, word in enumerate(command) if word == option]
-        for option in ("--gates", "--ablation")
-    }
+    given: dict[str, list[list[str]]] = {}
+    option = ""
+    for word in plan.stages[-1].command:
+        option = word if word.startswith("--") else option
+        given.setdefault(option, []).append(word.split("="))
+    given = {name: given[name][1:] for name in ("--gates", "--ablation")}
     size = plan.size
     names = [name for name, _ in given["--gates"]]
     assert list(dict.fromkeys(names)) == ["RLKV", "RLKV re-ranked", "traces", "DuoAttention"]
@@ -107,7 +126,7 @@ def test_the_report_gets_every_run(plan: Any) -> None:
     assert {stage.done for stage in plan.stages if stage.done.suffix == ".pt"} == set(files)
     assert len(set(files)) == len(files)
     reranked = [Path(file) for name, file in given["--gates"] if name == "RLKV re-ranked"]
-    assert [file.parent for file in reranked] == [run.folder for run in plan.runs if run.method == "RLKV"]
+    assert [file.parent for file in reranked] == [file.parent for file in plan.gates["RLKV"]]
 
 
 def test_results_are_collected(tmp_path: Path) -> None:
@@ -117,13 +136,14 @@ def test_results_are_collected(tmp_path: Path) -> None:
         (plan.report / name).write_text(name)
     (plan.report / "rows").mkdir()
     gates = HeadGates(alpha=torch.linspace(0, 1, 24).view(4, 6))
-    for run in plan.runs:
-        run.folder.mkdir(parents=True)
-        gates.save(run.gates)
-    gates.save(plan.runs[-1].folder / "reranked.pt")
+    files = [file for found in (*plan.gates.values(), *plan.ablations.values()) for file in found]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        gates.save(file)
     PROGRAM["collect"](plan)
     top = {entry.name for entry in tmp_path.iterdir() if entry.is_file()}
     assert top == {"report.html", "report.md", "results.json", "gates.png"}
     collected = {path.stem for path in (tmp_path / "gates").iterdir()}
-    assert collected == {run.folder.name for run in plan.runs} | {f"{plan.runs[-1].folder.name}_reranked"}
+    assert len(collected) == len(files)
+    assert {"rlkv_0", "rlkv_0_reranked", "duoattention_1"} <= collected
     assert HeadGates.load(tmp_path / "gates" / "beta_x_0.2_0.safetensors").alpha.equal(gates.alpha)

@@ -20,7 +20,7 @@ def _correlation(a: torch.Tensor, b: torch.Tensor) -> float | None:
 def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:
     """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the gates keep full too.
 
-    A correlation is None where all gates are equal.  ``truth`` is what :func:`rlkv.evaluation.run.cli_args.read_truth`
+    A correlation is None where all gates are equal.  ``truth`` is what :func:`rlkv.evaluation.heads.oracle.read_truth`
     gives: the accuracy lost by each head alone, ``[L][H]``, and the elimination, first the head that can go first.
     Heads that an elimination leaves out, since it stops early, are needed most: all share the place after its last.
     """

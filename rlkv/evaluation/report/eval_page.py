@@ -75,7 +75,7 @@ def evaluation_page(
         page.paragraph(_what_it_proves(first), strong=least is None or least > COARSE)
         _accuracy_table(page, task, methods, found)
         _pass_at_table(page, found)
-        _published_table(page, model, task)
+        published_table(page, model, task)
         _mode_table(page, found)
         _text_table(page, found)
     page.heading("How it was run")
@@ -195,7 +195,8 @@ def published_name(model: str) -> str | None:
     return next((name for name in known if name.rpartition("/")[2].lower() == last), None)
 
 
-def _published_table(page: Page, model: str, task: str) -> None:
+def published_table(page: Page, model: str, task: str) -> None:
+    """The published accuracies of a model on a task, marked as such; nothing if there are none."""
     name = published_name(model)
     numbers = find_published(name, task) if name else []
     if not numbers:

@@ -1,48 +1,20 @@
-"""What every analysis has in common: the study that it is a part of, and the steps from cells to the report."""
+"""What every analysis has in common: the study that it is a part of, and the steps from conditions to the report."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.report.html_page import Page
-from rlkv.evaluation.study.bench import Bench, Cell
-from rlkv.evaluation.study.outcomes import Outcome
-from rlkv.evaluation.study.rankings import Ranking
+from rlkv.evaluation.study.config import StudyConfig
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements
+from rlkv.evaluation.study.outcomes import Metrics, Outcome
+from rlkv.evaluation.study.rankings import FULL_CACHE, Ranking
 from rlkv.eviction.base import EvictionPolicy
-
-Figures = dict[str, Any]
-Wanted = Iterator[tuple[str, Cell]]
-FULL = "full cache"
-
-
-@dataclass(frozen=True)
-class StudyOptions:
-    """What the analyses are asked for.
-
-    Attributes:
-        sparsities: of the sweep, ascending.
-        compare_at, ablate_at: sparsities at which methods are compared in pairs.
-        margin: accuracy that near-lossless may lose.
-        top_heads: numbers of heads, the most needed ones, that the sensitivity compresses.
-        policies: templates of the eviction policies whose budgets are compared; savings: at these shares of bytes.
-        truth: content of a ground-truth file, to compare gates with; None if there is none.
-        published: model whose published numbers stand beside the measured ones; None if it has none.
-    """
-
-    sparsities: tuple[float, ...]
-    compare_at: tuple[float, ...]
-    ablate_at: tuple[float, ...]
-    margin: float
-    top_heads: tuple[int, ...]
-    policies: dict[str, EvictionPolicy]
-    savings: tuple[float, ...]
-    truth: dict[str, Any] | None
-    published: str | None
 
 
 @dataclass(frozen=True)
@@ -53,13 +25,21 @@ class Study:
         rankings: what is compared; the first one with every other.
         ablations: variants of the first one, compared with it alone.
         entry_size: of the model, to count bytes.
+        policies: templates of the eviction policies whose budgets are compared.
+        top_heads: numbers of heads, the most needed ones, that the sensitivity compresses.
+        truth: content of a ground-truth file, to compare gates with; None if there is none.
+        published: model whose published numbers are shown; None if it has none.
     """
 
     rankings: tuple[Ranking, ...]
     ablations: tuple[Ranking, ...]
-    options: StudyOptions
-    bench: Bench
+    measurements: Measurements
     entry_size: EntrySize
+    config: StudyConfig
+    policies: dict[str, EvictionPolicy]
+    top_heads: tuple[int, ...]
+    truth: dict[str, Any] | None
+    published: str | None
 
     @property
     def first(self) -> Ranking:
@@ -67,52 +47,78 @@ class Study:
 
     @property
     def tasks(self) -> list[str]:
-        return list(self.bench.tasks)
+        return list(self.measurements.tasks)
 
-    def full_cells(self) -> Wanted:
+    @property
+    def sparsities(self) -> tuple[float, ...]:
+        """Of the sweep, ascending."""
+        return self.config.ascending("sparsities")
+
+    def full_conditions(self) -> ConditionRequests:
         """The full cache on every task: measured first, since matched budgets are computed from its texts."""
-        for task in self.tasks:
-            yield FULL, self.bench.full_cell(task, self.first.shape)
+        return [(FULL_CACHE, self.measurements.full_condition(task, self.first.shape)) for task in self.tasks]
 
-    def cells(self, rankings: Iterable[Ranking], sparsities: Iterable[float]) -> Wanted:
+    def conditions(self, rankings: Iterable[Ranking], sparsities: Iterable[float]) -> ConditionRequests:
         """All seeds of ``rankings`` at ``sparsities``, on every task."""
         levels = list(sparsities)
         for ranking in rankings:
             for task in self.tasks:
                 for sparsity in levels:
                     for allocation in ranking.allocations(sparsity):
-                        yield f"{ranking.name} @ {sparsity:g}", Cell(task, allocation)
+                        yield f"{ranking.name} @ {sparsity:g}", Condition(task, allocation)
 
     def full(self, task: str) -> Outcome:
-        return self.bench.outcome(self.bench.full_cell(task, self.first.shape))
+        return self.measurements.outcome(self.measurements.full_condition(task, self.first.shape))
 
     def runs(self, task: str, ranking: Ranking, sparsity: float) -> list[Outcome]:
         """One outcome per seed; seeds with the same heads have the same one."""
-        return [self.bench.outcome(Cell(task, allocation)) for allocation in ranking.allocations(sparsity)]
+        return [self.measurements.outcome(Condition(task, found)) for found in ranking.allocations(sparsity)]
 
 
 class Analysis(ABC):
-    """From cells to figures, sentences, tables and pictures.
+    """From conditions to metrics, sentences, tables and plots.
 
-    ``figures`` hold JSON-able values only; what is written to the report is made from them alone, so that every number
-    of the report stands in ``results.json`` too.
+    Metrics are JSON-able; what is written to the report is made from them alone, so that every number of the report is
+    in ``results.json`` too.  Each step is written once for a task, as ``*_task`` or ``task_*``.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
 
-    def cells(self, study: Study) -> Wanted:
-        """What must be measured."""
-        return iter(())
+    def conditions(self, study: Study) -> ConditionRequests:
+        """What must be measured; by default every ranking at every sparsity."""
+        return study.conditions(study.rankings, study.sparsities)
+
+    def settings(self, study: Study) -> Metrics:
+        """What all tasks have in common."""
+        return {"sparsities": list(study.sparsities), "first": study.first.name}
 
     @abstractmethod
-    def figures(self, study: Study) -> Figures:
-        """All numbers of the analysis."""
+    def task_metrics(self, study: Study, task: str) -> Metrics:
+        """The numbers of one task."""
 
-    def findings(self, figures: Figures) -> list[str]:
-        """What stands at the top of the report, sentences made from the figures."""
+    def metrics(self, study: Study) -> Metrics:
+        """All numbers of the analysis: its settings, and ``tasks``."""
+        return {**self.settings(study), "tasks": {task: self.task_metrics(study, task) for task in study.tasks}}
+
+    def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
+        """Sentences for the top of the report, made from the metrics of a task."""
         return []
 
-    @abstractmethod
-    def write(self, figures: Figures, page: Page, folder: Path) -> None:
-        """Add to the page, behind the heading; pictures go to ``folder``."""
+    def findings(self, metrics: Metrics) -> list[str]:
+        """The sentences of all tasks."""
+        return [line for task, found in metrics["tasks"].items() for line in self.task_findings(task, found, metrics)]
+
+    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+        """Add the tables and plots of a task; files of plots go to ``folder``."""
+        raise NotImplementedError
+
+    def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
+        """Add to the page, below the heading."""
+        for task, found in metrics["tasks"].items():
+            self.write_task(task, found, metrics, page, folder)
+
+
+def file_name(kind: str, task: str) -> str:
+    """The file of a plot."""
+    return f"{kind}-{task.replace(':', '_')}.png"

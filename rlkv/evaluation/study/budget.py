@@ -1,156 +1,193 @@
-"""Fixed or dynamic budget (RLKV, figure 16): token eviction in all heads at the same bytes of KV.
+"""Token eviction at matched bytes of KV: in all heads or under a ranking, with dynamic or fixed budgets.
 
-A dynamic budget is a share of the text read so far, a fixed one a number of entries.  Both are set such that, over the
-texts of the full-cache run, they hold at most the same share of the full cache's bytes.
+A dynamic budget is a share of the text read so far, a fixed one a number of entries (RLKV, figure 16).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
+import numpy as np
 
-from rlkv.evaluation.report.html_page import Cell, Page
-from rlkv.evaluation.stats.matching import match_budget, match_ratio
-from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
-from rlkv.evaluation.study.bench import Cell as BenchCell
+from rlkv.evaluation.report.html_page import LEVEL, Cell, Page
+from rlkv.evaluation.stats.error_modes import MODES
+from rlkv.evaluation.stats.metrics import paired_difference
+from rlkv.evaluation.study.base import Analysis, Study, file_name
 from rlkv.evaluation.study.comparison import compare
-from rlkv.evaluation.study.outcomes import accuracy_of
-from rlkv.evaluation.study.pictures import Panel, curves_picture, point
-from rlkv.evaluation.study.text import LEGEND, accuracy_cell, difference_cell, p_number, verdict
-from rlkv.eviction.base import EvictionPolicy
-from rlkv.gates.allocation import HeadAllocation
+from rlkv.evaluation.study.matching import FIXED, Match, matched_methods
+from rlkv.evaluation.study.measurements import ConditionRequests
+from rlkv.evaluation.study.modes import mode_shares
+from rlkv.evaluation.study.outcomes import Metrics, Outcome, accuracy_of
+from rlkv.evaluation.study.plots import Panel, plot_curves, point
+from rlkv.evaluation.study.text import (
+    BYTES_NOTE,
+    LEGEND,
+    NOT_AVAILABLE,
+    SAME,
+    accuracy_cell,
+    difference_cell,
+    p_number,
+    verdict,
+)
 
-KINDS = {"dynamic": match_ratio, "fixed": match_budget}
-# policy, saving, kind of budget, the policy with that budget (None: it holds more, whatever the budget)
-Match = tuple[str, float, str, EvictionPolicy | None]
+HELD = "bytes of KV in use / bytes of the full cache"
 
 
 class Budget(Analysis):
-    """Accuracy of each policy with either kind of budget, at each saving."""
+    """Accuracy, bytes, error modes and lengths of every method at each saving."""
 
     name: ClassVar[str] = "budget"
-    title: ClassVar[str] = "Fixed and dynamic budgets"
+    title: ClassVar[str] = "Eviction at matched bytes"
 
     def __init__(self) -> None:
         self._matches: dict[str, list[Match]] = {}
 
     def _matched(self, study: Study, task: str) -> list[Match]:
-        """Every budget of a task; the texts are long walks, so once."""
         if task not in self._matches:
-            lengths = study.bench.text_lengths(task, study.full(task))
-            none_full = torch.zeros(study.first.shape, dtype=torch.bool)
-            self._matches[task] = [
-                (name, saved, kind, match(template, 1 - saved, none_full, study.entry_size, lengths))
-                for name, template in study.options.policies.items()
-                for saved in study.options.savings
-                for kind, match in KINDS.items()
-            ]
+            self._matches[task] = matched_methods(study, task)  # walks all texts for each budget: once
         return self._matches[task]
 
-    def _cell(self, study: Study, task: str, policy: EvictionPolicy) -> BenchCell:
-        return BenchCell(task, HeadAllocation(torch.zeros(study.first.shape, dtype=torch.bool)), policy)
-
-    def cells(self, study: Study) -> Wanted:
+    def conditions(self, study: Study) -> ConditionRequests:
         for task in study.tasks:
-            for name, saved, kind, policy in self._matched(study, task):
-                if policy is not None:
-                    yield f"{name}, {kind}, {saved:.0%} saved", self._cell(study, task, policy)
+            for match in self._matched(study, task):
+                if match.condition is not None:
+                    yield f"{match.method}, {match.saved:.0%} saved", match.condition
 
-    def figures(self, study: Study) -> Figures:
-        tasks: dict[str, Any] = {}
-        for task in study.tasks:
-            full = study.full(task)
-            rows: dict[tuple[str, float], Figures] = {}
-            found = {}
-            for name, saved, kind, policy in self._matched(study, task):
-                row = rows.setdefault((name, saved), {"policy": name, "saved": saved})
-                if policy is None:
-                    row[kind] = None
-                    continue
-                outcome = study.bench.outcome(self._cell(study, task, policy))
-                found[name, saved, kind] = outcome
-                row[kind] = {"budget": policy.describe(), "accuracy": accuracy_of([outcome], full).to_dict()}
-            for (name, saved), row in rows.items():
-                both = [found.get((name, saved, kind)) for kind in KINDS]
-                compared = None if None in both else compare([both[0]], [both[1]])  # type: ignore[list-item]
-                row["difference"] = None if compared is None else compared["difference"]
-            tasks[task] = {"full": accuracy_of([full]).to_dict(), "rows": list(rows.values())}
-        return {"savings": list(study.options.savings), "tasks": tasks}
+    def settings(self, study: Study) -> Metrics:
+        config = study.config
+        sizes = {name: getattr(config, name) for name in ("head_share", "buffer", "observation", "extra")}
+        return {"first": study.first.name, "savings": list(config.savings), "policies": list(config.policies), **sizes}
 
-    def findings(self, figures: Figures) -> list[str]:
+    def task_metrics(self, study: Study, task: str) -> Metrics:
+        full = study.full(task)
+        outcomes = {
+            (match.method, match.saved): study.measurements.outcome(match.condition)
+            for match in self._matched(study, task)
+            if match.condition is not None
+        }
+        rows: dict[str, Metrics] = {}
+        for match in self._matched(study, task):
+            row = rows.setdefault(match.method, {"heads": match.heads, "savings": []})
+            outcome = outcomes.get((match.method, match.saved))
+            row["savings"].append(None if outcome is None else _of(match, outcome, full))
+        differences = []
+        for policy in study.config.policies:
+            for saved in study.config.savings:
+                pair = [outcomes.get((method, saved)) for method in (policy, f"{policy}, {FIXED}")]
+                known = [outcome for outcome in pair if outcome is not None]
+                test = compare([known[0]], [known[1]])["difference"] if len(known) == 2 else None
+                differences.append({"policy": policy, "saved": saved, "difference": test})
+        best = [_best({m: o for (m, at), o in outcomes.items() if at == saved}) for saved in study.config.savings]
+        measured = {"full": accuracy_of([full]), "methods": rows}
+        return {**measured, "dynamic_minus_fixed": differences, "best": best}
+
+    def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
         lines = []
-        for task, found in figures["tasks"].items():
-            parts = [
-                f"{row['policy']} at {row['saved']:.0%} saved {verdict(row['difference'])}"
-                for row in found["rows"]
-                if row["difference"] is not None
-            ]
-            if parts:
-                lines.append(
-                    f"{task}: dynamic minus fixed budget at the same bytes, accuracy, n = {found['full']['n']}: "
-                    f"{'; '.join(parts)}."
-                )
+        for saved, best in zip(metrics["savings"], found["best"], strict=True):
+            if best is None:
+                lines.append(f"{task}, {saved:.0%} of the bytes saved: no method fits.")
+                continue
+            alike = f"; {SAME} (p >= {LEVEL:g}): {', '.join(best['alike'])}" if best["alike"] else ""
+            accuracy = f"{best['accuracy']:.3f} (n = {found['full']['n']})"
+            lines.append(f"{task}, {saved:.0%} of the bytes saved: best is {best['method']} with {accuracy}{alike}.")
+        tested = [row for row in found["dynamic_minus_fixed"] if row["difference"] is not None]
+        parts = [f"{row['policy']} at {row['saved']:.0%} saved {verdict(row['difference'])}" for row in tested]
+        if parts:
+            lines.append(f"{task}: dynamic minus fixed budget at the same bytes, accuracy: {'; '.join(parts)}.")
         return lines
 
-    def write(self, figures: Figures, page: Page, folder: Path) -> None:
-        for task, found in figures["tasks"].items():
-            rows: list[list[Cell | str]] = []
-            for row in found["rows"]:
-                cells: list[Cell | str] = []
-                for kind in KINDS:
-                    of = row[kind]
-                    cells += (
-                        ["cannot", "-", "-"] if of is None else [_budget(of), accuracy_cell(of["accuracy"]), _held(of)]
-                    )
-                test = row["difference"]
-                cells += ["-", "-"] if test is None else [difference_cell(test), p_number(test["p_value"])]
-                rows.append([f"{row['policy']}, {row['saved']:.0%} saved", *cells])
-            columns = [f"{kind}{what}" for kind in KINDS for what in (" budget", ": accuracy", ": KV held")]
-            page.table(
-                ["policy in all heads", *columns, "dynamic minus fixed", "p"],
-                rows,
-                f"{task}: greedy accuracy on {found['full']['n']} problems, in parentheses the difference to the full "
-                f"cache ({found['full']['mean']:.3f}), in brackets 95% intervals over problems. {LEGEND} Both budgets "
-                "are the largest that hold at most the asked share of the full cache's bytes over the texts of the "
-                "full-cache run; KV held: bytes in use at the end of the method's own texts, over the full cache's for "
-                "the same tokens. 'cannot': what must stay is more than that. Last columns: the paired difference "
-                "(green: dynamic is better, red: fixed is).",
-            )
-            curves = {
-                f"{policy}, {kind}": [
-                    point(row["saved"], row[kind]["accuracy"])
-                    for row in found["rows"]
-                    if row["policy"] == policy and row[kind] is not None
-                ]
-                for policy in dict.fromkeys(row["policy"] for row in found["rows"])
-                for kind in KINDS
-            }
-            policies = list(dict.fromkeys(row["policy"] for row in found["rows"]))
-            panel = Panel(
-                f"{task}: budgets at the same bytes, 95% intervals",
-                "share of the full cache's bytes that is saved",
-                "greedy accuracy",
-                curves,
-                dashed=frozenset(name for name in curves if name.endswith(", fixed")),
-                reference=found["full"]["mean"],
-                limits=(-0.03, 1.03),
-                colours={name: f"C{policies.index(name.rpartition(', ')[0]) % 10}" for name in curves},
-            )
-            picture = folder / f"budget-{task.replace(':', '_')}.png"
-            curves_picture(picture, [panel])
-            page.picture(
-                picture, f"{task}: token eviction in all heads with a dynamic (solid) and a fixed budget (dashed)."
-            )
+    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+        titles, full = [f"{saved:.0%} saved" for saved in metrics["savings"]], found["full"]
+        page.table(
+            ["method", *titles],
+            _rows(found, _accuracy_cell),
+            f"{task}: greedy accuracy on {full['n']} problems, in parentheses the difference to the full cache "
+            f"({full['mean']:.3f}); below, its 95% interval over problems, what the method's own texts held, and its "
+            f"budget. {LEGEND} Budgets are the largest that hold at most the rest of the full cache's bytes over the "
+            f"texts of the full-cache run. {BYTES_NOTE}. A policy alone evicts in all heads; 'ranking + policy' keeps "
+            f"heads full (first seed of the ranking) and gives the others about {metrics['head_share']:g} of the mean "
+            f"budget. {NOT_AVAILABLE}: what must stay (the prompt, {metrics['extra']} entries) is more than that.",
+        )
+        page.table(
+            ["method", *titles],
+            _rows(found, _failure_cell),
+            f"{task}: problems that the full cache solves and the method does not ({' / '.join(MODES)}), and mean "
+            "output tokens.",
+        )
+        page.table(
+            ["policy in all heads", "dynamic minus fixed", "p"],
+            [
+                [f"{row['policy']}, {row['saved']:.0%} saved", *_difference_cells(row["difference"])]
+                for row in found["dynamic_minus_fixed"]
+            ],
+            f"{task}: paired difference in accuracy between a dynamic and a fixed budget of the same bytes (green: "
+            "dynamic is better, red: fixed is).",
+        )
+        plot, parts = folder / file_name("budget", task), ("tokens dropped in all heads", "some heads full")
+        plot_curves(plot, *(_panel(f"{task}: {title}", found, bool(i)) for i, title in enumerate(parts)))
+        page.picture(plot, f"{task}: accuracy over bytes held, 95% intervals; dashed: fixed budgets.")
 
 
-def _budget(of: Figures) -> str:
-    budget = of["budget"]
-    if budget["budget"] is not None:
-        return f"{budget['budget']} entries"
-    return f"{budget['ratio']:.3f} of the text + {budget['extra']}"
+def _panel(title: str, found: Metrics, some_full: bool) -> Panel:
+    """Accuracy over bytes held of the methods with some, or without any, full heads."""
+    curves = {}
+    for name, row in found["methods"].items():
+        if bool(row["heads"]) == some_full:
+            measured = [of["accuracy"] for of in row["savings"] if of is not None]
+            curves[name] = [point(accuracy["kv_share"], accuracy) for accuracy in measured]
+    fixed = frozenset(name for name in curves if name.endswith(FIXED))
+    return Panel(title, HELD, curves, dashed=fixed, reference=found["full"]["mean"], ticks=False)
 
 
-def _held(of: Figures) -> str:
-    return f"{of['accuracy']['kv_share']:.0%}"
+def _rows(found: Metrics, cell: Callable[[Metrics], Cell | str]) -> list[list[Cell | str]]:
+    return [
+        [name, *(NOT_AVAILABLE if of is None else cell(of) for of in row["savings"])]
+        for name, row in found["methods"].items()
+    ]
+
+
+def _of(match: Match, outcome: Outcome, full: Outcome) -> Metrics:
+    assert match.condition is not None
+    policy, shares = match.condition.policy, mode_shares([outcome], full)
+    solved = int(full.correct.sum())
+    return {
+        "full_heads": match.condition.allocation.num_full,
+        "budget": None if policy is None else policy.describe(),
+        "accuracy": accuracy_of([outcome], full),
+        "modes": None if shares is None else {mode: round(of["mean"] * solved) for mode, of in shares.items()},
+        "mean_output_tokens": float(np.mean(outcome.lengths)),
+    }
+
+
+def _best(outcomes: dict[str, Outcome]) -> Metrics | None:
+    """The most accurate method, and those that a paired test does not separate from it."""
+    if not outcomes:
+        return None
+    method = max(outcomes, key=lambda name: float(outcomes[name].correct.mean()))
+    best = outcomes[method]
+    tests = {name: paired_difference(best.correct, of.correct) for name, of in outcomes.items() if name != method}
+    alike = [name for name, test in tests.items() if test.p_value >= LEVEL]
+    return {"method": method, "accuracy": float(best.correct.mean()), "alike": alike}
+
+
+def _accuracy_cell(of: Metrics) -> Cell:
+    cell, budget = accuracy_cell(of["accuracy"]), of["budget"]
+    if budget is None:
+        kept = f"{of['full_heads']} heads full"
+    elif budget["budget"] is not None:
+        kept = f"{budget['budget']} entries"
+    else:
+        heads = f"{of['full_heads']} heads full, " if of["full_heads"] else ""
+        kept = f"{heads}{budget['ratio']:.3f} of the text + {budget['extra']}"
+    return Cell(cell.text, cell.sign, f"{cell.note}\n{of['accuracy']['kv_share']:.0%} held: {kept}")
+
+
+def _failure_cell(of: Metrics) -> str:
+    modes = NOT_AVAILABLE if of["modes"] is None else " / ".join(str(of["modes"][mode]) for mode in MODES)
+    return f"{modes}, {of['mean_output_tokens']:.0f}"
+
+
+def _difference_cells(test: Metrics | None) -> list[Cell | str]:
+    return [NOT_AVAILABLE] * 2 if test is None else [difference_cell(test), p_number(test["p_value"])]

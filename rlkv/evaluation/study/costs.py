@@ -1,12 +1,12 @@
-"""What finding the heads took: seconds of training from the log beside a gates file, and of re-ranking."""
+"""What finding the heads took: seconds of training from the log next to a gates file, and of re-ranking."""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from dataclasses import dataclass
+from pathlib import Path
 
-from rlkv.evaluation.report.sweep_report import training_seconds
-from rlkv.evaluation.study.base import Figures
+from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.rankings import Ranking
 
 CPU, WALL = "CPU", "wall"
@@ -14,62 +14,52 @@ CPU, WALL = "CPU", "wall"
 # else the machine does
 _LOG = ((CPU, "time/step_cpu_s"), (WALL, "time/step_s"))
 _RERANKED = ((CPU, "cpu_seconds"), (WALL, "seconds"))
+COST_NOTE = (
+    "Seconds of all optimizer steps (from the log next to the gates file), mean over seeds; CPU: processor time of the "
+    "process without the verifier's helpers, wall: time on the clock, which other work on the machine makes longer. "
+    "What came before (a curriculum, which DuoAttention does not need, gates to start from) is not included."
+)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of one step, in one unit (``CPU``: processor time; ``wall``: time on the clock)."""
-
-    step: str
-    seconds: float
-    unit: str
+def training_seconds(gates_file: str, field: str) -> float | None:
+    """Seconds of all optimizer steps, from the log next to a gates file; None if it lacks ``field`` or is absent."""
+    log = Path(gates_file).parent / "log.jsonl"
+    found = [json.loads(line).get(field) for line in log.read_text().splitlines()] if log.is_file() else []
+    return None if not found or None in found else float(sum(found))
 
 
-def identification_costs(ranking: Ranking) -> list[list[Cost]]:
-    """For each seed the costs that are known; empty where none is."""
+def identification_costs(ranking: Ranking) -> list[dict[tuple[str, str], float]]:
+    """For each seed the seconds that are known, by step (``training``, ``re-ranking``) and unit."""
     found = []
     for file, gates in zip(ranking.files, ranking.gates, strict=True):
-        costs = []
-        for unit, field in _LOG:
-            seconds = training_seconds(file, field)
-            if seconds is not None:
-                costs.append(Cost("training", seconds, unit))
-                break
-        reranked = gates.training.get("reranked") or {}
-        for unit, field in _RERANKED:
-            if isinstance(reranked.get(field), int | float):
-                costs.append(Cost("re-ranking", float(reranked[field]), unit))
-                break
+        summary = gates.training.get("reranked") or {}
+        trained = {("training", unit): training_seconds(file, field) for unit, field in _LOG}
+        reranked = {("re-ranking", unit): summary.get(field) for unit, field in _RERANKED}
+        costs: dict[tuple[str, str], float] = {}
+        for candidates in (trained, reranked):
+            known = [(key, float(seconds)) for key, seconds in candidates.items() if seconds is not None]
+            costs.update(known[:1])  # in the better unit
         found.append(costs)
     return found
 
 
-def cost_figures(ranking: Ranking) -> Figures:
+def cost_metrics(ranking: Ranking) -> Metrics:
     """Mean and range over the seeds, for each step and unit."""
     by_step: dict[tuple[str, str], list[float]] = defaultdict(list)
     for costs in identification_costs(ranking):
-        for cost in costs:
-            by_step[cost.step, cost.unit].append(cost.seconds)
-    return {
-        "seeds": len(ranking.orders),
-        "steps": [
-            {
-                "step": step,
-                "unit": unit,
-                "mean": sum(values) / len(values),
-                "low": min(values),
-                "high": max(values),
-                "n": len(values),
-            }
-            for (step, unit), values in by_step.items()
-        ],
-    }
+        for key, seconds in costs.items():
+            by_step[key].append(seconds)
+    steps = [
+        {"step": step, "unit": unit, "mean": sum(v) / len(v), "low": min(v), "high": max(v), "n": len(v)}
+        for (step, unit), v in by_step.items()
+    ]
+    return {"seeds": len(ranking.orders), "steps": steps}
 
 
-def cost_text(figures: Figures) -> str:
+def cost_text(metrics: Metrics) -> str:
     """One phrase, such as ``370 s CPU (350 to 390, 3 seeds) + 55 s wall re-ranking``; empty if nothing is known."""
     parts = []
-    for step in figures["steps"]:
+    for step in metrics["steps"]:
         several = f" ({step['low']:.0f} to {step['high']:.0f}, {step['n']} seeds)" if step["n"] > 1 else ""
         what = "" if step["step"] == "training" else f" {step['step']}"
         parts.append(f"{step['mean']:.0f} s {step['unit']}{what}{several}")

@@ -1,4 +1,4 @@
-"""What was measured of a cell, problem by problem, and how several of them are summed up with intervals."""
+"""What was measured of a condition, problem by problem, and how several of them are summed up with intervals."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlkv.evaluation.stats.error_modes import wrong_mode
-from rlkv.evaluation.stats.metrics import PairedDifference, mean_with_interval, paired_difference
+from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference
 
 Floats = NDArray[np.float64]
+Metrics = dict[str, Any]  # JSON-able
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +21,7 @@ class Outcome:
     """One greedy decoding of a task, with an entry per problem in the task's order.
 
     Attributes:
-        key: of the cell; seeds that keep the same heads share one outcome.
+        key: of the condition; seeds that keep the same heads share one outcome.
         correct: 1.0 or 0.0.
         modes: how the answer failed (:data:`rlkv.evaluation.stats.error_modes.MODES`), None where it is right.
         tokens: the output tokens.
@@ -70,43 +71,20 @@ def mean_scores(runs: Sequence[Outcome]) -> Floats:
     return np.mean([run.correct for run in runs], axis=0)
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """A method in one setting, over its seeds.
+def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics:
+    """A method in one setting, over its seeds ``runs``.
 
-    Attributes:
-        mean, low, high, n: over problems, of the mean over seeds.
-        seeds: accuracy of each seed.
-        distinct: different measurements among them (seeds with the same heads are one).
-        kv_share: bytes of KV in use over those of the full cache.
-        versus_full: the paired difference to the full cache; None for the full cache itself.
+    Returns:
+        ``mean, low, high, n`` over problems, of the mean over seeds; ``seeds``, the accuracy of each; ``distinct``, the
+        different measurements among them (seeds with the same heads are one); ``kv_share``, bytes of KV in use over
+        those of the full cache; ``versus_full``, the paired difference to ``full``, None without it.
     """
-
-    mean: float
-    low: float
-    high: float
-    n: int
-    seeds: tuple[float, ...]
-    distinct: int
-    kv_share: float
-    versus_full: PairedDifference | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Accuracy:
-    """Accuracy over the seeds ``runs``, against the full cache where it is given."""
     scores = mean_scores(runs)
-    mean = mean_with_interval(scores)
     held, whole = (sum(int(getattr(run, name).sum()) for run in runs) for name in ("kv_bytes", "kv_bytes_full"))
-    return Accuracy(
-        mean.mean,
-        mean.low,
-        mean.high,
-        mean.n,
-        tuple(float(run.correct.mean()) for run in runs),
-        len({run.key for run in runs}),
-        held / whole,
-        None if full is None else paired_difference(full.correct, scores),
-    )
+    return {
+        **asdict(mean_with_interval(scores)),
+        "seeds": [float(run.correct.mean()) for run in runs],
+        "distinct": len({run.key for run in runs}),
+        "kv_share": held / whole,
+        "versus_full": None if full is None else asdict(paired_difference(full.correct, scores)),
+    }

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from rlkv.evaluation.run.cli_args import ORACLE, read_order
+from rlkv.evaluation.heads.oracle import ORACLE, read_order
 from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 
 Order = tuple[tuple[int, int], ...]
-RANDOM = "random heads"
-RESERVED = (ORACLE, RANDOM, "full cache")
+RANDOM, FULL_CACHE = "random heads", "full cache"
+RESERVED = (ORACLE, RANDOM, FULL_CACHE)
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,12 @@ class Ranking:
     def without_top(self, heads: int) -> list[HeadAllocation]:
         """For each seed, the allocation in which only the *last* ``heads`` of its order are compressible.
 
-        Those are the heads that the ranking holds to be needed most.  The heads that an order
-        leaves out, since it stops early, are needed more than the others: they count as last, in the model's order.
+        Those are the heads that the ranking considers most needed.  Heads that an order leaves out, since it stops
+        early, are needed more than the others: they count as last, in the model's order.
         """
-        total = self.shape[0] * self.shape[1]
-        return [
-            HeadAllocation.from_order(_all_heads(order, self.shape)[::-1], *self.shape, heads / total)
-            for order in self.orders
-        ]
+        share = heads / (self.shape[0] * self.shape[1])
+        orders = [_all_heads(order, self.shape)[::-1] for order in self.orders]
+        return [HeadAllocation.from_order(order, *self.shape, share) for order in orders]
 
 
 def _all_heads(order: Order, shape: tuple[int, int]) -> Order:
@@ -80,16 +78,15 @@ def gates_rankings(files: dict[str, list[str]], config: PretrainedConfig) -> lis
     """A ranking per name, an order per gates file.
 
     Raises:
-        ValueError: if a file is no gates file, or not for this model.
+        ValueError: if a file is not a gates file, or not for this model.
     """
     found = []
     for name, paths in files.items():
-        gates = [HeadGates.load(path) for path in paths]
+        gates = tuple(HeadGates.load(path) for path in paths)
         for each in gates:
             each.check_model(config)
         orders = tuple(tuple(compression_order(each)) for each in gates)
-        shape = (gates[0].num_layers, gates[0].num_kv_heads)
-        found.append(Ranking(name, shape, orders, tuple(gates), tuple(paths)))
+        found.append(Ranking(name, (gates[0].num_layers, gates[0].num_kv_heads), orders, gates, tuple(paths)))
     return found
 
 
@@ -97,7 +94,7 @@ def reference_rankings(shape: ModelShape, oracle: Path | None, random_draws: int
     """The measured elimination order, where a file has one, and random draws.
 
     Raises:
-        ValueError: if the file is no ground truth of a model of this shape.
+        ValueError: if the file is not a ground truth of a model of this shape.
     """
     size = (shape.num_layers, shape.num_kv_heads)
     found = []

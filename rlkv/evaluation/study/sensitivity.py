@@ -1,21 +1,22 @@
-"""Head sensitivity (RLKV, figure 7): compress only the heads that a ranking holds to be needed most.
+"""Head sensitivity (RLKV, figure 7): compress only the heads that a ranking considers most needed.
 
 The faster accuracy falls, the better the ranking knows which heads reasoning needs.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from rlkv.evaluation.report.html_page import Cell, Page, sign_of
+from rlkv.evaluation.report.html_page import Cell, Page
 from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference
-from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
-from rlkv.evaluation.study.bench import Cell as BenchCell
-from rlkv.evaluation.study.outcomes import Floats, Outcome, accuracy_of, mean_scores
-from rlkv.evaluation.study.pictures import Panel, curves_picture, point
+from rlkv.evaluation.study.base import Analysis, Study, file_name
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests
+from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome, accuracy_of, mean_scores
+from rlkv.evaluation.study.plots import Panel, curve, plot_curves
 from rlkv.evaluation.study.rankings import Ranking
 from rlkv.evaluation.study.text import INTERVAL_NOTE, LEGEND, accuracy_cell, difference_cell, interval, p_text, plural
 
@@ -24,11 +25,24 @@ NUMBERS = (1, 2, 3, 4, 6, 8)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2)
 
 
-def default_top_heads(total: int) -> tuple[int, ...]:
-    """How many of ``total`` heads to compress from the top: 1 to 8 of a small model, 1% to 20% of a large one."""
-    if total <= FEW_HEADS:
-        return tuple(n for n in NUMBERS if n < total)
-    return tuple(sorted({max(1, round(share * total)) for share in SHARES}))
+def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
+    """How many of ``total`` heads to compress from the top: whole numbers, or shares of all heads if below 1.
+
+    By default 1 to 8 heads of a small model, 1% to 20% of a large one.
+
+    Raises:
+        ValueError: for a number that is neither, or beyond the model's heads.
+    """
+    found = set()
+    for value in values or (NUMBERS if total <= FEW_HEADS else SHARES):
+        if not 0 <= value <= total and values:
+            raise ValueError(f"--top-heads {value:g} is outside 0 to {total}")
+        if value == 0:
+            raise ValueError("--top-heads: 0 heads are the full cache: give 1 or more, or a share above 0")
+        if value >= 1 and value != int(value):
+            raise ValueError(f"--top-heads: {value:g} is neither a whole number nor a share below 1")
+        found.add(int(value) if value >= 1 else max(1, round(value * total)))
+    return tuple(sorted(n for n in found if values or n < total))
 
 
 class Sensitivity(Analysis):
@@ -37,104 +51,70 @@ class Sensitivity(Analysis):
     name: ClassVar[str] = "sensitivity"
     title: ClassVar[str] = "Head sensitivity"
 
-    def cells(self, study: Study) -> Wanted:
+    def conditions(self, study: Study) -> ConditionRequests:
         for ranking in study.rankings:
             for task in study.tasks:
-                for heads in study.options.top_heads:
+                for heads in study.top_heads:
                     for allocation in ranking.without_top(heads):
-                        yield f"{ranking.name}, top {heads} gone", BenchCell(task, allocation)
+                        yield f"{ranking.name}, top {heads} gone", Condition(task, allocation)
 
-    def figures(self, study: Study) -> Figures:
-        tasks = {}
-        for task in study.tasks:
-            full = study.full(task)
-            methods = {}
-            first_scores = _mean_over_counts(study, task, study.first)
-            for ranking in study.rankings:
-                scores = _mean_over_counts(study, task, ranking)
-                test = paired_difference(first_scores, scores)
-                methods[ranking.name] = {
-                    "by_heads": [
-                        accuracy_of(_runs(study, task, ranking, heads), full).to_dict()
-                        for heads in study.options.top_heads
-                    ],
-                    "mean_over_heads": _estimate(scores),
-                    "versus_first": {
-                        name: getattr(test, name) for name in ("difference", "low", "high", "p_value", "n")
-                    },
-                }
-            tasks[task] = {"full": accuracy_of([full]).to_dict(), "methods": methods}
-        shape = study.first.shape
+    def settings(self, study: Study) -> Metrics:
         return {
             "first": study.first.name,
-            "top_heads": list(study.options.top_heads),
-            "total_heads": shape[0] * shape[1],
+            "top_heads": list(study.top_heads),
+            "total_heads": study.first.shape[0] * study.first.shape[1],
             "runs": {ranking.name: ranking.run for ranking in study.rankings},
-            "tasks": tasks,
         }
 
-    def findings(self, figures: Figures) -> list[str]:
-        lines = []
-        counts = ", ".join(map(str, figures["top_heads"]))
-        for task, found in figures["tasks"].items():
-            means = ", ".join(
-                f"{name} {of['mean_over_heads']['mean']:.3f}"
-                for name, of in sorted(found["methods"].items(), key=lambda item: item[1]["mean_over_heads"]["mean"])
-            )
-            lines.append(
-                f"{task}: mean accuracy when only the most needed {counts} of {figures['total_heads']} heads are "
-                f"compressed (lower: the ranking knows better which heads are needed; tests below): {means}."
-            )
-        return lines
-
-    def write(self, figures: Figures, page: Page, folder: Path) -> None:
-        first, counts, total = figures["first"], figures["top_heads"], figures["total_heads"]
-        for task, found in figures["tasks"].items():
-            rows: list[list[Cell | str]] = []
-            for name, of in found["methods"].items():
-                test, mean = of["versus_first"], of["mean_over_heads"]
-                against: Cell | str = ""
-                if name != first:
-                    # a ranking whose accuracy falls less than the first one's is the worse one
-                    sign = sign_of(-test["difference"], test["p_value"])
-                    cell = difference_cell(test)
-                    against = Cell(cell.text, sign, f"{cell.note}\n{p_text(test['p_value'])}")
-                cells = [accuracy_cell(accuracy, figures["runs"][name]) for accuracy in of["by_heads"]]
-                rows.append([name, *cells, Cell(f"{mean['mean']:.3f}", "", interval(mean)), against])
-            page.table(
-                ["heads", *(plural(n, "head") for n in counts), "mean", f"mean minus {first}'s"],
-                rows,
-                f"{task}: greedy accuracy on {found['full']['n']} problems when only so many of the {total} heads are "
-                f"compressed, those that the ranking puts last. {INTERVAL_NOTE} {LEGEND} Last column: green where "
-                f"accuracy falls faster than under {first}, red where it falls slower.",
-            )
-            picture = folder / f"sensitivity-{task.replace(':', '_')}.png"
-            curves = {
-                name: [point(n, accuracy) for n, accuracy in zip(counts, of["by_heads"], strict=True)]
-                for name, of in found["methods"].items()
+    def task_metrics(self, study: Study, task: str) -> Metrics:
+        full, methods = study.full(task), {}
+        first_scores = _mean_over_counts(study, task, study.first)
+        for ranking in study.rankings:
+            scores = _mean_over_counts(study, task, ranking)
+            runs = [_runs(study, task, ranking, heads) for heads in study.top_heads]
+            methods[ranking.name] = {
+                "by_heads": [accuracy_of(of, full) for of in runs],
+                "mean_over_heads": asdict(mean_with_interval(scores)),
+                "versus_first": asdict(paired_difference(first_scores, scores)),
             }
-            label = f"compressed heads of {total}, the most needed ones first"
-            panel = Panel(
-                f"{task}: the faster it falls, the better the ranking",
-                label,
-                "greedy accuracy",
-                curves,
-                reference=found["full"]["mean"],
-                limits=(-0.03, 1.03),
-            )
-            curves_picture(picture, [panel])
-            page.picture(picture, f"{task}: accuracy when only the most needed heads are compressed, 95% intervals.")
+        return {"full": accuracy_of([full]), "methods": methods}
+
+    def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
+        means = sorted((of["mean_over_heads"]["mean"], name) for name, of in found["methods"].items())
+        counts = ", ".join(map(str, metrics["top_heads"]))
+        return [
+            f"{task}: mean accuracy when only the most needed {counts} of {metrics['total_heads']} heads are "
+            "compressed (lower: the ranking knows better which heads are needed; tests below): "
+            f"{', '.join(f'{name} {mean:.3f}' for mean, name in means)}."
+        ]
+
+    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+        first, counts, total = metrics["first"], metrics["top_heads"], metrics["total_heads"]
+        rows: list[list[Cell | str]] = []
+        for name, of in found["methods"].items():
+            test, mean = of["versus_first"], of["mean_over_heads"]
+            # a ranking whose accuracy falls less than the first one's is the worse one
+            against = "" if name == first else difference_cell(test, p_text(test["p_value"]), sign=-1)
+            cells = [accuracy_cell(accuracy, metrics["runs"][name]) for accuracy in of["by_heads"]]
+            rows.append([name, *cells, Cell(f"{mean['mean']:.3f}", "", interval(mean)), against])
+        page.table(
+            ["heads", *(plural(n, "head") for n in counts), "mean", f"mean minus {first}'s"],
+            rows,
+            f"{task}: greedy accuracy on {found['full']['n']} problems when only so many of the {total} heads are "
+            f"compressed, those that the ranking puts last. {INTERVAL_NOTE} {LEGEND} Last column: green where accuracy "
+            f"falls faster than under {first}, red where it falls slower.",
+        )
+        plot, title = folder / file_name("sensitivity", task), f"{task}: the faster it falls, the better the ranking"
+        label = f"compressed heads of {total}, the most needed ones first"
+        curves = {name: curve(counts, of["by_heads"]) for name, of in found["methods"].items()}
+        plot_curves(plot, Panel(title, label, curves, reference=found["full"]["mean"]))
+        page.picture(plot, f"{task}: accuracy when only the most needed heads are compressed, 95% intervals.")
 
 
 def _runs(study: Study, task: str, ranking: Ranking, heads: int) -> list[Outcome]:
-    return [study.bench.outcome(BenchCell(task, allocation)) for allocation in ranking.without_top(heads)]
+    return [study.measurements.outcome(Condition(task, allocation)) for allocation in ranking.without_top(heads)]
 
 
 def _mean_over_counts(study: Study, task: str, ranking: Ranking) -> Floats:
     """Accuracy of each problem, mean over seeds and numbers of heads."""
-    return np.mean([mean_scores(_runs(study, task, ranking, heads)) for heads in study.options.top_heads], axis=0)
-
-
-def _estimate(scores: Floats) -> Figures:
-    found = mean_with_interval(scores)
-    return {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
+    return np.mean([mean_scores(_runs(study, task, ranking, heads)) for heads in study.top_heads], axis=0)

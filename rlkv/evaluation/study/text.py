@@ -1,4 +1,4 @@
-"""How figures are written: the same number looks the same in every table and sentence."""
+"""How metrics are written: the same number looks the same in every table and sentence."""
 
 from __future__ import annotations
 
@@ -6,29 +6,35 @@ from typing import Any
 
 from rlkv.evaluation.report.html_page import LEVEL, Cell, sign_of
 from rlkv.evaluation.report.markdown_page import LEGEND as MARKS_LEGEND
-from rlkv.evaluation.study.base import Figures
+from rlkv.evaluation.study.outcomes import Metrics
 
+SAME = "no significant difference"
+NOT_AVAILABLE = "n/a"
 LEGEND = (
     f"Colour: green better, red worse than the full cache by a paired permutation test (p < {LEVEL:g}, not corrected "
-    f"for the number of comparisons), grey not told apart; in Markdown {MARKS_LEGEND}."
+    f"for the number of comparisons), grey {SAME}; in Markdown {MARKS_LEGEND}."
 )
 SEEDS_FIXED = (
-    "Intervals and p values are over problems, with the seeds held fixed: they say nothing of what another training "
-    "run or another draw would find. How many sets of heads have the sign of a difference stands beside it."
+    "Intervals and p values are over problems, with the seeds held fixed: they say nothing about another training run "
+    "or another draw. How many sets of heads share the sign of a difference is given with it."
 )
 INTERVAL_NOTE = (
     "Brackets: 95% intervals over problems (Wilson for single runs, else bootstrap of the mean over seeds). Seeds that "
     "keep the same heads are one measurement, greedy decoding being deterministic: 'sets of heads' counts them."
 )
+BYTES_NOTE = (
+    "KV held: bytes of KV in use at the end of each text, over the bytes that the full cache would hold for the same "
+    "tokens"
+)
 
 
-def interval(figures: Figures, digits: int = 2) -> str:
-    return f"[{figures['low']:.{digits}f}, {figures['high']:.{digits}f}]"
+def interval(metrics: Metrics, digits: int = 2) -> str:
+    return f"[{metrics['low']:.{digits}f}, {metrics['high']:.{digits}f}]"
 
 
-def estimate(figures: Figures, digits: int = 2) -> str:
+def estimate(metrics: Metrics, digits: int = 2) -> str:
     """A mean with its interval."""
-    return f"{figures['mean']:.{digits}f} {interval(figures, digits)}"
+    return f"{metrics['mean']:.{digits}f} {interval(metrics, digits)}"
 
 
 def p_number(p_value: float) -> str:
@@ -39,32 +45,25 @@ def p_text(p_value: float) -> str:
     return f"p {p_number(p_value)}" if p_value < 0.001 else f"p = {p_number(p_value)}"
 
 
-def difference(figures: Figures) -> str:
-    """A paired difference in accuracy with its interval."""
-    return f"{figures['difference']:+.3f} [{figures['low']:+.2f}, {figures['high']:+.2f}]"
+def difference_cell(metrics: Metrics, *notes: str, sign: float = 1.0) -> Cell:
+    """A paired difference, coloured, below it its interval and ``notes``; ``sign`` -1: lower is better."""
+    colour = sign_of(sign * metrics["difference"], metrics["p_value"])
+    limits = f"[{metrics['low']:+.2f}, {metrics['high']:+.2f}]"
+    return Cell(f"{metrics['difference']:+.3f}", colour, "\n".join([limits, *notes]))
 
 
-def judged(figures: Figures) -> str:
-    """``better``, ``worse`` or ``not told apart``, by the paired test."""
-    return sign_of(figures["difference"], figures["p_value"]).replace("same", "not told apart")
-
-
-def difference_cell(figures: Figures) -> Cell:
-    """A paired difference, coloured, its interval below."""
-    sign = sign_of(figures["difference"], figures["p_value"])
-    return Cell(f"{figures['difference']:+.3f}", sign, f"[{figures['low']:+.2f}, {figures['high']:+.2f}]")
-
-
-def verdict(figures: Figures, same_heads: bool = False) -> str:
+def verdict(metrics: Metrics, same_heads: bool = False) -> str:
     """A paired difference for a sentence: its size and what the test says, or why there is none."""
     if same_heads:
         return "the same heads"
-    if not figures["changed"]:
+    if not metrics["changed"]:
         return "no problem differs"
-    return f"{difference(figures)}, {p_text(figures['p_value'])}, {judged(figures)}"
+    size = f"{metrics['difference']:+.3f} [{metrics['low']:+.2f}, {metrics['high']:+.2f}]"
+    judged = sign_of(metrics["difference"], metrics["p_value"]).replace("same", SAME)
+    return f"{size}, {p_text(metrics['p_value'])}, {judged}"
 
 
-def seeds_of_sign(compared: Figures, first: str, second: str) -> str:
+def seeds_of_sign(compared: Metrics, first: str, second: str) -> str:
     """For a sentence, after a verdict: how many sets of heads of each method have the sign of the difference.
 
     Args:
@@ -82,7 +81,7 @@ def seeds_of_sign(compared: Figures, first: str, second: str) -> str:
     return f"; this sign: {' and '.join(counts)}"
 
 
-def seeds_text(accuracy: Figures, run: str = "seed") -> str:
+def seeds_text(accuracy: Metrics, run: str = "seed") -> str:
     """How many runs a mean has, how many of them are different, and their range; empty for one run."""
     seeds = accuracy["seeds"]
     if len(seeds) == 1:
@@ -96,22 +95,17 @@ def seeds_text(accuracy: Figures, run: str = "seed") -> str:
     return f"{text}: {low} to {high}" if low != high else f"{text}: all {low}"
 
 
-def accuracy_note(accuracy: Figures, run: str = "seed") -> str:
-    """The interval, and on a line of its own the range of the seeds."""
-    seeds = seeds_text(accuracy, run)
-    return interval(accuracy) + (f"\n{seeds}" if seeds else "")
-
-
-def accuracy_cell(accuracy: Figures, run: str = "seed") -> Cell:
+def accuracy_cell(accuracy: Metrics, run: str = "seed") -> Cell:
     """As the paper's tables 4 to 6: accuracy, the difference to full in brackets, coloured; below interval and seeds.
 
     Without a difference (of the full cache itself, or where the table has another one) it is the accuracy alone.
     """
-    test = accuracy["versus_full"]
+    test, seeds = accuracy["versus_full"], seeds_text(accuracy, run)
+    note = interval(accuracy) + (f"\n{seeds}" if seeds else "")
     if test is None:
-        return Cell(f"{accuracy['mean']:.3f}", "", accuracy_note(accuracy, run))
+        return Cell(f"{accuracy['mean']:.3f}", "", note)
     text = f"{accuracy['mean']:.3f} ({test['difference']:+.3f})"
-    return Cell(text, sign_of(test["difference"], test["p_value"]), accuracy_note(accuracy, run))
+    return Cell(text, sign_of(test["difference"], test["p_value"]), note)
 
 
 def levels(values: Any) -> list[str]:

@@ -13,8 +13,9 @@ from rlkv.evaluation.report.html_page import Page
 from rlkv.evaluation.report.published import find_published
 from rlkv.evaluation.stats.intervals import wilson_interval
 from rlkv.evaluation.stats.metrics import RESAMPLES
-from rlkv.evaluation.study.base import Analysis, Figures, Study, Wanted
-from rlkv.evaluation.study.outcomes import Floats, mean_scores
+from rlkv.evaluation.study.base import Analysis, Study
+from rlkv.evaluation.study.outcomes import Floats, Metrics, mean_scores
+from rlkv.evaluation.study.text import NOT_AVAILABLE
 
 ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is not more than the margin
 ROWS_AT_ONCE = 500
@@ -27,10 +28,10 @@ class Threshold:
     A sparsity of 0: already the first measured one loses more.
 
     Attributes:
-        support: share of resamples with this very threshold; near 1 where methods tie, however few the problems.
+        support: share of resamples with the same threshold; near 1 where methods tie, however few the problems.
         not_excluded: the largest loss in accuracy that ``n`` problems do not exclude at the sparsities up to this one:
-            Wilson's upper bound (95%) of the share of problems that got worse, each counted as lost whole and none
-            made up for by a gain.  None where the sparsity is 0.
+            Wilson's upper bound (95%) of the share of problems that got worse, each counted as wholly lost and none
+            compensated by a gain.  None where the sparsity is 0.
     """
 
     sparsity: float
@@ -89,72 +90,56 @@ class NearLossless(Analysis):
     name: ClassVar[str] = "threshold"
     title: ClassVar[str] = "Near-lossless sparsity"
 
-    def cells(self, study: Study) -> Wanted:
-        return study.cells(study.rankings, study.options.sparsities)
+    def settings(self, study: Study) -> Metrics:
+        return {**super().settings(study), "margin": study.config.margin}
 
-    def figures(self, study: Study) -> Figures:
-        sparsities = study.options.sparsities
-        tasks = {}
-        for task in study.tasks:
-            full = study.full(task).correct
-            methods = {}
-            for ranking in study.rankings:
-                scores = np.stack([mean_scores(study.runs(task, ranking, s)) for s in sparsities])
-                methods[ranking.name] = asdict(near_lossless(full, scores, sparsities, study.options.margin))
-            model = study.options.published
-            published = find_published(model, task, metric="near_lossless_sparsity") if model else []
-            tasks[task] = {"methods": methods, "published": [[n.source.where, n.method, n.value] for n in published]}
-        return {"sparsities": list(sparsities), "margin": study.options.margin, "tasks": tasks}
+    def task_metrics(self, study: Study, task: str) -> Metrics:
+        full, methods = study.full(task).correct, {}
+        for ranking in study.rankings:
+            scores = np.stack([mean_scores(study.runs(task, ranking, s)) for s in study.sparsities])
+            methods[ranking.name] = asdict(near_lossless(full, scores, study.sparsities, study.config.margin))
+        model = study.published
+        published = find_published(model, task, metric="near_lossless_sparsity") if model else []
+        return {"methods": methods, "published": [[n.source.where, n.method, n.value] for n in published]}
 
-    def findings(self, figures: Figures) -> list[str]:
+    def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
+        thresholds = found["methods"].items()
         lines = [
-            f"{task}: near-lossless (at most {100 * figures['margin']:g} points below the full cache at every measured "
-            "sparsity) up to "
-            + ", ".join(f"{name} {_text(threshold)}" for name, threshold in found["methods"].items())
-            + "."
-            for task, found in figures["tasks"].items()
+            f"{task}: near-lossless (at most {100 * metrics['margin']:g} points below the full cache at every measured "
+            f"sparsity) up to {', '.join(f'{name} {_text(threshold)}' for name, threshold in thresholds)}."
         ]
         return lines + [
             f"{task}: {name}: {text}."
-            for task, found in figures["tasks"].items()
-            for name, threshold in found["methods"].items()
+            for name, threshold in thresholds
             if not _shows_margin(threshold) and (text := excluded_text(threshold))
         ]
 
-    def write(self, figures: Figures, page: Page, folder: Path) -> None:
-        measured = ", ".join(f"{s:g}" for s in figures["sparsities"])
+    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+        measured = ", ".join(f"{s:g}" for s in metrics["sparsities"])
         rows = [
-            [
-                f"{task}: {name}",
-                _text(threshold),
-                f"{threshold['support']:.0%}",
-                str(threshold["n"]),
-                excluded_text(threshold) or "-",
-            ]
-            for task, found in figures["tasks"].items()
-            for name, threshold in found["methods"].items()
+            [name, _text(of), f"{of['support']:.0%}", str(of["n"]), excluded_text(of) or NOT_AVAILABLE]
+            for name, of in found["methods"].items()
         ]
         page.table(
             ["heads", "largest near-lossless sparsity", "resamples that agree", "problems", "what they exclude"],
             rows,
-            "The largest sparsity up to which no measured one is below the full cache by more than "
-            f"{100 * figures['margin']:g} points (margin {figures['margin']:g}), on the mean over seeds; brackets: 95% "
+            f"{task}: the largest sparsity up to which no measured one is below the full cache by more than "
+            f"{100 * metrics['margin']:g} points (margin {metrics['margin']:g}), on the mean over seeds; brackets: 95% "
             f"interval by bootstrap over problems. It can only be one of the measured sparsities ({measured}) or 0. "
             "Where methods tie the interval has no width, however few the problems. What they exclude is the last "
             "column: the loss above Wilson's bound (95%) on the share of problems that got worse at any of the "
             "sparsities up to the threshold, gains not counted.",
         )
-        for task, found in figures["tasks"].items():
-            for where, method, value in found["published"]:
-                page.paragraph(f"Published for {task} ({where}, {method}; without a stated rule): {value:g}.")
+        for where, method, value in found["published"]:
+            page.paragraph(f"Published for {task} ({where}, {method}; without a stated rule): {value:g}.")
 
 
-def _shows_margin(threshold: Figures) -> bool:
+def _shows_margin(threshold: Metrics) -> bool:
     bound = threshold["not_excluded"]
     return bound is None or bound <= threshold["margin"] + ROUNDING
 
 
-def excluded_text(threshold: Figures) -> str:
+def excluded_text(threshold: Metrics) -> str:
     """What the problems exclude, and that it is not the margin where it is not; empty for a threshold of 0."""
     if threshold["not_excluded"] is None:
         return ""
@@ -164,5 +149,5 @@ def excluded_text(threshold: Figures) -> str:
     return f"{text}, which is above the margin of {100 * threshold['margin']:g}: near-lossless is not shown"
 
 
-def _text(threshold: Figures) -> str:
+def _text(threshold: Metrics) -> str:
     return f"{threshold['sparsity']:g} [{threshold['low']:g}, {threshold['high']:g}]"

@@ -1,4 +1,4 @@
-"""rlkv-infer --compare-full, rlkv-eval and the demo's sweep agree on every problem, each at its own batch size."""
+"""rlkv-infer --compare-full, rlkv-eval and a plain decoding agree on every problem, each at its own batch size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rlkv import tiny
+from rlkv.cache import CacheSettings
 from rlkv.cli.eval import run as evaluate
-from rlkv.evaluation.heads.measure import CacheSettings, measure
+from rlkv.evaluation.heads.decoding import decode
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
@@ -72,15 +73,13 @@ def test_every_problem_has_one_text_and_one_verdict(
     model, tokenizer = tiny.load()
     gates = HeadGates.load(folder / "gates.pt")
     problems = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
-    settings = CacheSettings(gates.deploy_sink, gates.deploy_window, max_new_tokens=TOKENS)
-    swept = measure(model, tokenizer, problems, HeadAllocation.from_gates(gates, sparsity), settings)
-    assert swept.correct == [row["correct"] for row in rows]
-    assert [completion.token_ids for completion in swept.completions] == [row["token_ids"] for row in rows]
-    assert 0 < sum(swept.correct) < N, "a test of verdicts needs both"
-    assert swept.kv_bytes == sum(row["kv_bytes"] for row in rows)
-    assert swept.kv_bytes_full == sum(row["kv_bytes_full"] for row in rows)
+    cache = CacheSettings(gates.deploy_sink, gates.deploy_window)
+    decoded = decode(model, tokenizer, problems, HeadAllocation.from_gates(gates, sparsity), cache, TOKENS, N)
+    assert decoded.correct == [row["correct"] for row in rows]
+    assert [completion.token_ids for completion in decoded.completions] == [row["token_ids"] for row in rows]
+    assert 0 < sum(decoded.correct) < N, "a test of verdicts needs both"
     results = json.loads((folder / "eval" / "results.json").read_text())["results"]
-    assert next(row["accuracy"] for row in results if row["method"] == method) == swept.accuracy
+    assert next(row["accuracy"] for row in results if row["method"] == method) == decoded.accuracy
 
 
 def test_the_heads_make_a_difference(evaluated: dict[str, list[dict[str, Any]]]) -> None:

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from rlkv.evaluation.study.costs import Cost, cost_figures, cost_text, identification_costs
+from rlkv.evaluation.study.costs import cost_metrics, cost_text, identification_costs
 from tests.helpers.study_fakes import ranking
 
 ALPHA = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
@@ -25,8 +25,8 @@ def test_cpu_seconds_are_preferred_where_every_step_has_them(tmp_path: Path) -> 
         str(tmp_path / "absent" / "gates.pt"),
     )
     found = replace(ranking("RLKV", ALPHA, ALPHA, ALPHA), files=files)
-    assert identification_costs(found) == [[Cost("training", 4.5, "CPU")], [Cost("training", 8.0, "wall")], []]
-    assert cost_text(cost_figures(found)) == "4 s CPU + 8 s wall"
+    assert identification_costs(found) == [{("training", "CPU"): 4.5}, {("training", "wall"): 8.0}, {}]
+    assert cost_text(cost_metrics(found)) == "4 s CPU + 8 s wall"
 
 
 def test_re_ranking_is_added(tmp_path: Path) -> None:
@@ -34,6 +34,6 @@ def test_re_ranking_is_added(tmp_path: Path) -> None:
     for gates, facts in zip(found.gates, ({"seconds": 60, "cpu_seconds": 50}, {"cpu_seconds": 70}), strict=True):
         gates.training = {"reranked": facts}
     files = tuple(log(tmp_path / name, {"time/step_cpu_s": seconds}) for name, seconds in (("a", 10.0), ("b", 20.0)))
-    figures = cost_figures(replace(found, files=files))
-    assert cost_text(figures) == "15 s CPU (10 to 20, 2 seeds) + 60 s CPU re-ranking (50 to 70, 2 seeds)"
-    assert cost_text(cost_figures(ranking("x", ALPHA))) == ""
+    metrics = cost_metrics(replace(found, files=files))
+    assert cost_text(metrics) == "15 s CPU (10 to 20, 2 seeds) + 60 s CPU re-ranking (50 to 70, 2 seeds)"
+    assert cost_text(cost_metrics(ranking("x", ALPHA))) == ""

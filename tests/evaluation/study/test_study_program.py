@@ -1,4 +1,4 @@
-"""inference/study.py on the tiny model, whole: cells, files, numbers, resuming, bad input."""
+"""rlkv-study on the tiny model, whole: conditions, files, numbers, resuming, bad input."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from rlkv import tiny
-from rlkv.evaluation.heads.measure import CacheSettings, measure
-from rlkv.evaluation.study.budget import KINDS
-from rlkv.evaluation.study.report import ANALYSES
+from rlkv.cache import CacheSettings
+from rlkv.cache.accounting import EntrySize
+from rlkv.cli.options import parse
+from rlkv.evaluation.heads.decoding import decode
+from rlkv.evaluation.stats.matching import kv_share
+from rlkv.evaluation.study.config import StudyConfig
+from rlkv.evaluation.study.run import ANALYSES, run_study
+from rlkv.evaluation.study.sensitivity import top_heads
+from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
-from tests.helpers.programs import load_program
 
 TOKENS = 45
 NUM_PROBLEMS = 5
 
 
 @pytest.fixture(scope="module")
-def program() -> Any:
-    return load_program("inference/study.py")
-
-
-@pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gates a, b (the same heads at 0.5 as a, in another order), c; six problems; a training log beside a."""
+    """Gates a, b (the same heads at 0.5 as a, in another order), c; five problems; a training log next to a."""
     folder = tmp_path_factory.mktemp("inputs")
     model, _ = tiny.load()
     shape = ModelShape.from_config(model.config, "tiny")
@@ -46,27 +46,35 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(inputs: Path, output: Path, *more: str) -> list[str]:
+def options(inputs: Path, output: Path) -> dict[str, list[str]]:
     gates = [f"mine={inputs}/a/gates.pt", f"mine={inputs}/b/gates.pt", f"other <b>={inputs}/c/gates.pt"]
-    return [
-        *(text for file in gates for text in ("--gates", file)),
-        *("--ablation", f"variant={inputs}/c/gates.pt", "--data", str(inputs / "problems.jsonl")),
-        *("--oracle", str(tiny.GROUND_TRUTH), "--random-draws", "2", "--sparsities", "0.5", "--compare-at", "0.5"),
-        *("--ablate-at", "0.5", "--top-heads", "2", "--policies", "rkv,random", "--savings", "0.3"),
-        *("--repetition", "20,5", "--max-new-tokens", str(TOKENS), "--batch-size", "5"),
-        *("--output-dir", str(output), *more),
-    ]
+    words = "--random-draws 2 --sparsities 0.5 --compare-at 0.5 --ablate-at 0.5 --top-heads 2 --repetition 20 5"
+    words += " --policies rkv random --savings 0.3 --buffer 4 --observation 2 --extra 8 --batch-size 5"
+    words += f" --max-new-tokens {TOKENS}"
+    found = {"--gates": gates, "--ablation": [f"variant={inputs}/c/gates.pt"], "--output-dir": [str(output)]}
+    found |= {"--data": [str(inputs / "problems.jsonl")], "--oracle": [str(tiny.GROUND_TRUTH)]}
+    for part in words.split("--")[1:]:
+        name, *values = part.split()
+        found[f"--{name}"] = values
+    return found
 
 
-def run(program: Any, arguments: list[str]) -> Result:
-    return CliRunner().invoke(program.app, arguments)
+def run(inputs: Path, output: Path, *more: str) -> list[str] | None:
+    """``more`` replaces options of the same name."""
+    found = options(inputs, output)
+    name = ""
+    for word in more:
+        if word.startswith("--"):
+            found[name := word] = []
+        else:
+            found[name].append(word)
+    return run_study(parse(StudyConfig, arguments=[word for name, of in found.items() for word in (name, *of)]))
 
 
 @pytest.fixture(scope="module")
-def study(program: Any, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def study(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("study")
-    done = run(program, options(inputs, output))
-    assert done.exit_code == 0, done.output
+    assert run(inputs, output)
     return output
 
 
@@ -74,27 +82,80 @@ def results(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
+def methods_at_bytes(study: Path) -> dict[str, Any]:
+    methods = results(study)["analyses"]["budget"]["tasks"]["tiny"]["methods"]
+    return {name: row["savings"][0] for name, row in methods.items()}
+
+
 def test_every_allocation_is_measured_once(study: Path) -> None:
     found = results(study)
-    cells = found["cells"]
-    names = {tuple(cell["asked_for_as"]) for cell in cells}
-    assert ("mine @ 0.5",) in names  # both seeds and three analyses ask for it
+    conditions = found["conditions"]
+    names = {tuple(condition["requested_as"]) for condition in conditions}
+    assert ("mine @ 0.5",) in names  # both seeds and three analyses request it
     assert ("other <b> @ 0.5", "variant @ 0.5") in names
-    budgets = [row[kind] for row in found["analyses"]["budget"]["tasks"]["tiny"]["rows"] for kind in KINDS]
-    assert len(budgets) == 4
-    assert 2 <= sum(of is not None for of in budgets) < 4  # random keeps the prompt, which is too much here
-    # full, mine, other = variant, oracle, two draws; as many without the top heads; budgets
-    assert len(cells) == 6 + 5 + sum(of is not None for of in budgets)
-    assert len(list((study / "rows").iterdir())) == len(cells)
-    assert all(cell["n"] == NUM_PROBLEMS for cell in cells)
+    matched = [name for names in names for name in names if name.endswith("30% saved")]
+    assert len(matched) == sum(of is not None for of in methods_at_bytes(study).values())
+    only_matched = [of for of in names if all(name.endswith("30% saved") for name in of)]
+    # full, mine, other = variant, oracle, two draws; as many without the top heads; methods at matched bytes
+    assert len(conditions) == 6 + 5 + len(only_matched)
+    assert len(list((study / "rows").glob("*.jsonl"))) == len(conditions)
+    assert all(condition["n"] == NUM_PROBLEMS for condition in conditions)
     assert list(found["analyses"]) == list(ANALYSES)
+    assert found["config"]["policies"] == ["rkv", "random"]
 
 
-def test_figures_are_those_of_the_plain_measurement(study: Path, inputs: Path) -> None:
+def test_methods_at_matched_bytes(study: Path, inputs: Path) -> None:
+    """Each policy alone and under the first ranking, with either treatment of the prompt, and every ranking."""
+    found = methods_at_bytes(study)
+    policies = ["rkv", "rkv (prompt kept)", "random", "random (prompt evictable)"]
+    assert set(found) == {
+        *policies,
+        *(f"mine + {policy}" for policy in policies),
+        "rkv, fixed budget",
+        "random, fixed budget",
+        *(f"{name} + sinks + window" for name in ("mine", "other <b>", "oracle (measured)", "random heads")),
+    }
+    assert found["rkv"]["budget"]["ratio"] > 0
+    assert found["rkv, fixed budget"]["budget"]["budget"] > 0
+    assert found["rkv"]["full_heads"] == 0 < found["mine + rkv"]["full_heads"] < 24
+    model, tokenizer = tiny.load()
+    problems = [json.loads(line) for line in (inputs / "problems.jsonl").read_text().splitlines()]
+    conditions = {name: of for of in results(study)["conditions"] for name in of["requested_as"]}
+
+    def lengths(name: str) -> list[tuple[int, int]]:
+        rows = [json.loads(line) for line in (study / "rows" / conditions[name]["rows"]).read_text().splitlines()]
+        tokens = {row["key"]: len(row["token_ids"]) for row in rows if "key" in row}
+        texts = [render_prompt(tokenizer, p["problem"]) for p in problems]
+        prompts = [len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+        return [(n, n + tokens[f"tiny/{i + 1}"] - 1) for i, n in enumerate(prompts)]
+
+    size = EntrySize.of(model)
+    for name in ("rkv", "mine + rkv", "random (prompt evictable)", "mine + sinks + window"):
+        condition = conditions[f"{name}, 30% saved"]
+        heads = torch.tensor(condition["full_heads"], dtype=torch.bool)
+        fields = dict(condition["policy"] or {})
+        policy = make_policy(fields.pop("name"), **fields) if fields else None
+        cache = CacheSettings(4, 16, "full", policy)
+        # on the texts of the full cache: at most what was asked for, and not much less
+        assert 0.6 < kv_share(cache, heads, size, lengths("full cache")) <= 0.7
+        decoded = decode(model, tokenizer, problems, HeadAllocation(heads), cache, TOKENS)
+        assert found[name]["accuracy"]["mean"] == decoded.accuracy
+        own = kv_share(cache, heads, size, lengths(f"{name}, 30% saved"))
+        assert found[name]["accuracy"]["kv_share"] == pytest.approx(own)
+
+
+def test_no_method_fits_a_saving_that_is_too_large(inputs: Path, tmp_path: Path) -> None:
+    findings = run(inputs, tmp_path, "--analyses", "budget", "--savings", "0.97", "--policies", "rkv")
+    assert findings
+    assert "97% of the bytes saved: no method fits" in findings[0]
+    assert "| rkv | n/a |" in (tmp_path / "report.md").read_text()
+
+
+def test_metrics_are_those_of_the_plain_measurement(study: Path, inputs: Path) -> None:
     model, tokenizer = tiny.load()
     problems = [json.loads(line) for line in (inputs / "problems.jsonl").read_text().splitlines()]
     allocation = HeadAllocation.from_gates(HeadGates.load(inputs / "a" / "gates.pt"), 0.5)
-    want = measure(model, tokenizer, problems, allocation, CacheSettings(4, 16, "full", TOKENS, 6))
+    want = decode(model, tokenizer, problems, allocation, CacheSettings(4, 16), TOKENS, batch_size=6)
     sweep = results(study)["analyses"]["sweep"]["tasks"]["tiny"]["methods"]["mine"][0]
     assert sweep["mean"] == want.accuracy
     assert sweep["seeds"] == [want.accuracy] * 2
@@ -106,13 +167,13 @@ def test_figures_are_those_of_the_plain_measurement(study: Path, inputs: Path) -
 def test_analyses_agree_with_each_other(study: Path) -> None:
     found = results(study)["analyses"]
     full = results(study)["full_cache"]["tiny"]
-    for row in found["comparison"]["rows"]:
-        methods = found["sweep"]["tasks"]["tiny"]["methods"]
+    methods = found["sweep"]["tasks"]["tiny"]["methods"]
+    for row in found["comparison"]["tasks"]["tiny"]["rows"]:
         assert row["first"]["mean"] == methods["mine"][0]["mean"]
         assert row["second"]["mean"] == methods[row["other"]][0]["mean"]
         assert row["difference"]["difference"] == pytest.approx(row["first"]["mean"] - row["second"]["mean"])
     variant = found["ablations"]["tasks"]["tiny"]["variant"][0]
-    assert variant["first"]["mean"] == found["sweep"]["tasks"]["tiny"]["methods"]["other <b>"][0]["mean"]
+    assert variant["first"]["mean"] == methods["other <b>"][0]["mean"]
     for name, (shares,) in found["modes"]["tasks"]["tiny"]["methods"].items():
         solved = found["modes"]["tasks"]["tiny"]["solved"]
         assert solved == round(full["accuracy"] * NUM_PROBLEMS)
@@ -120,10 +181,6 @@ def test_analyses_agree_with_each_other(study: Path) -> None:
     assert found["comparison"]["costs"]["mine"]["steps"] == [
         {"step": "training", "unit": "CPU", "mean": 7.0, "low": 7.0, "high": 7.0, "n": 1}
     ]
-    for row in found["budget"]["tasks"]["tiny"]["rows"]:
-        for kind, given in (("dynamic", "ratio"), ("fixed", "budget")):
-            if row[kind] is not None:
-                assert row[kind]["budget"][given] is not None
 
 
 def test_the_report_is_whole_and_loads_nothing(study: Path) -> None:
@@ -140,85 +197,95 @@ def test_the_report_is_whole_and_loads_nothing(study: Path) -> None:
     for word in ("torch", "cores", "2 seeds, 1 set of heads", "its file does not say"):
         assert word in text
         assert word in page
+    accuracy = results(study)["analyses"]["sweep"]["tasks"]["tiny"]["methods"]["mine"][0]["mean"]
+    table = (study / "table.md").read_text()
+    assert re.search(rf"\| mine \| .* \| {accuracy:.3f} \[.*; 2 seeds, 1 set of heads \| 7 s CPU \|", table)
+    assert "| KV held, of full | 100% |" in table
 
 
 def _anchors(page: str) -> set[str]:
     return {f"#{name}"[:22] for name in re.findall(r'id="([^"]+)"', page)}
 
 
-def test_a_second_process_only_measures(program: Any, inputs: Path, study: Path, tmp_path: Path) -> None:
+def test_a_second_process_only_measures(inputs: Path, study: Path, tmp_path: Path) -> None:
     shutil.copytree(study / "rows", tmp_path / "rows")
-    missing = sorted((tmp_path / "rows").iterdir())[-1]
+    missing = sorted((tmp_path / "rows").glob("*.jsonl"))[-1]
     missing.unlink()
-    done = run(program, options(inputs, tmp_path, "--measure-only"))
-    assert done.exit_code == 0, done.output
+    assert run(inputs, tmp_path, "--measure-only") is None
     assert sorted(file.name for file in tmp_path.iterdir()) == ["measured.json", "rows"]
     assert missing.exists()
-    found = json.loads((tmp_path / "measured.json").read_text())["cells"]
-    wanted = results(study)["cells"]
-    assert [(cell["rows"], cell["accuracy"]) for cell in found] == [(cell["rows"], cell["accuracy"]) for cell in wanted]
+    found, wanted = json.loads((tmp_path / "measured.json").read_text())["conditions"], results(study)["conditions"]
+    assert [(of["rows"], of["accuracy"]) for of in found] == [(of["rows"], of["accuracy"]) for of in wanted]
 
 
-def test_the_same_command_goes_on_and_refuses_other_settings(program: Any, inputs: Path, study: Path) -> None:
-    before = results(study)["analyses"]["comparison"]
-    compared = {cell["rows"] for cell in results(study)["cells"] if "mine @ 0.5" in cell["asked_for_as"]}
-    rows = sorted((study / "rows").iterdir(), key=lambda file: file.name not in compared)
+def test_the_same_command_goes_on_and_refuses_other_settings(inputs: Path, study: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(study, folder)
+    before = results(folder)["analyses"]["comparison"]
+    compared = {of["rows"] for of in results(folder)["conditions"] if "mine @ 0.5" in of["requested_as"]}
+    rows = sorted((folder / "rows").glob("*.jsonl"), key=lambda file: file.name not in compared)
     rows[1].unlink()
     torn = rows[0].read_bytes()
     rows[0].write_bytes(torn[: len(torn) // 2])
     files = {file.name: file.read_bytes() for file in rows[2:]}
-    assert run(program, options(inputs, study, "--analyses", "comparison")).exit_code == 0
-    assert results(study)["analyses"]["comparison"] == before
+    run(inputs, folder, "--analyses", "comparison")
+    assert results(folder)["analyses"]["comparison"] == before
     assert {file.name: file.read_bytes() for file in rows[2:]} == files
-    done = run(program, options(inputs, study, "--window", "12"))
-    assert isinstance(done.exception, ValueError)
-    assert "measured with other settings" in str(done.exception)
-    assert "window" in str(done.exception)
+    with pytest.raises(ValueError, match=r"with other settings .*window"):
+        run(inputs, folder, "--window", "12")
 
 
-def test_one_analysis_measures_only_its_own(program: Any, inputs: Path, tmp_path: Path) -> None:
-    done = run(program, options(inputs, tmp_path, "--analyses", "gates"))
-    assert done.exit_code == 0, done.output
-    assert len(results(tmp_path)["cells"]) == 1
+def test_one_analysis_measures_only_its_own(inputs: Path, tmp_path: Path) -> None:
+    run(inputs, tmp_path, "--analyses", "gates")
+    assert len(results(tmp_path)["conditions"]) == 1
     assert list(results(tmp_path)["analyses"]) == ["gates"]
+    assert not (tmp_path / "table.md").exists()
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--analyses", "sweep,speed"], "there is no analysis 'speed'"),
-        (["--sparsities", "0.4,1.5"], "--sparsities '0.4,1.5' holds a number outside 0 to 1"),
-        (["--compare-at", "0"], "--compare-at '0' names no sparsity above 0"),
+        (["--analyses", "sweep", "speed"], "there is no analysis 'speed'"),
+        (["--sparsities", "0.4", "1.5"], "--sparsities 0.4 1.5 holds a number outside 0 to 1"),
+        (["--sparsities", "nan"], "--sparsities nan holds a number outside 0 to 1"),
+        (["--compare-at", "0"], "--compare-at 0 names no sparsity above 0"),
+        (["--savings", "1.0"], "--savings 1 holds a number outside 0 to 0.99"),
+        (["--head-share", "2.5"], "--head-share is 2.5"),
+        (["--batch-size", "0"], "--batch-size must be at least 1"),
         (["--top-heads", "1.5"], "1.5 is neither a whole number nor a share below 1"),
         (["--top-heads", "25"], "outside 0 to 24"),
         (["--top-heads", "0"], "0 heads are the full cache"),
         (["--gates", "oracle (measured)=x.pt"], "is taken"),
         (["--gates", "x.pt"], "--gates 'x.pt' must be NAME=FILE"),
+        (["--gates"], "--gates needs at least one"),
         (["--ablation", "mine=x.pt"], "--ablation: the name 'mine' is taken"),
         (["--gates", "x=absent.pt"], "absent.pt"),
-        (["--policies", "rkv,best"], "there is no eviction policy 'best'"),
+        (["--policies", "rkv", "best"], "there is no eviction policy 'best'"),
         (["--published", "tiny"], "--published 'tiny': nothing is known"),
         (["--extra", "2"], "--extra is 2"),
-        (["--repetition", "5"], "WINDOW,DISTINCT"),
+        (["--repetition", "5", "6"], "--repetition 5 6"),
         (["--tasks", "maths"], "unknown task 'maths'"),
         (["--data", "absent.jsonl"], "absent.jsonl does not exist"),
-        (["--oracle", "absent.json"], "--oracle absent.json is no ground-truth file"),
+        (["--oracle", "absent.json"], "--oracle absent.json is not a ground-truth file"),
     ],
 )
-def test_bad_input_is_one_sentence(program: Any, inputs: Path, tmp_path: Path, more: list[str], message: str) -> None:
-    done = run(program, options(inputs, tmp_path / "out", *more))
-    assert isinstance(done.exception, ValueError), done.output
-    assert message in str(done.exception)
+def test_bad_input_is_one_sentence(inputs: Path, tmp_path: Path, more: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(inputs, tmp_path / "out", *more)
     assert not (tmp_path / "out").exists()
 
 
-def test_ablations_need_gates(program: Any, inputs: Path, tmp_path: Path) -> None:
-    arguments = ["--gates", f"a={inputs}/a/gates.pt", "--analyses", "ablations", "--output-dir", str(tmp_path)]
-    assert "no gates of any are given" in str(run(program, arguments).exception)
+def test_ablations_need_gates(inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="add --ablation"):
+        run(inputs, tmp_path, "--ablation", "--analyses", "ablations")
 
 
-def test_head_counts(program: Any) -> None:
-    assert program.top_heads("", 24) == (1, 2, 3, 4, 6, 8)
-    assert program.top_heads("", 256) == (3, 5, 13, 26, 38, 51)
-    assert program.top_heads("0.25,3,0.01", 24) == (1, 3, 6)
-    assert program.levels("0.6,0,0.2", "--sparsities") == (0.2, 0.6)
+def test_head_counts() -> None:
+    assert top_heads((), 24) == (1, 2, 3, 4, 6, 8)
+    assert top_heads((), 256) == (3, 5, 13, 26, 38, 51)
+    assert top_heads((0.25, 3, 0.01), 24) == (1, 3, 6)
+
+
+def test_sparsities_ascend_without_the_full_cache(tmp_path: Path) -> None:
+    config = StudyConfig(gates=("a=b",), output_dir=tmp_path, sparsities=(0.6, 0, 0.2, 0.6))
+    assert config.ascending("sparsities") == (0.2, 0.6)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.evaluation.run.cli_args import ORACLE
-from rlkv.evaluation.study.bench import Cell
+from rlkv.evaluation.heads.oracle import ORACLE
+from rlkv.evaluation.study.measurements import Condition
 from rlkv.evaluation.study.rankings import (
     RANDOM,
     Ranking,
@@ -48,13 +48,13 @@ def test_a_share_of_heads_loses_no_head_to_rounding() -> None:
 def test_seeds_that_agree_are_counted_once() -> None:
     other_low = [0.9, 0.0, 0.5, 0.1, 0.7, 0.3]  # another order of the same halves
     found = ranking("RLKV", ALPHA, other_low, ALPHA[::-1])
-    cells = [{Cell("tiny", allocation) for allocation in found.allocations(s)} for s in (0.5, 0.17, 0.0)]
-    assert [len(same) for same in cells] == [2, 3, 1]
-    assert [len({cell.key for cell in same}) for same in cells] == [2, 3, 1]
+    conditions = [{Condition("tiny", allocation) for allocation in found.allocations(s)} for s in (0.5, 0.17, 0.0)]
+    assert [len(same) for same in conditions] == [2, 3, 1]
+    assert [len({condition.key for condition in same}) for same in conditions] == [2, 3, 1]
     full = HeadAllocation.random(*SHAPE, 0.0, 0)
-    assert Cell("tiny", full, RKV(budget=64)) == Cell("tiny", full)  # nothing to evict from
+    assert Condition("tiny", full, RKV(budget=64)) == Condition("tiny", full)  # nothing to evict from
     none = HeadAllocation.random(*SHAPE, 1.0, 0)
-    assert len({Cell("tiny", none, policy).key for policy in (None, RKV(budget=64), RKV(budget=65))}) == 3
+    assert len({Condition("tiny", none, policy).key for policy in (None, RKV(budget=64), RKV(budget=65))}) == 3
 
 
 def test_heads_that_an_order_leaves_out_are_the_most_needed() -> None:

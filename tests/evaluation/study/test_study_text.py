@@ -13,24 +13,24 @@ FULL = outcome("1" * 10)
 
 
 def test_a_cell_has_accuracy_difference_interval_and_seeds() -> None:
-    low = accuracy_of([outcome("1000000000"), outcome("1100000000")], FULL).to_dict()
+    low = accuracy_of([outcome("1000000000"), outcome("1100000000")], FULL)
     cell = accuracy_cell(low)
     assert cell.text == "0.150 (-0.850)"
     assert cell.sign == "worse"
     interval, seeds = cell.note.splitlines()
     assert interval.startswith("[0.")
     assert seeds == "2 seeds: 0.10 to 0.20"
-    alike = accuracy_cell(accuracy_of([outcome("1111111110")], FULL).to_dict())
+    alike = accuracy_cell(accuracy_of([outcome("1111111110")], FULL))
     assert (alike.text, alike.sign, alike.note) == ("0.900 (-0.100)", "same", "[0.60, 0.98]")
-    assert accuracy_cell(accuracy_of([FULL]).to_dict()).text == "1.000"
+    assert accuracy_cell(accuracy_of([FULL])).text == "1.000"
 
 
 def test_seeds_with_the_same_heads_are_said_to_be_one_measurement() -> None:
     a, b = outcome("1100000000"), outcome("1010000000")
-    assert seeds_text(accuracy_of([a]).to_dict()) == ""
-    assert seeds_text(accuracy_of([a, a, a]).to_dict()) == "3 seeds, 1 set of heads"
-    assert seeds_text(accuracy_of([a, b, a]).to_dict()) == "3 seeds, 2 sets of heads: all 0.20"
-    assert seeds_text(accuracy_of([a, FULL]).to_dict(), "draw") == "2 draws: 0.20 to 1.00"
+    assert seeds_text(accuracy_of([a])) == ""
+    assert seeds_text(accuracy_of([a, a, a])) == "3 seeds, 1 set of heads"
+    assert seeds_text(accuracy_of([a, b, a])) == "3 seeds, 2 sets of heads: all 0.20"
+    assert seeds_text(accuracy_of([a, FULL]), "draw") == "2 draws: 0.20 to 1.00"
 
 
 @pytest.mark.parametrize(("p_value", "text"), [(0.0002, "p < 0.001"), (0.0009, "p < 0.001"), (0.05, "p = 0.050")])
@@ -47,11 +47,11 @@ def test_verdicts() -> None:
     assert (cell.text, cell.sign) == ("-0.900", "worse")
 
 
-def test_findings_are_made_from_the_figures() -> None:
+def test_findings_are_made_from_the_metrics() -> None:
     low = outcome("1000000000")
-    figures = {
+    metrics = {
         "first": "RLKV",
-        "rows": [{"task": "tiny", "sparsity": 0.6, "other": "Duo", "run": "seed", **compare([FULL], [low])}],
+        "tasks": {"tiny": {"rows": [{"sparsity": 0.6, "other": "Duo", "run": "seed", **compare([FULL], [low])}]}},
         "costs": {
             "RLKV": {
                 "seeds": 1,
@@ -60,7 +60,7 @@ def test_findings_are_made_from_the_figures() -> None:
             "Duo": {"seeds": 1, "steps": []},
         },
     }
-    assert Comparison().findings(figures) == [
+    assert Comparison().findings(metrics) == [
         "tiny at 0.6, n = 10: RLKV 1.000 against Duo 0.100 (+0.900 [+0.70, +1.00], p = 0.004, better).",
         "Finding the heads took: RLKV 370 s CPU.",
     ]
@@ -73,5 +73,6 @@ def test_seeds_of_a_sign_count_a_set_of_heads_once() -> None:
     assert found["per_seed"]["second"] == pytest.approx([0.1])
     assert seeds_of_sign(found, "A", "B") == "; this sign: 1 of 2 sets of heads of A and 1 of 1 set of heads of B"
     assert seeds_of_sign(compare([good], [even]), "A", "B") == ""
-    figures = {"first": "A", "rows": [{"task": "t", "sparsity": 0.5, "other": "B", **found}], "costs": {}}
-    assert "; this sign: 1 of 2 sets of heads of A" in Comparison().findings(figures)[0]
+    rows = [{"sparsity": 0.5, "other": "B", **found}]
+    metrics = {"first": "A", "tasks": {"t": {"rows": rows}}, "costs": {}}
+    assert "; this sign: 1 of 2 sets of heads of A" in Comparison().findings(metrics)[0]

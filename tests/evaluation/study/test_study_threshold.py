@@ -79,10 +79,10 @@ def test_few_problems_cannot_show_a_margin(n: int, margin: float, want: str, tmp
     assert text.startswith(want)
     assert text.endswith("points") == shown
     task = {"methods": {"RLKV": found}, "published": []}
-    figures = {"sparsities": list(SPARSITIES), "margin": margin, "tasks": {"tiny": task}}
-    assert [text in line for line in NearLossless().findings(figures)] == ([False] if shown else [False, True])
+    metrics = {"sparsities": list(SPARSITIES), "margin": margin, "tasks": {"tiny": task}}
+    assert [text in line for line in NearLossless().findings(metrics)] == ([False] if shown else [False, True])
     page = Page("t")
-    NearLossless().write(figures, page, tmp_path)
+    NearLossless().write(metrics, page, tmp_path)
     (table,) = (block for block in page.blocks if isinstance(block, Table))
     assert table.rows[0][-1].text == text
 

@@ -1,0 +1,44 @@
+r"""Study rankings of KV heads: sweep, paired comparison, threshold, sensitivity, error modes, lengths, budgets, gates.
+
+    rlkv-study --model tiny --tasks tiny --data problems.jsonl \
+        --gates RLKV=results/demo/gates.pt DuoAttention=outputs/duo_tiny/gates.pt \
+        --oracle rlkv/tiny/model/ground_truth.json --sink 4 --window 16 --repetition 40 8 --max-new-tokens 208 \
+        --batch-size 100 --output-dir results/study/report
+    rlkv-study --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --tasks math500 aime24 --data FOLDER \
+        --gates RLKV=rlkv.tsv DuoAttention=duo.tsv --buffer 128 --observation 8 --extra 80 \
+        --output-dir results/llama8b_study
+
+Several files under one name are seeds of one method; the first name is compared with every other.  ``--ablation`` adds
+variants that are compared with it alone.  Decoding is greedy, so every allocation of heads is measured once, however
+many seeds and analyses ask for it.  Files: report.html (one file), report.md, table.md, plots, results.json with every
+number, rows/ with every text.  The same command resumes a run that was stopped; rows that were measured with other
+settings are refused by name.  The sizes of the budget analysis default to those for the tiny model.
+"""
+
+from __future__ import annotations
+
+from rlkv.cli.errors import run_app
+from rlkv.cli.options import parse
+
+
+def study() -> None:
+    """Parse the options and run."""
+    from rlkv.evaluation.study.config import StudyConfig
+    from rlkv.evaluation.study.run import run_study
+    from rlkv.evaluation.study.text import SEEDS_FIXED
+
+    config = parse(StudyConfig, __doc__, prog="rlkv-study")
+    findings = run_study(config)
+    if findings is not None:
+        print(f"{config.output_dir / 'report.html'}, report.md, table.md, results.json")
+        print("\n".join(f"- {line}" for line in findings))
+        print(SEEDS_FIXED)
+
+
+def main() -> None:
+    """The console script."""
+    run_app(study)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The options of a study; what its results file records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from rlkv.evaluation.stats.error_modes import RepetitionRule
+from rlkv.evaluation.study.rankings import RESERVED, group_by_name
+from rlkv.eviction import POLICIES
+from rlkv.inference.options import CacheOptions, ModelOptions, check_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig(CacheOptions, ModelOptions):
+    """Study rankings of KV heads."""
+
+    gates: tuple[str, ...]
+    """NAME=FILE; several files of one name are its seeds; the first name is compared with every other"""
+    output_dir: Path
+    """report.html, report.md, table.md, results.json, plots, rows/"""
+    tasks: tuple[str, ...] = ("tiny",)
+    """such as math500 aime24 or tiny"""
+    data: Path | None = None
+    """file or folder with the tasks' problems; default: the hub"""
+    ablation: tuple[str, ...] = ()
+    """NAME=FILE, variants of the first method, compared with it alone"""
+    analyses: tuple[str, ...] = ()
+    """sweep comparison threshold sensitivity modes lengths budget gates ablations; default: all that can be done"""
+    oracle: Path | None = None
+    """ground-truth JSON with a measured elimination order"""
+    random_draws: int = 5
+    """random orders of the heads"""
+    sparsities: tuple[float, ...] = (0.2, 0.4, 0.5, 0.6, 0.8)
+    """of the sweep"""
+    compare_at: tuple[float, ...] = (0.4, 0.6)
+    """sparsities of the paired comparison"""
+    ablate_at: tuple[float, ...] = (0.4, 0.5, 0.6)
+    """sparsities of the ablations"""
+    margin: float = 0.02
+    """accuracy that near-lossless may lose"""
+    top_heads: tuple[float, ...] = ()
+    """how many of the most needed heads the sensitivity compresses; below 1: shares of all heads; default: by size"""
+    policies: Annotated[tuple[str, ...], tyro.conf.arg(help=f"of the budget analysis, of {', '.join(POLICIES)}")] = (
+        "rkv",
+        "h2o",
+        "random",
+    )
+    prompt_variants: bool = True
+    """budget analysis: each policy also with the other choice of a protected prompt"""
+    savings: tuple[float, ...] = (0.2, 0.4, 0.6)
+    """of the budget analysis, shares of the full cache's bytes"""
+    head_share: float = 0.5
+    """budget analysis: share of the mean budget that compressible heads keep under the first gates"""
+    buffer: int = 16
+    """entries between two compactions (h2o, tova: always 1)"""
+    observation: int = 4
+    """observed tokens of rkv, snapkv and rpc"""
+    extra: int = 20
+    """entries in addition to a dynamic budget's share of the text"""
+    published: str | None = None
+    """model whose published numbers are shown; default: --model"""
+    limit: int | None = None
+    """first problems of each task"""
+    seed: int = 0
+    """of drawn problems"""
+    repetition: tuple[int, int] = (400, 40)
+    """WINDOW DISTINCT: a text with fewer distinct tokens in a window is repetitive"""
+    max_new_tokens: int | None = None
+    """default: the task's published limit"""
+    batch_size: int = 16
+    """problems decoded together"""
+    measure_only: bool = False
+    """no report: share the work of another process of this study"""
+
+    def check(self) -> None:
+        """Raise ValueError for values that no study can have."""
+        for name, low, high in (
+            ("sparsities", 0.0, 1.0),
+            ("compare_at", 0.0, 1.0),
+            ("ablate_at", 0.0, 1.0),
+            ("savings", 0.0, 0.99),
+        ):
+            values = getattr(self, name)
+            if not all(low <= value <= high for value in values):
+                raise ValueError(f"--{_option(name)} {_text(values)} holds a number outside {low:g} to {high:g}")
+            if name != "savings" and not self.ascending(name):
+                raise ValueError(f"--{_option(name)} {_text(values)} names no sparsity above 0")
+        for name in ("margin", "head_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{_option(name)} is {getattr(self, name)}: it is a share, from 0 to 1")
+        if self.random_draws < 0:
+            raise ValueError(f"--random-draws must be at least 0, got {self.random_draws}")
+        check_positive(self, "buffer", "observation", "limit", "max_new_tokens", "batch_size")
+        if not self.gates:
+            raise ValueError("--gates needs at least one NAME=FILE")
+        _ = self.gates_files, self.ablation_files, self.rule
+
+    def ascending(self, name: str) -> tuple[float, ...]:
+        """The sparsities above 0 of a field, each once."""
+        return tuple(sorted({value for value in getattr(self, name) if value > 0}))
+
+    @property
+    def gates_files(self) -> dict[str, list[str]]:
+        """Files by the names of ``gates``."""
+        return group_by_name(self.gates, "--gates", RESERVED)
+
+    @property
+    def ablation_files(self) -> dict[str, list[str]]:
+        """Files by the names of ``ablation``."""
+        return group_by_name(self.ablation, "--ablation", [*RESERVED, *self.gates_files])
+
+    @property
+    def rule(self) -> RepetitionRule:
+        """What counts as repetitive."""
+        return RepetitionRule(*self.repetition)
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _text(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:g}" for value in values)

@@ -1,0 +1,158 @@
+"""Plots of a study: curves with intervals, grouped and stacked bars; a method has the same colour in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlkv.evaluation.heads.oracle import ORACLE
+from rlkv.evaluation.study.rankings import FULL_CACHE, RANDOM
+from rlkv.utils.figures import TEXT_SIZE, TITLE_SIZE, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WIDTH, HEIGHT = 9.0, 4.2
+FIXED_COLOURS = {ORACLE: "black", RANDOM: "0.55"}
+MODE_COLOURS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}
+SPARSITY = "sparsity (share of KV heads that are compressible)"
+ACCURACY, ACCURACY_LIMITS = "greedy accuracy", (-0.03, 1.03)
+
+Point = tuple[float, float, float, float]  # x, mean, low, high
+
+
+def colours(names: Sequence[str]) -> dict[str, str]:
+    """A colour per method; the oracle is black and random heads grey in every plot."""
+    free = iter(range(1000))
+    return {name: FIXED_COLOURS.get(name) or f"C{next(free) % 10}" for name in names}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes with a curve per name.
+
+    Attributes:
+        dashed: names whose curve is dashed (else the oracle and random heads are).
+        reference: height of a dotted line, the full cache.
+        ticks: the x values are labelled one by one.
+    """
+
+    title: str
+    xlabel: str
+    curves: dict[str, list[Point]]
+    ylabel: str = ACCURACY
+    dashed: frozenset[str] = frozenset((ORACLE, RANDOM))
+    reference: float | None = None
+    limits: tuple[float, float] | None = ACCURACY_LIMITS
+    colours: dict[str, str] = field(default_factory=dict)
+    ticks: bool = True
+
+
+def point(x: float, metrics: dict[str, Any]) -> Point:
+    """A point from metrics with mean, low and high."""
+    return x, metrics["mean"], metrics["low"], metrics["high"]
+
+
+def curve(xs: Iterable[float], metrics: Iterable[dict[str, Any]]) -> list[Point]:
+    """A point for each x."""
+    return [point(x, of) for x, of in zip(xs, metrics, strict=True)]
+
+
+def plot_curves(path: Path, *panels: Panel) -> None:
+    """Curves with intervals as error bars, side by side; points at one x are set apart a little."""
+    figure = _figure(WIDTH if len(panels) == 1 else WIDTH + 3, HEIGHT)
+    for axes, panel in zip(_axes(figure, len(panels)), panels, strict=True):
+        chosen = panel.colours or colours(list(panel.curves))
+        xs = sorted({x for points in panel.curves.values() for x, *_ in points})
+        gap = min((b - a for a, b in pairwise(xs)), default=1.0) if panel.ticks else 0.0
+        for place, (name, points) in enumerate(panel.curves.items()):
+            shift = (place - (len(panel.curves) - 1) / 2) * gap * 0.05
+            if points:
+                axes.errorbar(
+                    [p[0] + shift for p in points],
+                    [p[1] for p in points],
+                    yerr=_errors(points),
+                    fmt="o",
+                    linestyle="--" if name in panel.dashed else "-",
+                    markersize=4,
+                    capsize=2,
+                    linewidth=1.4,
+                    color=chosen[name],
+                    label=name,
+                )
+        if panel.reference is not None:
+            axes.axhline(panel.reference, color="black", linewidth=0.8, linestyle=":", label=FULL_CACHE)
+        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+        if panel.ticks:
+            axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        if panel.limits is not None:
+            axes.set_ylim(*panel.limits)
+        axes.set_title(panel.title, fontsize=TITLE_SIZE)
+        axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def plot_stacked(
+    path: Path, panels: dict[str, dict[str, dict[str, float]]], ylabel: str, bar_colours: dict[str, str]
+) -> None:
+    """A panel per title, in it a bar per name, stacked from parts (0 to 1) in the order of ``bar_colours``."""
+    figure = _figure(max(WIDTH, 2.2 * len(panels) + 1.5), HEIGHT + 0.6)
+    axes_list = _axes(figure, len(panels), sharey=True)
+    for axes, (title, bars) in zip(axes_list, panels.items(), strict=True):
+        bottom = [0.0] * len(bars)
+        for part, colour in bar_colours.items():
+            heights = [parts[part] for parts in bars.values()]
+            axes.bar(range(len(bars)), heights, bottom=bottom, color=colour, label=part, width=0.8)
+            bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+        axes.set_xticks(range(len(bars)), list(bars), rotation=90, fontsize=TEXT_SIZE)
+        axes.set_title(title, fontsize=TITLE_SIZE)
+        axes.set_ylim(0, 1.02)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    axes_list[0].set_ylabel(ylabel)
+    _save(figure, path)
+
+
+def plot_bars(path: Path, title: str, groups: Sequence[str], bars: dict[str, list[Point]]) -> None:
+    """A group of bars per name in ``groups``, in it a bar with its interval per name in ``bars``."""
+    figure = _figure(max(WIDTH, 0.3 * len(groups) * len(bars) + 3), HEIGHT)
+    (axes,) = _axes(figure, 1)
+    width = 0.8 / len(bars)
+    for place, (name, points) in enumerate(bars.items()):
+        xs = [group + (place - (len(bars) - 1) / 2) * width for group in range(len(groups))]
+        style: dict[str, Any] = {"capsize": 2, "label": name, "color": f"C{place % 10}", "alpha": 0.9}
+        axes.bar(xs, [p[1] for p in points], width * 0.95, yerr=_errors(points), **style)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set(ylabel=ACCURACY, ylim=(0, 1.05))
+    axes.set_title(title, fontsize=TITLE_SIZE)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    _save(figure, path)
+
+
+def _errors(points: Sequence[Point]) -> list[list[float]]:
+    """Lengths of the bars below and above the means; rounding must not make one negative."""
+    return [[max(0.0, p[1] - p[2]) for p in points], [max(0.0, p[3] - p[1]) for p in points]]
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _axes(figure: Figure, number: int, sharey: bool = False) -> list[Any]:
+    return list(figure.subplots(1, number, squeeze=False, sharey=sharey)[0])
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """With one legend for all panels, next to them."""
+    named: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    figure.legend(list(named.values()), list(named), loc="outside right upper", fontsize=TEXT_SIZE)
+    save_figure(figure, path)

@@ -1,0 +1,63 @@
+"""Two processes that measure one study: who takes which condition, and what waits for whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlkv.cache import CacheSettings
+from rlkv.evaluation.run.runner import KEY, Problem, RunSettings
+from rlkv.evaluation.study import measurements as module
+from rlkv.evaluation.study.measurements import Condition, Measurements, StudyTask
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.rollout.base import SamplingParams
+from rlkv.utils.store import open_store
+from tests.helpers.study_fakes import SHAPE, outcome
+
+
+def condition(number: int) -> Condition:
+    full = torch.zeros(SHAPE, dtype=torch.bool)
+    full.view(-1)[:number] = True
+    return Condition("task", HeadAllocation(full))
+
+
+@pytest.fixture
+def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurements:
+    """Measuring takes the file of a condition, as the runner does, and gives a right answer per full head."""
+
+    def run_method(*arguments: Any) -> list[dict[str, Any]]:
+        allocation, file, on_rows = arguments[3], arguments[5], arguments[7]
+        with open_store(file, {}, KEY):
+            on_rows(2, 2, 0.5)
+        return [{"key": "a", "full": int(allocation.full.sum())}]
+
+    monkeypatch.setattr(module, "run_method", run_method)
+    monkeypatch.setattr(module, "outcome_of", lambda key, rows: outcome("1" * rows[0]["full"] + "0", key=key))
+    problems = [Problem("a", "prompt", bool)]
+    task = StudyTask("task", problems, [3], RunSettings(CacheSettings(), SamplingParams(4)))
+    return Measurements(None, None, [task], tmp_path / "rows", {})  # type: ignore[arg-type]
+
+
+def test_a_condition_in_use_is_left_for_later(measurements: Measurements, monkeypatch: pytest.MonkeyPatch) -> None:
+    conditions = [condition(number) for number in (1, 2, 3)]
+    order: list[str] = []
+    waits: list[float] = []
+
+    def on_progress(label: str, *_: object) -> None:
+        order.append(label)
+
+    with open_store(measurements.folder / f"rows-{conditions[0].key}.jsonl", {}, KEY) as log:
+
+        def wait(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 2:
+                log._out.close()  # the other process is done
+
+        monkeypatch.setattr(module.time, "sleep", wait)
+        measurements.measure([(f"number {number}", of) for number, of in enumerate(conditions)], on_progress)
+    assert order == ["task: number 1", "task: number 2", "task: number 0"]
+    assert len(waits) == 2, "nothing waits while another condition is free"
+    assert [int(measurements.outcome(of).correct.sum()) for of in conditions] == [1, 2, 3]
