@@ -7,7 +7,6 @@ import pytest
 
 from rlkv.evaluation.stats.intervals import wilson_interval
 from rlkv.evaluation.stats.metrics import (
-    lengths_when_both_right,
     mean_with_interval,
     ngram_entropy,
     ngram_frequency,
@@ -92,10 +91,7 @@ def test_lengths_where_both_are_right() -> None:
     first, second = outcome("1011", [12, 99, 30, 1], "a"), outcome("1000", [14, 99, 99, 99], "b")
     one = both_right([first], full)
     assert one is not None
-    common = lengths_when_both_right(
-        first.correct.astype(bool).tolist(), full.correct.astype(bool).tolist(), [12, 99, 30, 1], [10, 20, 30, 40]
-    )
-    assert (one["own"]["mean"], one["full"]["mean"], one["own"]["n"]) == (common.first, common.second, common.n)
+    assert (one["own"]["mean"], one["full"]["mean"], one["own"]["n"]) == ((12 + 30) / 2, (10 + 30) / 2, 2)
     both = both_right([first, second], full)
     assert both is not None
     assert both["own"]["mean"] == (13 + 30) / 2  # the first problem is solved twice, with 12 and 14 tokens
