@@ -1,4 +1,4 @@
-"""Evaluate methods on benchmarks: every generation in a file, tables with intervals and paired differences.
+r"""Evaluate methods on benchmarks: every generation in a file, tables with intervals and paired differences.
 
     rlkv-eval --model tiny --tasks tiny --limit 50 --methods full rlkv@0.5 rkv@ratio=0.5 \
         --gates rlkv=results/demo/gates.pt --output-dir results/eval

@@ -237,7 +237,7 @@ def _settings(config: dict[str, Any]) -> list[str]:
         f"{how}; new tokens at most: {limits}; batches of {config['batch_size']}; {config['dtype']}.",
         f"Without a policy, compressible heads keep {config['sink']} + {config['window']} entries. Prompts are read "
         f"{'in full by all heads' if config['prefill'] == 'full' else 'through them, as in training'}.",
-        f"Repetitive: {window} tokens hold fewer than {distinct} different ones; {stopped}.",
+        f"Repetitive: {window} tokens hold fewer than {distinct} distinct ones; {stopped}.",
         f"{config['processes']} process{'es' if config['processes'] > 1 else ''}.",
     ]
 
