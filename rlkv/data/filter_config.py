@@ -8,7 +8,8 @@ from typing import Any
 
 from rlkv.data.curriculum import PAPER_BUCKETS, TINY_BUCKETS, parse_buckets
 from rlkv.data.deepscaler import HUB_DATASET, TINY
-from rlkv.inference.engines import check_engine
+from rlkv.data.options import DecodeOptions
+from rlkv.inference.options import check_positive
 
 # arXiv 2510.08525: max length 8192, of it 7168 for the completion
 PAPER = {"input": HUB_DATASET, "max_length": 8192, "max_new_tokens": 7168, "buckets": tuple(map(str, PAPER_BUCKETS))}
@@ -16,15 +17,11 @@ BUILT_IN = {"input": TINY, "max_length": 1024, "max_new_tokens": 440, "buckets":
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilterConfig:
+class FilterConfig(DecodeOptions):
     """One filter job."""
 
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
     """hub id, local folder, or tiny (built in)"""
-    input: str | None = None
-    """.jsonl or .parquet file, hub data set, or tiny (new problems); default: DeepScaleR, or tiny for the model tiny"""
-    num_problems: int = 400
-    """how many problems --input tiny draws"""
     outputs: str | None = None
     """file of recorded outputs (problem + output) to filter; nothing is decoded"""
     outputs_field: str = "output"
@@ -35,36 +32,16 @@ class FilterConfig:
     """output tokens LOW-HIGH:COUNT (above LOW, at most HIGH), several with commas or spaces; default: the paper's"""
     fill_short_buckets: bool = False
     """fill short buckets from what others have left over"""
-    engine: str = "hf"
-    """hf or vllm"""
-    template: str = "rlkv"
-    """prompt template: rlkv, boxed or plain"""
-    batch_size: int = 16
-    """problems decoded together"""
     max_length: int | None = None
-    """tokens of prompt and completion together; default: 8192, for tiny 1024"""
-    max_new_tokens: int | None = None
-    """tokens of a completion; default: 7168, for tiny 440"""
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16"""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N"""
-    seed: int = 0
-    """seed of the sampling, and of --input tiny"""
+    """tokens of prompt and completion together; default: 1024 for the model tiny, else 8192"""
     shard: str = "0/1"
     """i/n: this process does every n-th problem, from the i-th (counted from 0)"""
-    limit: int | None = None
-    """only the first so many problems"""
 
     def check(self) -> None:
-        """Raise ValueError for impossible settings."""
-        for name in ("num_problems", "batch_size", "max_length", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        super().check()
+        check_positive(self, "max_length")
         if self.buckets:
             parse_buckets(",".join(self.buckets))
-        check_engine(self.engine)
         parse_shard(self.shard)
 
     def resolved(self) -> FilterConfig:

@@ -7,9 +7,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlkv.data.deepscaler import load_problems
+from rlkv.data.deepscaler import TINY, load_problems
 from rlkv.data.filter_job import problems_digest
+from rlkv.data.options import DecodeOptions
 from rlkv.inference.engines import load_engine
+from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.progress import progress_bar
@@ -22,20 +24,18 @@ VERDICTS = {None: "unknown", True: "correct", False: "wrong"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleConfig:
+class SampleConfig(DecodeOptions):
     """What to sample."""
 
     output: Path
     """JSONL file to write, or to go on with"""
-    model: str = "tiny"
-    """hub id, local folder, or tiny (built in)"""
-    input: str = "tiny"
+    input: str = TINY  # type: ignore[assignment]
     """.jsonl or .parquet file, hub data set, or tiny (new problems)"""
     num_problems: int = 20
     """how many problems --input tiny draws"""
     samples: int = 1
     """completions per problem"""
-    max_new_tokens: int = 440
+    max_new_tokens: int = 440  # type: ignore[assignment]
     """tokens of a completion"""
     temperature: float = 0.0
     """0 is greedy decoding"""
@@ -43,25 +43,10 @@ class SampleConfig:
     """share of probability that may be drawn from"""
     top_k: int = 0
     """0 means no limit"""
-    seed: int = 0
-    """seed of the draws, and of --input tiny"""
-    template: str = "rlkv"
-    """prompt template: rlkv, boxed or plain"""
-    engine: str = "hf"
-    """hf or vllm"""
-    batch_size: int = 16
-    """completions decoded together"""
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16"""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N"""
-    limit: int | None = None
-    """only the first so many problems"""
 
     def check(self) -> None:
-        """Raise ValueError for impossible settings."""
-        if self.samples < 1:
-            raise ValueError(f"--samples must be at least 1, got {self.samples}")
+        super().check()
+        check_positive(self, "samples")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"--samples {self.samples} at temperature 0 would give equal completions: set --temperature above 0"

@@ -91,7 +91,7 @@ class RolloutClient:
         try:
             return EngineFacts(**{field.name: found[field.name] for field in fields(EngineFacts)})
         except KeyError as error:
-            raise ValueError(f"{self.url} is no rollout server: its /health has no {error}") from None
+            raise ValueError(f"{self.url} is not a rollout server: its /health has no {error}") from None
 
     def check(self, sizes: SinkWindow, positions: int) -> None:
         """Compare the server's engine with what the training needs.
@@ -114,31 +114,48 @@ class RolloutClient:
 
     def _send_gates(self) -> None:
         if self._alpha_LH is None:
-            raise ValueError("set_gates comes before sample: the server has no gates of its own")
+            raise ValueError("set_gates comes before sample: the server has none of its own")
         found = self._request("POST", "/gates", {"alpha": self._alpha_LH.tolist()}).get("version")
         if found != self.version:
             raise _Failure(f"the server took gates {found} for {self.version}")
 
     def _ask(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
         """What one request brings, until it ends, breaks off or turns out to be stale."""
-        with _Connection(self._host, self._port) as connection:
-            answer = connection.open("POST", "/sample", sample_request(self.version, rows, sampling, eos_ids))
-            for line in connection.lines(answer):
-                if "error" in line:
-                    raise ValueError(f"the rollout server refused the request: {line['error']}")
-                if "failed" in line:
-                    raise _Failure(line["failed"])
-                if "done" in line:
-                    return
-                found = line.get("stale", line.get("version"))
-                if found != self.version:
-                    self.stale += 1
-                    raise _Failure(f"its gates are {found}, not {self.version}")
-                yield read_sample_line(line)
+        for line in self._lines("POST", "/sample", sample_request(self.version, rows, sampling, eos_ids)):
+            if "error" in line:
+                raise ValueError(f"the rollout server refused the request: {line['error']}")
+            if "failed" in line:
+                raise _Failure(line["failed"])
+            if "done" in line:
+                return
+            found = line.get("stale", line.get("version"))
+            if found != self.version:
+                self.stale += 1
+                raise _Failure(f"its gates are {found}, not {self.version}")
+            yield read_sample_line(line)
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        with _Connection(self._host, self._port) as connection:
-            return next(connection.lines(connection.open(method, path, body)), {})
+        return next(self._lines(method, path, body), {})
+
+    def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+        """The lines of JSON of one exchange as they arrive, without the heartbeats, which are empty lines."""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=SILENCE)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body))
+            answer = connection.getresponse()
+            if answer.status == 200:
+                for line in answer:
+                    if line.strip():
+                        yield json.loads(line)  # the last line of a server that died is cut off
+                return
+            error = json.loads(answer.read()).get("error", "no reason given")
+        except (OSError, http.client.HTTPException, ValueError) as failure:
+            raise _Failure(f"{type(failure).__name__}: {failure}") from failure
+        finally:
+            connection.close()
+        if answer.status >= 500:
+            raise _Failure(error)
+        raise ValueError(f"the rollout server refused the request: {error}")
 
     def _keep_trying(self, action: Callable[[], Any]) -> Any:
         waiting = _Waiting(self.patience)
@@ -173,43 +190,3 @@ class _Waiting:
     def sleep(self) -> None:
         time.sleep(max(0.0, min(self.pause, self._deadline - time.monotonic())))
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
-
-
-class _Connection:
-    """One HTTP exchange; whatever goes wrong on the way is a :class:`_Failure`."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._http = http.client.HTTPConnection(host, port, timeout=SILENCE)
-
-    def __enter__(self) -> _Connection:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._http.close()
-
-    def open(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
-        try:
-            self._http.request(method, path, None if body is None else json.dumps(body))
-            answer = self._http.getresponse()
-            if answer.status == 200:
-                return answer
-            error = json.loads(answer.read()).get("error", "no reason given")
-        except (OSError, http.client.HTTPException, ValueError) as failure:
-            raise _Failure(f"{type(failure).__name__}: {failure}") from failure
-        if answer.status >= 500:
-            raise _Failure(error)
-        raise ValueError(f"the rollout server refused the request: {error}")
-
-    def lines(self, answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-        """The lines of JSON as they arrive; empty ones are heartbeats."""
-        while True:
-            try:
-                line = answer.readline()
-                if not line:
-                    return
-                if not line.strip():
-                    continue
-                found = json.loads(line)  # the last line of a server that died is cut off
-            except (OSError, http.client.HTTPException, ValueError) as failure:
-                raise _Failure(f"{type(failure).__name__}: {failure}") from failure
-            yield found

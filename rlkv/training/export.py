@@ -1,4 +1,4 @@
-"""What a finished training run leaves: the gates in every format, pictures, and a summary."""
+"""What a finished training run leaves: the gates in every format, figures, and a summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.utils.atomic import atomic_path
-from rlkv.utils.figures import TEXT_SIZE, new_figure, save_figure
+from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
 from rlkv.utils.provenance import provenance
 
 GATES = "gates.pt"
@@ -26,15 +26,11 @@ def plot_training_curves(
     records: Sequence[dict[str, Any]], path: Path, curves: Sequence[tuple[str, str]] = CURVES
 ) -> None:
     """Shares and means of a log (``curves``: key and label) over its steps, all on one axis from 0 to 1."""
-    figure, axes = new_figure(7.0, 4.0)
+    figure, axes = curve_figure("Training of the gates", "optimizer step", "share or mean, 0 to 1")
     steps = [record["step"] for record in records]
     for key, label in curves:
         axes.plot(steps, [record[key] for record in records], label=label)
     axes.set_ylim(-0.02, 1.02)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("share or mean, 0 to 1")
-    axes.set_title("Training of the gates")
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=TEXT_SIZE)
     save_figure(figure, path)
 
@@ -52,9 +48,8 @@ def export_run(
     ``PeftModel.from_pretrained``), ``heat_map.png``, ``histogram.png``, ``training_curves.png``, ``summary.json``,
     ``gates.pt``.
     """
-    gates.save(folder / "gates.safetensors")
-    gates.save(folder / "adapter_weights.tsv")
-    gates.save(folder / "adapter")
+    for name in ("gates.safetensors", "adapter_weights.tsv", "adapter"):
+        gates.save(folder / name)
     plot_gates(gates, folder / "heat_map.png")
     plot_histogram(gates, folder / "histogram.png")
     plot_training_curves(records, folder / "training_curves.png", curves)

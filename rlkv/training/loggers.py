@@ -1,4 +1,4 @@
-"""Where a training run is seen: a JSONL file, one line per step on the terminal, pictures, and W&B.
+"""Where a training run is seen: a JSONL file, one line per step on the terminal, figures, and W&B.
 
 All of them run on the main process only.
 """
@@ -18,6 +18,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.training.head_gate import gates_matrix
 from rlkv.utils.atomic import atomic_path
+from rlkv.utils.extras import require
 from rlkv.utils.progress import duration
 
 LOG = "log.jsonl"
@@ -103,15 +104,13 @@ class GateImages(TrainerCallback):
 
 
 class WandbLog(TrainerCallback):
-    """Records and pictures to W&B, sections as in the records; without a login it works offline and says so."""
+    """Records and figures to W&B, sections as in the records; without a login it works offline and says so."""
 
     def __init__(self, mode: str, project: str, config: dict[str, Any], folder: Path, images: GateImages) -> None:
         self.mode, self.project, self.config, self.folder, self.images = mode, project, config, folder, images
         self.run: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from rlkv.utils.extras import require
-
         wandb = require("wandb", "wandb")
         mode = self.mode
         if mode == "online" and not wandb.login(prompt=False):
@@ -129,6 +128,7 @@ class WandbLog(TrainerCallback):
             dir=str(self.folder),
             config=self.config,
         )
+        print(f"W&B: {self.run.url or self.run.dir}", flush=True)  # its own output is silent
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
         if self.run is None or "gates/mean" not in logs:

@@ -13,29 +13,18 @@ RESPONSE_METRICS = {
     "response/truncated_share": "completions/clipped_ratio",
 }
 _MEASURED = (
-    "reward/mean",
-    "reward/std",
-    "reward/zero_spread_share",
-    "penalty/beta_prime",
-    "penalty/value",
-    "policy/loss",
-    "policy/clip_share",
-    "rollout/logprob_diff_mean",
-    "rollout/logprob_diff_max",
-    "rollout/truncated_share",
+    *("reward/mean", "reward/std", "reward/zero_spread_share", "penalty/beta_prime", "penalty/value"),
+    *("policy/loss", "policy/clip_share"),
+    *("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/truncated_share"),
     *RESPONSE_METRICS,
 )
 
 
 def gate_shares(alpha_LH: Tensor) -> dict[str, float]:
     """Mean of the gates and the shares below 0.1, below 0.5, at 0 and at 1."""
-    return {
-        "gates/mean": alpha_LH.mean().item(),
-        "gates/below_0.1": (alpha_LH < 0.1).float().mean().item(),
-        "gates/below_0.5": (alpha_LH < 0.5).float().mean().item(),
-        "gates/at_0": (alpha_LH == 0).float().mean().item(),
-        "gates/at_1": (alpha_LH == 1).float().mean().item(),
-    }
+    shares = {"below_0.1": alpha_LH < 0.1, "below_0.5": alpha_LH < 0.5, "at_0": alpha_LH == 0, "at_1": alpha_LH == 1}
+    found = {f"gates/{name}": share.float().mean().item() for name, share in shares.items()}
+    return {"gates/mean": alpha_LH.mean().item(), **found}
 
 
 def step_record(

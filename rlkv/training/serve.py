@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlkv.attention.sizes import SinkWindow
-from rlkv.models.loading import load_model
+from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.rollout.gated import GatedEngine
 from rlkv.rollout.protocol import DEFAULT_PORT, EngineFacts
 from rlkv.rollout.server import RolloutServer
@@ -14,11 +14,9 @@ GATED_ENGINES = ("vllm", "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(ModelOptions):
     """What to serve, and where."""
 
-    model: str = "tiny"
-    """hub id, local folder, or tiny (built in)"""
     sink: int = 128
     """first tokens that the local branch sees, as in the training"""
     window: int = 256
@@ -29,8 +27,6 @@ class ServeConfig:
     """address to listen on"""
     port: int = DEFAULT_PORT
     """port to listen on, 0: a free one"""
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16"""
     max_positions: int | None = None
     """tokens of a prompt and its completion, default: what the model allows"""
     kv_gib: float = 4.0
@@ -44,8 +40,9 @@ class ServeConfig:
         """Raise ValueError for impossible settings."""
         if self.engine not in GATED_ENGINES:
             raise ValueError(f"unknown engine {self.engine!r}: use one of {', '.join(GATED_ENGINES)}")
-        if self.max_rows < 1:
-            raise ValueError(f"--max-rows must be at least 1, got {self.max_rows}")
+        if self.engine == "vllm" and self.device != "auto":
+            raise ValueError(f"--engine vllm takes the device that it was built for, not {self.device!r}")
+        check_positive(self, "max_rows", "max_positions")
 
 
 def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
@@ -66,7 +63,7 @@ def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
     from rlkv.training.head_gate import gates_matrix
     from rlkv.training.hf_engine import GatedHFEngine
 
-    loaded, tokenizer = load_model(config.model, config.dtype)
+    loaded, tokenizer = config.load()
     limit = config.max_positions or loaded.config.get_text_config().max_position_embeddings
     engine = GatedHFEngine(loaded, sizes, tokenizer.pad_token_id, config.max_rows)
     facts = config.model, sizes.sink, sizes.window, limit

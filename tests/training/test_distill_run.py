@@ -136,7 +136,7 @@ def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
     ("options", "named"),
     [
         (["--bogus", "3"], "unknown setting --bogus"),
-        (["--data", "books"], "data must be recall or traces, got 'books'"),
+        (["--data", "books"], "data must be one of recall, traces, got 'books'"),
         (["--loss", "mse"], "loss must be one of auto, distance, kl, got 'mse'"),
         (["--steps", "0"], "steps must be at least 1, got 0"),
         (["--l1_weight", "-1"], "l1_weight must be 0 or more"),
@@ -179,7 +179,7 @@ def test_help_explains_the_tasks(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_traces_without_outputs_are_named(tmp_path: Path) -> None:
     for row, named in [
-        ({"problem": "p", "answer": "1"}, "row 0 has no fields problem and answer and output"),
+        ({"problem": "p", "answer": "1"}, "line 1 has no fields problem and answer and output"),
         ({"problem": "p", "answer": "1", "output": " "}, "the output of row 0 is empty"),
     ]:
         file = tmp_path / "a.jsonl"

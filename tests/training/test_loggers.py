@@ -24,6 +24,8 @@ def test_a_resumed_log_drops_later_and_broken_records(tmp_path: Path) -> None:
 
 
 class FakeRun:
+    url = "https://wandb.example/run"
+
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.finished = False
@@ -52,7 +54,9 @@ def test_wandb_gets_sections_and_falls_back_to_offline(
     monkeypatch.setattr(wandb, "init", lambda **kwargs: started.update(kwargs) or run)
     random_run.run(tmp_path / "run", ["--wandb", asked, "--max_steps", "2", "--image_steps", "2"])
     assert started["mode"] == used
-    assert ("no login found" in capsys.readouterr().out) == (asked != used)
+    out = capsys.readouterr().out
+    assert ("no login found" in out) == (asked != used)
+    assert run.url in out
     assert [record["at"] for record in run.records] == [1, 2]
     assert {"reward/mean", "penalty/beta_prime", "gates/mean", "gates/all", "time/step_s"} <= run.records[0].keys()
     assert {"images/heat_map", "images/histogram"} <= run.records[1].keys()
