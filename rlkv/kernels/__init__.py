@@ -1,1 +1,1 @@
-"""Kernels: plain fp32 references beside the fast paths that are tested against them."""
+"""Triton kernels, one per file; their fp32 references are in the tests."""
