@@ -50,8 +50,8 @@ def plan(folder: Path, quick: bool) -> list[Stage]:
             --curriculum {{folder}}/curriculum/curriculum.parquet --output_dir {{folder}}/training""",
         "compare heads": f"""inference/study.py --gates RLKV={{folder}}/training/gates.pt
             --data {{folder}}/problems.jsonl --oracle rlkv/tiny/model/ground_truth.json --random-draws {draws}
-            --analyses sweep gates --sparsities {sparsities} --max-new-tokens 208
-            --batch-size 100 --output-dir {{folder}}/study""",
+            --analyses sweep gates --sparsities {sparsities} --max-new-tokens 208 --batch-size 100
+            --output-dir {{folder}}/study""",
     }
     files = [(report, ()), (problems, ()), (gates, (report,)), (page, (gates, problems))]
     return [
