@@ -1,7 +1,7 @@
 """DuoAttention's recall task (arXiv 2410.10819): random word sequences hidden in a long text, asked for at its end.
 
 The text that they are hidden in (the haystack) comes from a file, or is generated from the tokenizer's own vocabulary:
-random common words, which is no prose, but needs no network and no licence.
+random common words, which is not prose, but needs neither a network nor a licence.
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ class SampleConfig(DecodeOptions):
 
     output: Path
     """JSONL file to write, or to go on with"""
-    input: str = TINY  # type: ignore[assignment]
+    input: str = TINY
     """.jsonl or .parquet file, hub data set, or tiny (new problems)"""
     num_problems: int = 20
     """how many problems --input tiny draws"""
     samples: int = 1
     """completions per problem"""
-    max_new_tokens: int = 440  # type: ignore[assignment]
+    max_new_tokens: int = 440
     """tokens of a completion"""
     temperature: float = 0.0
     """0 is greedy decoding"""

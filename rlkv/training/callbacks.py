@@ -1,4 +1,4 @@
-"""What happens to the gates beside the optimizer: the clamp after every step, and their mean over the training."""
+"""What happens to the gates apart from the optimizer: the clamp after every step, and their mean over the training."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Distiller:
         }
 
     def state(self) -> dict[str, Any]:
-        """All that a resumed run needs, beside its settings."""
+        """All that a resumed run needs in addition to its settings."""
         alphas = [gate.detach().cpu() for gate in self.gates]
         optimizer = self.optimizer.state_dict()
         return {"step": self.step, "alphas": alphas, "optimizer": optimizer, "gate_mean": self.gate_mean.state()}

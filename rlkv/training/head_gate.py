@@ -201,7 +201,7 @@ class HeadGateModel(BaseTuner):
         parameter_name: str | None = None,
     ) -> None:
         if current_key not in dict(full_attention_modules(self.model)):
-            raise ValueError(f"{current_key} is no layer with full attention: gates do not work there")
+            raise ValueError(f"{current_key} is not a layer with full attention: gates do not work there")
         if not hasattr(target, GATE):
             config = target.config
             num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

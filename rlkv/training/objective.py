@@ -23,7 +23,7 @@ def group_means(rewards_N: Tensor, group_size: int) -> Tensor:
     """``rbar``, each sample's group mean: ``[N]``, equal within a group.
 
     Raises:
-        ValueError: if N is no multiple of ``group_size``.
+        ValueError: if N is not a multiple of ``group_size``.
     """
     if rewards_N.dim() != 1 or len(rewards_N) % group_size:
         raise ValueError(f"rewards of shape {list(rewards_N.shape)} do not form groups of {group_size}")

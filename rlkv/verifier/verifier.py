@@ -15,7 +15,7 @@ from rlkv.verifier.pool import WorkerPool
 
 Answer = str | int | float | None
 
-MAX_ANSWER_CHARS = 1000  # no answer of the data sets has more than 160; longer text is no answer
+MAX_ANSWER_CHARS = 1000  # no answer of the data sets has more than 160; longer text is not an answer
 MAX_NESTED_BOXES = 16
 _NEVER_EQUAL = {"", "nan", "none", "null"}
 
@@ -48,7 +48,7 @@ DEFAULT_EXTRACTION = ExtractionConfig()
 def last_box(text: str) -> str | None:
     r"""Content of the last balanced ``\boxed{}`` (or ``\fbox{}``), the inner one where boxes are nested.
 
-    Escaped braces (``\{``) do not count.  Boxes nested more than 16 deep are no answer.
+    Escaped braces (``\{``) do not count.  Boxes nested more than 16 deep are not an answer.
     """
     found: tuple[int, int] | None = None
     open_braces: list[int] = []  # where the content of a box starts; -1 for other braces

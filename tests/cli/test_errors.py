@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,29 @@ def test_verbose_shows_everything_and_is_not_an_argument_of_the_program(by_optio
     assert out == "['a']\n"
     for text in ("a bar", "a warning of a logger", "their warning", "our warning", "error: our error"):
         assert any(text in line for line in lines), text
+
+
+TRAIN = ["--config", "tiny", "--max_steps", "1", "--prompts_per_step", "2", "--per_device_train_batch_size", "8"]
+COMMANDS = {
+    "filter": (["--config", "filter_tiny", "--num-problems", "2", "--output-dir", "out"], ["filter"]),
+    "train": ([*TRAIN, "--max_completion_length", "40", "--output_dir", "out", "--use_cpu", "true"], []),
+    "distill": (["--config", "distill_tiny", "--steps", "1", "--output_dir", "out"], ["distil"]),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_on_the_tiny_model_print_their_own_lines(name: str, tmp_path: Path) -> None:
+    """In an empty folder, as after ``pip install``: packaged configs, the built-in model and its task are enough."""
+    options, bars = COMMANDS[name]
+    command = [sys.executable, "-m", f"rlkv.cli.{name}", *options]
+    environment = {name: value for name, value in os.environ.items() if name not in QUIET}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stderr.splitlines()] == bars
+    assert (tmp_path / "out").is_dir()
+    foreign = ("WARNING", "it/s", "Loading weights")
+    assert not any(text in done.stdout for text in foreign), done.stdout
 
 
 def test_indented_paragraphs_keep_their_lines() -> None:
