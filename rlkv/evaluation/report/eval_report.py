@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rlkv.evaluation.run.methods import FULL
-from rlkv.evaluation.stats.error_modes import MODES, wrong_mode
+from rlkv.evaluation.stats.error_modes import MODES, error_mode
 from rlkv.evaluation.stats.metrics import (
     mean_with_interval,
     ngram_entropy,
@@ -106,7 +106,7 @@ def _versus_full(rows: list[Row], full_rows: list[Row]) -> Row:
     common = [row for row in rows if _unit(row) in solved]
     both = [(len(row["token_ids"]), solved[_unit(row)]) for row in common if row["correct"]]
     own, full = (sum(lengths) / len(both) for lengths in zip(*both, strict=True)) if both else (None, None)
-    modes = [wrong_mode(row["repetitive"], row["finish_reason"] == "length") for row in common if not row["correct"]]
+    modes = [error_mode(row) for row in common]
     return {
         **{"tokens_both_right": own, "full_tokens_both_right": full, "n_both_right": len(both)},
         "solved_in_full": len(solved),

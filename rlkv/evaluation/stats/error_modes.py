@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from rlkv.rollout.base import Completion
+from typing import Any
 
 MODES = ("repetitive", "overlength", "incorrect")
 
@@ -34,23 +33,8 @@ class RepetitionRule:
         return any(len(set(token_ids[end - self.window : end])) < self.distinct for end in ends)
 
 
-def error_mode(completion: Completion, correct: bool, rule: RepetitionRule) -> str | None:
-    """One of ``MODES``, the first that fits (overlength: cut at the limit), or None for a right answer."""
-    return None if correct else wrong_mode(rule(completion.token_ids), completion.finish_reason == "length")
-
-
-def wrong_mode(repetitive: bool, cut: bool) -> str:
-    """The mode of a wrong answer, the first of ``MODES`` that fits."""
-    return "repetitive" if repetitive else "overlength" if cut else "incorrect"
-
-
-def count_modes(
-    completions: list[Completion], correct: list[bool], solved_in_full: list[bool], rule: RepetitionRule
-) -> dict[str, int]:
-    """How often each of ``MODES`` occurs among the problems that the full cache solves."""
-    found = [
-        error_mode(completion, right, rule)
-        for completion, right, solved in zip(completions, correct, solved_in_full, strict=True)
-        if solved
-    ]
-    return {mode: found.count(mode) for mode in MODES}
+def error_mode(row: dict[str, Any]) -> str | None:
+    """The first of ``MODES`` that fits a row of a run (overlength: cut at the limit); None for a right answer."""
+    if row["correct"]:
+        return None
+    return "repetitive" if row["repetitive"] else "overlength" if row["finish_reason"] == "length" else "incorrect"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkv.evaluation.stats.error_modes import wrong_mode
+from rlkv.evaluation.stats.error_modes import error_mode
 from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference
 
 Floats = NDArray[np.float64]
@@ -53,17 +53,12 @@ def outcome_of(key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
     return Outcome(
         key,
         np.array([float(row["correct"]) for row in rows]),
-        tuple(row_mode(row) for row in rows),
+        tuple(map(error_mode, rows)),
         tuple(np.array(row["token_ids"], dtype=np.int32) for row in rows),
         np.array([row["kv_bytes"] for row in rows], dtype=np.int64),
         np.array([row["kv_bytes_full"] for row in rows], dtype=np.int64),
         sum(row["seconds"] for row in rows),
     )
-
-
-def row_mode(row: dict[str, Any]) -> str | None:
-    """The error mode of a row, the first that fits (as :func:`rlkv.evaluation.stats.error_modes.error_mode`)."""
-    return None if row["correct"] else wrong_mode(row["repetitive"], row["finish_reason"] == "length")
 
 
 def mean_scores(runs: Sequence[Outcome]) -> Floats:

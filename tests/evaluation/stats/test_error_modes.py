@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlkv.evaluation.stats.error_modes import RepetitionRule, count_modes, error_mode
-from rlkv.rollout.base import Completion
+from rlkv.evaluation.stats.error_modes import RepetitionRule, error_mode
 
 RULE = RepetitionRule(window=10, distinct=3)
-
-
-def completion(ids: list[int], finish: str = "stop") -> Completion:
-    return Completion(ids, "", finish)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -36,17 +31,13 @@ def test_the_papers_rule_is_the_default() -> None:
 
 
 def test_modes_in_their_order() -> None:
-    loop, text = [1, 2] * 5, list(range(10))
-    assert error_mode(completion(loop, "length"), False, RULE) == "repetitive"
-    assert error_mode(completion(text, "length"), False, RULE) == "overlength"
-    assert error_mode(completion(text), False, RULE) == "incorrect"
-    assert error_mode(completion(loop, "length"), True, RULE) is None
+    def mode(repetitive: bool, finish: str, correct: bool = False) -> str | None:
+        return error_mode({"correct": correct, "repetitive": repetitive, "finish_reason": finish})
 
-
-def test_only_problems_that_the_full_cache_solves_count() -> None:
-    done = [completion([1, 2] * 5), completion([1]), completion([1], "length"), completion([1])]
-    counts = count_modes(done, [False, True, False, False], [True, True, False, True], RULE)
-    assert counts == {"repetitive": 1, "overlength": 0, "incorrect": 1}
+    assert mode(True, "length") == "repetitive"
+    assert mode(False, "length") == "overlength"
+    assert mode(False, "stop") == "incorrect"
+    assert mode(True, "length", correct=True) is None
 
 
 def test_impossible_rules_are_refused() -> None:
