@@ -1,7 +1,7 @@
 r"""Evaluate methods on benchmarks: the command ``rlkv-eval``, for launchers that start a file.
 
-    accelerate launch --num_processes 4 inference/evaluate.py --config eval_llama8b --output-dir results/llama8b
-    torchrun --nproc_per_node 4 inference/evaluate.py --config eval_llama8b --output-dir results/llama8b
+accelerate launch --num_processes 4 inference/evaluate.py --config eval_llama8b --output-dir results/llama8b
+torchrun --nproc_per_node 4 inference/evaluate.py --config eval_llama8b --output-dir results/llama8b
 """
 
 from rlkv.cli.eval import main
