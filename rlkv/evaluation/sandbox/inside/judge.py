@@ -73,7 +73,8 @@ class Program(dict[str, Any]):
             return json.loads(line)
         status, usage = os.wait4(self.pid, 0)[1:]
         code, seconds = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-        reason = "timeout" if seconds >= self.cpu_seconds else "killed" if code < 0 else "exit"
+        # the account of a process that reached its limit may stay some ms below it
+        reason = "timeout" if seconds > 0.9 * self.cpu_seconds else "killed" if code < 0 else "exit"
         self.end(reason, f"the program ended with {code} after {seconds:.1f} s of CPU time")
 
     def end(self, reason: str, detail: str) -> NoReturn:
