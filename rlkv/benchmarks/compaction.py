@@ -7,14 +7,10 @@ pays that once per ``buffer`` tokens.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -90,46 +86,18 @@ def evict_once(policy: EvictionPolicy, keys: Tensor, values: Tensor, queries: Te
     return keys.gather(2, kept), values.gather(2, kept)
 
 
-def peak_bytes(entries: int, config: CompactionConfig, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes beyond keys, values and queries at the high-water mark of an eviction, for each policy.
-
-    On a GPU as its allocator counts; on a CPU the peak resident memory of a process of its own (Linux).
-    """
-    if device.type == "cuda":
-        return {name: _peak_on_gpu(name, entries, config, device, dtype) for name in CASES}
-    task = {"entries": entries, "rows": config.rows, "dtype": str(dtype).removeprefix("torch.")}
-    command = [sys.executable, "-m", "rlkv.benchmarks.compaction", json.dumps(task)]
-    # every larger buffer straight from the system: what is freed leaves the process, and is seen when it comes again
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return json.loads(done.stdout)
-
-
-def _peak_on_gpu(name: str, entries: int, config: CompactionConfig, device: torch.device, dtype: torch.dtype) -> int:
+def peak_bytes(name: str, entries: int, config: CompactionConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes that torch's allocator holds beyond keys, values and queries at the high-water mark of an eviction."""
     states = draw_states(config, name, entries, device, dtype)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    evict_once(*states)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _peaks_in_this_process(entries: int, rows: int, dtype: str) -> dict[str, int]:
-    config, kind = CompactionConfig(rows=rows), (torch.device("cpu"), getattr(torch, dtype))
-    found = {}
-    for name in CASES:
-        evict_once(*draw_states(config, name, MIN_ENTRIES, *kind))  # loads what it needs
-        states = draw_states(config, name, entries, *kind)
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        before = _status_bytes("VmRSS")
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         evict_once(*states)
-        found[name] = _status_bytes("VmHWM") - before
-    return found
-
-
-def _status_bytes(field_name: str) -> int:
-    """A memory figure of this process, which Linux gives in kB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field_name}:")))
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        evict_once(*states)
+    changes = (event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(accumulate(changes, initial=0))
 
 
 def measure_compaction(config: CompactionConfig, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -148,8 +116,9 @@ def measure_compaction(config: CompactionConfig, device: torch.device, dtype: to
                     bar.advance()
                 take_turn(model, step, config.rows, config)
                 bar.advance()
-            peaks = peak_bytes(entries, config, device, dtype)
-            results += [_row(config, name, entries, times[name], step, peaks[name]) for name in CASES]
+            for name in CASES:
+                peak = peak_bytes(name, entries, config, device, dtype)
+                results.append(_row(config, name, entries, times[name], step, peak))
     return results
 
 
@@ -186,7 +155,3 @@ def run_compaction(config: CompactionConfig) -> None:
     results = measure_compaction(config, *kind)
     page, plot, facts = markdown_table(results, COLUMNS), compaction_plot(results), config.facts(*kind)
     write_result(config.output_dir, "compaction", config=config, results=results, page=page, plot=plot, **facts)
-
-
-if __name__ == "__main__":
-    print(json.dumps(_peaks_in_this_process(**json.loads(sys.argv[1]))))
