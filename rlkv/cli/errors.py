@@ -25,6 +25,7 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "KINETO_LOG_LEVEL": "99",
     "WANDB_SILENT": "true",
 }
 
