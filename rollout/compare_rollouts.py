@@ -1,6 +1,6 @@
 """Train the tiny model's gates twice per seed, sampling with transformers and with vLLM, and compare the rankings.
 
-    python rollout/compare_rollouts.py --output docs/results/tiny_vllm --steps 40 --seeds 0 1 2
+    python rollout/compare_rollouts.py --output docs/results/rollouts --steps 40 --seeds 0 1 2
 
 Runs alternate between the engines, on one machine, each in a process of its own.  A finished run is not repeated, and
 one that was stopped goes on, so the command can be given again.  Writes results.json and table.md to the output folder;
