@@ -31,8 +31,7 @@ def study() -> None:
     findings = run_study(config)
     if findings is not None:
         print(f"{config.output_dir / 'report.html'}, report.md, table.md, results.json")
-        print("\n".join(f"- {line}" for line in findings))
-        print(SEEDS_FIXED)
+        print("\n".join([*(f"- {line}" for line in findings), SEEDS_FIXED]))
 
 
 def main() -> None:
