@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 TINY_FOLDER = Path(__file__).resolve().parents[1] / "tiny" / "model"
-TINY_GATES = TINY_FOLDER / "gates.safetensors"
+TINY_GATES = TINY_FOLDER.with_name("gates.safetensors")  # vLLM takes every .safetensors of a model folder for weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
