@@ -1,8 +1,4 @@
-"""Configuration of ``rlkv-train``.
-
-Two dataclasses share one flat file: :class:`RLKVSettings` (what this project adds) and :class:`GateTrainingArguments`
-(trl's GRPOConfig, with the paper's optimizer as defaults).
-"""
+"""Configuration of ``rlkv-train``: what this project adds, and trl's GRPOConfig with the paper's defaults."""
 
 from __future__ import annotations
 
@@ -16,10 +12,9 @@ from trl import GRPOConfig
 from rlkv.training.objective import NORMALIZATIONS
 from rlkv.training.settings import RunSettings, check_choice, option, parse
 
-ROLLOUTS = ("hf", "vllm", "vllm-server")
 _SAMPLING = "rollouts know temperature, top_p and top_k"
 _OBJECTIVE = "the loss is the paper's objective"
-# options of trl that would be ignored or do harm: names, the only value, why
+# options of trl that would be ignored or do harm: names, the only allowed value, why
 _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("beta", 0.0, "gate training has no KL term (the L1 weight is l1_beta)"),
     ("loss_type", "grpo", _OBJECTIVE),
@@ -72,7 +67,7 @@ class RLKVSettings(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("advantage", self.advantage, NORMALIZATIONS)
-        check_choice("rollout", self.rollout, ROLLOUTS)
+        check_choice("rollout", self.rollout, ("hf", "vllm", "vllm-server"))
         if self.l1_beta < 0:
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
         if self.init_gates is not None and self.init_value != 1.0:
@@ -129,6 +124,11 @@ class GateTrainingArguments(GRPOConfig):
             )
         if self.save_total_limit is not None and self.save_total_limit < 1:
             raise ValueError(f"save_total_limit must be at least 1, got {self.save_total_limit}")
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Different prompts of one rollout over all processes."""
+        return (self.generation_batch_size or 0) // (self.num_generations or 1)
 
 
 def parse_config(arguments: Sequence[str]) -> tuple[RLKVSettings, GateTrainingArguments]:

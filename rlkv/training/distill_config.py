@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlkv.training.settings import RunSettings, check_choice, option, parse
 
 # data -> its usual loss, and the method that the gates file names
 SOURCES = {"recall": ("distance", "duo_attention"), "traces": ("kl", "trace_distillation")}
-LOSSES = ("auto", "distance", "kl")
 
 
 @dataclass
@@ -42,7 +40,7 @@ class DistillSettings(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("data", self.data, tuple(SOURCES))
-        check_choice("loss", self.loss, LOSSES)
+        check_choice("loss", self.loss, ("auto", "distance", "kl"))
         for name in ("steps", "batch_size", "forward_rows", "save_steps", "passkeys", "passkey_words", "min_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -74,5 +72,4 @@ class DistillSettings(RunSettings):
 
 def parse_distill_config(arguments: Sequence[str]) -> DistillSettings:
     """Errors as in :func:`rlkv.training.settings.parse`."""
-    found: list[Any] = parse((DistillSettings,), arguments)
-    return found[0]
+    return parse((DistillSettings,), arguments)[0]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rlkv.data.deepscaler import read_curriculum
@@ -76,9 +77,7 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
                 f"--haystack {settings.haystack}: the tiny model reads no text, its haystack is definitions of its task"
             )
         facts = {"recall_task": "bindings of the tiny task"}
-
-        def draw_one(rng: random.Random) -> MarkedText:
-            return recall_sample(tokenizer, rng, settings.passkeys)
+        draw_one = partial(recall_sample, tokenizer, passkeys=settings.passkeys)
     else:
         haystack = None if settings.haystack is None else read_haystack(settings.haystack, tokenizer)
         facts = {"recall_task": "word sequences in text", "data_digest": digest(haystack)}

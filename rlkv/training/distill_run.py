@@ -11,19 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import load_model, load_tokenizer
-from rlkv.training.checkpoint import (
-    begin_checkpoint,
-    checkpoint_folder,
-    finish_checkpoint,
-    load_tensors,
-    save_tensors,
-)
+from rlkv.training.callbacks import LOG, read_log
 from rlkv.training.distill_config import DistillSettings
-from rlkv.training.distill_data import load_data
+from rlkv.training.distill_data import Draw, load_data
 from rlkv.training.distillation import Distiller, check_head
 from rlkv.training.head_gate import HeadGateConfig
-from rlkv.training.loggers import LOG, read_log
-from rlkv.training.run_folder import RunFolder
+from rlkv.training.run_folder import RunFolder, load_tensors, new_checkpoint, save_tensors
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
 from rlkv.utils.progress import progress_bar
 
@@ -52,62 +45,49 @@ def distill_gates(
         model, _ = load_model(settings.model, dtype=settings.dtype, device=settings.device)
     if settings.loss_kind == "kl":
         check_head(model, draw(0)[0].ids[:32])
-    distiller = build_distiller(settings, model, tokenizer.pad_token_id or 0)
+    adapter = HeadGateConfig(sink=settings.sink, window=settings.window)
+    gated: Any = get_peft_model(model, adapter, autocast_adapter_dtype=False)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        gated.train()  # transformers recomputes in training mode only; gated attention allows no dropout
+    distiller = Distiller(gated, settings, tokenizer.pad_token_id or 0)
 
     def make_gates() -> HeadGates:
-        return run.gates(distiller.model, distiller.gate_mean.mean(), settings.method, distiller.step)
+        return run.gates(gated, distiller.gate_mean.mean(), settings.method, distiller.step)
 
     if run.checkpoint is not None:
         distiller.load(load_tensors(run.checkpoint / STATE))
     callbacks = run.loggers(make_gates)
     run.write_config()
-    _loop(distiller, draw, settings, run.path, callbacks)
+    _loop(distiller, draw, run.path, callbacks)
     gates = make_gates()
     plot_losses(read_log(run.path / LOG), run.path / "losses.png", settings)
     run.export(gates, CURVES)
     return gates
 
 
-def build_distiller(settings: DistillSettings, model: PreTrainedModel, pad_id: int) -> Distiller:
-    """``model`` with gates at 1, and what trains them."""
-    adapter = HeadGateConfig(sink=settings.sink, window=settings.window, init_value=1.0)
-    gated: Any = get_peft_model(model, adapter, autocast_adapter_dtype=False)
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        gated.train()  # transformers recomputes in training mode only; gated attention allows no dropout
-    rates = settings.learning_rate, settings.l1_weight
-    return Distiller(gated, settings.loss_kind, settings.steps, *rates, pad_id, settings.forward_rows)
+def _loop(distiller: Distiller, draw: Draw, folder: Path, callbacks: list[TrainerCallback]) -> None:
+    """Steps, log records and checkpoints until ``settings.steps``; the callbacks are those of ``rlkv-train``."""
+    settings = distiller.settings
+    state, control = TrainerState(global_step=distiller.step, max_steps=settings.steps), TrainerControl()
 
+    def notify(event: str, **values: Any) -> None:
+        for callback in callbacks:
+            getattr(callback, event)(settings, state, control, model=distiller.model, **values)
 
-def _loop(
-    distiller: Distiller, draw: Any, settings: DistillSettings, folder: Path, callbacks: list[TrainerCallback]
-) -> None:
-    """Steps, log records and checkpoints until ``settings.steps``; the callbacks are those of the other trainer."""
-    state = TrainerState(global_step=distiller.step, max_steps=settings.steps)
-    given: tuple[Any, TrainerState, TrainerControl] = (settings, state, TrainerControl())
-    for callback in callbacks:
-        callback.on_train_begin(*given)
+    notify("on_train_begin")
     with progress_bar(f"distil {settings.data}", "step", settings.steps) as progress:
         progress.resume(distiller.step)
         while distiller.step < settings.steps:
             record = distiller.train_step(draw(distiller.step))
             state.global_step = distiller.step
-            for callback in callbacks:
-                callback.on_step_end(*given, model=distiller.model)
-            for callback in callbacks:
-                callback.on_log(*given, logs=record, model=distiller.model)
+            notify("on_step_end")
+            notify("on_log", logs=record)
             if distiller.step % settings.save_steps == 0 or distiller.step == settings.steps:
-                _save(distiller, folder)
+                with new_checkpoint(folder, distiller.step, CHECKPOINTS_KEPT) as target:
+                    save_tensors(target / STATE, distiller.state())
             progress.advance()
-    for callback in callbacks:
-        callback.on_train_end(*given)
-
-
-def _save(distiller: Distiller, folder: Path) -> None:
-    target = checkpoint_folder(folder, distiller.step)
-    begin_checkpoint(target)
-    save_tensors(target / STATE, distiller.state())
-    finish_checkpoint(target, distiller.step, CHECKPOINTS_KEPT)
+    notify("on_train_end")
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path, settings: DistillSettings) -> None:

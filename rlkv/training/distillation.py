@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlkv.data.sample import MarkedText
 from rlkv.training.callbacks import GateMean, clamp_gate
-from rlkv.training.head_gate import gate_parameters, gates_matrix
-from rlkv.training.records import gate_shares
+from rlkv.training.distill_config import DistillSettings
+from rlkv.training.head_gate import gate_parameters, gate_shares, gates_matrix
 
 TOKENS_AT_ONCE = 512  # logits of real vocabularies are large: 512 x 128k in float32 are 256 MB
 SLOWEST = 0.1  # the learning rate starts and ends at this share of its peak (2410.10819, section on training)
@@ -108,25 +108,13 @@ class Distiller:
 
     Args:
         model: wrapped with :class:`rlkv.training.head_gate.HeadGateConfig`, on its device.
-        loss: ``distance`` or ``kl``.
-        forward_rows: rows of one forward and backward pass; the gradient is that of the whole step.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        loss: str,
-        steps: int,
-        learning_rate: float,
-        l1_weight: float,
-        pad_id: int,
-        forward_rows: int,
-    ) -> None:
-        self.model, self.loss, self.steps, self.l1_weight = model, loss, steps, l1_weight
-        self.learning_rate, self.pad_id, self.forward_rows = learning_rate, pad_id, forward_rows
+    def __init__(self, model: Any, settings: DistillSettings, pad_id: int) -> None:
+        self.model, self.settings, self.pad_id = model, settings, pad_id
         self.base = model.get_base_model()
         self.gates: list[Tensor] = [parameter for _, parameter in gate_parameters(model)]
-        self.optimizer = torch.optim.AdamW(self.gates, lr=learning_rate, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.gates, lr=settings.learning_rate, weight_decay=0.0)
         self.gate_mean = GateMean()
         self.step = 0
 
@@ -135,15 +123,10 @@ class Distiller:
         hidden_BTD = self.base.get_decoder()(input_ids=batch.ids_BT, attention_mask=batch.mask_BT, use_cache=False)[0]
         return hidden_BTD[batch.row_N, batch.position_N]
 
-    def _per_token(self, mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
-        if self.loss == "kl":
-            return kl_of_states(self.base.get_output_embeddings(), mixed_ND, full_ND)
-        return squared_distance(mixed_ND, full_ND)
-
     def _batches(self, samples: Sequence[MarkedText]) -> Iterator[Batch]:
-        ordered = sorted(samples, key=lambda sample: len(sample.ids))
-        for start in range(0, len(ordered), self.forward_rows):
-            yield collate(ordered[start : start + self.forward_rows], self.pad_id, self.base.device)
+        ordered, rows = sorted(samples, key=lambda sample: len(sample.ids)), self.settings.forward_rows
+        for start in range(0, len(ordered), rows):
+            yield collate(ordered[start : start + rows], self.pad_id, self.base.device)
 
     def train_step(self, samples: Sequence[MarkedText]) -> dict[str, float]:
         """One optimizer step on ``samples``; the record for the log.
@@ -151,20 +134,23 @@ class Distiller:
         ``teacher/right`` is the share of answer tokens that the model itself predicts with full attention.
         """
         started, cpu_started = time.perf_counter(), time.process_time()
+        settings, head = self.settings, self.base.get_output_embeddings()
         answers = sum(len(sample.answers) for sample in samples)
-        rate = self.learning_rate * lr_factor(self.step, self.steps)
+        rate = settings.learning_rate * lr_factor(self.step, settings.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         distilled, right = 0.0, 0
         for batch in self._batches(samples):
             with torch.no_grad(), self.model.disable_adapter():
                 full_ND = self._states(batch)
-            right += count_right(self.base.get_output_embeddings(), full_ND, batch.answer_N)
-            loss = self._per_token(self._states(batch), full_ND).sum() / answers
+            right += count_right(head, full_ND, batch.answer_N)
+            mixed_ND, by_kl = self._states(batch), settings.loss_kind == "kl"
+            per_token = kl_of_states(head, mixed_ND, full_ND) if by_kl else squared_distance(mixed_ND, full_ND)
+            loss = per_token.sum() / answers
             loss.backward()
             distilled += loss.item()
         l1 = torch.cat(self.gates).mean()
-        (self.l1_weight * l1).backward()
+        (settings.l1_weight * l1).backward()
         norm = torch.cat([gate.grad for gate in self.gates if gate.grad is not None]).norm().item()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -175,7 +161,7 @@ class Distiller:
         return {
             "loss/distill": distilled,
             "loss/l1": l1.item(),
-            "loss/total": distilled + self.l1_weight * l1.item(),
+            "loss/total": distilled + settings.l1_weight * l1.item(),
             "teacher/right": right / answers,
             "tokens/answers": answers,
             **gate_shares(gates_matrix(self.model)),
@@ -186,14 +172,13 @@ class Distiller:
         }
 
     def state(self) -> dict[str, Any]:
-        """All that a resumed run needs in addition to its settings."""
+        """All that a resumed run needs besides its settings."""
         alphas = [gate.detach().cpu() for gate in self.gates]
         optimizer = self.optimizer.state_dict()
         return {"step": self.step, "alphas": alphas, "optimizer": optimizer, "gate_mean": self.gate_mean.state()}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave."""
         for gate, alpha in zip(self.gates, state["alphas"], strict=True):
             gate.copy_(alpha)
         self.optimizer.load_state_dict(state["optimizer"])

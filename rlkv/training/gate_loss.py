@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +11,46 @@ from torch import Tensor, nn
 
 from rlkv.training import objective
 from rlkv.training.config import RLKVSettings
-from rlkv.training.engine_rollout import check_same_model
-from rlkv.training.logprobs import completion_logprobs
 from rlkv.training.resumable import ResumableGRPOTrainer
+from rlkv.training.rollout import check_same_model
+
+# (input_ids, attention_mask, labels) -> log-probabilities [rows, tokens - 1]; labels are -100 where none is wanted
+Score = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def shift_left(ids_NT: Tensor, mask_NT: Tensor) -> tuple[Tensor, Tensor]:
+    """Every row's left padding moved behind its tokens: ``(ids, offset)``, offset int64 ``[N]``."""
+    offset_N = mask_NT.int().argmax(-1)
+    width = ids_NT.shape[1]
+    index = (torch.arange(width, device=ids_NT.device) + offset_N[:, None]) % width
+    return ids_NT.gather(1, index), offset_N
+
+
+def completion_logprobs(score: Score, ids_NT: Tensor, mask_NT: Tensor, num_completion: int, max_rows: int) -> Tensor:
+    """Log-probabilities of the last ``num_completion`` columns, 0 for padding: ``[N, num_completion]``.
+
+    Without padding on the left plain causal attention needs no mask, which would cost ~64 MB per row at 8k tokens.
+
+    Args:
+        ids_NT, mask_NT: prompts padded on the left, completions on the right.
+        max_rows: rows of one call of ``score``; rows of similar length share a call.
+    """
+    shifted, offset_N = shift_left(ids_NT, mask_NT)
+    length_N = mask_NT.sum(-1)
+    completion_start = ids_NT.shape[1] - num_completion - offset_N  # first column of the completion after the shift
+    logprobs = torch.zeros(len(ids_NT), num_completion, device=ids_NT.device)
+    for rows in length_N.argsort(descending=True).split(max_rows):
+        column = torch.arange(int(length_N[rows].max()), device=ids_NT.device)
+        real = column < length_N[rows, None]
+        ids = torch.where(real, shifted[rows, : len(column)], shifted.new_zeros(()))
+        wanted = real & (column >= completion_start[rows, None])
+        found = score(ids, real.to(mask_NT.dtype), ids.masked_fill(~wanted, -100))
+        # entry k of a score belongs to column k + 1 of the shifted row
+        target = column[1:] - completion_start[rows, None]
+        keep = wanted[:, 1:]
+        place = (rows[:, None].expand_as(target)[keep], target[keep])
+        logprobs = logprobs.index_put(place, found.to(logprobs.dtype)[keep])
+    return logprobs
 
 
 class GateLossTrainer(ResumableGRPOTrainer):
@@ -32,46 +70,36 @@ class GateLossTrainer(ResumableGRPOTrainer):
         return loss
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor, None]:
-        def score(ids: Tensor, mask: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None, None]:
+        """The log-probabilities alone."""
+
+        def score(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
             with self.accelerator.autocast():
-                outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-            return outputs.log_probs, outputs.entropy
+                return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
 
         # DDP synchronises at every forward: there all processes make exactly one
         alone = self.accelerator.num_processes == 1
         rows = self.settings.forward_rows if alone else len(input_ids)
-        return *completion_logprobs(score, input_ids, attention_mask, logits_to_keep, rows), None
+        return completion_logprobs(score, input_ids, attention_mask, logits_to_keep, rows), None, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        samples = len(inputs["advantages"])
-        accumulated = self.current_gradient_accumulation_steps
-        weight = self._penalty_weight(inputs["group_mean"])
+        settings, group_mean = self.settings, inputs["group_mean"]
+        if settings.adaptive:
+            weight = objective.adaptive_weight(group_mean, settings.l1_beta, settings.tau)
+        else:
+            weight = objective.constant_weight(group_mean, settings.l1_beta)
         l1 = objective.penalty(weight, torch.cat([gate.view(-1) for gate in self.gates]))
-        policy, clipped = self._policy_loss(model, inputs, samples)
-        tokens = inputs["completion_mask"].sum()
-        counts = self.accelerator.reduce(torch.stack([clipped, tokens.to(clipped)]), reduction="sum")
+        policy, clipped = self._policy_loss(model, inputs)
+        counts = torch.stack([clipped, inputs["completion_mask"].sum().to(clipped)])
+        counts = self.accelerator.reduce(counts, reduction="sum")
         for name, value in (("penalty/beta_prime", weight.mean()), ("penalty/value", l1), ("policy/loss", policy)):
             self._note(name, self.accelerator.gather(value.detach()).mean())
         self._note("policy/clip_share", counts[0] / counts[1].clamp(min=1))
-        return (policy + l1) / accumulated
+        return (policy + l1) / self.current_gradient_accumulation_steps
 
-    def _penalty_weight(self, group_mean: Tensor) -> Tensor:
-        beta = self.settings.l1_beta
-        if self.settings.adaptive:
-            return objective.adaptive_weight(group_mean, beta, self.settings.tau)
-        return objective.constant_weight(group_mean, beta)
-
-    def _policy_loss(self, model: Any, inputs: dict[str, Any], samples: int) -> objective.PolicyLoss:
-        """Samples of advantage 0 (groups without spread) have no gradient: their forward and backward are left out."""
+    def _policy_loss(self, model: Any, inputs: dict[str, Any]) -> objective.PolicyLoss:
+        """Samples of advantage 0 (groups without spread) have no gradient: their forward and backward are skipped."""
         rows = inputs["advantages"].nonzero()[:, 0]
         idle = len(rows) == 0
         if idle:  # one row all the same: it is compared, and under DDP every process takes part in the backward
@@ -79,22 +107,17 @@ class GateLossTrainer(ResumableGRPOTrainer):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)[rows]
         completion_mask = inputs["completion_mask"][rows]
         mask = torch.cat([inputs["prompt_mask"][rows], completion_mask], dim=1)
-        no_loss = idle and self.accelerator.num_processes == 1
-        with torch.set_grad_enabled(not no_loss):
+        with torch.set_grad_enabled(not idle or self.accelerator.num_processes > 1):
             logprobs, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, completion_mask.shape[1])
-        old = inputs.get("old_per_token_logps")
-        old = logprobs.detach() if old is None else old[rows]
+        old = logprobs.detach() if inputs.get("old_per_token_logps") is None else inputs["old_per_token_logps"][rows]
         weight = self._importance(old, inputs["sampling_per_token_logps"][rows], completion_mask)
-        if no_loss:
-            zero = torch.zeros((), device=rows.device)
-            return objective.PolicyLoss(zero, zero)
         return objective.policy_loss(
             logprobs,
             old,
             inputs["advantages"][rows],
             completion_mask,
             clip=self.epsilon_low,
-            num_samples=samples,
+            num_samples=len(inputs["advantages"]),
             weight_NT=weight,
         )
 

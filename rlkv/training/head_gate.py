@@ -230,49 +230,50 @@ class HeadGateModel(BaseTuner):
         return model
 
 
-def gate_parameters(model: nn.Module, adapter_name: str | None = None) -> list[tuple[int, nn.Parameter]]:
-    """``(layer index, gate parameter [num_kv_heads])`` in the order of the layers; None: the active adapter.
+def gate_parameters(model: nn.Module) -> list[tuple[int, nn.Parameter]]:
+    """``(layer index, gate parameter [num_kv_heads])`` of the active adapter, in the order of the layers.
 
     Raises:
-        ValueError: if the model has no such gates.
+        ValueError: if the model has no gates.
     """
     found: list[tuple[int, nn.Parameter]] = []
     for module in cast(Iterator[Any], model.modules()):
         holder = getattr(module, GATE, None)
-        if isinstance(holder, HeadGateLayer):
-            name = adapter_name or holder.active_adapters[0]
-            if name in holder.alpha:
-                found.append((module.layer_idx, holder.alpha[name]))
+        if isinstance(holder, HeadGateLayer) and holder.active_adapters[0] in holder.alpha:
+            found.append((module.layer_idx, holder.alpha[holder.active_adapters[0]]))
     if not found:
         raise ValueError("the model has no gates: wrap it with get_peft_model(model, HeadGateConfig(...)) first")
     return sorted(found, key=lambda item: item[0])
 
 
-def gates_matrix(model: nn.Module, adapter_name: str | None = None) -> Tensor:
+def gates_matrix(model: nn.Module) -> Tensor:
     """The gates as float32 ``[num_layers, num_kv_heads]`` on the CPU.
 
     Layers without gates (sliding-window layers of mixed models) read 1.0, as they are never compressed.
     """
-    parameters = gate_parameters(model, adapter_name)
+    parameters = gate_parameters(model)
     config: Any = model.config
-    num_layers = config.get_text_config().num_hidden_layers
-    matrix = torch.ones(num_layers, len(parameters[0][1]), dtype=torch.float32)
+    matrix = torch.ones(config.get_text_config().num_hidden_layers, len(parameters[0][1]), dtype=torch.float32)
     for layer, parameter in parameters:
         matrix[layer] = parameter.detach().float().cpu()
     return matrix
 
 
 @torch.no_grad()
-def set_gates(model: nn.Module, alpha_LH: Tensor, adapter_name: str | None = None) -> None:
+def set_gates(model: nn.Module, alpha_LH: Tensor) -> None:
     """Put ``[num_layers, num_kv_heads]`` numbers in [0, 1] into the gates; layers without gates ignore theirs."""
-    for layer, parameter in gate_parameters(model, adapter_name):
+    for layer, parameter in gate_parameters(model):
         parameter.copy_(alpha_LH[layer])
 
 
+def gate_shares(alpha_LH: Tensor) -> dict[str, float]:
+    """Mean of the gates and the shares below 0.1, below 0.5, at 0 and at 1, as they are logged."""
+    shares = {"below_0.1": alpha_LH < 0.1, "below_0.5": alpha_LH < 0.5, "at_0": alpha_LH == 0, "at_1": alpha_LH == 1}
+    found = {f"gates/{name}": share.float().mean().item() for name, share in shares.items()}
+    return {"gates/mean": alpha_LH.mean().item(), **found}
+
+
 # peft's registration function wants a member of its enum; these tables are what it fills
-for _table, _entry in (
-    (PEFT_TYPE_TO_CONFIG_MAPPING, HeadGateConfig),
-    (PEFT_TYPE_TO_TUNER_MAPPING, HeadGateModel),
-    (PEFT_TYPE_TO_PREFIX_MAPPING, GATE),
-):
-    cast(dict[Any, Any], _table)[HEAD_GATE] = _entry
+cast(dict[Any, Any], PEFT_TYPE_TO_CONFIG_MAPPING)[HEAD_GATE] = HeadGateConfig
+cast(dict[Any, Any], PEFT_TYPE_TO_TUNER_MAPPING)[HEAD_GATE] = HeadGateModel
+cast(dict[Any, Any], PEFT_TYPE_TO_PREFIX_MAPPING)[HEAD_GATE] = GATE

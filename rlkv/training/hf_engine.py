@@ -24,25 +24,29 @@ class GatedHFEngine:
         self.model = get_peft_model(model, HeadGateConfig(sink=sizes.sink, window=sizes.window)).eval()
         self.pad_id, self.max_rows = pad_id, max_rows
 
+    def gates(self) -> Tensor:
+        """Float32 ``[num_layers, num_kv_heads]``."""
+        return gates_matrix(self.model)
+
     def set_gates(self, alpha_LH: Tensor) -> str:
         """Sample under these gates from now on; their version.
 
         Raises:
             ValueError: for another shape.
         """
-        expected = gates_matrix(self.model).shape
+        expected = self.gates().shape
         if alpha_LH.shape != expected:
             raise ValueError(f"the model has gates {list(expected)}, got {list(alpha_LH.shape)}")
         set_gates(self.model, alpha_LH)
-        return gate_version(gates_matrix(self.model))
+        return gate_version(self.gates())
 
     def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
         """Yield ``(index into rows.prompts, sample)``, batch by batch, the longest prompts first."""
-        version = gate_version(gates_matrix(self.model))
+        base: Any = self.model.get_base_model()
+        version = gate_version(self.gates())
         order = sorted(range(len(rows.prompts)), key=lambda i: -len(rows.prompts[i]))
         for start in range(0, len(order), self.max_rows):
             indices = order[start : start + self.max_rows]
-            base: Any = self.model.get_base_model()
             found = roll_out(base, rows.only(indices), sampling, eos_ids, self.pad_id, self.max_rows)
             for index, (ids, logprobs) in zip(indices, found, strict=True):
                 yield index, Sample(ids, logprobs, "stop" if ids[-1] in eos_ids else "length", version)

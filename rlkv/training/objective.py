@@ -33,28 +33,19 @@ def group_means(rewards_N: Tensor, group_size: int) -> Tensor:
 def adaptive_weight(mean_reward: Tensor, beta: float, tau: float) -> Tensor:
     """``beta'(rbar, tau) = 1[rbar > tau] * beta * (exp(rbar) - 1)``, elementwise.
 
-    No pressure on the gates of problems that the mixed model does not solve often enough; the more often it does,
-    the more.  ``rbar`` is the plain mean of 0/1 rewards, whatever scaling the policy loss uses.
+    ``rbar`` is the plain mean of 0/1 rewards, whatever scaling the policy loss uses.
     """
     return torch.where(mean_reward > tau, beta * torch.expm1(mean_reward), torch.zeros_like(mean_reward))
 
 
 def constant_weight(mean_reward: Tensor, beta: float) -> Tensor:
-    """``beta * (e - 1)`` whatever the reward: what :func:`adaptive_weight` gives a group that is solved throughout.
-
-    The ablation without adaptive weighting (arXiv 2510.08525, figure 8).
-    """
+    """``beta * (e - 1)`` whatever the reward: the ablation without adaptive weighting (arXiv 2510.08525, figure 8)."""
     return torch.full_like(mean_reward, beta * math.expm1(1.0))
 
 
 def penalty(weight_N: Tensor, alphas: Tensor) -> Tensor:
     """``mean_i beta'_i * mean(alpha)``, the L1 penalty (gates are never negative): a scalar."""
     return weight_N.mean() * alphas.float().mean()
-
-
-def scale_rewards(rewards: Tensor, offset: float = 0.0, scale: float = 1.0) -> Tensor:
-    """``(r - offset) * scale``: rewards as the policy loss sees them (the published run: offset 0.5, scale 10)."""
-    return (rewards - offset) * scale
 
 
 def advantages(rewards_N: Tensor, group_size: int, normalization: str = "group") -> Tensor:
@@ -76,15 +67,13 @@ def advantages(rewards_N: Tensor, group_size: int, normalization: str = "group")
 
 
 def truncated_ratio(trainer_NT: Tensor, rollout_NT: Tensor, cap: float) -> Tensor:
-    """``w_it = min(p_trainer(token) / p_rollout(token), cap)``: what the rollout engine's rounding is corrected by.
+    """``w_it = min(p_trainer(token) / p_rollout(token), cap)``, importance weights of an engine that rounds otherwise.
 
-    The engine that samples computes the same model with other kernels, so its distribution is not exactly the one
-    that is trained: importance sampling, truncated per token so that no token's weight explodes.  Where the engines
-    agree the weight is exactly 1.
+    Exactly 1 where the engines agree.
 
     Args:
         trainer_NT: log-probabilities of the sampled tokens under the trainer's model and the gates that sampled them.
-        rollout_NT: the same of the engine that sampled them.
+        rollout_NT: those of the engine that sampled them.
         cap: largest weight, at least 1.
 
     Raises:

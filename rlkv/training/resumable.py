@@ -11,23 +11,27 @@ from transformers import Trainer, TrainerState
 from trl import GRPOTrainer
 
 from rlkv.training.callbacks import GateMean
-from rlkv.training.checkpoint import (
-    begin_checkpoint,
-    checkpoint_folder,
-    finish_checkpoint,
-    load_tensors,
-    save_tensors,
-)
 from rlkv.training.config import GateTrainingArguments
-from rlkv.training.head_gate import gates_matrix
-from rlkv.training.records import step_record
+from rlkv.training.head_gate import gate_shares, gates_matrix
+from rlkv.training.run_folder import PARTIAL, load_tensors, new_checkpoint, save_tensors
 
-ROLLOUT_STATE = "rollout_state"  # file per process: samples that later steps of the same rollout still need
 GATE_MEAN = "gate_mean.pt"
+# our names for what trl measures
+RESPONSE_METRICS = {
+    "response/length_mean": "completions/mean_length",
+    "response/length_max": "completions/max_length",
+    "response/truncated_share": "completions/clipped_ratio",
+}
+_MEASURED = (
+    *("reward/mean", "reward/std", "reward/zero_spread_share", "penalty/beta_prime", "penalty/value"),
+    *("policy/loss", "policy/clip_share"),
+    *("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/truncated_share"),
+    *RESPONSE_METRICS,
+)
 
 
 class ResumableGRPOTrainer(GRPOTrainer):
-    """Checkpoints that are whole or not there, and one log record per step.
+    """Checkpoints that are complete or not there, and one log record per step.
 
     Subclasses set the attributes below before ``__init__``, and write to ``_seconds`` and ``_of_rollout``.
     """
@@ -39,7 +43,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
     max_completion_length: int
     _buffered_inputs: Any
     gate_mean: GateMean
-    _seconds: dict[str, float]  # of this step: rollout, reward, cpu
+    _seconds: dict[str, float]  # of this step: rollout, reward, cpu (all threads, without the verifier's processes)
     _of_rollout: dict[str, float]  # what is known of the last rollout, for all steps that use it
 
     @property
@@ -48,59 +52,56 @@ class ResumableGRPOTrainer(GRPOTrainer):
 
     @property
     def steps_per_rollout(self) -> int:
-        """Forward and backward passes that one rollout is used for."""
+        """Forward and backward passes that use the same rollout."""
         return (self.args.steps_per_generation or 1) * self.num_iterations
-
-    # ---- log ----
 
     def _note(self, name: str, value: Tensor | float) -> None:
         self._metrics["train"][name].append(float(value))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """One record per step with the keys of :func:`rlkv.training.records.step_record`."""
+        """One record per step; the update takes what remains of the step after rollout and reward."""
         if "grad_norm" in logs:
             measured = {name: found for name, found in self._metrics["train"].items() if found}
-            values = {
-                name: max(found) if name.endswith("_max") else sum(found) / len(found)
-                for name, found in measured.items()
+            means = {name: sum(found) / len(found) for name, found in measured.items()}
+            largest = {name: max(found) for name, found in measured.items() if name.endswith("_max")}
+            values = {**self._of_rollout, **means, **largest}
+            seconds, step = self._seconds, sum(measured.get("step_time", []))
+            logs = {
+                **{name: values[name] for name in _MEASURED},
+                **gate_shares(gates_matrix(self.model)),
+                "gates/grad_norm": logs["grad_norm"],
+                "train/learning_rate": logs["learning_rate"],
+                "time/rollout_s": seconds["rollout"],
+                "time/reward_s": seconds["reward"],
+                "time/update_s": max(0.0, step - seconds["rollout"] - seconds["reward"]),
+                "time/step_s": step,
+                "time/step_cpu_s": seconds["cpu"],
             }
-            seconds = {**self._seconds, "step": sum(self._metrics["train"].get("step_time", []))}
-            logs = step_record({**self._of_rollout, **values}, gates_matrix(self.model), logs, seconds)
             self._metrics["train"].clear()
             self._seconds = dict.fromkeys(self._seconds, 0.0)
         Trainer.log(self, logs, start_time)
-
-    # ---- checkpoints ----
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """The adapter alone; without trl's model card and peft's look at the hub."""
         model: PeftModel = self.accelerator.unwrap_model(self.model)
         model.save_pretrained(output_dir or str(self.output_dir), save_embedding_layers=False)
 
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.output_dir / PARTIAL)  # of checkpoints
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        step = self.state.global_step
-        folder = checkpoint_folder(self.output_dir, step)
-        keep, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go when this one is whole
-        main = self.accelerator.is_main_process
-        if main:
-            begin_checkpoint(folder)
-        self.accelerator.wait_for_everyone()
-        try:
+        main, wait = self.accelerator.is_main_process, self.accelerator.wait_for_everyone
+        step, keep = self.state.global_step, self.args.save_total_limit
+        with new_checkpoint(self.output_dir, step, keep, main, wait) as folder:
             Trainer._save_checkpoint(self, model, trial)
-        finally:
-            self.args.save_total_limit = keep
-        if self._step % self.steps_per_rollout:
-            state = {"inputs": self._buffered_inputs, "values": self._of_rollout}
-            save_tensors(self._rollout_state(folder), state)
-        if main:
-            save_tensors(folder / GATE_MEAN, self.gate_mean.state())
-        self.accelerator.wait_for_everyone()
-        if main:
-            finish_checkpoint(folder, step, keep)
-        self.accelerator.wait_for_everyone()
+            if self._step % self.steps_per_rollout:  # later steps need these samples too
+                state = {"inputs": self._buffered_inputs, "values": self._of_rollout}
+                save_tensors(self._rollout_state(folder), state)
+            if main:
+                save_tensors(folder / GATE_MEAN, self.gate_mean.state())
 
     def _rollout_state(self, folder: Path) -> Path:
-        return folder / f"{ROLLOUT_STATE}_{self.accelerator.process_index}.pt"
+        return folder / f"rollout_state_{self.accelerator.process_index}.pt"
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Called just before the first batch after a resume: everything that trl itself does not restore."""
@@ -116,7 +117,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
             self._buffered_inputs = [self._prepare_input(batch) for batch in state["inputs"]]
 
     def restore(self, checkpoint: Path) -> None:
-        """Take over gates, their mean and the step count of ``checkpoint`` without training on."""
+        """Load gates, their mean and the step count of ``checkpoint`` without further training."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         self.gate_mean.load(load_tensors(checkpoint / GATE_MEAN))

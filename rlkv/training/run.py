@@ -1,4 +1,4 @@
-"""One training run from its configuration to its export: data, model, trainer, resume."""
+"""One training run from its configuration to its export: problems, model, trainer, resume."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
+from rlkv.data.deepscaler import TINY, read_curriculum
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import load_model, resolve_dtype
+from rlkv.models.prompts import build_messages
+from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
+from rlkv.training.callbacks import StepLine
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
-from rlkv.training.engine_rollout import open_engine
-from rlkv.training.export import CURVES
 from rlkv.training.head_gate import set_gates
-from rlkv.training.loggers import StepLine
-from rlkv.training.problems import load_curriculum, longest_prompt
-from rlkv.training.reward import Reward, verifier_reward
+from rlkv.training.rollout import open_engine
 from rlkv.training.run_folder import RunFolder
-from rlkv.training.trainer import RLKVTrainer
+from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
 
 _TRAINING_KEYS = [
     *["output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "prompts_per_step", "num_generations"],
@@ -31,22 +30,60 @@ _TRAINING_KEYS = [
     *["generation_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"],
     *["save_steps", "save_total_limit"],
 ]
+DRAWN = 200  # problems of the built-in task; as many as configs/filter_tiny.yaml selects
+CURVES = (
+    ("reward/mean", "mean reward"),
+    ("gates/mean", "mean gate"),
+    ("gates/below_0.5", "gates below 0.5"),
+    ("reward/zero_spread_share", "groups without spread"),
+)
 
 
-def gates_facts(gates: HeadGates) -> dict[str, Any]:
-    """What a run says of the gates that it started from: a digest of their values, and how they were found."""
-    digest = hashlib.sha256(gates.alpha.numpy().tobytes()).hexdigest()[:16]
-    return {"digest": digest, **{key: gates.training.get(key) for key in ("method", "steps")}}
+def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Dataset:
+    """Columns ``prompt`` (messages) and ``answer``: a curriculum file, or new problems of the built-in model's task.
+
+    Raises:
+        ValueError: if there is no curriculum; as :func:`rlkv.data.deepscaler.read_curriculum`.
+    """
+    if settings.curriculum is not None:
+        rows = read_curriculum(settings.curriculum)
+    elif settings.model != TINY:
+        raise ValueError("no problems to train on: pass --curriculum FILE, which rlkv-filter writes")
+    else:
+        room = args.max_completion_length or 0
+        fitting = [n for n in range(MIN_DEFINITIONS, MAX_DEFINITIONS + 1) if longest_solution(n) <= room]
+        longest = max(fitting, default=MIN_DEFINITIONS)
+        rows = problems(max(DRAWN, args.prompts_per_rollout), args.seed, max_definitions=longest)
+        if args.process_index == 0:
+            print(
+                f"no --curriculum: training on {len(rows)} problems of the built-in task, of up to {longest} "
+                f"definitions, drawn with seed {args.seed}",
+                flush=True,
+            )
+    template = settings.template
+    return Dataset.from_list(
+        [{"prompt": build_messages(row["problem"], template), "answer": str(row["answer"])} for row in rows]
+    )
+
+
+def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the longest prompt."""
+    rendered = (
+        tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in curriculum["prompt"]
+    )
+    return max(len(tokenizer(text, add_special_tokens=False).input_ids) for text in rendered)
 
 
 def run_config(
-    settings: RLKVSettings, args: GateTrainingArguments, problems: Dataset, start: HeadGates | None = None
+    settings: RLKVSettings, args: GateTrainingArguments, curriculum: Dataset, start: HeadGates | None
 ) -> dict[str, Any]:
     """The settings that define a run, JSON-able, with digests of the problems and of the gates at the start."""
     training = {key: getattr(args, key) for key in _TRAINING_KEYS}
-    digest = hashlib.sha256(json.dumps(problems.to_list()).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(curriculum.to_list()).encode()).hexdigest()[:16]
     found = {**asdict(settings), **training, "processes": args.world_size, "problems": digest}
-    found["init_gates"] = None if start is None else gates_facts(start)
+    if start is not None:
+        values = hashlib.sha256(start.alpha.numpy().tobytes()).hexdigest()[:16]
+        found["init_gates"] = {"digest": values, **{key: start.training.get(key) for key in ("method", "steps")}}
     return json.loads(json.dumps(found, default=str))
 
 
@@ -54,12 +91,6 @@ def is_finished(checkpoint: Path, args: GateTrainingArguments) -> bool:
     """Whether the checkpoint is the end of its run and no more steps are asked for now."""
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     return state.global_step >= max(args.max_steps, state.max_steps if args.max_steps <= 0 else 0)
-
-
-def load_policy(settings: RLKVSettings, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen model on the CPU (the trainer moves it), in the dtype that ``device`` would use."""
-    dtype = str(resolve_dtype(settings.dtype, device)).removeprefix("torch.")
-    return load_model(settings.model, dtype=dtype, device="cpu")
 
 
 def train_gates(
@@ -77,15 +108,15 @@ def train_gates(
         callbacks: run on every process, in addition to the loggers of the main one.
 
     Raises:
-        ValueError: for data, a model or a folder that do not fit; see :func:`load_curriculum` and
-            :class:`RunFolder`.
+        ValueError: for data, a model or a folder that do not fit.
     """
-    problems = load_curriculum(settings, args)
+    curriculum = load_curriculum(settings, args)
     start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
-    config = run_config(settings, args, problems, start)
+    config = run_config(settings, args, curriculum, start)
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
     if model is None or tokenizer is None:
-        model, tokenizer = load_policy(settings, args.device)
+        dtype = str(resolve_dtype(settings.dtype, args.device)).removeprefix("torch.")
+        model, tokenizer = load_model(settings.model, dtype=dtype, device="cpu")  # the trainer moves it
     if start is not None:
         start.check_model(model.config)
 
@@ -94,8 +125,8 @@ def train_gates(
 
     main = args.process_index == 0
     extra = [*(callbacks or []), *([*run.loggers(make_gates), StepLine()] if main else [])]
-    engine = open_engine(settings, args, longest_prompt(problems, tokenizer)) if main else None
-    trainer = RLKVTrainer(model, args, settings, problems, tokenizer, reward, extra, engine)
+    engine = open_engine(settings, args, longest_prompt(curriculum, tokenizer)) if main else None
+    trainer = RLKVTrainer(model, args, settings, curriculum, tokenizer, reward, extra, engine)
     if start is not None:
         set_gates(trainer.model, start.alpha)
     trainer.accelerator.wait_for_everyone()  # every process has looked into the folder

@@ -1,26 +1,31 @@
-"""The output folder of a run: its settings, the checkpoint to go on from, its loggers, and the export at its end."""
+"""The output folder of a run: its settings, checkpoints, loggers, and the export at its end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from rlkv.gates.head_gates import HeadGates
+from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.models.shape import ModelShape
-from rlkv.training.checkpoint import last_checkpoint
-from rlkv.training.export import export_run
-from rlkv.training.head_gate import gates_matrix
-from rlkv.training.loggers import LOG, GateImages, JsonlLog, WandbLog, read_log
-from rlkv.training.records import gate_shares
+from rlkv.training.callbacks import LOG, GateImages, JsonlLog, WandbLog, read_log
+from rlkv.training.head_gate import gate_shares, gates_matrix
 from rlkv.training.settings import RunSettings
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import atomic_path, write_json
+from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
+from rlkv.utils.provenance import provenance
 
 RUN_CONFIG = "run_config.json"
+PARTIAL = ".partial"  # where a checkpoint is written until it is complete
 # what may differ between a run and its continuation; the problems themselves are compared by their digest
 RESUMABLE_KEYS = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit"}
 RESUMABLE_KEYS |= {"run_name", "rollout_url", "rollout_patience", "rollout_kv_gib", "rollout_eager"}
@@ -30,6 +35,40 @@ UNPUBLISHED_KEYS = {"curriculum", "haystack", "output_dir", "run_name", "model",
 UNPUBLISHED_KEYS |= {"rollout_url", "save_steps", "image_steps"}
 
 
+@contextmanager
+def new_checkpoint(
+    output_dir: Path, step: int, keep: int | None, is_main: bool = True, wait: Callable[[], None] = lambda: None
+) -> Iterator[Path]:
+    """A path to write the checkpoint of ``step`` to; it becomes ``checkpoint-STEP`` when the block ends without error.
+
+    Then all but the ``keep`` newest checkpoints are deleted (None: all stay).
+
+    Args:
+        is_main: whether this process moves and deletes folders.
+        wait: barrier of all processes.
+    """
+    target, partial = output_dir / f"checkpoint-{step}", output_dir / PARTIAL
+    if is_main:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    wait()
+    yield partial / target.name
+    wait()
+    if is_main:
+        (partial / target.name).rename(target)
+        partial.rmdir()
+        rotate_checkpoints(str(output_dir), keep)
+    wait()
+
+
+def save_tensors(path: Path, content: dict[str, Any]) -> None:
+    with atomic_path(path) as partial:
+        torch.save(content, partial)
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path | None:
     """The checkpoint to go on from.
 
@@ -37,21 +76,22 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
         ValueError: if the folder holds another run, or this one and ``resume`` is off.
     """
     noted = folder / RUN_CONFIG
-    checkpoint = last_checkpoint(folder)
+    newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     if noted.exists() and not resume:
         raise ValueError(f"{folder} holds a run already: continue it with --resume true, or take another --output_dir")
-    if noted.exists() and checkpoint is not None:
-        before = json.loads(noted.read_text())
-        differing = [key for key in config if key not in RESUMABLE_KEYS and before.get(key, config[key]) != config[key]]
-        if differing:
-            changes = ", ".join(f"{key} {before[key]!r} -> {config[key]!r}" for key in differing)
-            raise ValueError(
-                f"{folder} holds a run with other settings ({changes}): use the same ones to continue it, or another "
-                "--output_dir"
-            )
-    elif checkpoint is not None:
+    if newest is None:
+        return None
+    if not noted.exists():
         raise ValueError(f"{folder} holds checkpoints of unknown origin: take another --output_dir")
-    return checkpoint
+    before = json.loads(noted.read_text())
+    differing = [key for key in config if key not in RESUMABLE_KEYS and before.get(key, config[key]) != config[key]]
+    if differing:
+        changes = ", ".join(f"{key} {before[key]!r} -> {config[key]!r}" for key in differing)
+        raise ValueError(
+            f"{folder} holds a run with other settings ({changes}): use the same ones to continue it, or another "
+            "--output_dir"
+        )
+    return Path(newest)
 
 
 class RunFolder:
@@ -69,9 +109,8 @@ class RunFolder:
         self.checkpoint = check_output_dir(path, config, settings.resume)
 
     def write_config(self) -> None:
-        """Note the settings down for the next time."""
-        with atomic_path(self.path / RUN_CONFIG) as partial:
-            partial.write_text(json.dumps(self.config, indent=2) + "\n")
+        """Record the settings, for the comparison when the run is resumed."""
+        write_json(self.path / RUN_CONFIG, self.config)
 
     def loggers(self, make_gates: Callable[[], HeadGates]) -> list[TrainerCallback]:
         """Figures, the JSONL log and W&B."""
@@ -98,6 +137,25 @@ class RunFolder:
         )
 
     def export(self, gates: HeadGates, curves: Sequence[tuple[str, str]]) -> None:
-        """Write the finished gates, figures and summary; see :func:`rlkv.training.export.export_run`."""
+        """Write the finished gates in every format, figures and ``summary.json``.
+
+        ``gates.pt`` comes last: its presence says that the export is complete.
+
+        Args:
+            curves: keys and labels of the shares and means of the log that ``training_curves.png`` shows.
+        """
         gates.training["final"] = gate_shares(gates.alpha)
-        export_run(self.path, gates, read_log(self.path / LOG), self.config, curves)
+        for name in ("gates.safetensors", "adapter_weights.tsv", "adapter"):
+            gates.save(self.path / name)
+        plot_gates(gates, self.path / "heat_map.png")
+        plot_histogram(gates, self.path / "histogram.png")
+        figure, axes = curve_figure("Training of the gates", "optimizer step", "share or mean, 0 to 1")
+        records = read_log(self.path / LOG)
+        for key, label in curves:
+            axes.plot([record["step"] for record in records], [record[key] for record in records], label=label)
+        axes.set_ylim(-0.02, 1.02)
+        axes.legend(fontsize=TEXT_SIZE)
+        save_figure(figure, self.path / "training_curves.png")
+        summary = {"training": gates.training, "config": self.config, **provenance()}
+        write_json(self.path / "summary.json", summary)
+        gates.save(self.path / "gates.pt")

@@ -1,16 +1,15 @@
-"""A rollout server and its engines, by name."""
+"""The rollout server of a training run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rlkv.attention.sizes import SinkWindow
 from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.rollout.gated import GatedEngine
 from rlkv.rollout.protocol import DEFAULT_PORT, EngineFacts
 from rlkv.rollout.server import RolloutServer
-
-GATED_ENGINES = ("vllm", "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,37 +36,30 @@ class ServeConfig(ModelOptions):
     """vllm: neither compile the model nor capture graphs"""
 
     def check(self) -> None:
-        """Raise ValueError for impossible settings."""
-        if self.engine not in GATED_ENGINES:
-            raise ValueError(f"unknown engine {self.engine!r}: use one of {', '.join(GATED_ENGINES)}")
+        if self.engine not in ("vllm", "hf"):
+            raise ValueError(f"unknown engine {self.engine!r}: use vllm or hf")
         if self.engine == "vllm" and self.device != "auto":
             raise ValueError(f"--engine vllm takes the device that it was built for, not {self.device!r}")
         check_positive(self, "max_rows", "max_positions")
 
 
 def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
-    """Load the model with mixed attention.
-
-    Raises:
-        ValueError: if the engine is unknown or not installed, or the model cannot be loaded.
-    """
-    config.check()
+    """The engine with mixed attention; ``ValueError`` if it is not installed or the model cannot be loaded."""
     sizes = SinkWindow(config.sink, config.window)
+    engine: Any
     if config.engine == "vllm":
         from rlkv.vllm.engine import VLLMEngine
 
         limits = config.max_positions, config.kv_gib, config.max_rows
-        served = VLLMEngine(config.model, sizes, config.dtype, *limits, enforce_eager=config.eager)
-        facts = config.model, sizes.sink, sizes.window, served.max_positions
-        return served, EngineFacts(*facts, *served.gates().shape)
-    from rlkv.training.head_gate import gates_matrix
-    from rlkv.training.hf_engine import GatedHFEngine
+        engine = VLLMEngine(config.model, sizes, config.dtype, *limits, enforce_eager=config.eager)
+        positions = engine.max_positions
+    else:
+        from rlkv.training.hf_engine import GatedHFEngine
 
-    loaded, tokenizer = config.load()
-    limit = config.max_positions or loaded.config.get_text_config().max_position_embeddings
-    engine = GatedHFEngine(loaded, sizes, tokenizer.pad_token_id, config.max_rows)
-    facts = config.model, sizes.sink, sizes.window, limit
-    return engine, EngineFacts(*facts, *gates_matrix(engine.model).shape)
+        loaded, tokenizer = config.load()
+        engine = GatedHFEngine(loaded, sizes, tokenizer.pad_token_id, config.max_rows)
+        positions = config.max_positions or loaded.config.get_text_config().max_position_embeddings
+    return engine, EngineFacts(config.model, sizes.sink, sizes.window, positions, *engine.gates().shape)
 
 
 def serve(config: ServeConfig) -> None:

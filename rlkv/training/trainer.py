@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,19 +11,39 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import RepeatSampler
 
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import GatedEngine, Rows
 from rlkv.training import objective
 from rlkv.training.callbacks import ClampGates, GateMean
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
-from rlkv.training.engine_rollout import engine_roll_out
 from rlkv.training.gate_loss import GateLossTrainer
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
-from rlkv.training.prompt_order import EpochSampler, prompts_per_rollout
-from rlkv.training.records import RESPONSE_METRICS
-from rlkv.training.reward import Reward, verifier_reward
-from rlkv.training.rollout import roll_out
+from rlkv.training.resumable import RESPONSE_METRICS
+from rlkv.training.rollout import engine_roll_out, roll_out
+from rlkv.verifier.verifier import are_correct
+
+# (completions as text, answers) -> whether each is right
+Reward = Callable[[Sequence[str], Sequence[str]], Sequence[bool]]
+
+
+def verifier_reward(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
+    """1 if the verifier accepts a completion's answer, else 0."""
+    return are_correct(zip(completions, answers, strict=True))
+
+
+class EpochSampler(RepeatSampler):
+    """trl's sampler with an order per epoch that depends on (seed, epoch) alone, not on how often it was iterated."""
+
+    def __init__(self, *args: Any, epoch: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) * 1_000_003 + self._epoch())
+        return super().__iter__()
 
 
 class RLKVTrainer(GateLossTrainer):
@@ -53,7 +74,7 @@ class RLKVTrainer(GateLossTrainer):
         callbacks: list[TrainerCallback] | None = None,
         engine: GatedEngine | None = None,
     ) -> None:
-        prompts = prompts_per_rollout(args)
+        prompts = args.prompts_per_rollout
         if len(train_dataset) < prompts:
             raise ValueError(
                 f"the curriculum has {len(train_dataset)} problems, but one step takes {prompts}: lower "
@@ -86,7 +107,7 @@ class RLKVTrainer(GateLossTrainer):
         return EpochSampler(
             data_source=self.train_dataset if dataset is None else dataset,
             mini_repeat_count=self.num_generations,
-            batch_size=prompts_per_rollout(self.args),
+            batch_size=self.args.prompts_per_rollout,
             repeat_count=self.steps_per_rollout,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
@@ -102,20 +123,18 @@ class RLKVTrainer(GateLossTrainer):
         return [ids for ids, _ in samples], [logprobs for _, logprobs in samples]
 
     def _roll_out(self, prompt_ids: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-        rollout = self._step // self.steps_per_rollout
+        rollout, ends = self._step // self.steps_per_rollout, self.eos_token_ids
         sampling = SamplingParams(self.max_completion_length, self.temperature, self.top_p, self.top_k, self.args.seed)
         if self.settings.rollout != "hf":
             alpha_LH = gates_matrix(self.model)
-            return engine_roll_out(
-                self.engine, self.accelerator, alpha_LH, prompt_ids, rollout, sampling, self.eos_token_ids
-            )
+            return engine_roll_out(self.engine, self.accelerator, alpha_LH, prompt_ids, rollout, sampling, ends)
         first = self.accelerator.process_index * len(prompt_ids)
         rows = Rows(prompt_ids, list(range(first, first + len(prompt_ids))), rollout)
         with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as unwrapped:
             unwrapped.eval()
             try:
                 base, pad_id = unwrapped.get_base_model(), self._tokenizer.pad_token_id
-                return roll_out(base, rows, sampling, self.eos_token_ids, pad_id, self.settings.rollout_rows)
+                return roll_out(base, rows, sampling, ends, pad_id, self.settings.rollout_rows)
             finally:
                 unwrapped.train()
 
@@ -134,12 +153,11 @@ class RLKVTrainer(GateLossTrainer):
         """As trl, with our advantages and each sample's group mean, which is shuffled and split with its sample."""
         output = super()._generate_and_score_completions(inputs)
         rewards, settings = self._rewards, self.settings
-        scaled = objective.scale_rewards(rewards, settings.reward_offset, settings.reward_scale)
+        scaled = (rewards - settings.reward_offset) * settings.reward_scale
         first = self.accelerator.process_index * len(inputs)
         local = slice(first, first + len(inputs))
         output["advantages"] = objective.advantages(scaled, self.num_generations, settings.advantage)[local]
-        means = objective.group_means(rewards, self.num_generations)
-        output["group_mean"] = means[local]
+        output["group_mean"] = objective.group_means(rewards, self.num_generations)[local]
         groups = rewards.view(-1, self.num_generations)
         self._of_rollout = {
             "reward/mean": rewards.mean().item(),

@@ -1,18 +1,20 @@
-"""Files that are either the old one or the whole new one, whatever moment the process dies."""
+"""Files that are either the old one or the complete new one, whenever the process dies."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` to write to; it takes the name ``path`` when the block ends without error.
+    """A temporary file next to ``path`` to write to; it is renamed to ``path`` when the block ends without error.
 
-    The folder is made if it is absent. An error inside the block leaves an earlier ``path`` as it was.
+    Missing folders are made. After an error in the block an earlier ``path`` is as it was.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -24,3 +26,19 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 text file atomically."""
+    with atomic_path(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write an indented JSON file atomically."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_jsonl(path: str | Path, rows: list[dict[str, Any]]) -> None:
+    """Write a JSONL file atomically."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -4,7 +4,7 @@
 
 Children are forked from one process that has trained a step, so that a kill costs no imports.  A child is killed up
 to three steps after its start and a random part of a step later.  A run that ends before its kill is compared
-and started anew; every finished run must have the gates, the mean of the gates and the log of the uninterrupted one,
+and started again; every finished run must have the gates, the mean of the gates and the log of the uninterrupted one,
 each step logged once.
 """
 
@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_utils import get_last_checkpoint
 
-from rlkv.training.checkpoint import last_checkpoint
+from rlkv.training.run_folder import PARTIAL
 from tests.helpers import random_run
 
 STEPS = 12
@@ -73,23 +74,22 @@ def check(status: int, log: Path) -> None:
 
 
 def saved(folder: Path) -> int:
-    """The step of the newest whole checkpoint."""
-    checkpoint = last_checkpoint(folder)
-    return 0 if checkpoint is None else int(checkpoint.name.split("-")[1])
+    """The step of the newest complete checkpoint."""
+    newest = get_last_checkpoint(str(folder)) if folder.exists() else None
+    return 0 if newest is None else int(newest.rpartition("-")[2])
 
 
-def where(folder: Path, started: float) -> str:
+def where(folder: Path) -> str:
     """What the kill hit, as far as the files tell."""
-    touched = [p for p in folder.glob("checkpoint-*") if p.stat().st_mtime >= started]
-    if any(not (p / "complete.json").exists() for p in touched):
-        return "while a checkpoint was written or deleted"
+    if (folder / PARTIAL).exists():
+        return "while a checkpoint was written"
     if (folder / "adapter_weights.tsv").exists():
         return "during the export"
     return f"at or after step {saved(folder)}"
 
 
 def wait_for(child: int, folder: Path, step: int) -> int | None:
-    """Until the checkpoint of ``step`` is whole; the child's status if it ends before that."""
+    """Until the checkpoint of ``step`` is complete; the child's status if it ends before that."""
     while saved(folder) < step:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -117,7 +117,6 @@ def main() -> None:
     folder = root / "run-0"
     while True:
         before, ahead = saved(folder), rng.randint(0, 3)
-        started = time.time()
         child = start(folder, log)
         if kills < arguments.kills and (before < STEPS or rng.random() < 0.25):  # the export is hit often enough
             status = wait_for(child, folder, min(STEPS, before + ahead))
@@ -129,7 +128,7 @@ def main() -> None:
                     os.kill(child, signal.SIGKILL)
                     os.waitpid(child, 0)
                     kills += 1
-                    hits[where(folder, started)] += 1
+                    hits[where(folder)] += 1
                     continue
                 status = found
         else:

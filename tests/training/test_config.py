@@ -13,7 +13,7 @@ from datasets import Dataset
 from rlkv.models.prompts import fill_template
 from rlkv.tiny.task import longest_solution
 from rlkv.training.config import parse_config
-from rlkv.training.problems import load_curriculum, read_problems
+from rlkv.training.run import load_curriculum
 from tests.helpers.paths import ROOT
 
 
@@ -151,12 +151,17 @@ def test_the_tiny_model_draws_problems_of_its_own_task(capsys: pytest.CaptureFix
     assert max(prompt[0]["content"].count(" = ") for prompt in prompts) == 2
 
 
+def read(path: Path, template: str) -> Dataset:
+    options = ["--curriculum", str(path), "--template", template, "--use_cpu", "true"]
+    return load_curriculum(*parse_config(options))
+
+
 def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
     rows = [{"problem": "1 + 1", "answer": "2", "bucket": "0-2k"}, {"problem": "2 + 2", "answer": 4, "bucket": "0-2k"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Dataset.from_list([{**row, "answer": str(row["answer"])} for row in rows]).to_parquet(tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
-        found = read_problems(tmp_path / name, "boxed")
+        found = read(tmp_path / name, "boxed")
         assert found["answer"] == ["2", "4"]
         assert found[1]["prompt"] == [{"role": "user", "content": fill_template("2 + 2", "boxed")}]
 
@@ -173,4 +178,4 @@ def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
 def test_a_wrong_curriculum_is_named(name: str, content: str, named: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=named):
-        read_problems(tmp_path / name, "rlkv")
+        read(tmp_path / name, "rlkv")

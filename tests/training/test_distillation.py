@@ -9,6 +9,7 @@ import torch
 from peft import get_peft_model
 
 from rlkv.data.sample import MarkedText
+from rlkv.training.distill_config import DistillSettings
 from rlkv.training.distillation import (
     Distiller,
     check_head,
@@ -35,8 +36,8 @@ def random_samples(number: int, seed: int = 0) -> list[MarkedText]:
 def make_distiller(loss: str, family: str = "llama", **options: Any) -> Distiller:
     base = make_tiny_model(family)
     model = get_peft_model(base, HeadGateConfig(sink=2, window=5))
-    settings: dict[str, Any] = {"steps": 10, "learning_rate": 0.05, "l1_weight": 0.05, "pad_id": 0, "forward_rows": 4}
-    return Distiller(model, loss, **{**settings, **options})
+    defaults: dict[str, Any] = {"steps": 10, "learning_rate": 0.05, "l1_weight": 0.05, "forward_rows": 4}
+    return Distiller(model, DistillSettings(loss=loss, **{**defaults, **options}), pad_id=0)
 
 
 def test_distance_is_the_mean_square() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlkv.training.loggers import JsonlLog, read_log
+from rlkv.training.callbacks import JsonlLog, read_log
 from tests.helpers import random_run
 
 
