@@ -21,8 +21,8 @@ class Bucket:
     wanted: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high or self.wanted < 0:
-            raise ValueError(f"bucket {self} is impossible: it needs 0 <= low < high and a count of at least 0")
+        if not self.low < self.high:
+            raise ValueError(f"bucket {self} is impossible: it needs low < high")
 
     def __str__(self) -> str:
         return f"{self.low}-{self.high}:{self.wanted}"
@@ -62,7 +62,7 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
 
 @dataclass(frozen=True)
 class BucketFill:
-    """What became of one bucket: how many were there, how many it gave, how many others gave in its place."""
+    """One bucket: problems available, taken from it, and taken from others in its place."""
 
     bucket: Bucket
     available: int
@@ -89,33 +89,23 @@ def select(lengths: dict[int, int], buckets: tuple[Bucket, ...], seed: int, fill
     A bucket with too few gives all it has.  With ``fill_short``, what is missing is then taken from what the
     nearest buckets have left over.  ``outside`` counts outputs that fall into no bucket.
     """
-    pools: dict[Bucket, list[int]] = {bucket: [] for bucket in buckets}
-    outside = 0
-    for index in sorted(lengths):
-        home = next((bucket for bucket in buckets if bucket.holds(lengths[index])), None)
-        if home is None:
-            outside += 1
-        else:
-            pools[home].append(index)
+    pools = {bucket: [i for i in sorted(lengths) if bucket.holds(lengths[i])] for bucket in buckets}
     available = {bucket: len(pool) for bucket, pool in pools.items()}
     chosen: dict[int, str] = {}
-    taken: dict[Bucket, int] = {}
+
+    def take(bucket: Bucket, number: int) -> int:
+        taken, pools[bucket] = pools[bucket][:number], pools[bucket][number:]
+        chosen.update(dict.fromkeys(taken, bucket.name))
+        return len(taken)
+
+    taken, filled = {}, dict.fromkeys(buckets, 0)
     for bucket, pool in pools.items():
         # a generator per bucket: changing one bucket leaves the draws of the others as they were
         random.Random(f"rlkv-curriculum-{seed}-{bucket.name}").shuffle(pool)
-        drawn, pools[bucket] = pool[: bucket.wanted], pool[bucket.wanted :]
-        chosen.update(dict.fromkeys(drawn, bucket.name))
-        taken[bucket] = len(drawn)
-    filled = dict.fromkeys(buckets, 0)
-    if fill_short:
-        for bucket in buckets:
-            near = sorted(
-                (b for b in buckets if b != bucket), key=lambda b: abs(b.low + b.high - bucket.low - bucket.high)
-            )
-            for donor in near:
-                missing = bucket.wanted - taken[bucket] - filled[bucket]
-                given, pools[donor] = pools[donor][:missing], pools[donor][missing:]
-                chosen.update(dict.fromkeys(given, donor.name))
-                filled[bucket] += len(given)
+        taken[bucket] = take(bucket, bucket.wanted)
+    for bucket in buckets if fill_short else ():
+        others = [b for b in buckets if b != bucket]
+        for donor in sorted(others, key=lambda b: abs(b.low + b.high - bucket.low - bucket.high)):
+            filled[bucket] += take(donor, bucket.wanted - taken[bucket] - filled[bucket])
     fills = [BucketFill(b, available[b], taken[b], filled[b]) for b in buckets]
-    return Selection(dict(sorted(chosen.items())), fills, outside)
+    return Selection(dict(sorted(chosen.items())), fills, outside=len(lengths) - sum(available.values()))

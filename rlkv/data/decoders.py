@@ -24,10 +24,8 @@ class Output:
 
 
 class Decoder(Protocol):
-    """Gives every problem its output, or says why there is none."""
-
     def stream(self, problems: list[tuple[int, Problem]]) -> Iterator[tuple[int, Output | str]]:
-        """Yield ``(index, output)`` in any order, each index once; a string names why there is no output."""
+        """Yield ``(index, output)`` in any order, each index once; a string says why there is no output."""
         ...
 
 
@@ -35,11 +33,7 @@ class EngineDecoder:
     """Greedy decoding; problems whose prompt leaves no room for ``max_new_tokens`` are skipped."""
 
     def __init__(self, engine: RolloutEngine, template: str, max_new_tokens: int, max_length: int) -> None:
-        """``max_length`` bounds prompt and completion together, in addition to the model's own limit.
-
-        Raises:
-            ValueError: if no prompt at all could fit.
-        """
+        """``max_length`` bounds prompt and completion together, in addition to the model's own limit."""
         self.engine, self.template = engine, template
         self.sampling = SamplingParams(max_new_tokens)
         limit = min(max_length, engine.max_positions)
@@ -51,7 +45,6 @@ class EngineDecoder:
             )
 
     def stream(self, problems: list[tuple[int, Problem]]) -> Iterator[tuple[int, Output | str]]:
-        """As :meth:`Decoder.stream`: what is skipped first, then as the engine finishes."""
         prompts = [render_prompt(self.engine.tokenizer, problem.problem, self.template) for _, problem in problems]
         fitting = []
         for row, length in enumerate(self.engine.prompt_lengths(prompts)):
@@ -73,27 +66,18 @@ class RecordedDecoder:
     """
 
     def __init__(self, path: str, field: str, problems: list[Problem], tokenizer: Any, max_new_tokens: int) -> None:
-        """``problems`` are all of them: the outputs belong to their indices.
-
-        Raises:
-            ValueError: if the file is absent, a row of it is broken (names file and row), or no output belongs to
-                any problem.
-        """
+        """``problems``: all problems of the input; ``ValueError`` if no output of the file belongs to any of them."""
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
         recorded: dict[str, deque[str]] = defaultdict(deque)
         for where, row in read_rows(path):
             recorded[text_field(row, "problem", where)].append(text_field(row, field, where))
-        self.texts: dict[int, str] = {}
-        for index, problem in enumerate(problems):
-            if recorded[problem.problem]:
-                self.texts[index] = recorded[problem.problem].popleft()
+        self.texts = {i: recorded[p.problem].popleft() for i, p in enumerate(problems) if recorded[p.problem]}
         if not self.texts:
             raise ValueError(
                 f"no recorded output in {path} belongs to a problem of the input: the problem texts differ"
             )
 
     def stream(self, problems: list[tuple[int, Problem]]) -> Iterator[tuple[int, Output | str]]:
-        """As :meth:`Decoder.stream`, in the given order."""
         for index, _ in problems:
             text = self.texts.get(index)
             if text is None:

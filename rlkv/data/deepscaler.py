@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlkv.models.hub import connection_error
-from rlkv.utils.atomic import atomic_path
 from rlkv.utils.extras import require
+from rlkv.utils.jsonl import read_jsonl
 
 HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
 TINY = "tiny"
@@ -48,13 +47,6 @@ def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: in
     return loaded[:limit]
 
 
-def write_problems(path: Path, problems: Iterable[Problem]) -> None:
-    """A JSONL file with problem and answer, written atomically."""
-    rows = [{"problem": p.problem, "answer": p.answer} for p in problems]
-    with atomic_path(path) as partial:
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def read_curriculum(path: str | Path, fields: Sequence[str] = ("problem", "answer")) -> list[dict[str, Any]]:
     """The rows of a curriculum that ``rlkv-filter`` wrote, as Parquet or JSONL.
 
@@ -85,26 +77,11 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     elif not path.is_file():
         raise ValueError(f"{source} does not exist: pass a .jsonl or .parquet file, or a data set of the hub")
     elif path.suffix == ".jsonl":
-        yield from _jsonl_rows(path)
+        yield from read_jsonl(path)
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path)
     else:
         raise ValueError(f"{source} is neither .jsonl nor .parquet: convert it, one problem a row")
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path} line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{where} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{where} is a {type(row).__name__}: expected an object with problem and answer")
-            yield where, row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -118,29 +95,23 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _hub_rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     datasets = require("datasets", "train")
-    error = connection_error(name, "README.md", "dataset")
+    rows, error = [], connection_error(name, "README.md", "dataset")
+    if error is None:
+        try:
+            rows = datasets.load_dataset(name, split="train")
+        except (OSError, ValueError) as failed:
+            error = (str(failed).splitlines() or [type(failed).__name__])[0]
     if error is not None:
-        raise ValueError(_unreachable(name, error))
-    try:
-        rows = datasets.load_dataset(name, split="train")
-    except (OSError, ValueError) as failed:
-        raise ValueError(_unreachable(name, (str(failed).splitlines() or [type(failed).__name__])[0])) from None
+        raise ValueError(
+            f"cannot load data set {name!r} from the hub ({error}): pass a local file with --input FILE.jsonl (or "
+            ".parquet) and a local model with --model FOLDER, or take the built-in model and its problems with "
+            "--model tiny"
+        )
     yield from ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _unreachable(name: str, reason: str) -> str:
-    return (
-        f"cannot load data set {name!r} from the hub ({reason}): pass a local file with --input FILE.jsonl (or "
-        ".parquet) and a local model with --model FOLDER, or take the built-in model and its problems with --model tiny"
-    )
-
-
 def parse_problem(row: dict[str, Any], where: str) -> Problem:
-    """One row as a problem; numbers are taken as text, a null answer or solution as an empty one.
-
-    Raises:
-        ValueError: if a field is absent or of another type, or the problem is empty; names ``where``.
-    """
+    """One row as a problem; ``ValueError`` with ``where`` if a field is missing or of another type."""
     problem = text_field(row, "problem", where)
     if not problem.strip():
         raise ValueError(f"{where}: field 'problem' is empty")

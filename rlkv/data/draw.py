@@ -6,8 +6,10 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlkv.data.deepscaler import TINY, Problem, load_problems, read_curriculum, write_problems
+from rlkv.data.deepscaler import TINY, Problem, load_problems, read_curriculum
 from rlkv.data.filter_config import FilterConfig
+from rlkv.tiny.task import problems
+from rlkv.utils.jsonl import write_jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +32,7 @@ class DrawConfig(FilterConfig):
 
 
 def load_pool(config: DrawConfig) -> list[Problem]:
-    """The problems to draw from.
-
-    Raises:
-        ValueError: for settings that give no problems.
-    """
+    """The problems to draw from."""
     source = config.resolved().input or TINY
     if config.definitions is None:
         pool = load_problems(source, config.num_problems, config.seed, config.limit)
@@ -44,8 +42,6 @@ def load_pool(config: DrawConfig) -> list[Problem]:
     low, _, high = config.definitions.partition("-")
     if not (low.isdigit() and high.isdigit()):
         raise ValueError(f"--definitions {config.definitions!r} is not a range: write it as 3-12")
-    from rlkv.tiny.task import problems
-
     return [Problem(**p) for p in problems(config.num_problems, config.seed, int(low), int(high))]
 
 
@@ -53,7 +49,7 @@ def draw(config: DrawConfig) -> int:
     """Write the problems; how many they are.
 
     Raises:
-        ValueError: as :func:`load_pool`, or if ``as_many_as`` has more problems than the pool.
+        ValueError: for settings that give no problems, or if ``as_many_as`` has more problems than the pool.
     """
     pool = load_pool(config)
     if config.as_many_as is not None:
@@ -63,5 +59,5 @@ def draw(config: DrawConfig) -> int:
                 f"--as-many-as {config.as_many_as}: it has {wanted} problems, there are only {len(pool)} to draw"
             )
         pool = random.Random(f"rlkv-raw-{config.seed}").sample(pool, wanted)
-    write_problems(config.output, pool)
+    write_jsonl(config.output, [{"problem": p.problem, "answer": p.answer} for p in pool])
     return len(pool)

@@ -1,4 +1,4 @@
-"""Settings of the filter job: the paper's by default, those of the built-in model for ``tiny``."""
+"""Options of the commands that decode problems; of the filter the paper's, for ``tiny`` the built-in model's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,38 @@ from typing import Any
 
 from rlkv.data.curriculum import PAPER_BUCKETS, TINY_BUCKETS, parse_buckets
 from rlkv.data.deepscaler import HUB_DATASET, TINY
-from rlkv.data.options import DecodeOptions
-from rlkv.inference.options import check_positive
+from rlkv.inference.engines import check_engine
+from rlkv.inference.options import ModelOptions, check_positive
 
 # arXiv 2510.08525: max length 8192, of it 7168 for the completion
 PAPER = {"input": HUB_DATASET, "max_length": 8192, "max_new_tokens": 7168, "buckets": tuple(map(str, PAPER_BUCKETS))}
 BUILT_IN = {"input": TINY, "max_length": 1024, "max_new_tokens": 440, "buckets": tuple(map(str, TINY_BUCKETS))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(ModelOptions):
+    """Which problems, and how they are decoded."""
+
+    input: str | None = None
+    """.jsonl or .parquet file, hub data set, or tiny (new problems); default: tiny, or DeepScaleR for other models"""
+    num_problems: int = 400
+    """how many problems --input tiny draws"""
+    limit: int | None = None
+    """only the first so many problems"""
+    seed: int = 0
+    """seed of the sampling, and of --input tiny"""
+    template: str = "rlkv"
+    """prompt template: rlkv, boxed or plain"""
+    engine: str = "hf"
+    """hf or vllm"""
+    batch_size: int = 16
+    """problems decoded together"""
+    max_new_tokens: int | None = None
+    """tokens of a completion; default: 440 for the model tiny, else 7168"""
+
+    def check(self) -> None:
+        check_positive(self, "num_problems", "batch_size", "max_new_tokens", "limit")
+        check_engine(self.engine)
 
 
 @dataclass(frozen=True, kw_only=True)

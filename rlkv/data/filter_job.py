@@ -10,16 +10,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlkv.data.curriculum import parse_buckets, select
+from rlkv.data.curriculum import Selection, parse_buckets, select
 from rlkv.data.decoders import Decoder, EngineDecoder, RecordedDecoder
 from rlkv.data.deepscaler import Problem, load_problems
 from rlkv.data.filter_config import FilterConfig, parse_shard
-from rlkv.data.filter_report import build_report, write_curriculum, write_report
-from rlkv.data.filtering import Shards, run_shard
+from rlkv.data.filtering import STATUSES, Outcome, Shards, run_shard
 from rlkv.inference.engines import load_engine
 from rlkv.models.loading import load_tokenizer, resolve_device, resolve_dtype
 from rlkv.models.prompts import fill_template
+from rlkv.utils.atomic import atomic_path, write_json, write_text
+from rlkv.utils.extras import require
+from rlkv.utils.jsonl import write_jsonl
 from rlkv.utils.progress import progress_bar
+from rlkv.utils.provenance import hardware_line, provenance
+from rlkv.utils.store import Row
 from rlkv.verifier.verifier import Verifier
 
 
@@ -68,7 +72,7 @@ def run_filter(config: FilterConfig) -> FilterResult:
     """Do this process's shard, then, if all shards are complete, write curriculum and report.
 
     Raises:
-        ValueError: for whatever the user can put right.
+        ValueError: for impossible settings, and problems or a model that cannot be loaded.
     """
     config.check()
     config = config.resolved()
@@ -93,11 +97,9 @@ def run_filter(config: FilterConfig) -> FilterResult:
 
 def finish(config: FilterConfig, shards: Shards, problems: list[Problem], started: float) -> dict[str, Any]:
     """Merge the complete shards, sample the buckets, write the files; returns the report."""
-    outcome = shards.outcome()
-    buckets = parse_buckets(",".join(config.buckets))
+    outcome, buckets = shards.outcome(), parse_buckets(",".join(config.buckets))
     selection = select(outcome.solved(), buckets, config.seed, config.fill_short_buckets)
-    chosen = selection.chosen
-    outputs = {row["index"]: row["output"] for row in shards.rows() if row["index"] in chosen}
+    outputs = {row["index"]: row["output"] for row in shards.rows() if row["index"] in selection.chosen}
     rows = [
         {
             "problem": problems[i].problem,
@@ -106,10 +108,64 @@ def finish(config: FilterConfig, shards: Shards, problems: list[Problem], starte
             "output_tokens": outcome.tokens[i],
             "bucket": bucket,
         }
-        for i, bucket in chosen.items()
+        for i, bucket in selection.chosen.items()
     ]
     write_curriculum(shards.folder, rows)
-    settings = {**asdict(config), "buckets": ",".join(map(str, buckets))}
-    report = build_report(outcome, selection, settings, time.monotonic() - started)
-    write_report(shards.folder, report)
+    report = {
+        "loaded": len(outcome.status),
+        **outcome.counts,
+        "outside_buckets": selection.outside,
+        "selected": len(rows),
+        "buckets": [{**fill.pop("bucket"), **fill} for fill in map(asdict, selection.fills)],
+        "notes": notes(outcome, selection),
+        "config": {**asdict(config), "buckets": ",".join(map(str, buckets))},
+        "seconds": round(time.monotonic() - started, 3),  # of the run that finished the job
+        **provenance(),
+    }
+    write_json(shards.folder / "report.json", report)
+    write_text(shards.folder / "report.md", markdown(report))
     return report
+
+
+def write_curriculum(folder: Path, rows: list[Row]) -> None:
+    """``curriculum.jsonl`` and ``curriculum.parquet``: problem, answer, output, output_tokens, bucket."""
+    arrow, parquet = require("pyarrow", "train"), require("pyarrow.parquet", "train")
+    write_jsonl(folder / "curriculum.jsonl", rows)
+    text, count = arrow.string(), arrow.int64()
+    fields = {"problem": text, "answer": text, "output": text, "output_tokens": count, "bucket": text}
+    with atomic_path(folder / "curriculum.parquet") as path:
+        parquet.write_table(arrow.Table.from_pylist(rows, schema=arrow.schema(fields.items())), path)
+
+
+def notes(outcome: Outcome, selection: Selection) -> list[str]:
+    """What a reader must not miss: nothing solved, short buckets, outputs outside all buckets."""
+    if not outcome.solved():
+        loaded = len(outcome.status)
+        return [f"None of the {loaded} problems was solved: the curriculum is empty and there is nothing to train on."]
+    found = []
+    for fill in selection.fills:
+        if fill.short > 0:
+            line = f"Bucket {fill.bucket.name} is short: {fill.bucket.wanted} wanted, {fill.taken} there, all taken"
+            filled = f"; {fill.filled_from_others} came from other buckets in their place"
+            found.append(line + (filled if fill.filled_from_others else "") + ".")
+    if selection.outside:
+        found.append(
+            f"{selection.outside} solved problems have an output length outside all buckets and were left out."
+        )
+    return found
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    lines = ["# Curriculum", "", *report["notes"], *([""] if report["notes"] else [])]
+    lines += ["| | problems |", "|---|---|", f"| loaded | {report['loaded']} |"]
+    lines += [f"| {status}: {meaning} | {report[status]} |" for status, meaning in STATUSES.items()]
+    lines += [f"| solved, outside all buckets | {report['outside_buckets']} |", f"| selected | {report['selected']} |"]
+    lines += ["", "| output tokens | wanted | available | taken | filled from others |", "|---|---|---|---|---|"]
+    for b in report["buckets"]:
+        cells = [f"{b['low']} < n <= {b['high']}", b["wanted"], b["available"], b["taken"], b["filled_from_others"]]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    config = ", ".join(f"{key} {value}" for key, value in report["config"].items())
+    packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines += ["", f"Settings: {config}.", "", f"{packages}; {hardware_line()}; last run {report['seconds']:.1f} s."]
+    return "\n".join(lines) + "\n"

@@ -97,16 +97,14 @@ class Outcome:
 
 
 def judge(outputs: list[tuple[int, Output]], problems: list[Problem], verifier: Verifier) -> list[Row]:
-    """One row per output."""
-    # an output that was cut is not asked: what it boxed so far is not its last word
-    whole = [index for index, output in outputs if not output.truncated]
-    texts = {index: output.text for index, output in outputs}
-    verdicts = dict(zip(whole, verifier.are_correct([(texts[i], problems[i].answer) for i in whole]), strict=True))
+    """One row per output; an output that was cut at the limit is not verified."""
+    pairs = [(output.text, problems[index].answer) for index, output in outputs if not output.truncated]
+    verdicts = iter(verifier.are_correct(pairs))
     rows = []
     for index, output in outputs:
         if output.truncated:
             status = TRUNCATED
-        elif verdicts[index]:
+        elif next(verdicts):
             status = CORRECT
         else:
             status = WRONG if extract_answer(output.text, verifier.extraction) else UNPARSABLE
@@ -132,8 +130,8 @@ def run_shard(
     with open_store(path, shards.settings, KEY, keep_rows=False) as store:
         progress.resume(Counter(row["status"] for row in iter_rows(path, KEY)))
         still_open = [i for i in shards.indices(shard) if i not in store.done]
-        unanswerable = [i for i in still_open if not problems[i].answer.strip()]
-        rows: list[Row] = [{"index": i, "status": NO_ANSWER} for i in unanswerable]
+        answerable = [(i, problems[i]) for i in still_open if problems[i].answer.strip()]
+        rows: list[Row] = [{"index": i, "status": NO_ANSWER} for i in still_open if not problems[i].answer.strip()]
         outputs: list[tuple[int, Output]] = []
 
         def flush() -> None:
@@ -143,7 +141,7 @@ def run_shard(
             rows.clear()
             outputs.clear()
 
-        for index, output in decoder.stream([(i, problems[i]) for i in still_open if problems[i].answer.strip()]):
+        for index, output in decoder.stream(answerable):
             if isinstance(output, str):
                 rows.append({"index": index, "status": output})
             else:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from rlkv.data.sample import MarkedText
 
 # words of passkeys: any fixed list of distinct words will do
 PASSKEY_WORDS = (
@@ -28,6 +27,14 @@ NEEDLE = "\n\nPlease remember: the {ordinal} passkey is:{words}.\n\n"
 QUESTION = "\n\nWhat was the {ordinal} passkey in the text above? The {ordinal} passkey is:"
 WORDS_PER_SENTENCE = 12
 FEWEST_FILLER_WORDS = 200
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """Token ids of a text, and the positions (each above 0) of the tokens whose prediction counts."""
+
+    ids: tuple[int, ...]
+    answers: tuple[int, ...]
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -143,7 +150,8 @@ class TextRecall:
         if self.haystack:
             start = rng.randrange(len(self.haystack))
             return [self.haystack[(start + i) % len(self.haystack)] for i in range(tokens)]
-        sentences = []
-        for _ in range(tokens // WORDS_PER_SENTENCE + 1):
-            sentences.append(" ".join(rng.choice(self.words) for _ in range(WORDS_PER_SENTENCE)) + ".")
+        sentences = [
+            " ".join(rng.choice(self.words) for _ in range(WORDS_PER_SENTENCE)) + "."
+            for _ in range(tokens // WORDS_PER_SENTENCE + 1)
+        ]
         return encode(self.tokenizer, " " + " ".join(sentences))[:tokens]

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlkv.data.deepscaler import TINY, load_problems
+from rlkv.data.filter_config import DecodeOptions
 from rlkv.data.filter_job import problems_digest
-from rlkv.data.options import DecodeOptions
 from rlkv.inference.engines import load_engine
 from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt

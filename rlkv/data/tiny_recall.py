@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rlkv.data.sample import MarkedText
+from rlkv.data.recall import MarkedText
 from rlkv.models.prompts import render_prompt
 from rlkv.tiny.task import NAMES, OPERATORS, apply_operator
 

@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.training.head_gate import gate_parameters, gates_matrix
-from rlkv.utils.atomic import write_jsonl
 from rlkv.utils.extras import require
+from rlkv.utils.jsonl import write_jsonl
 from rlkv.utils.progress import duration
 
 LOG = "log.jsonl"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlkv.data.sample import MarkedText
+from rlkv.data.recall import MarkedText
 from rlkv.training.callbacks import GateMean, clamp_gate
 from rlkv.training.distill_config import DistillSettings
 from rlkv.training.head_gate import gate_parameters, gate_shares, gates_matrix

@@ -25,7 +25,7 @@ from rlkv.attention.mixed import GATE
 
 
 class _PeftName(str):
-    """A PEFT type outside of peft's own enum: equal to its name, with the ``value`` that peft's messages print."""
+    """A PEFT type outside peft's own enum: equal to its name, with the ``value`` that peft's messages print."""
 
     @property
     def value(self) -> str:
@@ -98,7 +98,7 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
         return Gate(self.alpha[names[0]], *self._sizes[names[0]])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadGateLayer:
-        """Follow the model to its device and to wider dtypes, but never to bf16 or fp16, where 0.999 is 1."""
+        """Follow the model to its device and to wider dtypes, but never to bf16, where 0.999 is 1."""
 
         def keep_precision(tensor: Tensor) -> Tensor:
             moved = fn(tensor)

@@ -12,11 +12,9 @@ from trl import TrlParser
 
 from rlkv.utils.configs import find_config, packaged
 
-WANDB_MODES = ("online", "offline", "disabled")
-
 
 def option(default: Any, text: str) -> Any:
-    """A field with its default and its text for ``--help``."""
+    """A field with its text for ``--help``."""
     return field(default=default, metadata={"help": text})
 
 
@@ -44,7 +42,7 @@ class RunSettings:
     resume: bool = option(True, "go on from the last checkpoint in output_dir")
 
     def __post_init__(self) -> None:
-        check_choice("wandb", self.wandb, WANDB_MODES)
+        check_choice("wandb", self.wandb, ("online", "offline", "disabled"))
         if self.image_steps < 0:
             raise ValueError(f"image_steps must be 0 or more, got {self.image_steps}")
 

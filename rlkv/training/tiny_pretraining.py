@@ -28,7 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, draw_length, draw_problem
-from rlkv.utils.atomic import atomic_path
+from rlkv.training.run_folder import load_tensors, save_tensors
 
 TOKENS_PER_DEFINITION = 24  # 6 in the problem, 18 in the solution
 SINK, WINDOW = 4, 16
@@ -159,12 +159,6 @@ class LocalHeads:
         self.model.set_attn_implementation(self.before)
 
 
-def _checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:
-    state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
-    with atomic_path(path) as partial:  # a kill while writing leaves the previous checkpoint whole
-        torch.save(state, partial)
-
-
 def pretrain(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
@@ -175,15 +169,13 @@ def pretrain(
 ) -> None:
     """Train ``model`` in place; ``on_step(step, loss)`` is called after every step.
 
-    With ``checkpoint``, the state is saved there every ``checkpoint_every`` steps, and training goes on from
-    it if the file exists.  The batch of a step depends on the seed and the step alone, so that a resumed run
-    sees the same problems.
+    Goes on from the file ``checkpoint`` if it exists.  The batch of a step depends on the seed and the step alone.
     """
     optimizers = build_optimizers(model, config)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     first = 0
     if checkpoint is not None and checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+        state = load_tensors(checkpoint)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -208,7 +200,8 @@ def pretrain(
             optimizer.step()
             optimizer.zero_grad()
         if checkpoint is not None and (step + 1) % checkpoint_every == 0:
-            _checkpoint(checkpoint, model, optimizers, step + 1)
+            saved = {"step": step + 1, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            save_tensors(checkpoint, saved)
         on_step(step, loss.item())
     if local_heads is not None:
         local_heads.remove()

@@ -22,6 +22,7 @@ from rlkv.tiny import MODEL_DIR
 from rlkv.tiny.task import MAX_DEFINITIONS, longest_solution, problems
 from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.training.tiny_pretraining import PretrainConfig, build_model, pretrain
+from rlkv.utils.atomic import write_json
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import hardware_line
 from rlkv.verifier.verifier import are_correct
@@ -79,7 +80,7 @@ def run_pretraining(run: PretrainRunConfig) -> dict[str, Any]:
         "hardware": hardware_line(),
         "heldout": heldout_accuracy(model, tokenizer, run.heldout),
     }
-    (run.output_dir / "pretraining.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_json(run.output_dir / "pretraining.json", summary)
     return summary
 
 

@@ -37,8 +37,3 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, content: Any) -> None:
     """Write an indented JSON file atomically."""
     write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def write_jsonl(path: str | Path, rows: list[dict[str, Any]]) -> None:
-    """Write a JSONL file atomically."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

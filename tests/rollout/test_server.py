@@ -205,7 +205,7 @@ def test_a_taken_port_and_an_unknown_engine_are_named() -> None:
     ):
         RolloutServer(("127.0.0.1", server.server_port), Scripted([]), FACTS)
     with pytest.raises(ValueError, match="unknown engine 'sglang'"):
-        load_gated_engine(ServeConfig(engine="sglang"))
+        ServeConfig(engine="sglang").check()
 
 
 def test_the_tiny_model_can_be_served_by_transformers() -> None:

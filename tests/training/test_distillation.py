@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from rlkv.data.sample import MarkedText
+from rlkv.data.recall import MarkedText
 from rlkv.training.distill_config import DistillSettings
 from rlkv.training.distillation import (
     Distiller,

@@ -1,0 +1,35 @@
+"""JSONL files: one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlkv.utils.atomic import write_text
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """``(where, row)`` of every line that is not empty; ``where`` names file and line.
+
+    Raises:
+        ValueError: if a line is not a JSON object.
+    """
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{where} is a {type(row).__name__}: expected an object with problem and answer")
+            yield where, row
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write the file atomically."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
