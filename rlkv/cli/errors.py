@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 USER_ERROR = 2
@@ -58,35 +58,18 @@ def _message(error: ValueError | OSError) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def help_text(docstring: str | None) -> str:
-    """A program's docstring for ``--help``: indented paragraphs, which are commands, keep their lines."""
-    paragraphs = (docstring or "").replace("\\\\\n", "\\\n").split("\n\n")
-    kept = []
-    for paragraph in paragraphs:
-        is_commands = all(line.startswith("    ") or not line.strip() for line in paragraph.splitlines())
-        # click's mark for a paragraph that is not to be wrapped
-        kept.append(f"\b\n{paragraph}" if is_commands and paragraph.strip() else paragraph)
-    return "\n\n".join(kept)
-
-
-def _run(app: Callable[[], Any]) -> Any:
-    if "--verbose" in sys.argv:
-        sys.argv.remove("--verbose")
-        os.environ[VERBOSE] = "1"
-    if os.environ.get(VERBOSE):
-        return app()
-    with quiet():
-        return app()
-
-
 def run_app(app: Callable[[], Any]) -> NoReturn:
     """Run a program's ``main`` and exit with its code; ``main`` imports heavy libraries itself, so that they are quiet.
 
     A ``ValueError``, or an ``OSError`` that names a file (absent, not writable), is printed as ``error: ...`` and
     exits with 2; Ctrl-C exits with 130; anything else is a bug and keeps its traceback.
     """
+    if "--verbose" in sys.argv:
+        sys.argv.remove("--verbose")
+        os.environ[VERBOSE] = "1"
     try:
-        _run(app)
+        with nullcontext() if os.environ.get(VERBOSE) else quiet():
+            app()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -130,7 +130,7 @@ class Diff:
                 f"({second.num_layers} x {second.num_kv_heads}): they belong to different models"
             )
         change = second.alpha - first.alpha
-        print(f"Spearman correlation  {spearmanr(first.alpha.flatten(), second.alpha.flatten()).statistic:.4f}")
+        print(f"Spearman correlation  {_correlation(first, second)}")
         print(f"mean change           {change.mean():+.4f}, mean absolute change {change.abs().mean():.4f}")
         print("full heads in common  (two random draws would share 1 - sparsity)")
         for sparsity in SPARSITIES:
@@ -145,6 +145,14 @@ class Diff:
             layer, head = divmod(index, first.num_kv_heads)
             old, new = first.alpha[layer, head], second.alpha[layer, head]
             print(f"{'':22}{layer:5d} {head:5d}  {old:6.3f}  {new:6.3f}  {new - old:+6.3f}")
+
+
+def _correlation(first: HeadGates, second: HeadGates) -> str:
+    """Spearman's, which ranks: equal gates have no ranks."""
+    for name, gates in (("A", first), ("B", second)):
+        if gates.alpha.unique().numel() == 1:
+            return f"not defined, since all gates of {name} are {gates.alpha[0, 0]:g}"
+    return f"{spearmanr(first.alpha.flatten(), second.alpha.flatten()).statistic:.4f}"
 
 
 def _print_summary(gates: HeadGates) -> None:

@@ -28,11 +28,13 @@ Another model, sampled:
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
 from rlkv.inference.config import InferConfig
+from rlkv.utils.atomic import write_text
 
 if TYPE_CHECKING:
     from rlkv.inference.session import InferSession
@@ -69,8 +71,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _stream(text: str) -> None:
-    print(text, end="", flush=True)
+_stream = partial(print, end="", flush=True)
 
 
 def _answer(session: InferSession, prompt: str) -> None:
@@ -79,9 +80,10 @@ def _answer(session: InferSession, prompt: str) -> None:
     reply = engine.reply(ids, sampling, _stream)
     print(flush=True)
     if page is not None:
-        from rlkv.inference.kept_page import write_kept_page
+        from rlkv.inference.kept_page import render_kept_page
 
-        write_kept_page(page, engine.tokenizer, ids + reply.completion.token_ids, len(ids), reply.cache)
+        html = render_kept_page(engine.tokenizer, ids + reply.completion.token_ids, len(ids), reply.cache)
+        write_text(page, html)
         _say(f"kept tokens: {page}")
     if not session.config.compare_full:
         _say(f"{reply.usage.summary()}, {session.heads()}")

@@ -24,22 +24,6 @@ CONFIG_HELP = (
 )
 
 
-def read_config(name: str) -> dict[str, Any]:
-    """Keys (with underscores) and values of a config file.
-
-    Raises:
-        ValueError: if it is not YAML, or not a mapping.
-    """
-    path = find_config(name)
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path} is not readable as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"--config {path} holds a {type(values).__name__}: write name: value on each line")
-    return {str(key).replace("-", "_"): value for key, value in values.items()}
-
-
 def parse(
     kind: type[T], description: str | None = None, arguments: Sequence[str] | None = None, prog: str | None = None
 ) -> T:
@@ -50,8 +34,8 @@ def parse(
         prog: the command's name in ``--help``; default: that of the process.
 
     Raises:
-        ValueError: for a config file that is absent, damaged or has unknown keys, an option that is given twice, and
-            whatever the method ``check`` of the class refuses, if it has one.
+        ValueError: for a config file that is missing, damaged or has unknown keys, an option that is given twice, and
+            what the method ``check`` of the class refuses, if it has one.
         SystemExit: with code 2, after one box on stderr, for an unknown option or a value of the wrong type.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -72,12 +56,7 @@ def parse(
 
 
 def parse_command(prog: str, kinds: Mapping[str, type], description: str) -> Any:
-    """An object of the dataclass that the first argument of the command line names; the others are its options.
-
-    Raises:
-        ValueError: for a command that does not exist, and as :func:`parse`.
-        SystemExit: with code 0 after ``--help``, or without any argument.
-    """
+    """An object of the dataclass that the first argument of the command line names; errors as :func:`parse`."""
     given = sys.argv[1:]
     if not given or given[0] in ("-h", "--help"):
         print(f"{description.strip()}\n\n{prog} COMMAND --help shows the options of {', '.join(kinds)}.")
@@ -94,23 +73,29 @@ def _field(option: str) -> str:
 def _take_config(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The value of ``--config``, and the other arguments."""
     for place, argument in enumerate(arguments):
-        if argument == "--config":
-            if place + 1 == len(arguments):
+        option, equals, value = argument.partition("=")
+        if option == "--config":
+            words = 1 if equals else 2
+            if place + words > len(arguments):
                 raise ValueError(f"--config needs a file or a packaged name: {', '.join(packaged())}")
-            return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
-        if argument.startswith("--config="):
-            return argument.partition("=")[2], arguments[:place] + arguments[place + 1 :]
+            return value if equals else arguments[place + 1], arguments[:place] + arguments[place + words :]
     return None, arguments
 
 
 def _as_arguments(kind: type, name: str, overridden: Counter[str]) -> list[str]:
     """The values of a config file as options, without those that the command line has itself."""
-    values = read_config(name)
-    known = {field.name for field in fields(kind)}
-    unknown = sorted(values.keys() - known)
+    path = find_config(name)
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} is not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} holds a {type(values).__name__}: write name: value on each line")
+    values = {str(key).replace("-", "_"): value for key, value in values.items()}
+    unknown = sorted(values.keys() - {field.name for field in fields(kind)})
     if unknown:
         raise ValueError(f"--config {name} has unknown keys {', '.join(unknown)}: --help lists all names")
-    arguments = []
+    arguments: list[str] = []
     for key, value in values.items():
         option = key.replace("_", "-")
         if value is None or key in overridden:

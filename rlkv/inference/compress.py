@@ -81,9 +81,7 @@ class CompressedSession:
 def resolve_allocation(
     model: PreTrainedModel, gates: Gates, sparsity: float | None = None, scope: str = "global"
 ) -> HeadAllocation:
-    """The allocation for ``model`` from gates (or a file of them) and a sparsity, or the given allocation.
-
-    Without gates all heads are compressible.
+    """The allocation for ``model`` from gates (or a file of them) and a sparsity; without gates no head is full.
 
     Raises:
         ValueError: if it does not fit the model, or ``sparsity`` is missing or superfluous.
@@ -146,7 +144,7 @@ def compress(
         record: note the positions of cached tokens, for ``session.cache.kept`` and ``session.cache.held(row)``.
 
     Raises:
-        ValueError: if gates and model do not belong together, if the model cannot be served or is compressed already,
+        ValueError: if gates and model do not belong together, the model cannot be served or is compressed already,
             and inside the context for what would bypass the cache (other caches, assisted generation, continuous
             batching, ``use_cache=False`` in generate).
     """
@@ -172,7 +170,7 @@ def compress(
 
 
 def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
-    """Everything that is changed on the instance, and in ``undo`` how it is restored."""
+    """Change the instance; ``undo`` restores it."""
     decoder = model.base_model
     undo.callback(model.set_attn_implementation, model.config._attn_implementation)
     model.set_attn_implementation(IMPLEMENTATION)  # only warns if it cannot
@@ -189,11 +187,9 @@ def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
 
 
 def _replace(model: Any, name: str, function: Any, undo: ExitStack) -> None:
-    """Shadow a method on the instance; undone by removing the shadow, or by restoring an earlier one."""
-    if name in vars(model):
-        undo.callback(setattr, model, name, vars(model)[name])
-    else:
-        undo.callback(delattr, model, name)
+    """Shadow a method on the instance, until ``undo`` removes the shadow or restores an earlier one."""
+    restore = (setattr, model, name, vars(model)[name]) if name in vars(model) else (delattr, model, name)
+    undo.callback(*restore)
     setattr(model, name, function)
 
 
@@ -201,11 +197,7 @@ def _cache_preparation(model: Any, session: CompressedSession) -> Any:
     original = model._prepare_cache_for_generation
 
     def prepare(
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
+        generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         check_generation(generation_config, generation_mode, session.settings)
         given = model_kwargs.get("past_key_values")

@@ -171,9 +171,8 @@ class InferenceEngine(HFEngine):
 class Chat:
     """A conversation whose cache is kept from turn to turn.
 
-    A turn goes on with the cache where the rendered conversation begins with exactly the tokens that are cached.
-    Templates that rewrite the past (some cut earlier reasoning out) start a new cache instead, which ``restarted``
-    counts.
+    Where the rendered conversation does not begin with the cached tokens (some templates cut earlier reasoning out),
+    the turn starts a new cache, which ``restarted`` counts.
     """
 
     def __init__(self, engine: InferenceEngine, sampling: SamplingParams, template: str = "rlkv") -> None:
@@ -195,9 +194,8 @@ class Chat:
             ValueError: as :meth:`InferenceEngine.reply`; the conversation is then as before.
         """
         text = self._render(message)
-        ids = self.engine.encode(text)
-        held = self._ids[: self._cache.get_seq_length()] if self._cache is not None else []
-        cache = self._cache
+        ids, cache = self.engine.encode(text), self._cache
+        held = [] if cache is None else self._ids[: cache.get_seq_length()]
         if ids[: len(held)] != held or len(ids) <= len(held):
             cache = None
         try:
@@ -216,9 +214,8 @@ class Chat:
 
     def _render(self, message: str) -> str:
         tokenizer: Any = self.engine.tokenizer
-        if not tokenizer.chat_template:
-            # a model without chat format goes on with the plain text
-            new = render_prompt(tokenizer, message, self.template)
-            return f"{self._text}\n\n{fill_template(message, self.template)}" if self._text else new
-        messages = [*self.messages, {"role": "user", "content": fill_template(message, self.template)}]
+        filled = fill_template(message, self.template)
+        if not tokenizer.chat_template:  # a model without chat format goes on with the plain text
+            return f"{self._text}\n\n{filled}" if self._text else render_prompt(tokenizer, message, self.template)
+        messages = [*self.messages, {"role": "user", "content": filled}]
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

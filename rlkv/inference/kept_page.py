@@ -8,7 +8,6 @@ from typing import Any
 from jinja2 import Template
 
 from rlkv.cache import HeadReallocationCache
-from rlkv.utils.atomic import atomic_path
 
 CONTEXT = 4  # tokens before a token that decide how it is written (spaces, accents in several tokens)
 
@@ -40,7 +39,7 @@ def shade(share: float) -> str:
 
 
 def render_kept_page(tokenizer: Any, ids: list[int], prompt_tokens: int, cache: HeadReallocationCache) -> str:
-    """The page as HTML; it needs no network.
+    """The page as HTML.
 
     Args:
         ids: prompt and completion of the one row in ``cache``.
@@ -75,11 +74,3 @@ def render_kept_page(tokenizer: Any, ids: list[int], prompt_tokens: int, cache: 
         used=cache.used_nbytes(),
         full=cache.full_nbytes(),
     )
-
-
-def write_kept_page(
-    path: Path, tokenizer: Any, ids: list[int], prompt_tokens: int, cache: HeadReallocationCache
-) -> None:
-    """Write :func:`render_kept_page` to ``path``."""
-    with atomic_path(path) as partial:
-        partial.write_text(render_kept_page(tokenizer, ids, prompt_tokens, cache), encoding="utf-8")

@@ -12,8 +12,6 @@ from transformers.generation import GenerationMode
 from rlkv.cache import IMPLEMENTATION, CacheSettings
 from rlkv.gates.allocation import HeadAllocation
 
-KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-
 
 def check_servable(model: Any) -> list[int]:
     """The layers that cannot be compressed because their attention slides.
@@ -29,7 +27,8 @@ def check_servable(model: Any) -> list[int]:
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type} is an encoder-decoder: compress(...) serves decoders only")
     layers = _own_layers(model)
-    other = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    other = sorted({type(layer).__name__ for layer in layers if type(layer) not in known})
     if other:
         raise ValueError(
             f"{config.model_type} has layers without attention to cached tokens (cached as {', '.join(other)}): "
@@ -81,38 +80,27 @@ def warn_without_rope(model: Any) -> None:
 
 
 def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings) -> None:
-    """Raise ``ValueError`` for options of ``generate`` that would bypass the cache or compress a prompt in pieces."""
-    policy = settings.eviction
-    refusals = (
-        (
-            config.cache_implementation not in (None, "dynamic"),
+    """Raise ``ValueError`` for a generation that would bypass the cache or break it."""
+    policy, in_chunks = settings.eviction, config.prefill_chunk_size is not None
+    if config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
             f"cache_implementation={config.cache_implementation!r} would replace the compressed cache: leave it out "
-            "under compress(...)",
-        ),
-        (
-            config.use_cache is False,
-            "use_cache=False leaves nothing to compress: generate with the cache under compress(...)",
-        ),
-        (
-            mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant,
-            "assisted generation takes tokens back, which a compressed cache cannot: leave it out",
-        ),
-        (
-            config.prefill_chunk_size is not None and settings.prefill == "full",
-            "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use prefill='local'",
-        ),
-        (
-            config.prefill_chunk_size is not None and policy is not None and policy.protect_prompt,
-            "prefill_chunk_size would protect the first chunk only: leave it out, or protect_prompt=False",
-        ),
-    )
-    for applies, message in refusals:
-        if applies:
-            raise ValueError(message)
+            "under compress(...)"
+        )
+    if config.use_cache is False:
+        raise ValueError("use_cache=False leaves nothing to compress: generate with the cache under compress(...)")
+    if mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant:
+        raise ValueError("assisted generation takes tokens back, which a compressed cache cannot: leave it out")
+    if in_chunks and settings.prefill == "full":
+        raise ValueError(
+            "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use prefill='local'"
+        )
+    if in_chunks and policy is not None and policy.protect_prompt:
+        raise ValueError("prefill_chunk_size would protect the first chunk only: leave it out, or protect_prompt=False")
 
 
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
-    """In the place of a model's methods for continuous batching."""
+    """Replaces a model's methods for continuous batching."""
     raise ValueError("continuous batching brings its own paged cache: use model.generate under compress(...)")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlkv.cache import CacheSettings
@@ -11,11 +12,30 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.config import InferConfig
 from rlkv.inference.engine import InferenceEngine
-from rlkv.inference.problems import read_problems
 from rlkv.models.prompts import fill_template, render_prompt
 from rlkv.rollout.base import SamplingParams
+from rlkv.utils.jsonl import read_jsonl
 
 DEFAULT_SPARSITY = 0.5
+
+
+def read_problems(path: Path) -> list[dict[str, Any]]:
+    """One object per line, each with a text ``problem`` and, if known, an ``answer``.
+
+    Raises:
+        ValueError: if the file is absent or empty, or a line is not such an object (names the line).
+    """
+    problems = []
+    try:
+        for where, row in read_jsonl(path):
+            if not isinstance(row.get("problem"), str) or not row["problem"]:
+                raise ValueError(f"{where} has no text field 'problem'")
+            problems.append(row)
+    except OSError as error:
+        raise ValueError(f"cannot read the problems from {path}: {error}") from None
+    if not problems:
+        raise ValueError(f"{path} holds no problems: it needs one JSON object with a field 'problem' per line")
+    return problems
 
 
 @dataclass(frozen=True)
@@ -36,11 +56,7 @@ class InferSession:
 
     @classmethod
     def open(cls, config: InferConfig) -> InferSession:
-        """Load the model; whatever does not depend on it is checked before.
-
-        Raises:
-            ValueError: for anything that is missing, unknown or does not fit.
-        """
+        """Load the model; whatever does not depend on it is checked before."""
         config.check()
         policy, sampling = config.policy(), config.sampling()
         fill_template("", config.template)
@@ -51,7 +67,9 @@ class InferSession:
             sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
             allocation = HeadAllocation.from_gates(gates, sparsity, config.scope)
         cache = _cache_settings(config, gates, policy)
-        model = config.model or _model_of(gates)
+        model = config.model or (gates.model.model_id if gates is not None and gates.model is not None else None)
+        if model is None:
+            raise ValueError(f"{config.gates} does not name its model: pass --model")
         if config.backend == "vllm":
             assert gates is not None, "checked with the options"
             assert allocation is not None
@@ -68,30 +86,21 @@ class InferSession:
         return cls(config, engine, sampling, problems, settings)
 
     def heads(self) -> str:
-        """How many heads keep what, for summaries."""
+        """How many heads are full and compressible, for summaries."""
         allocation, eviction = self.engine.allocation, self.engine.eviction
         policy = "" if eviction is None else f" ({eviction.name})"
         return f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible{policy}"
 
     def render(self, problem: str) -> str:
-        """The prompt that asks for ``problem``."""
         return render_prompt(self.engine.tokenizer, problem, self.config.template)
 
 
 def _cache_settings(config: InferConfig, gates: HeadGates | None, policy: Any) -> CacheSettings:
     prefill = config.prefill or ("local" if config.backend == "vllm" else "full")
     default = (CacheSettings.sink, CacheSettings.window) if gates is None else (gates.deploy_sink, gates.deploy_window)
-    sink, window = (
-        given if given is not None else own for given, own in zip((config.sink, config.window), default, strict=True)
-    )
+    sink = default[0] if config.sink is None else config.sink
+    window = default[1] if config.window is None else config.window
     return CacheSettings(sink, window, prefill, policy)
-
-
-def _model_of(gates: HeadGates | None) -> str:
-    assert gates is not None, "checked with the options"
-    if gates.model is None:
-        raise ValueError(f"{gates.source} does not name its model: pass --model")
-    return gates.model.model_id
 
 
 def _open_hf(

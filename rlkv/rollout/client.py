@@ -38,10 +38,7 @@ class RolloutClient:
     """
 
     def __init__(
-        self,
-        url: str,
-        patience: float = 600.0,
-        report: Callable[[str], None] = lambda text: print(text, flush=True),
+        self, url: str, patience: float = 600.0, report: Callable[[str], None] = lambda text: print(text, flush=True)
     ) -> None:
         """``patience``: seconds without any progress before a request is given up."""
         parts = urlsplit(url)
@@ -52,8 +49,6 @@ class RolloutClient:
         self._alpha_LH: Tensor | None = None
         self.version = "none"
         self.retries = self.stale = 0
-
-    # ---- as any gated engine ----
 
     def set_gates(self, alpha_LH: Tensor) -> str:
         """Send the gates; errors as :meth:`sample`."""
@@ -83,22 +78,16 @@ class RolloutClient:
                 self._pause(waiting, failure)
                 self._keep_trying(self._send_gates)
 
-    # ---- the server ----
-
     def facts(self) -> EngineFacts:
         """What the server says of its engine; waits for it as long as the patience lasts."""
-        found = self._keep_trying(lambda: self._request("GET", "/health"))
+        found = self._keep_trying(lambda: next(self._lines("GET", "/health"), {}))
         try:
             return EngineFacts(**{field.name: found[field.name] for field in fields(EngineFacts)})
         except KeyError as error:
             raise ValueError(f"{self.url} is not a rollout server: its /health has no {error}") from None
 
     def check(self, sizes: SinkWindow, positions: int) -> None:
-        """Compare the server's engine with what the training needs.
-
-        Raises:
-            ValueError: for another sink or window, or too few positions.
-        """
+        """Raise ``ValueError`` if the server has another sink or window than the training, or too few positions."""
         facts = self.facts()
         if (facts.sink, facts.window) != (sizes.sink, sizes.window):
             raise ValueError(
@@ -115,12 +104,13 @@ class RolloutClient:
     def _send_gates(self) -> None:
         if self._alpha_LH is None:
             raise ValueError("set_gates comes before sample: the server has none of its own")
-        found = self._request("POST", "/gates", {"alpha": self._alpha_LH.tolist()}).get("version")
+        answer: dict[str, Any] = next(self._lines("POST", "/gates", {"alpha": self._alpha_LH.tolist()}), {})
+        found = answer.get("version")
         if found != self.version:
             raise _Failure(f"the server took gates {found} for {self.version}")
 
     def _ask(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
-        """What one request brings, until it ends, breaks off or turns out to be stale."""
+        """The samples of one request, until it ends, breaks off or turns out to be stale."""
         for line in self._lines("POST", "/sample", sample_request(self.version, rows, sampling, eos_ids)):
             if "error" in line:
                 raise ValueError(f"the rollout server refused the request: {line['error']}")
@@ -134,10 +124,7 @@ class RolloutClient:
                 raise _Failure(f"its gates are {found}, not {self.version}")
             yield read_sample_line(line)
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return next(self._lines(method, path, body), {})
-
-    def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    def _lines(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
         """The lines of JSON of one exchange as they arrive, without the heartbeats, which are empty lines."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=SILENCE)
         try:
@@ -167,26 +154,19 @@ class RolloutClient:
 
     def _pause(self, waiting: _Waiting, failure: _Failure) -> None:
         self.retries += 1
-        if waiting.over():
+        if time.monotonic() >= waiting.deadline:
             raise ValueError(
                 f"the rollout server at {self.url} gave nothing for {self.patience:.0f} s ({failure}): start "
                 "rollout/serve_vllm.py, then give the training's command again, which goes on from its last checkpoint"
             ) from failure
         if waiting.pause == FIRST_PAUSE:
             self._report(f"rollout server at {self.url}: {failure}; trying again")
-        waiting.sleep()
+        time.sleep(max(0.0, min(waiting.pause, waiting.deadline - time.monotonic())))
+        waiting.pause = min(2 * waiting.pause, LONGEST_PAUSE)
 
 
 class _Waiting:
-    """Pauses that double, and a deadline."""
+    """A pause that doubles, and a deadline."""
 
     def __init__(self, patience: float) -> None:
-        self.pause = FIRST_PAUSE
-        self._deadline = time.monotonic() + patience
-
-    def over(self) -> bool:
-        return time.monotonic() >= self._deadline
-
-    def sleep(self) -> None:
-        time.sleep(max(0.0, min(self.pause, self._deadline - time.monotonic())))
-        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        self.pause, self.deadline = FIRST_PAUSE, time.monotonic() + patience

@@ -19,8 +19,8 @@ from rlkv.rollout.base import SamplingParams
 class Rows:
     """Prompts (token ids) of one rollout, and which rows of it they are.
 
-    Token t of row r in rollout g is drawn by one number that depends on (the seed of the sampling, g, r, t) alone:
-    a row that is sampled again, by another engine or in other company, gets the same tokens, up to float rounding.
+    A row that is sampled again, by another engine or in another batch, gets the same tokens, up to float rounding
+    (:mod:`rlkv.rollout.draws`).
     """
 
     prompts: list[list[int]]

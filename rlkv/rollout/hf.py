@@ -19,18 +19,13 @@ from rlkv.rollout.watch import RowHooks, RowWatch
 class HFEngine:
     """Decodes with a transformers model, as it is patched at the time of the call.
 
-    Batches are padded on the left and hold prompts of similar length, the longest first (what does not fit
-    into memory fails at once, not after hours).  Greedy results do not depend on the batch, up to float
-    rounding.  Penalties and sampling defaults of the model's own generation config are not applied: what is
-    decoded is what :class:`SamplingParams` says.
+    Batches hold prompts of similar length, the longest first (what does not fit into memory fails at once).  Greedy
+    results do not depend on the batch, up to float rounding.  Penalties and sampling defaults of the model's own
+    generation config are not applied.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 16) -> None:
-        """``model`` should be in eval mode, on its device.
-
-        Raises:
-            ValueError: if ``batch_size`` is below 1, or neither model nor tokenizer names an end token.
-        """
+        """``model`` should be in eval mode, on its device; model or tokenizer must name an end token."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model = model
@@ -75,14 +70,12 @@ class HFEngine:
             yield from self._decode({i: encoded[i] for i in rows}, sampling, start, hooks or RowHooks()).items()
 
     def generate(self, prompts: list[str], sampling: SamplingParams, hooks: RowHooks | None = None) -> list[Completion]:
-        """The completions in the order of ``prompts``; as :meth:`stream` for the rest."""
+        """The completions in the order of ``prompts``; otherwise as :meth:`stream`."""
         found = dict(self.stream(prompts, sampling, hooks))
         return [found[i] for i in range(len(prompts))]
 
     def _encode(self, prompts: list[str]) -> list[list[int]]:
-        if not prompts:
-            return []
-        return self.tokenizer(prompts, add_special_tokens=False).input_ids
+        return self.tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
 
     def _decode(
         self, rows: dict[int, list[int]], sampling: SamplingParams, draw: int, hooks: RowHooks
@@ -97,10 +90,9 @@ class HFEngine:
 
         def end(row: int, ids: list[int], was_stopped: bool) -> None:
             done = self._finish(ids)
-            done = replace(done, finish_reason="repetition") if was_stopped else done
-            completions[indices[row]] = done
+            completions[indices[row]] = replace(done, finish_reason="repetition") if was_stopped else done
             if hooks.on_end is not None:
-                hooks.on_end(indices[row], done)
+                hooks.on_end(indices[row], completions[indices[row]])
 
         generate: Any = self.model.generate  # PreTrainedModel does not declare it, every causal LM has it
         cuda_devices = [device] if device.type == "cuda" else []

@@ -37,11 +37,7 @@ def sample_request(version: str, rows: Rows, sampling: SamplingParams, eos_ids: 
 
 
 def read_sample_request(body: dict[str, Any]) -> tuple[str, Rows, SamplingParams, list[int]]:
-    """The parts of :func:`sample_request`.
-
-    Raises:
-        ValueError: if the body is not one.
-    """
+    """The parts of :func:`sample_request`; ``ValueError`` if the body is not one."""
     try:
         return body["version"], Rows(**body["rows"]), SamplingParams(**body["sampling"]), list(body["eos_ids"])
     except (KeyError, TypeError) as error:

@@ -29,7 +29,7 @@ class RolloutServer(ThreadingHTTPServer):
         address: host and port; port 0 takes a free one, see ``server_port``.
 
     Raises:
-        ValueError: if nobody can listen at the address.
+        ValueError: if it cannot listen at the address.
     """
 
     daemon_threads = True

@@ -14,7 +14,7 @@ from rlkv.rollout.base import Completion
 
 
 class StopRule(Protocol):
-    """Says of the new tokens of a row, at every full ``window`` of them, whether the row is to end."""
+    """Decides at every full ``window`` of new tokens of a row, given these, whether the row is to end."""
 
     @property
     def window(self) -> int: ...
@@ -24,11 +24,10 @@ class StopRule(Protocol):
 
 @dataclass(frozen=True)
 class RowHooks:
-    """What is asked and told while a batch is decoded.
+    """Callbacks while a batch is decoded.
 
     Attributes:
-        on_end: called with the index of the prompt and its completion as soon as the row has ended; decoding waits
-            for its return.
+        on_end: called with the index of the prompt and its completion as soon as the row has ended.
         stop: ends a row whose last ``stop.window`` tokens it refuses; the completion's finish reason is then
             ``repetition``.  The other rows are decoded as without it.
     """

@@ -36,7 +36,7 @@ def curve_figure(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure in one move; the suffix is the format (``.png``, ``.pdf``, ``.svg``).
+    """Write a figure atomically; the suffix is the format (``.png``, ``.pdf``, ``.svg``).
 
     Raises:
         ValueError: for a suffix that matplotlib does not write.

@@ -1,10 +1,11 @@
-"""What a result file says of where it comes from: versions, hardware, command."""
+"""Where a result file comes from: versions, hardware, command."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -32,11 +33,8 @@ def versions() -> dict[str, str]:
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 def hardware() -> dict[str, Any]:
@@ -46,7 +44,7 @@ def hardware() -> dict[str, Any]:
 
 
 def hardware_line() -> str:
-    """One phrase for the foot of a table or picture."""
+    """One phrase for the foot of a table or figure."""
     machine = hardware()
     if machine["gpus"]:
         return f"{len(machine['gpus'])} x {machine['gpus'][0]}"
@@ -66,7 +64,7 @@ def commit() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Everything that a result file carries beside its figures and its configuration."""
+    """What a result file carries in addition to its numbers and its configuration."""
     program = Path(sys.argv[0]).resolve()
     # where a program is installed says nothing; where it lies in the repository does
     named = [program.name]

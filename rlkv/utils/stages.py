@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkv import __version__
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import write_json
 from rlkv.utils.store import differences
 
 RECORD, LOCK = "stages.json", "lock"
@@ -116,7 +116,7 @@ def _results_folder(folder: Path, facts: dict[str, Any], fresh: bool) -> Iterato
         _acquire(lock, folder)
         before = json.loads(record.read_text()) if record.exists() else facts
         if fresh or before == EMPTYING:
-            _write(record, EMPTYING)  # killed from here on, the next run goes on emptying
+            write_json(record, EMPTYING)  # killed from here on, the next run goes on emptying
             for entry in folder.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
@@ -124,7 +124,7 @@ def _results_folder(folder: Path, facts: dict[str, Any], fresh: bool) -> Iterato
                     entry.unlink()
         else:
             _check(folder, before, facts)
-        _write(record, facts)
+        write_json(record, facts)
         yield
 
 
@@ -132,11 +132,6 @@ def _check(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     changes = [text or name for name, text in differences(before, now).items()]
     if changes:
         raise ValueError(f"{folder} was begun with other settings ({'; '.join(changes)}): run it again with FRESH=1")
-
-
-def _write(record: Path, content: Any) -> None:
-    with atomic_path(record) as partial_file:
-        partial_file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _acquire(lock: Any, folder: Path) -> None:

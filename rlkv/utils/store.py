@@ -1,8 +1,7 @@
 """Rows in a JSONL file that outlive a kill: the one resumable format of every job that measures or decodes.
 
-Every line is one row, so any JSONL reader takes the file as it is.  ``NAME.settings.json`` beside it says what the rows
-depend on (compared when a job goes on) and what they come from (recorded only, such as the commit).  A row is on the
-disk when :meth:`ResultStore.append` returns; a line torn by a kill is cut off by the next start.
+``NAME.settings.json`` next to it says what the rows depend on (compared when a job goes on) and what they come from
+(recorded only, such as the commit).  A line torn by a kill is cut off by the next start.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import write_json
 
 Row = dict[str, Any]
 BLOCK_BYTES = 1 << 20
@@ -87,7 +86,7 @@ def open_store(
     Args:
         settings: what the rows depend on, JSON-able; a file of other settings is refused and left as it is.
         key: fields that make a row unique.
-        recorded: written beside the settings by the first run, never compared.
+        recorded: written next to the settings by the first run, never compared.
         keep_rows: False for rows too large to hold in memory: read them with :func:`iter_rows`.
 
     Raises:
@@ -102,13 +101,12 @@ def open_store(
         if path.stat().st_size:
             check_settings(path, settings)
         else:
-            with atomic_path(settings_path(path)) as partial:
-                partial.write_text(json.dumps({"settings": settings, "recorded": recorded or {}}, indent=1) + "\n")
+            write_json(settings_path(path), {"settings": settings, "recorded": recorded or {}})
         yield ResultStore(path, key, keep_rows, out)
 
 
 def read_store(path: Path, key: Sequence[str], settings: dict[str, Any] | None = None) -> list[Row]:
-    """The rows of a file that nobody is writing, which is left as it is; ``settings`` are compared if they are given.
+    """The rows of a file that nobody is writing; ``settings`` are compared if they are given.
 
     Raises:
         ValueError: as :func:`open_store`.
@@ -144,11 +142,7 @@ def iter_rows(path: Path, key: Sequence[str]) -> Iterator[Row]:
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Compare ``settings`` with those that the rows of ``path`` were made with.
-
-    Raises:
-        ValueError: if they differ or were not kept; the differences are named.
-    """
+    """Raise ``ValueError`` if the rows of ``path`` were made with other settings; the differences are named."""
     try:
         before = json.loads(settings_path(path).read_text())["settings"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -158,13 +152,12 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
         ) from None
     changes = differences(before, json.loads(json.dumps(settings)))
     if changes:
-        names = list(changes)
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        shown = [text for text in list(changes.values())[:MOST_NAMED] if text]
+        more = f" and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
+        shown = ", ".join(text for text in list(changes.values())[:MOST_NAMED] if text)
         raise ValueError(
-            f"{path} holds rows made with other settings ({', '.join(names[:MOST_NAMED])}{more})"
-            f"{': ' if shown else ''}{', '.join(shown)}; go on with the old ones, take another output folder, or "
-            "remove this file to start over"
+            f"{path} holds rows made with other settings ({', '.join(list(changes)[:MOST_NAMED])}{more})"
+            f"{': ' if shown else ''}{shown}; go on with the old ones, take another output folder, or remove this file "
+            "to start over"
         )
 
 
@@ -196,14 +189,12 @@ def _lock(file: Any, path: Path, kind: int) -> None:
 def _cut_torn_line(path: Path) -> None:
     size = end = path.stat().st_size
     with path.open("rb") as file:
-        while end > 0:  # from the back: only the last lines can be torn
+        newline = -1
+        while end > 0 and newline < 0:  # from the back: only the last lines can be torn
             start = max(0, end - BLOCK_BYTES)
             file.seek(start)
             newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
+            end = start + newline + 1
         file.seek(0)
         if file.read(1) not in (b"", b"{") and not settings_path(path).exists():
             raise ValueError(f"{path} does not begin with a row: take another file for the output")

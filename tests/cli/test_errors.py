@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.cli.errors import QUIET, VERBOSE, help_text, run_app
+from rlkv.cli.errors import QUIET, VERBOSE, run_app
 from tests.helpers.paths import ROOT
 
 NOISE = """
@@ -82,12 +82,6 @@ def test_commands_on_the_tiny_model_print_their_own_lines(name: str, tmp_path: P
     assert (tmp_path / "out").is_dir()
     foreign = ("WARNING", "it/s", "Loading weights")
     assert not any(text in done.stdout for text in foreign), done.stdout
-
-
-def test_indented_paragraphs_keep_their_lines() -> None:
-    text = help_text("What it does,\nin two lines.\n\n    a command \\\n        --option\n    another\n\nMore.\n")
-    assert text == "What it does,\nin two lines.\n\n\b\n    a command \\\n        --option\n    another\n\nMore.\n"
-    assert help_text(None) == ""
 
 
 def exit_code(app: object) -> int:

@@ -126,6 +126,17 @@ def test_user_errors_are_one_line_and_exit_code_2(
     assert {p.name for p in gates_file.parent.iterdir()} == {"gates.pt", "other.pt"}
 
 
+def test_constant_gates_have_no_ranking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, gates in (("a.pt", torch.rand(2, 2)), ("b.pt", torch.ones(2, 2))):
+        HeadGates(gates).save(tmp_path / name)
+    assert run(monkeypatch, "diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")) == 0
+    shown = capsys.readouterr()
+    assert "not defined, since all gates of B are 1\n" in shown.out
+    assert shown.err == ""
+
+
 def test_help_shows_commands_to_copy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--help") == 0
     assert "rlkv-gates diff mine.pt hf://owner/theirs " in capsys.readouterr().out
