@@ -12,11 +12,11 @@ from rlkv.cli.options import parse
 
 
 def main() -> None:
-    from rlkv.inference.engines import check_engine
+    from rlkv.data.filter_config import DecodeOptions
     from rlkv.training.rollout_comparison import CompareConfig, compare_engines
 
     config = parse(CompareConfig, __doc__)
-    check_engine("vllm")
+    DecodeOptions(engine="vllm").check()  # before the first run, if it is not installed
     print(compare_engines(config))
 
 

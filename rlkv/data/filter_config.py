@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from rlkv.data.curriculum import PAPER_BUCKETS, TINY_BUCKETS, parse_buckets
 from rlkv.data.deepscaler import HUB_DATASET, TINY
-from rlkv.inference.engines import check_engine
 from rlkv.inference.options import ModelOptions, check_positive
+
+if TYPE_CHECKING:
+    from rlkv.rollout.base import RolloutEngine
 
 # arXiv 2510.08525: max length 8192, of it 7168 for the completion
 PAPER = {"input": HUB_DATASET, "max_length": 8192, "max_new_tokens": 7168, "buckets": tuple(map(str, PAPER_BUCKETS))}
@@ -39,7 +42,24 @@ class DecodeOptions(ModelOptions):
 
     def check(self) -> None:
         check_positive(self, "num_problems", "batch_size", "max_new_tokens", "limit")
-        check_engine(self.engine)
+        if self.engine not in ("hf", "vllm"):
+            raise ValueError(f"unknown engine {self.engine!r}: use hf or vllm")
+        if self.engine == "vllm" and find_spec("vllm") is None:
+            raise ValueError("engine 'vllm' comes with the extra rlkv[vllm], which is not installed: use --engine hf")
+        if self.engine == "vllm" and self.device != "auto":
+            raise ValueError(
+                f"--engine vllm takes the device that it was built for, not {self.device!r}: leave --device"
+            )
+
+    def load_engine(self) -> RolloutEngine:
+        """The model in its engine."""
+        if self.engine == "vllm":
+            from rlkv.vllm.engine import VLLMEngine
+
+            return VLLMEngine(self.model, dtype=self.dtype, max_rows=self.batch_size)
+        from rlkv.rollout.hf import HFEngine
+
+        return HFEngine(*self.load(), batch_size=self.batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

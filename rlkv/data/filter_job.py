@@ -15,7 +15,6 @@ from rlkv.data.decoders import Decoder, EngineDecoder, RecordedDecoder
 from rlkv.data.deepscaler import Problem, load_problems
 from rlkv.data.filter_config import FilterConfig, parse_shard
 from rlkv.data.filtering import STATUSES, Outcome, Shards, run_shard
-from rlkv.inference.engines import load_engine
 from rlkv.models.loading import load_tokenizer, resolve_device, resolve_dtype
 from rlkv.models.prompts import fill_template
 from rlkv.utils.atomic import atomic_path, write_json, write_text
@@ -56,8 +55,7 @@ def build_decoder(config: FilterConfig, problems: list[Problem]) -> Decoder:
     if config.outputs is not None:
         tokenizer = load_tokenizer(config.model)
         return RecordedDecoder(config.outputs, config.outputs_field, problems, tokenizer, config.max_new_tokens)
-    engine = load_engine(config.engine, config.model, config.dtype, config.device, config.batch_size)
-    return EngineDecoder(engine, config.template, config.max_new_tokens, config.max_length)
+    return EngineDecoder(config.load_engine(), config.template, config.max_new_tokens, config.max_length)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def judge(outputs: list[tuple[int, Output]], problems: list[Problem], verifier: 
         elif next(verdicts):
             status = CORRECT
         else:
-            status = WRONG if extract_answer(output.text, verifier.extraction) else UNPARSABLE
+            status = WRONG if extract_answer(output.text) else UNPARSABLE
         rows.append({"index": index, "status": status, "output": output.text, "output_tokens": output.tokens})
     return rows
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from rlkv.data.deepscaler import TINY, load_problems
 from rlkv.data.filter_config import DecodeOptions
 from rlkv.data.filter_job import problems_digest
-from rlkv.inference.engines import load_engine
 from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
@@ -75,7 +74,7 @@ def sample(config: SampleConfig) -> None:
         wanted = [(i, s) for i in range(len(problems)) for s in range(config.samples) if (i, s) not in store.done]
         if not wanted:
             return
-        engine = load_engine(config.engine, config.model, config.dtype, config.device, config.batch_size)
+        engine = config.load_engine()
         prompts = [render_prompt(engine.tokenizer, problems[i].problem, config.template) for i, _ in wanted]
         bar = progress_bar("sample", "completions", len(problems) * config.samples)
         with bar as progress, closing(Verifier()) as verifier:

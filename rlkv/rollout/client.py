@@ -10,7 +10,7 @@ import http.client
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from rlkv.attention.sizes import SinkWindow
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import Rows, Sample, gate_version
-from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts, read_sample_line, sample_request
+from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts
 
 SILENCE = 15 * HEARTBEAT_SECONDS  # seconds without a byte after which a server counts as dead
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
@@ -33,8 +33,8 @@ class RolloutClient:
     """A :class:`~rlkv.rollout.gated.GatedEngine` that lives behind ``url``.
 
     Attributes:
-        retries: requests that failed and were made again.
-        stale: answers that came from other gates and were thrown away.
+        retries: requests that failed and were repeated.
+        stale: answers from other gates, which were discarded.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class RolloutClient:
 
     def _ask(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
         """The samples of one request, until it ends, breaks off or turns out to be stale."""
-        for line in self._lines("POST", "/sample", sample_request(self.version, rows, sampling, eos_ids)):
+        request = {"version": self.version, "rows": asdict(rows), "sampling": asdict(sampling), "eos_ids": eos_ids}
+        for line in self._lines("POST", "/sample", request):
             if "error" in line:
                 raise ValueError(f"the rollout server refused the request: {line['error']}")
             if "failed" in line:
@@ -122,7 +123,7 @@ class RolloutClient:
             if found != self.version:
                 self.stale += 1
                 raise _Failure(f"its gates are {found}, not {self.version}")
-            yield read_sample_line(line)
+            yield line.pop("index"), Sample(**line)
 
     def _lines(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
         """The lines of JSON of one exchange as they arrive, without the heartbeats, which are empty lines."""

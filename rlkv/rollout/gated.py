@@ -1,4 +1,4 @@
-"""What the training loop asks of an engine outside of its own model: take these gates, complete these prompts.
+"""What the training loop asks of an engine outside its own model: take these gates, complete these prompts.
 
 Only ``num_layers * num_kv_heads`` numbers go to the engine per step: the rest of the model is frozen.
 """
@@ -32,7 +32,6 @@ class Rows:
             raise ValueError(f"{len(self.prompts)} prompts, but {len(self.numbers)} row numbers")
 
     def only(self, indices: list[int]) -> Rows:
-        """The rows at these indices."""
         return Rows([self.prompts[i] for i in indices], [self.numbers[i] for i in indices], self.rollout)
 
 

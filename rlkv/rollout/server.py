@@ -1,7 +1,6 @@
 """A rollout engine behind HTTP, for the layout in which one GPU trains and another one samples.
 
-It holds nothing that the trainer needs: gates come with the first request after a start, and every row's draws with
-its request.  So it may be killed and started again at any moment.
+It holds nothing that the trainer needs, so it may be killed and started again at any moment.
 """
 
 from __future__ import annotations
@@ -11,13 +10,15 @@ import queue
 import threading
 import traceback
 from contextlib import closing
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 
-from rlkv.rollout.gated import GatedEngine
-from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts, read_sample_request, sample_line
+from rlkv.rollout.base import SamplingParams
+from rlkv.rollout.gated import GatedEngine, Rows
+from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts
 
 _END = object()
 
@@ -91,7 +92,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"version": self.server.version})
 
     def _sample(self, body: dict[str, Any]) -> None:
-        version, rows, sampling, eos_ids = read_sample_request(body)
+        try:
+            version, eos_ids = body["version"], list(body["eos_ids"])
+            rows, sampling = Rows(**body["rows"]), SamplingParams(**body["sampling"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a request for samples: {error}") from None
         lines: queue.Queue[Any] = queue.Queue()
         gone = threading.Event()
 
@@ -102,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
                         return lines.put({"stale": self.server.version})
                     with closing(self.server.engine.sample(rows, sampling, eos_ids)) as samples:  # type: ignore[type-var]
                         for index, sample in samples:
-                            lines.put(sample_line(index, sample))
+                            lines.put({"index": index, **asdict(sample)})
                             if gone.is_set():
                                 return None
                 lines.put({"done": len(rows.prompts)})

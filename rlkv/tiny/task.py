@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 NAMES = string.ascii_lowercase
 OPERATORS = "+-*"
+NUM_GIVEN = 2
 MIN_DEFINITIONS = 3
 MAX_DEFINITIONS = 25
 ANSWER_PREFIX = r"Therefore, the final answer is: $\boxed{"
@@ -46,15 +47,15 @@ def apply_operator(operator: str, left: int, right: int) -> int:
     return result % 10
 
 
-def draw_problem(rng: random.Random, num_definitions: int, num_given: int = 2) -> TinyProblem:
-    """A random problem with ``num_definitions`` definitions, the first ``num_given`` of them values."""
+def draw_problem(rng: random.Random, num_definitions: int) -> TinyProblem:
+    """A random problem with ``num_definitions`` definitions, the first two of them values."""
     names = rng.sample(NAMES, num_definitions)
     values: dict[str, int] = {}
     used_values = [0] * 10
     unused: list[str] = []
     statements, steps = [], []
     for i, name in enumerate(names):
-        if i < num_given:
+        if i < NUM_GIVEN:
             value = rng.randrange(10)
             statements.append(f"{name}={value}")
         else:
@@ -91,7 +92,7 @@ def draw_length(rng: random.Random, low: int, high: int) -> int:
 
 def longest_solution(num_definitions: int) -> int:
     """Tokens of the solution of a problem with ``num_definitions`` definitions, two of them given, and its EOS."""
-    return 18 * (num_definitions - 2) + 4
+    return 18 * (num_definitions - NUM_GIVEN) + 4
 
 
 def problems(

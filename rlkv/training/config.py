@@ -9,7 +9,6 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from rlkv.training.objective import NORMALIZATIONS
 from rlkv.training.settings import RunSettings, check_choice, option, parse
 
 _SAMPLING = "rollouts know temperature, top_p and top_k"
@@ -66,7 +65,7 @@ class RLKVSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("advantage", self.advantage, NORMALIZATIONS)
+        check_choice("advantage", self.advantage, ("group", "batch"))
         check_choice("rollout", self.rollout, ("hf", "vllm", "vllm-server"))
         if self.l1_beta < 0:
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")

@@ -3,14 +3,11 @@
 Two losses on chosen tokens of a text, both plus ``l1_weight * mean(alpha)``:
 
 - *distance* (DuoAttention, arXiv 2410.10819): mean squared difference of the last hidden states, on the answers of a
-  recall task;
+  recall task.  The paper sums over the hidden size and the gates; here both are means, as in the published code;
 - *kl*: ``KL(full || mixed)`` of the next-token distribution, on the model's own solutions.
 
-Normalisation: the paper sums squares over the hidden size and ``|alpha|`` over the gates; here, as far as the published
-code was seen, both are means, so that one weight serves models of any size.
-
-Shapes: B rows, T tokens, N answer tokens of a batch, D hidden size, V vocabulary.  A token is predicted by the state
-of the position before it, so that is where states are compared (the published code takes the token's own position).
+Shapes: B rows, T tokens, N answer tokens of a batch, D hidden size, V vocabulary.  States are compared at the position
+before a token, which predicts it (the published code takes the token's own position).
 """
 
 from __future__ import annotations
@@ -129,10 +126,7 @@ class Distiller:
             yield collate(ordered[start : start + rows], self.pad_id, self.base.device)
 
     def train_step(self, samples: Sequence[MarkedText]) -> dict[str, float]:
-        """One optimizer step on ``samples``; the record for the log.
-
-        ``teacher/right`` is the share of answer tokens that the model itself predicts with full attention.
-        """
+        """One optimizer step; its record (``teacher/right``: share of the answers that full attention predicts)."""
         started, cpu_started = time.perf_counter(), time.process_time()
         settings, head = self.settings, self.base.get_output_embeddings()
         answers = sum(len(sample.answers) for sample in samples)

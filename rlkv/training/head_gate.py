@@ -5,13 +5,13 @@
     PeftModel.from_pretrained(base, "gates/")  # with model.disable_adapter(): the untouched model
 
 At its default, ``save_embedding_layers`` asks the hub for the base model's config, half a minute without a network.
-A gate cannot be folded into the weights (it chooses between two attentions), so merging is refused.
+A gate cannot be merged into the weights: it chooses between two attentions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
@@ -44,14 +44,16 @@ class HeadGateConfig(PeftConfig):
         window: W, the last tokens that it sees, the current one included (1 or more).
         init_value: where every gate starts, in [0, 1].
         target_modules: names of the gated attention modules; None: every layer with full attention.
+        exclude_modules: names of attention modules without gates.
+        modules_to_save: not used: only gates are trained.
     """
 
-    sink: int = field(default=128, metadata={"help": "first tokens that the local branch sees"})
-    window: int = field(default=256, metadata={"help": "last tokens that the local branch sees"})
-    init_value: float = field(default=1.0, metadata={"help": "initial value of every gate"})
-    target_modules: list[str] | None = field(default=None, metadata={"help": "names of the gated attention modules"})
-    exclude_modules: list[str] | None = field(default=None, metadata={"help": "attention modules to leave alone"})
-    modules_to_save: list[str] | None = field(default=None, metadata={"help": "not used: only gates are trained"})
+    sink: int = 128
+    window: int = 256
+    init_value: float = 1.0
+    target_modules: list[str] | None = None
+    exclude_modules: list[str] | None = None
+    modules_to_save: list[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,11 +85,7 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
         self.set_adapter(adapter_name, inference_mode=config.inference_mode)
 
     def current(self) -> Gate | None:
-        """The active gate, None while adapters are disabled.
-
-        Raises:
-            ValueError: if several adapters are active at once.
-        """
+        """The active gate, None while adapters are disabled; ``ValueError`` if several are active at once."""
         names = [name for name in self.active_adapters if name in self.alpha]
         if self.disable_adapters or not names:
             return None
@@ -141,11 +139,7 @@ def _refuse_bypass(module: Any, args: Any) -> None:
 
 
 def full_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``(name, attention module)`` of every layer that sees the whole past.
-
-    Sliding-window, chunked and linear layers hold a constant amount of state already: they are left alone, also in
-    models that mix them with full attention.
-    """
+    """``(name, attention module)`` of every layer that sees the whole past, not of sliding or linear layers."""
     for name, module in model.named_modules():
         if not (hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups")):
             continue

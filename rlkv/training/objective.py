@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0; the value that trl uses
-NORMALIZATIONS = ("group", "batch")
 
 
 def group_means(rewards_N: Tensor, group_size: int) -> Tensor:
-    """``rbar``, each sample's group mean: ``[N]``, equal within a group.
-
-    Raises:
-        ValueError: if N is not a multiple of ``group_size``.
-    """
+    """``rbar``, each sample's group mean: ``[N]``; ``ValueError`` if N is not a multiple of ``group_size``."""
     if rewards_N.dim() != 1 or len(rewards_N) % group_size:
         raise ValueError(f"rewards of shape {list(rewards_N.shape)} do not form groups of {group_size}")
     return rewards_N.view(-1, group_size).mean(1).repeat_interleave(group_size)
@@ -54,12 +49,7 @@ def advantages(rewards_N: Tensor, group_size: int, normalization: str = "group")
     Args:
         normalization: ``group``: mean and std of the sample's own group (the paper's formula); ``batch``: of all
             samples of the step (the published run).
-
-    Raises:
-        ValueError: for another normalization, or rewards that form no groups.
     """
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"unknown normalization {normalization!r}: use {' or '.join(NORMALIZATIONS)}")
     size = group_size if normalization == "group" else len(rewards_N)
     means = group_means(rewards_N, size)
     stds = rewards_N.view(-1, size).std(1).repeat_interleave(size)
@@ -75,12 +65,7 @@ def truncated_ratio(trainer_NT: Tensor, rollout_NT: Tensor, cap: float) -> Tenso
         trainer_NT: log-probabilities of the sampled tokens under the trainer's model and the gates that sampled them.
         rollout_NT: those of the engine that sampled them.
         cap: largest weight, at least 1.
-
-    Raises:
-        ValueError: if ``cap`` is below 1, which would shrink tokens that both engines agree on.
     """
-    if cap < 1:
-        raise ValueError(f"the largest importance weight must be at least 1, got {cap}")
     return torch.exp(trainer_NT.detach() - rollout_NT).clamp(max=cap)
 
 

@@ -106,9 +106,6 @@ def _decode(
 def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_prompt: int) -> GatedEngine | None:
     """The engine that ``settings.rollout`` names; None for ``hf``, where the trainer's own model samples.
 
-    Args:
-        longest_prompt: tokens of the longest prompt of the curriculum.
-
     Raises:
         ValueError: if the engine is not installed, cannot be reached, or does not fit the settings.
     """
@@ -149,11 +146,7 @@ def engine_roll_out(
     sampling: SamplingParams,
     eos_ids: list[int],
 ) -> list[tuple[list[int], list[float]]]:
-    """``(token ids, log-probabilities)`` of this process's prompts, as :func:`roll_out`.
-
-    Args:
-        engine: on the main process; the others pass None.
-    """
+    """:func:`roll_out` of this process's prompts through ``engine``, which only the main process has."""
     everything: list[list[int]] = gather_object(prompts)
     outcome: list[Any] = [None]
     if accelerator.is_main_process:

@@ -1,13 +1,11 @@
 """Pretraining of the tiny model from scratch: next-token loss on worked solutions, short chains first.
 
-Recall of far bindings is what is slow to emerge (arithmetic and copying take a few hundred steps), so the
-longest chain of the batches grows with training.  A batch holds problems of one number of definitions:
-their token counts are equal, nothing is padded.
+Recall of far bindings is slow to emerge, so the longest chain grows with training.  A batch holds problems of one
+number of definitions: their token counts are equal, nothing is padded.
 
-A closing stage makes half of the KV heads specialise: in every step all, about half or none of LOCAL_HEADS read
-only the first 4 and the last 16 tokens.  From pretraining alone nearly every one of so few heads takes part in far
-recall, and a backward elimination could not spare half of them (docs/LOG.md has the figures); large models do have
-local heads.
+A closing stage makes half of the KV heads specialise: in every step all, about half or none of LOCAL_HEADS read only
+the first 4 and the last 16 tokens.  Without it nearly every head takes part in far recall; large models do have local
+heads.
 """
 
 from __future__ import annotations

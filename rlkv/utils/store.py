@@ -84,14 +84,13 @@ def open_store(
     """Start the file, or go on with it, for this process alone.
 
     Args:
-        settings: what the rows depend on, JSON-able; a file of other settings is refused and left as it is.
+        settings: what the rows depend on, JSON-able.
         key: fields that make a row unique.
         recorded: written next to the settings by the first run, never compared.
         keep_rows: False for rows too large to hold in memory: read them with :func:`iter_rows`.
 
     Raises:
-        ValueError: if the rows were made with other settings (the differences are named), a line is damaged or a row
-            appears twice (file and line are named), or nothing says how the rows were made.
+        ValueError: if the rows were made with other or unknown settings, a line is damaged or a row appears twice.
         StoreInUseError: if another process is writing the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

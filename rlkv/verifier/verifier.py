@@ -7,9 +7,8 @@ two integers), else by math-verify in worker processes with a time limit (:mod:`
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import cache
 
 from rlkv.verifier.pool import WorkerPool
 
@@ -22,27 +21,9 @@ _NEVER_EQUAL = {"", "nan", "none", "null"}
 # \\boxed after a line break is a box, so the pair rule must not swallow its backslash
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\\\(?!boxed|fbox|framebox)|\\[{}]|[{}]")
 _SENTENCE = "final answer is"
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]{0,50}(?:\.\d{1,50})?(?:/\d{1,50})?")
 _INTEGER = re.compile(r"[-+]?\d{1,100}")
 _CHOICE = re.compile(r"\\(?:textbf|mathbf|text|mathrm)\s*\{\s*\([A-Z]\)\s*\}(?:\\[ ,;]|[\s~])*(?=\S)")
 _BOLD = re.compile(r"\\(?:textbf|mathbf|boldsymbol|bm)\s*\{([^{}]*)\}")
-
-
-@dataclass(frozen=True)
-class ExtractionConfig:
-    """Where an answer may be read from, tried in this order: box, sentence, last number.
-
-    ``last_number`` is off by default: a text that was cut or that wandered off always ends in *some* number,
-    and rewarding a lucky one is worse than missing an answer in a form that the prompt did not ask for.
-    ``tail_chars`` bounds the text that the last number is looked for in.
-    """
-
-    sentence: bool = True
-    last_number: bool = False
-    tail_chars: int = 2000
-
-
-DEFAULT_EXTRACTION = ExtractionConfig()
 
 
 def last_box(text: str) -> str | None:
@@ -84,14 +65,15 @@ def _after_sentence(text: str) -> str | None:
     return re.split(r"\n|\.(?:\s|$)|\. ?I hope", rest, maxsplit=1)[0].strip(" *")
 
 
-def extract_answer(output: str, config: ExtractionConfig = DEFAULT_EXTRACTION) -> str | None:
-    """The answer that ``output`` gives, as text, or None.  Takes time linear in the length of the text."""
+def extract_answer(output: str) -> str | None:
+    """The answer that ``output`` gives in a box or after "final answer is", as text, or None.
+
+    The last number of a text does not count: a text that was cut or that wandered off always ends in *some* number.
+    Takes time linear in the length of the text.
+    """
     found = last_box(output)
-    if found is None and config.sentence:
+    if found is None:
         found = _after_sentence(output)
-    if found is None and config.last_number:
-        numbers = _NUMBER.findall(output[-config.tail_chars :])
-        found = numbers[-1].rstrip(",") if numbers else None
     if found is None or len(found) > MAX_ANSWER_CHARS or "\0" in found:
         return None
     return found.strip() or None
@@ -128,10 +110,7 @@ class Verifier:
     worker, is not equal.
     """
 
-    def __init__(
-        self, num_workers: int = 2, timeout: float = 5.0, extraction: ExtractionConfig = DEFAULT_EXTRACTION
-    ) -> None:
-        self.extraction = extraction
+    def __init__(self, num_workers: int = 2, timeout: float = 5.0) -> None:
         self.pool = WorkerPool(num_workers, timeout)
 
     def are_equal(self, pairs: Iterable[tuple[Answer, Answer]]) -> list[bool]:
@@ -145,9 +124,7 @@ class Verifier:
 
     def are_correct(self, pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:
         """Whether each ``(output, right answer)`` ends in that answer."""
-        return self.are_equal(
-            (answer, extract_answer(output, self.extraction) if output else None) for output, answer in pairs
-        )
+        return self.are_equal((answer, extract_answer(output) if output else None) for output, answer in pairs)
 
     def is_correct(self, output: str | None, answer: Answer) -> bool:
         """Whether ``output`` ends in the right ``answer``."""
@@ -158,17 +135,10 @@ class Verifier:
         self.pool.close()
 
 
-_default: Verifier | None = None
-_default_lock = threading.Lock()
-
-
+@cache
 def default_verifier() -> Verifier:
     """The process-wide verifier behind :func:`is_correct`; its workers start when first needed."""
-    global _default
-    with _default_lock:
-        if _default is None:
-            _default = Verifier()
-        return _default
+    return Verifier()
 
 
 def are_correct(pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:

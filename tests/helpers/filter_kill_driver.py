@@ -44,7 +44,7 @@ def build_engine() -> BoxingEngine:
 
 
 def run_job(folder: Path, engine: BoxingEngine) -> None:
-    filter_job.load_engine = lambda *args: engine  # type: ignore[assignment]
+    FilterConfig.load_engine = lambda config: engine  # type: ignore[method-assign]
     config = FilterConfig(
         model="random",
         input="tiny",

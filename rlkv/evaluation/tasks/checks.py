@@ -63,7 +63,7 @@ def check_verifier(problems: list[Problem], verifier: Verifier, source: str) -> 
     def wrong(cases: list[tuple[int, str, str]], expected: bool) -> list[Miss]:
         verdicts = verifier.are_correct([(solution, answer) for _, solution, answer in cases])
         return [
-            Miss(index, extract_answer(solution, verifier.extraction), answer)
+            Miss(index, extract_answer(solution), answer)
             for (index, solution, answer), verdict in zip(cases, verdicts, strict=True)
             if verdict is not expected
         ]
