@@ -3,7 +3,7 @@
     python rollout/compare_rollouts.py --output docs/results/rollouts --steps 40 --seeds 0 1 2
 
 Runs alternate between the engines, on one machine, each in a process of its own.  A finished run is not repeated, and
-one that was stopped goes on, so the command can be given again.  Writes results.json and table.md to the output folder;
+one that was stopped resumes, so the command can be repeated.  Writes results.json and table.md to the output folder;
 the runs themselves go to --runs.
 """
 

@@ -5,8 +5,8 @@ r"""Sample completions for the problems of a file with any model, and judge them
         --max-new-tokens 2048 --output samples.jsonl
 
 One line per completion, written as batches finish: index of the problem, sample, problem, answer, output,
-output_tokens, finish_reason, correct (null where the problem has no answer).  Give the command again to go on with a
-run that was stopped.  The file can be given to rlkv-filter as --outputs.
+output_tokens, finish_reason, correct (null where the problem has no answer).  Repeat the command to resume a run
+that was stopped.  The file can be given to rlkv-filter as --outputs.
 """
 
 from rlkv.cli.errors import run_app

@@ -4,7 +4,7 @@
     CUDA_VISIBLE_DEVICES=0 rlkv-train --config llama8b --rollout vllm-server
 
 The trainer sends the gates (a few hundred numbers) before every step and gets completions with log-probabilities.
-The server keeps nothing: kill it and start it again, and the training goes on where it waits.  It takes requests from
+The server keeps nothing: kill it and start it again, and the training continues where it waits.  It takes requests from
 anyone who reaches its port: leave --host at this machine unless the network is yours.
 
 GET /health says which model it serves and whether it is busy.

@@ -9,7 +9,7 @@ r"""Evaluate methods on benchmarks: every generation in a file, tables with inte
     accelerate launch --num_processes 4 inference/evaluate.py --config eval_llama8b --output-dir FOLDER
 
 Greedy by default; --num-samples 64 --temperature 0.6 --top-p 0.95 for pass@1 over samples and pass@k.  The same command
-goes on where it was stopped, also with another number of processes, and refuses to mix settings.  Methods are named as
+resumes where it was stopped, also with another number of processes, and refuses to mix settings.  Methods are named as
 in rlkv/evaluation/run/methods.py.  Without --data the problems come from the hub.
 """
 

@@ -9,7 +9,7 @@ length bucket.  Without options it does the paper's job: DeepScaleR from the hub
     rlkv-filter --input problems.jsonl --model ./my-model --shard 0/4
     rlkv-filter --input problems.jsonl --outputs mine.jsonl       # outputs that you have
 
-A run that was stopped goes on where it was when it is started again with the same settings.  Buckets, their seed and
+A run that was stopped resumes when it is started again with the same settings.  Buckets, their seed and
 --fill-short-buckets may be changed afterwards: nothing is decoded again.  Writes curriculum.parquet, curriculum.jsonl,
 report.json and report.md into --output-dir.
 """

@@ -9,7 +9,7 @@ r"""Train the gates: GRPO on problems that the model solves, with an L1 penalty 
 (--l1_beta 2e-3), and so are those of trl's GRPOConfig.  --verbose shows what other libraries print.
 
 The run goes to --output_dir: log.jsonl, checkpoints every save_steps, and at the end gates.pt, gates.safetensors,
-adapter_weights.tsv, adapter/, figures and summary.json.  A run that was stopped, however hard, goes on from its last
+adapter_weights.tsv, adapter/, figures and summary.json.  A run that was stopped or killed resumes from its last
 checkpoint when the same command is given again.
 """
 

@@ -26,7 +26,7 @@ class Problem:
 
 
 def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: int | None = None) -> list[Problem]:
-    """All problems of ``source``, in its order, at most ``limit``.
+    """The problems of ``source``, in its order, at most ``limit``.
 
     ``source`` is ``tiny`` (``num_problems`` new ones drawn with ``seed``), a local ``.jsonl`` or ``.parquet``
     file with the fields problem, answer and perhaps solution, or the id of a hub data set.
@@ -34,8 +34,6 @@ def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: in
     Raises:
         ValueError: if the source is absent or unreachable, or a row of it is broken (names file and row).
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}")
     if source == TINY:
         from rlkv.tiny.task import problems
 

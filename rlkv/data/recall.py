@@ -1,7 +1,7 @@
-"""DuoAttention's recall task (arXiv 2410.10819): random word sequences hidden in a long text, asked for at its end.
+"""DuoAttention's recall task (arXiv 2410.10819): passkeys hidden in a haystack, asked for at its end.
 
-The text that they are hidden in (the haystack) comes from a file, or is generated from the tokenizer's own vocabulary:
-random common words, which is not prose, but needs neither a network nor a licence.
+In text, word sequences in a file or in random common words of the tokenizer's vocabulary; for the tiny model, bindings
+among definitions of its task.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlkv.models.prompts import render_prompt
+from rlkv.tiny.task import NAMES, OPERATORS, apply_operator
+
+MAX_PASSKEYS = 16  # of the tiny model's task
 # words of passkeys: any fixed list of distinct words will do
 PASSKEY_WORDS = (
     *("amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "harbor", "island", "jungle", "kettle", "lemon"),
@@ -155,3 +159,60 @@ class TextRecall:
             for _ in range(tokens // WORDS_PER_SENTENCE + 1)
         ]
         return encode(self.tokenizer, " " + " ".join(sentences))[:tokens]
+
+
+def knows_bindings(tokenizer: Any) -> bool:
+    """Whether ``tokenizer`` is one of the tiny task: a binding is one token of its own."""
+    return "b=3" in tokenizer.get_vocab()
+
+
+def draw_recall(rng: random.Random, passkeys: int) -> tuple[str, list[tuple[str, bool]]]:
+    r"""``(problem, words of the answer part)`` in the tiny model's own words; a word carries whether it is a passkey.
+
+    The passkeys are given bindings (``k=3``), spread among definitions that are not asked for, the haystack.  The
+    answer part restates definitions over two passkeys, the one way of asking that the model knows; the two bindings
+    that follow are the passkeys to be recalled (here in brackets)::
+
+        a=7 . b=2 . c = a * b . k=3 . d = b - c . e = k + a . ... find e ?
+        c = a * b , [a=7] , [b=2] , 7 * 2 = 4 , c=4 . e = k + a , [k=3] , [a=7] , ...
+
+    Of at most 26 names, ``passkeys`` are given values, half as many definitions are asked for.
+    """
+    if not 2 <= passkeys <= MAX_PASSKEYS:
+        raise ValueError(f"passkeys must lie in [2, {MAX_PASSKEYS}] for the tiny model's recall task, got {passkeys}")
+    asked = passkeys // 2
+    filler = rng.randint(0, len(NAMES) - passkeys - asked)
+    kinds = ["given"] * (passkeys - 2) + ["asked"] * asked + ["filler"] * filler
+    rng.shuffle(kinds)
+    kinds = ["given", "given", *kinds]  # a definition needs two names before it
+    names = rng.sample(NAMES, len(kinds))
+    values: dict[str, int] = {}
+    given: list[str] = []
+    statements: list[str] = []
+    answer: list[tuple[str, bool]] = []
+    for name, kind in zip(names, kinds, strict=True):
+        if kind == "given":
+            values[name] = rng.randrange(10)
+            given.append(name)
+            statements.append(f"{name}={values[name]}")
+            continue
+        left, right = rng.sample(given if kind == "asked" else list(values), 2)
+        operator = rng.choice(OPERATORS)
+        values[name] = apply_operator(operator, values[left], values[right])
+        definition = f"{name} = {left} {operator} {right}"
+        statements.append(definition)
+        if kind == "asked":
+            result = f", {values[left]} {operator} {values[right]} = {values[name]} , {name}={values[name]} ."
+            answer += [(word, False) for word in f"{definition} ,".split()]
+            answer += [(f"{left}={values[left]}", True), (",", False), (f"{right}={values[right]}", True)]
+            answer += [(word, False) for word in result.split()]
+    return " . ".join(statements) + f" . find {names[-1]} ?", answer
+
+
+def recall_sample(tokenizer: Any, rng: random.Random, passkeys: int) -> MarkedText:
+    """:func:`draw_recall` as token ids, in the chat form that the tiny model was trained on."""
+    problem, answer = draw_recall(rng, passkeys)
+    prompt = tokenizer(render_prompt(tokenizer, problem), add_special_tokens=False).input_ids
+    ids = [*prompt, *tokenizer.convert_tokens_to_ids([word for word, _ in answer])]
+    places = tuple(len(prompt) + i for i, (_, counts) in enumerate(answer) if counts)
+    return MarkedText(tuple(ids), places)

@@ -27,7 +27,7 @@ class SampleConfig(DecodeOptions):
     """What to sample."""
 
     output: Path
-    """JSONL file to write, or to go on with"""
+    """JSONL file to write, or to continue"""
     input: str = TINY
     """.jsonl or .parquet file, hub data set, or tiny (new problems)"""
     num_problems: int = 20
@@ -53,7 +53,7 @@ class SampleConfig(DecodeOptions):
         self.sampling(0)
 
     def sampling(self, finished: int) -> SamplingParams:
-        """How to decode; a run that goes on after ``finished`` completions takes other draws than they had."""
+        """How to decode; a run that is resumed after ``finished`` completions takes new draws."""
         return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed + finished)
 
 

@@ -68,7 +68,7 @@ class CompressedSession:
         if not isinstance(cache, HeadReallocationCache):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__}: under compress(...) leave it out, or pass session.cache "
-                "to go on with an earlier text"
+                "to continue an earlier text"
             )
         if cache.settings != self.settings or not cache.full.equal(self.allocation.full.cpu()):
             raise ValueError(
@@ -223,7 +223,7 @@ def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
             session.check(given["past_key_values"])
         else:
             given["past_key_values"] = cache = session.new_cache()
-            # without use_cache the tokens still go through a cache, which nobody keeps
+            # without use_cache the tokens still go through a cache, which is not kept
             if given.get("use_cache") is not False:
                 session.cache = cache
         return (), given

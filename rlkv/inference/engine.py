@@ -1,4 +1,4 @@
-"""Decoding under an allocation: single prompts with streamed text, chats that go on with their cache, batches.
+"""Decoding under an allocation: single prompts with streamed text, chats that continue with their cache, batches.
 
 Every call also runs with transformers' own full cache on request, so that both can be compared.
 """
@@ -215,7 +215,7 @@ class Chat:
     def _render(self, message: str) -> str:
         tokenizer: Any = self.engine.tokenizer
         filled = fill_template(message, self.template)
-        if not tokenizer.chat_template:  # a model without chat format goes on with the plain text
+        if not tokenizer.chat_template:  # a model without chat format continues the plain text
             return f"{self._text}\n\n{filled}" if self._text else render_prompt(tokenizer, message, self.template)
         messages = [*self.messages, {"role": "user", "content": filled}]
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -158,7 +158,7 @@ class RolloutClient:
         if time.monotonic() >= waiting.deadline:
             raise ValueError(
                 f"the rollout server at {self.url} gave nothing for {self.patience:.0f} s ({failure}): start "
-                "rollout/serve_vllm.py, then give the training's command again, which goes on from its last checkpoint"
+                "rollout/serve_vllm.py, then repeat the training's command, which resumes from its last checkpoint"
             ) from failure
         if waiting.pause == FIRST_PAUSE:
             self._report(f"rollout server at {self.url}: {failure}; trying again")

@@ -5,7 +5,7 @@
     POST /sample   {"version", "rows", "sampling", "eos_ids"} -> one line per sample as it finishes, an empty line as a
                    heartbeat every few seconds, {"done": n} at the end; {"stale": version} if the gates are others
 
-A request that cannot be right gets status 400 with {"error"}; one that failed on the server 500.
+A malformed request gets status 400 with {"error"}; one that failed on the server 500.
 """
 
 from __future__ import annotations

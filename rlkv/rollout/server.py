@@ -37,7 +37,7 @@ class RolloutServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], engine: GatedEngine, facts: EngineFacts) -> None:
         self.engine, self.facts = engine, facts
-        self.version = "none"  # nobody has set gates since the start
+        self.version = "none"  # no gates have been set since the start
         self.engine_lock = threading.Lock()
         try:
             super().__init__(address, _Handler)
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             except ValueError as error:
                 lines.put({"error": str(error)})
             except Exception as error:
-                traceback.print_exc()  # for whoever runs the server; the client tries again
+                traceback.print_exc()  # for the operator of the server; the client tries again
                 lines.put({"failed": f"{type(error).__name__}: {error}"})
             finally:
                 lines.put(_END)

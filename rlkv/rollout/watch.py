@@ -1,4 +1,4 @@
-"""Rows of a batch seen one by one: reported when they end, while the others go on, and ended early by a rule."""
+"""Rows of a batch seen one by one: reported when they end, while the others continue, and ended early by a rule."""
 
 from __future__ import annotations
 

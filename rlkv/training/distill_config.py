@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlkv.training.settings import RunSettings, check_choice, option, parse
+from rlkv.training.config import RunSettings, check_choice, option, parse
 
 # data -> its usual loss, and the method that the gates file names
 SOURCES = {"recall": ("distance", "duo_attention"), "traces": ("kl", "trace_distillation")}
@@ -71,5 +71,5 @@ class DistillSettings(RunSettings):
 
 
 def parse_distill_config(arguments: Sequence[str]) -> DistillSettings:
-    """Errors as in :func:`rlkv.training.settings.parse`."""
+    """Errors as in :func:`rlkv.training.config.parse`."""
     return parse((DistillSettings,), arguments)[0]

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from rlkv.data.deepscaler import read_curriculum
-from rlkv.data.recall import MarkedText, TextRecall, encode, read_haystack
-from rlkv.data.tiny_recall import knows_bindings, recall_sample
+from rlkv.data.recall import MarkedText, TextRecall, encode, knows_bindings, read_haystack, recall_sample
 from rlkv.models.prompts import render_prompt
 from rlkv.training.distill_config import DistillSettings
 

@@ -28,7 +28,7 @@ CURVES = (("gates/mean", "mean gate"), ("gates/below_0.5", "gates below 0.5"), (
 def distill_gates(
     settings: DistillSettings, model: PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> HeadGates:
-    """Distil, or go on with, the run in ``settings.output_dir``, and export it there.
+    """Start or resume the distillation run in ``settings.output_dir``, and export it there.
 
     Args:
         model, tokenizer: instead of the ones that ``settings.model`` names.

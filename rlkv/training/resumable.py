@@ -1,4 +1,4 @@
-"""trl's GRPOTrainer with our log and exact resume: a killed run goes on as if it had not been stopped."""
+"""trl's GRPOTrainer with our log and exact resume: a killed run continues as if it had not been stopped."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def train_gates(
     reward: Reward = verifier_reward,
     callbacks: list[TrainerCallback] | None = None,
 ) -> HeadGates:
-    """Train, or go on with, the run in ``args.output_dir``, and export it there.
+    """Start or resume the training run in ``args.output_dir``, and export it there.
 
     Args:
         model, tokenizer: instead of the ones that ``settings.model`` names.

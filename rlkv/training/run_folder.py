@@ -18,8 +18,8 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.models.shape import ModelShape
 from rlkv.training.callbacks import LOG, GateImages, JsonlLog, WandbLog, read_log
+from rlkv.training.config import RunSettings
 from rlkv.training.head_gate import gate_shares, gates_matrix
-from rlkv.training.settings import RunSettings
 from rlkv.utils.atomic import atomic_path, write_json
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
 from rlkv.utils.provenance import provenance
@@ -70,7 +70,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
 
 
 def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path | None:
-    """The checkpoint to go on from.
+    """The checkpoint to resume from.
 
     Raises:
         ValueError: if the folder holds another run, or this one and ``resume`` is off.
@@ -98,7 +98,7 @@ class RunFolder:
     """One run of ``settings`` in ``path``; ``config`` is all that defines it, JSON-able.
 
     Attributes:
-        checkpoint: to go on from; None: the run starts.
+        checkpoint: to resume from; None: the run starts.
 
     Raises:
         ValueError: as :func:`check_output_dir`.

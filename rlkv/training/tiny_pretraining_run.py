@@ -51,7 +51,7 @@ class PretrainRunConfig:
 
 
 def run_pretraining(run: PretrainRunConfig) -> dict[str, Any]:
-    """Pretrain, or go on with, the run in ``run.work_dir``, and write the model; returns ``pretraining.json``."""
+    """Start or resume the pretraining run in ``run.work_dir``, and write the model; returns ``pretraining.json``."""
     config = PretrainConfig(seed=run.seed, steps=run.steps)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, run.seed)

@@ -44,6 +44,6 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     kind = Path(path).suffix.lstrip(".").lower()
     known = figure.canvas.get_supported_filetypes()
     if kind not in known:
-        raise ValueError(f"{path}: no picture format {kind!r}, expected a name that ends with .png, .pdf or .svg")
+        raise ValueError(f"{path}: no figure format {kind!r}, expected a name that ends with .png, .pdf or .svg")
     with atomic_path(path) as partial:
         figure.savefig(partial, format=kind, dpi=DPI)

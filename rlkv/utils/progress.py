@@ -1,4 +1,4 @@
-"""The one progress bar of all commands, on stderr: how far, how fast, how long still, and a note."""
+"""The one progress bar of all commands, on stderr: progress, rate, time left and a note."""
 
 from __future__ import annotations
 

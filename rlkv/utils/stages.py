@@ -1,4 +1,4 @@
-"""Commands that each run once, in the order of their needs, some at a time: a list that was stopped goes on.
+"""Commands that each run once, in the order of their needs, some at a time; a list that was stopped resumes.
 
 A stage has ended when its file ``done`` exists and is not older than the files that it needs; programs write it last
 and resume by themselves.  ``stages.json`` in the results folder keeps what all stages were begun with (options, digests
@@ -106,7 +106,7 @@ def _facts(stage: Stage, root: Path, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _results_folder(folder: Path, facts: dict[str, Any], fresh: bool) -> Iterator[None]:
-    """Make ``folder``, or go on with it, and keep other runs out of it."""
+    """Make or resume ``folder``, and keep other runs out of it."""
     record = folder / RECORD
     folder.mkdir(parents=True, exist_ok=True)
     own = (LOCK, f".{RECORD}.")  # all that a first start leaves that was killed before its record
@@ -116,7 +116,7 @@ def _results_folder(folder: Path, facts: dict[str, Any], fresh: bool) -> Iterato
         _acquire(lock, folder)
         before = json.loads(record.read_text()) if record.exists() else facts
         if fresh or before == EMPTYING:
-            write_json(record, EMPTYING)  # killed from here on, the next run goes on emptying
+            write_json(record, EMPTYING)  # killed from here on, the next run continues to empty it
             for entry in folder.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)

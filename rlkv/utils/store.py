@@ -1,6 +1,6 @@
 """Rows in a JSONL file that outlive a kill: the one resumable format of every job that measures or decodes.
 
-``NAME.settings.json`` next to it says what the rows depend on (compared when a job goes on) and what they come from
+``NAME.settings.json`` next to it says what the rows depend on (compared when a job resumes) and what they come from
 (recorded only, such as the commit).  A line torn by a kill is cut off by the next start.
 """
 
@@ -81,7 +81,7 @@ def open_store(
     recorded: dict[str, Any] | None = None,
     keep_rows: bool = True,
 ) -> Iterator[ResultStore]:
-    """Start the file, or go on with it, for this process alone.
+    """Start or resume the file, for this process alone.
 
     Args:
         settings: what the rows depend on, JSON-able.
@@ -105,7 +105,7 @@ def open_store(
 
 
 def read_store(path: Path, key: Sequence[str], settings: dict[str, Any] | None = None) -> list[Row]:
-    """The rows of a file that nobody is writing; ``settings`` are compared if they are given.
+    """The rows of a file that is not being written; ``settings`` are compared if they are given.
 
     Raises:
         ValueError: as :func:`open_store`.
@@ -155,7 +155,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
         shown = ", ".join(text for text in list(changes.values())[:MOST_NAMED] if text)
         raise ValueError(
             f"{path} holds rows made with other settings ({', '.join(list(changes)[:MOST_NAMED])}{more})"
-            f"{': ' if shown else ''}{shown}; go on with the old ones, take another output folder, or remove this file "
+            f"{': ' if shown else ''}{shown}; use the old ones, take another output folder, or remove this file "
             "to start over"
         )
 

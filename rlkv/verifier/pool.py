@@ -90,7 +90,7 @@ class WorkerPool:
     def run(self, pairs: list[tuple[str, str]]) -> list[bool]:
         """Whether each ``(right answer, candidate)`` is equal; a pair that outlasts the limit is not.
 
-        A pair whose worker dies otherwise gets one more try: the death may have been none of its doing.
+        A pair whose worker dies otherwise gets one more try: the pair may not have caused it.
 
         Raises:
             ValueError: if math-verify is not installed.

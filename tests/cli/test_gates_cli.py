@@ -104,7 +104,7 @@ def test_diff(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         (("look", "{file}"), "error: there is no command 'look'"),
         (("diff", "{file}", "{file}", "--changes", "-1"), "error: --changes"),
         (("convert", "{file}", "out.bin"), "error: out.bin: unknown gates format '.bin'"),
-        (("plot", "{file}", "out.txt"), "error: out.txt: no picture format 'txt'"),
+        (("plot", "{file}", "out.txt"), "error: out.txt: no figure format 'txt'"),
         (("diff", "{file}", "{other}"), "they belong to different models"),
     ],
 )

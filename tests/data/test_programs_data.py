@@ -33,7 +33,7 @@ class Ended:
 
 
 class Runner:
-    """Starts a program in this process, as ``python program arguments`` would; importing torch anew costs seconds."""
+    """Starts a program in this process, as ``python program arguments`` would; importing torch again costs seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlkv import tiny
-from rlkv.data.tiny_recall import draw_recall, knows_bindings, recall_sample
+from rlkv.data.recall import draw_recall, knows_bindings, recall_sample
 from rlkv.tiny.tokenizer import build_tokenizer
 
 

@@ -1,4 +1,4 @@
-"""The cache that HFEngine decodes with: its own only where nobody else has one, and the same tokens as without it."""
+"""The cache that HFEngine decodes with: its own only where there is no other one, and the same tokens as without it."""
 
 from __future__ import annotations
 

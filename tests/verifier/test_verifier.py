@@ -31,7 +31,7 @@ def verifier():
 
 @pytest.fixture(scope="module")
 def hasty_verifier():
-    """One second is long for what must come out equal beside the bait, and keeps the tests short."""
+    """One second is long for what must come out equal next to the bait, and keeps the tests short."""
     made = Verifier(num_workers=2, timeout=HASTY)
     made.is_correct(r"\boxed{\frac{1}{2}}", "0.5")
     yield made
