@@ -37,7 +37,6 @@ def run() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
     run_app(run)
 
 

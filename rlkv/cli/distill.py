@@ -39,7 +39,6 @@ def _distill() -> None:
 
 
 def main() -> None:
-    """Entry point of ``rlkv-distill``."""
     run_app(_distill)
 
 

@@ -44,7 +44,6 @@ def _filter() -> None:
 
 
 def main() -> None:
-    """Entry point of ``rlkv-filter``."""
     run_app(_filter)
 
 

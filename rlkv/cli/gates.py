@@ -141,14 +141,13 @@ class Diff:
         listed = [int(i) for i in largest if change.flatten()[i] != 0]
         if listed:
             print("largest changes       layer  head       A       B  change")
-        for index in listed:
-            layer, head = divmod(index, first.num_kv_heads)
+        for layer, head in (divmod(index, first.num_kv_heads) for index in listed):
             old, new = first.alpha[layer, head], second.alpha[layer, head]
             print(f"{'':22}{layer:5d} {head:5d}  {old:6.3f}  {new:6.3f}  {new - old:+6.3f}")
 
 
 def _correlation(first: HeadGates, second: HeadGates) -> str:
-    """Spearman's, which ranks: equal gates have no ranks."""
+    """Spearman's rank correlation, which is not defined for constant gates."""
     for name, gates in (("A", first), ("B", second)):
         if gates.alpha.unique().numel() == 1:
             return f"not defined, since all gates of {name} are {gates.alpha[0, 0]:g}"
@@ -176,7 +175,6 @@ COMMANDS = {"inspect": Inspect, "convert": Convert, "plot": Plot, "diff": Diff}
 
 
 def main() -> None:
-    """Entry point of the console script."""
     run_app(lambda: parse_command("rlkv-gates", COMMANDS, __doc__).run())
 
 

@@ -148,7 +148,6 @@ def _chat_turn(session: InferSession, chat: Any, message: str) -> None:
 
 
 def main() -> None:
-    """Entry point of ``rlkv-infer``."""
     run_app(infer)
 
 

@@ -35,7 +35,6 @@ def study() -> None:
 
 
 def main() -> None:
-    """The console script."""
     run_app(study)
 
 

@@ -39,7 +39,6 @@ def _train() -> None:
 
 
 def main() -> None:
-    """Entry point of ``rlkv-train``."""
     run_app(_train)
 
 

@@ -21,7 +21,7 @@ class ModelOptions:
     """auto, cpu, cuda or cuda:N"""
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Model and tokenizer; errors as :func:`rlkv.models.loading.load_model`."""
+        """As :func:`rlkv.models.loading.load_model`."""
         from rlkv.models.loading import load_model
 
         return load_model(self.model, self.dtype, self.device)

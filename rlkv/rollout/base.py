@@ -40,9 +40,9 @@ class SamplingParams:
 class Completion:
     """One decoded answer.
 
-    ``token_ids`` hold no padding and include the end token; ``text`` is without special tokens;
-    ``finish_reason`` is ``stop`` if the model ended the text itself, ``length`` if it was cut at the limit,
-    ``repetition`` if a rule ended it (only where one was asked for, see :class:`rlkv.rollout.watch.RowHooks`).
+    ``token_ids`` hold no padding and include the end token; ``text`` is without special tokens; ``finish_reason`` is
+    ``stop`` if the model ended the text itself, ``length`` if it was cut at the limit, ``repetition`` if a rule ended it
+    (:class:`rlkv.rollout.watch.RowHooks`).
     """
 
     token_ids: list[int]
@@ -54,13 +54,11 @@ class RolloutEngine(Protocol):
     """Decodes rendered prompts (see :func:`rlkv.models.prompts.render_prompt`); no special tokens are added to them."""
 
     @property
-    def tokenizer(self) -> Any:
-        """The tokenizer whose chat template renders the prompts."""
-        ...
+    def tokenizer(self) -> Any: ...
 
     @property
     def max_positions(self) -> int:
-        """Prompt and completion together may have this many tokens."""
+        """Most tokens of a prompt and its completion together."""
         ...
 
     def prompt_lengths(self, prompts: list[str]) -> list[int]:

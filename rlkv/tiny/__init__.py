@@ -1,4 +1,4 @@
-"""The built-in tiny reasoning model: its task, tokenizer, pretraining and packaged weights."""
+"""The built-in tiny reasoning model: its task, tokenizer and packaged weights."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             except ValueError as error:
                 raise ValueError(f"{where} is not JSON: {error}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{where} is a {type(row).__name__}: expected an object with problem and answer")
+                raise ValueError(f"{where} is a {type(row).__name__}: expected an object")
             yield where, row
 
 

@@ -21,10 +21,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressBar:
-    """A bar whose rate and remaining time are those of *this* run: what an earlier run finished does not count as fast.
-
-    Made by :func:`progress_bar`.
-    """
+    """A bar whose rate and time left are those of *this* run; made by :func:`progress_bar`."""
 
     def __init__(self, bar: Progress, title: str, unit: str, total: int | None) -> None:
         self.unit, self.total, self.done, self._resumed = unit, total, 0, 0

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,8 @@ def versions() -> dict[str, str]:
     """Installed versions of the packages that results depend on; absent ones are left out."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     found["torch"] = torch.__version__  # with its build tag: +cpu, +cu130
     return found
 

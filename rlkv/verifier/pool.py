@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from rlkv.utils.extras import require
@@ -63,18 +64,15 @@ class _Worker:
     def forget(self) -> None:
         """Close this side of the pipes only."""
         for pipe in (self.requests, self.replies):
-            try:
+            with suppress(OSError):  # unsent bytes for a dead process
                 pipe.close()
-            except OSError:
-                continue  # unsent bytes for a dead process
 
 
 class WorkerPool:
     """Up to ``num_workers`` processes, started when there is work for them, replaced when killed.
 
-    Safe to use from several threads (one batch at a time) and after a fork (the child starts its own
-    processes).  The processes end with their parent: an idle one when its input closes, a busy one by its
-    own timer.
+    Safe to use from several threads (one batch at a time) and after a fork (the child starts its own processes).  The
+    processes end with their parent: an idle one when its input closes, a busy one by its own timer.
     """
 
     def __init__(self, num_workers: int, timeout: float) -> None:
