@@ -41,8 +41,8 @@ class Completion:
     """One decoded answer.
 
     ``token_ids`` hold no padding and include the end token; ``text`` is without special tokens; ``finish_reason`` is
-    ``stop`` if the model ended the text itself, ``length`` if it was cut at the limit, ``repetition`` if a rule ended it
-    (:class:`rlkv.rollout.watch.RowHooks`).
+    ``stop`` if the model ended the text itself, ``length`` if it was cut at the limit, and ``repetition`` if a rule
+    ended it (:class:`rlkv.rollout.watch.RowHooks`).
     """
 
     token_ids: list[int]
