@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkv.evaluation.report.html_page import Cell, Page
+from rlkv.evaluation.report.page import Cell, Page
+from rlkv.evaluation.report.plots import FULL_CACHE, SPARSITY, Panel, curve, plot_curves, point
 from rlkv.evaluation.stats.metrics import bootstrap_mean, ngram_entropy, ngram_frequency, repetition_rate
-from rlkv.evaluation.study.base import Analysis, Study, file_name
+from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome
-from rlkv.evaluation.study.plots import SPARSITY, Panel, curve, plot_curves, point
-from rlkv.evaluation.study.rankings import FULL_CACHE
 from rlkv.evaluation.study.text import estimate, interval, levels
 
 NGRAMS = (1, 2, 3)
@@ -50,19 +48,15 @@ def both_right(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
 class Lengths(Analysis):
     """Output tokens, n-gram entropies, repetition rates and frequencies per ranking and sparsity."""
 
-    name: ClassVar[str] = "lengths"
-    title: ClassVar[str] = "Lengths and repetition"
+    name = "lengths"
+    title = "Lengths and repetition"
 
     def __init__(self) -> None:
         self._repetition: dict[str, Floats] = {}  # by condition: seeds with the same heads have the same texts
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)
-        methods = {
-            ranking.name: [self._of(study.runs(task, ranking, s), full) for s in study.sparsities]
-            for ranking in study.rankings
-        }
-        return {"full": self._of([full], full), "methods": methods}
+        return {"full": self._of([full], full), "methods": study.sweep(task, self._of)}
 
     def _of(self, runs: Sequence[Outcome], full: Outcome) -> Metrics:
         for run in runs:
@@ -102,18 +96,15 @@ class Lengths(Analysis):
             f"no formula), mean over the {n} texts; brackets: 95% bootstrap intervals over problems. Longer texts have "
             "more n-grams: all of these grow with length.",
         )
-        self._plot(task, sparsities, found, page, folder / file_name("lengths", task))
-
-    def _plot(self, task: str, sparsities: list[float], found: Metrics, page: Page, plot: Path) -> None:
         every, common = {}, {}
         for name, lengths in found["methods"].items():
             every[name] = curve(sparsities, [of["all"] for of in lengths])
             both = [(s, of["both_right"]) for s, of in zip(sparsities, lengths, strict=True)]
             common[name] = [point(s, of["difference"]) for s, of in both if of is not None]
-        tokens, full = "output tokens", found["full"]["all"]["mean"]
-        plot_curves(
-            plot,
-            Panel(f"{task}: all problems", SPARSITY, every, tokens, reference=full, limits=None),
+        tokens, mean = "output tokens", full["all"]["mean"]
+        plot = plot_curves(
+            self.plot_file(folder, task),
+            Panel(f"{task}: all problems", SPARSITY, every, tokens, reference=mean, limits=None),
             Panel(f"{task}: both right", SPARSITY, common, f"{tokens}, minus the full cache's", limits=None),
         )
         page.picture(plot, f"{task}: output tokens with 95% intervals, of all problems and where both are right.")

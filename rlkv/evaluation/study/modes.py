@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
-from rlkv.evaluation.report.html_page import Cell, Page
+from rlkv.evaluation.report.page import Cell, Page
+from rlkv.evaluation.report.plots import plot_stacked
 from rlkv.evaluation.stats.error_modes import MODES
 from rlkv.evaluation.stats.metrics import mean_with_interval
-from rlkv.evaluation.study.base import Analysis, Study, file_name
-from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome
-from rlkv.evaluation.study.plots import MODE_COLOURS, plot_stacked
+from rlkv.evaluation.study.base import Analysis, Study
+from rlkv.evaluation.study.outcomes import Metrics, Outcome
 from rlkv.evaluation.study.text import estimate, levels
+
+COLOURS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}
 
 
 def mode_shares(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
@@ -23,29 +24,22 @@ def mode_shares(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
     solved = full.correct == 1
     if not solved.any():
         return None
-    return {mode: asdict(mean_with_interval(_occurs(runs, mode)[solved])) for mode in MODES}
-
-
-def _occurs(runs: Sequence[Outcome], mode: str) -> Floats:
-    return np.mean([[float(found == mode) for found in run.modes] for run in runs], axis=0)
+    occurs = {mode: np.mean([[found == mode for found in run.modes] for run in runs], axis=0) for mode in MODES}
+    return {mode: asdict(mean_with_interval(scores[solved])) for mode, scores in occurs.items()}
 
 
 class ErrorModes(Analysis):
     """Repetitive, overlength and incorrect answers per ranking and sparsity."""
 
-    name: ClassVar[str] = "modes"
-    title: ClassVar[str] = "Error modes"
+    name = "modes"
+    title = "Error modes"
 
     def settings(self, study: Study) -> Metrics:
         return {**super().settings(study), "rule": asdict(study.config.rule)}
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
-        full = study.full(task)
-        methods = {
-            ranking.name: [mode_shares(study.runs(task, ranking, s), full) for s in study.sparsities]
-            for ranking in study.rankings
-        }
-        return {"solved": int(full.correct.sum()), "n": int(full.correct.size), "methods": methods}
+        right, methods = study.full(task).correct, study.sweep(task, mode_shares)
+        return {"solved": int(right.sum()), "n": int(right.size), "methods": methods}
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
         if not found["solved"]:
@@ -75,8 +69,7 @@ class ErrorModes(Analysis):
             }
             for i, sparsity in enumerate(metrics["sparsities"])
         }
-        plot = folder / file_name("modes", task)
-        plot_stacked(plot, panels, "share of problems", MODE_COLOURS)
+        plot = plot_stacked(self.plot_file(folder, task), panels, "share of problems", COLOURS)
         page.picture(plot, f"{task}: error modes among {solved}, per sparsity.")
 
 

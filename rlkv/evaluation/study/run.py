@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.heads.oracle import read_truth
-from rlkv.evaluation.report.eval_page import published_name
+from rlkv.evaluation.report.published import published_name
 from rlkv.evaluation.run.runner import RunSettings, task_problems
 from rlkv.evaluation.study.ablations import Ablations
 from rlkv.evaluation.study.base import Analysis, Study
@@ -91,7 +91,7 @@ def load_study(config: StudyConfig) -> Study:
         prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False).input_ids
         prepared.append(StudyTask(task.name, problems, [len(ids) for ids in prompts], settings))
     return Study(
-        rankings=(*methods, *reference_rankings(shape, config.oracle, config.random_draws)),
+        rankings=(*methods, *reference_rankings(shape, truth, config.random_draws)),
         ablations=tuple(variants),
         measurements=Measurements(model, tokenizer, prepared, config.output_dir / "rows", {"model": config.model}),
         entry_size=EntrySize.of(model),

@@ -1,33 +1,33 @@
-"""Plots of a study: curves with intervals, grouped and stacked bars; a method has the same colour in all of them."""
+"""Plots as PNG files: curves with intervals, grouped and stacked bars; a method looks the same in all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkv.evaluation.heads.oracle import ORACLE
-from rlkv.evaluation.study.rankings import FULL_CACHE, RANDOM
 from rlkv.utils.figures import TEXT_SIZE, TITLE_SIZE, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+FULL_CACHE, ORACLE, RANDOM = "full cache", "oracle (measured)", "random heads"  # in tables too
+FIXED_STYLES = {ORACLE: {"color": "black", "linestyle": "--"}, RANDOM: {"color": "0.55", "linestyle": "--"}}
 WIDTH, HEIGHT = 9.0, 4.2
-FIXED_COLOURS = {ORACLE: "black", RANDOM: "0.55"}
-MODE_COLOURS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}
 SPARSITY = "sparsity (share of KV heads that are compressible)"
 ACCURACY, ACCURACY_LIMITS = "greedy accuracy", (-0.03, 1.03)
 
 Point = tuple[float, float, float, float]  # x, mean, low, high
+Styles = Mapping[str, Mapping[str, Any]]  # options of matplotlib for each name
 
 
-def colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour per method; the oracle is black and random heads grey in every plot."""
-    free = iter(range(1000))
-    return {name: FIXED_COLOURS.get(name) or f"C{next(free) % 10}" for name in names}
+def default_styles(names: Iterable[str]) -> Styles:
+    """A colour per method; the oracle is black and random heads grey, both dashed."""
+    free = count()
+    return {name: FIXED_STYLES.get(name) or {"color": f"C{next(free) % 10}"} for name in names}
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,21 @@ class Panel:
     """One pair of axes with a curve per name.
 
     Attributes:
-        dashed: names whose curve is dashed (else the oracle and random heads are).
+        styles: where they differ from :func:`default_styles`.
         reference: height of a dotted line, the full cache.
         ticks: the x values are labelled one by one.
+        log: both axes are logarithmic.
     """
 
     title: str
     xlabel: str
-    curves: dict[str, list[Point]]
+    curves: Mapping[str, Sequence[Point]]
     ylabel: str = ACCURACY
-    dashed: frozenset[str] = frozenset((ORACLE, RANDOM))
+    styles: Styles = field(default_factory=dict)
     reference: float | None = None
     limits: tuple[float, float] | None = ACCURACY_LIMITS
-    colours: dict[str, str] = field(default_factory=dict)
     ticks: bool = True
+    log: bool = False
 
 
 def point(x: float, metrics: dict[str, Any]) -> Point:
@@ -61,43 +62,40 @@ def curve(xs: Iterable[float], metrics: Iterable[dict[str, Any]]) -> list[Point]
     return [point(x, of) for x, of in zip(xs, metrics, strict=True)]
 
 
-def plot_curves(path: Path, *panels: Panel) -> None:
+def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = False) -> Path:
     """Curves with intervals as error bars, side by side; points at one x are set apart a little."""
     figure = _figure(WIDTH if len(panels) == 1 else WIDTH + 3, HEIGHT)
-    for axes, panel in zip(_axes(figure, len(panels)), panels, strict=True):
-        chosen = panel.colours or colours(list(panel.curves))
+    for axes, panel in zip(_axes(figure, len(panels), sharey), panels, strict=True):
+        styles = default_styles(panel.curves)
         xs = sorted({x for points in panel.curves.values() for x, *_ in points})
-        gap = min((b - a for a, b in pairwise(xs)), default=1.0) if panel.ticks else 0.0
+        even = panel.ticks and not panel.log
+        gap = min((b - a for a, b in pairwise(xs)), default=1.0) if even else 0.0
+        if panel.log:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
         for place, (name, points) in enumerate(panel.curves.items()):
             shift = (place - (len(panel.curves) - 1) / 2) * gap * 0.05
-            if points:
-                axes.errorbar(
-                    [p[0] + shift for p in points],
-                    [p[1] for p in points],
-                    yerr=_errors(points),
-                    fmt="o",
-                    linestyle="--" if name in panel.dashed else "-",
-                    markersize=4,
-                    capsize=2,
-                    linewidth=1.4,
-                    color=chosen[name],
-                    label=name,
-                )
+            style = {"marker": "o", "linestyle": "-", **styles[name], **panel.styles.get(name, {})}
+            ys, errors = [p[1] for p in points], _errors(points)
+            style |= {"markersize": 4, "capsize": 2, "linewidth": 1.4, "label": name}
+            axes.errorbar([p[0] + shift for p in points], ys, yerr=errors, **style)
         if panel.reference is not None:
             axes.axhline(panel.reference, color="black", linewidth=0.8, linestyle=":", label=FULL_CACHE)
         axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
         if panel.ticks:
-            axes.set_xticks(xs, [f"{x:g}" for x in xs])
+            axes.set_xticks(xs, [f"{x:g}" if x < 1000 else f"{x:,.0f}" for x in xs])
         if panel.limits is not None:
             axes.set_ylim(*panel.limits)
         axes.set_title(panel.title, fontsize=TITLE_SIZE)
         axes.grid(alpha=0.3)
-    _save(figure, path)
+    if title:
+        figure.suptitle(textwrap.fill(title, 100), fontsize=TITLE_SIZE)
+    return _save(figure, path)
 
 
 def plot_stacked(
     path: Path, panels: dict[str, dict[str, dict[str, float]]], ylabel: str, bar_colours: dict[str, str]
-) -> None:
+) -> Path:
     """A panel per title, in it a bar per name, stacked from parts (0 to 1) in the order of ``bar_colours``."""
     figure = _figure(max(WIDTH, 2.2 * len(panels) + 1.5), HEIGHT + 0.6)
     axes_list = _axes(figure, len(panels), sharey=True)
@@ -113,10 +111,10 @@ def plot_stacked(
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
     axes_list[0].set_ylabel(ylabel)
-    _save(figure, path)
+    return _save(figure, path)
 
 
-def plot_bars(path: Path, title: str, groups: Sequence[str], bars: dict[str, list[Point]]) -> None:
+def plot_bars(path: Path, title: str, groups: Sequence[str], bars: dict[str, list[Point]]) -> Path:
     """A group of bars per name in ``groups``, in it a bar with its interval per name in ``bars``."""
     figure = _figure(max(WIDTH, 0.3 * len(groups) * len(bars) + 3), HEIGHT)
     (axes,) = _axes(figure, 1)
@@ -130,11 +128,13 @@ def plot_bars(path: Path, title: str, groups: Sequence[str], bars: dict[str, lis
     axes.set_title(title, fontsize=TITLE_SIZE)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    _save(figure, path)
+    return _save(figure, path)
 
 
-def _errors(points: Sequence[Point]) -> list[list[float]]:
-    """Lengths of the bars below and above the means; rounding must not make one negative."""
+def _errors(points: Sequence[Point]) -> list[list[float]] | None:
+    """Lengths of the bars below and above the means, not negative by rounding; None where no point has an interval."""
+    if all(low == high for _, _, low, high in points):
+        return None
     return [[max(0.0, p[1] - p[2]) for p in points], [max(0.0, p[3] - p[1]) for p in points]]
 
 
@@ -148,7 +148,7 @@ def _axes(figure: Figure, number: int, sharey: bool = False) -> list[Any]:
     return list(figure.subplots(1, number, squeeze=False, sharey=sharey)[0])
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> Path:
     """With one legend for all panels, next to them."""
     named: dict[str, Any] = {}
     for axes in figure.axes:
@@ -156,3 +156,4 @@ def _save(figure: Figure, path: Path) -> None:
             named.setdefault(label, handle)
     figure.legend(list(named.values()), list(named), loc="outside right upper", fontsize=TEXT_SIZE)
     save_figure(figure, path)
+    return path
