@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from rlkv.benchmarks.sizes import LlamaSizes, at_least
+from rlkv.benchmarks.common import LlamaSizes, at_least
 from rlkv.eviction import EvictionPolicy, make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import DTYPES
 from rlkv.models.shape import ModelShape
 from rlkv.vllm.blocks.demand import BlockDemand, BufferDemand, SinkWindowDemand
-from rlkv.vllm.blocks.packing import PackingPlan, plan_packing
+from rlkv.vllm.blocks.packing import plan_packing
 
 LIMITED, ROOMY = "memory-limited", "not limited"
 SETTINGS = (LIMITED, ROOMY)
+PERCENTILES = (50, 90, 99)  # of the times of requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +189,9 @@ def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | No
     allocation = HeadAllocation.from_gates(gates, sparsity)
     plan = plan_packing(allocation.full, work.demand(eviction), round(work.mean_length))
     theory = theoretical_speedup(allocation.sparsity, work.kept(eviction), work.mean_length)
-    return {"sparsity": allocation.sparsity, "theory": theory, "by_blocks": _gain_by_blocks(work, plan)}
-
-
-def _gain_by_blocks(work: Workload, plan: PackingPlan) -> float:
-    held, full = [0], [0]  # running sums over the length of a text
-    for tokens in range(1, work.positions + 1):
-        held.append(held[-1] + plan.held(tokens))
-        full.append(full[-1] + plan.uncompressed(tokens))
+    held, full = (
+        [0, *accumulate(map(count, range(1, work.positions + 1)))] for count in (plan.held, plan.uncompressed)
+    )  # running sums over the length of a text
     spans = [(len(p), len(p) + n) for p, n in zip(work.prompts, work.output_lengths, strict=True)]
-    return sum(full[end] - full[start] for start, end in spans) / sum(held[end] - held[start] for start, end in spans)
+    gain = sum(full[end] - full[start] for start, end in spans) / sum(held[end] - held[start] for start, end in spans)
+    return {"sparsity": allocation.sparsity, "theory": theory, "by_blocks": gain}

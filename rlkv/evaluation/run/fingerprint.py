@@ -22,14 +22,9 @@ SAMPLED = 1024  # elements of each parameter
 DIGITS = 16  # of a SHA-256 in hexadecimal: enough to distinguish two states
 
 
-def digest(content: bytes) -> str:
-    """A short hash."""
-    return hashlib.sha256(content).hexdigest()[:DIGITS]
-
-
 def digest_of(value: Any) -> str:
     """A short hash of ``value`` as JSON."""
-    return digest(json.dumps(value, sort_keys=True, default=str).encode())
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:DIGITS]
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
