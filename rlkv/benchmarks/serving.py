@@ -215,7 +215,7 @@ def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -
         ValueError: if pools differ by more than one block.
     """
     full = {(row["setting"], row["round"]): row for row in results if row["sparsity"] is None}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for setting, mode in dict.fromkeys((row["setting"], row["mode"]) for row in results):
         own = [row for row in results if (row["setting"], row["mode"]) == (setting, mode)]
         sparsity, eviction = own[0]["sparsity"], own[0]["eviction"]

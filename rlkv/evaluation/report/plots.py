@@ -1,4 +1,4 @@
-"""Plots as PNG files: curves with intervals, grouped and stacked bars; a method looks the same in all of them."""
+"""Plots as PNG files: curves with intervals and stacked bars; a method looks the same in all of them."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def curve(xs: Iterable[float], metrics: Iterable[dict[str, Any]]) -> list[Point]
 
 def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = False) -> Path:
     """Curves with intervals as error bars, side by side; points at one x are set apart a little."""
-    figure = _figure(WIDTH if len(panels) == 1 else WIDTH + 3, HEIGHT)
-    for axes, panel in zip(_axes(figure, len(panels), sharey), panels, strict=True):
+    figure, axes_list = _figure(WIDTH if len(panels) == 1 else WIDTH + 3, HEIGHT, len(panels), sharey)
+    for axes, panel in zip(axes_list, panels, strict=True):
         styles = default_styles(panel.curves)
         xs = sorted({x for points in panel.curves.values() for x, *_ in points})
         even = panel.ticks and not panel.log
@@ -97,8 +97,7 @@ def plot_stacked(
     path: Path, panels: dict[str, dict[str, dict[str, float]]], ylabel: str, bar_colours: dict[str, str]
 ) -> Path:
     """A panel per title, in it a bar per name, stacked from parts (0 to 1) in the order of ``bar_colours``."""
-    figure = _figure(max(WIDTH, 2.2 * len(panels) + 1.5), HEIGHT + 0.6)
-    axes_list = _axes(figure, len(panels), sharey=True)
+    figure, axes_list = _figure(max(WIDTH, 2.2 * len(panels) + 1.5), HEIGHT + 0.6, len(panels), sharey=True)
     for axes, (title, bars) in zip(axes_list, panels.items(), strict=True):
         bottom = [0.0] * len(bars)
         for part, colour in bar_colours.items():
@@ -114,23 +113,6 @@ def plot_stacked(
     return _save(figure, path)
 
 
-def plot_bars(path: Path, title: str, groups: Sequence[str], bars: dict[str, list[Point]]) -> Path:
-    """A group of bars per name in ``groups``, in it a bar with its interval per name in ``bars``."""
-    figure = _figure(max(WIDTH, 0.3 * len(groups) * len(bars) + 3), HEIGHT)
-    (axes,) = _axes(figure, 1)
-    width = 0.8 / len(bars)
-    for place, (name, points) in enumerate(bars.items()):
-        xs = [group + (place - (len(bars) - 1) / 2) * width for group in range(len(groups))]
-        style: dict[str, Any] = {"capsize": 2, "label": name, "color": f"C{place % 10}", "alpha": 0.9}
-        axes.bar(xs, [p[1] for p in points], width * 0.95, yerr=_errors(points), **style)
-    axes.set_xticks(range(len(groups)), groups)
-    axes.set(ylabel=ACCURACY, ylim=(0, 1.05))
-    axes.set_title(title, fontsize=TITLE_SIZE)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    return _save(figure, path)
-
-
 def _errors(points: Sequence[Point]) -> list[list[float]] | None:
     """Lengths of the bars below and above the means, not negative by rounding; None where no point has an interval."""
     if all(low == high for _, _, low, high in points):
@@ -138,14 +120,12 @@ def _errors(points: Sequence[Point]) -> list[list[float]] | None:
     return [[max(0.0, p[1] - p[2]) for p in points], [max(0.0, p[3] - p[1]) for p in points]]
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure(width: float, height: float, panels: int, sharey: bool) -> tuple[Figure, list[Any]]:
+    """A figure and its axes, side by side."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _axes(figure: Figure, number: int, sharey: bool = False) -> list[Any]:
-    return list(figure.subplots(1, number, squeeze=False, sharey=sharey)[0])
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(1, panels, squeeze=False, sharey=sharey)[0])
 
 
 def _save(figure: Figure, path: Path) -> Path:

@@ -28,10 +28,9 @@ def digest_of(value: Any) -> str:
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
-    """Config, kind of device, number type and a hash over weights.
+    """Config, kind of device, number type and a hash over up to 1,024 evenly spaced elements of each parameter.
 
-    Up to 1,024 evenly spaced elements of each parameter are hashed, the first and the last among them: another
-    training, merge or quantization is seen, a change of single elements may not be.
+    Another training, merge or quantization is seen, a change of single elements may not be.
     """
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
     config.pop("transformers_version", None)

@@ -127,7 +127,7 @@ def run_method(
     """Decode and grade what ``rows_file`` does not hold yet.
 
     Args:
-        facts: what else the rows depend on, compared in addition to settings, problems, prompts, model and versions.
+        facts: what else the rows depend on besides settings, problems, prompts, model and versions.
         on_rows: called with units done, units in all, and the accuracy so far, of this process; on another thread.
         earlier: files of the same run with another number of processes, whose rows are taken over.
 
@@ -140,7 +140,11 @@ def run_method(
         ValueError: if one of the files was written with other settings; the differences are named.
         StoreInUseError: if another process is writing one of them.
     """
-    run = _Run(model, tokenizer, problems, allocation, settings)
+    cache = settings.cache
+    engine = InferenceEngine(
+        model, tokenizer, allocation, cache.sink, cache.window, cache.prefill, settings.batch_size, cache.eviction
+    )
+    run = _Run(engine, problems, settings)
     compared = run.fingerprint(facts)
     found = [row for file in earlier for row in read_store(file, KEY, compared)]
     with open_store(rows_file, compared, KEY, {"commit": commit()}) as store:
@@ -167,19 +171,9 @@ def run_method(
 class _Run:
     """The share of the batches that this process decodes; ``units`` are the keys of its rows, in their order."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        problems: list[Problem],
-        allocation: HeadAllocation,
-        settings: RunSettings,
-    ) -> None:
-        cache, size = settings.cache, settings.batch_size
-        sizes = (cache.sink, cache.window, cache.prefill)
-        self.engine = InferenceEngine(model, tokenizer, allocation, *sizes, batch_size=size, eviction=cache.eviction)
-        self.problems, self.settings = problems, settings
-        self.lengths = self.engine.prompt_lengths([problem.prompt for problem in problems])
+    def __init__(self, engine: InferenceEngine, problems: list[Problem], settings: RunSettings) -> None:
+        self.engine, self.problems, self.settings = engine, problems, settings
+        self.lengths = engine.prompt_lengths([problem.prompt for problem in problems])
         batches = enumerate(plan_batches(self.lengths, settings))
         self.batches = {number: batch for number, batch in batches if number % settings.ranks == settings.rank}
         self.units = [self.key(unit) for batch in self.batches.values() for unit in batch]
@@ -198,8 +192,7 @@ class _Run:
             "model_state": model_facts(self.engine.model),
             "libraries": library_facts(),
         }
-        twice = own.keys() & facts.keys()
-        assert not twice, f"facts that are compared anyway: {twice}"
+        assert not own.keys() & facts.keys()
         return own | facts
 
     def decode(self, number: int, missing: set[Unit], submit: Callable[[Callable[[], Row]], None]) -> None:

@@ -1,15 +1,14 @@
-"""Gate distributions (RLKV, figure 3): sorted gates, histograms and heat maps of several rankings side by side."""
+"""Gate distributions (RLKV, figure 3): sorted gates and heat maps of several rankings."""
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlkv.evaluation.heads.oracle import agreement
 from rlkv.evaluation.report.page import Page
-from rlkv.evaluation.report.plots import default_styles
+from rlkv.evaluation.report.plots import Panel, plot_curves
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.measurements import ConditionRequests
 from rlkv.evaluation.study.outcomes import Metrics
@@ -84,13 +83,15 @@ class GateDistribution(Analysis):
             "Spearman correlations of the gates with the order of elimination and with the accuracy that each head "
             "alone costs.",
         )
-        plot_distributions(metrics["methods"], folder / "gates.png")
-        page.picture(
-            folder / "gates.png",
-            "Gates in ascending order and their histogram: first seed of each method (others thin).",
-        )
-        alphas = {name: found[0]["alpha"] for name, found in metrics["methods"].items()}
-        plot_heat_maps(alphas, folder / "heat-maps.png")
+        first_alphas = {name: seeds[0]["alpha"] for name, seeds in metrics["methods"].items()}
+        curves = {}
+        for name, alpha in first_alphas.items():
+            curves[name] = [(rank, v, v, v) for rank, v in enumerate(sorted(chain(*alpha)), start=1)]
+        styles = {name: {"marker": ""} for name in curves}
+        axes = ("KV heads, by gate", curves, "gate", styles)
+        plot = plot_curves(folder / "gates.png", Panel("Gates in ascending order", *axes, ticks=False))
+        page.picture(plot, "Gates in ascending order: first seed of each method.")
+        plot_heat_maps(first_alphas, folder / "heat-maps.png")
         page.picture(folder / "heat-maps.png", "Gates by layer and KV head: first seed of each method.")
 
 
@@ -101,29 +102,6 @@ def _row(label: str, seed: Metrics) -> list[str]:
         values = (agrees["spearman_elimination"], agrees["spearman_single_head"])
         shown = [f"{agrees['overlap_at_0.5']:.0%}", *(NOT_AVAILABLE if v is None else f"{v:.2f}" for v in values)]
     return [label, f"{seed['mean']:.3f}", *(str(seed[name]) for name in ("at_0", "between", "at_1")), *shared, *shown]
-
-
-def plot_distributions(methods: dict[str, list[Metrics]], path: Path) -> None:
-    """Sorted gates of every seed (the first one thick), and histograms of the first seeds as outlines."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    ordered, histogram = figure.subplots(1, 2)
-    styles = default_styles(methods)
-    for name, (first, *others) in methods.items():
-        values, color = np.sort(first["alpha"], axis=None), styles[name]["color"]
-        ranks = range(1, len(values) + 1)
-        ordered.plot(ranks, values, color=color, linewidth=2.0, label=name)
-        for seed in others:
-            ordered.plot(ranks, np.sort(seed["alpha"], axis=None), color=color, linewidth=0.6, alpha=0.7)
-        histogram.hist(values, bins=[b / 10 for b in range(11)], histtype="step", color=color, linewidth=1.6)
-    ordered.set(xlabel="KV heads, by gate", ylabel="gate", ylim=(-0.02, 1.02))
-    histogram.set(xlabel="gate", ylabel="KV heads")
-    for axes, title in ((ordered, "Gates in ascending order"), (histogram, "Histogram (first seeds)")):
-        axes.set_title(title, fontsize=TITLE_SIZE)
-        axes.grid(alpha=0.3)
-    figure.legend(*ordered.get_legend_handles_labels(), loc="outside right upper", fontsize=TEXT_SIZE)
-    save_figure(figure, path)
 
 
 def plot_heat_maps(alphas: dict[str, list[list[float]]], path: Path) -> None:

@@ -55,11 +55,7 @@ class Ranking:
 
 
 def group_by_name(items: Sequence[str], option: str, taken: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Files of ``NAME=FILE`` texts by name, in the order of the names; several files are seeds of one method.
-
-    Raises:
-        ValueError: for a text without a name, and for a name in ``taken``.
-    """
+    """Files of ``NAME=FILE`` texts by name, which must not be ``taken``; several files are seeds of one method."""
     files: dict[str, list[str]] = {}
     for item in items:
         name, separator, file = item.partition("=")
@@ -72,11 +68,7 @@ def group_by_name(items: Sequence[str], option: str, taken: Sequence[str] = ()) 
 
 
 def gates_rankings(files: dict[str, list[str]], config: PretrainedConfig) -> list[Ranking]:
-    """A ranking per name, an order per gates file.
-
-    Raises:
-        ValueError: if a file is not a gates file, or not for this model.
-    """
+    """A ranking per name, an order per gates file, which must be for this model."""
     found = []
     for name, paths in files.items():
         gates = tuple(HeadGates.load(path) for path in paths)

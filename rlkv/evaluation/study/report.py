@@ -17,18 +17,17 @@ from rlkv.evaluation.study.text import SAME, SEEDS_FIXED
 from rlkv.utils.atomic import atomic_path
 from rlkv.utils.provenance import provenance
 
-MEASURED = "measured.json"
 NOT_SAID = "its file does not say"
+
+
+def write_measured(folder: Path, study: Study) -> None:
+    """``measured.json``, which says that every condition is there, for a process that only measures."""
+    _write_json(folder / "measured.json", {"conditions": study.measurements.describe(), **provenance()})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     with atomic_path(path) as partial:
         partial.write_text(json.dumps(content, indent=1, default=str) + "\n")
-
-
-def write_measured(folder: Path, study: Study) -> None:
-    """``measured.json``, which says that every condition is there, for a process that only measures."""
-    _write_json(folder / MEASURED, {"conditions": study.measurements.describe(), **provenance()})
 
 
 def write_report(

@@ -10,15 +10,14 @@ from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.heads.oracle import read_truth
 from rlkv.evaluation.report.published import published_name
 from rlkv.evaluation.run.runner import RunSettings, task_problems
-from rlkv.evaluation.study.ablations import Ablations
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.budget import Budget
-from rlkv.evaluation.study.comparison import Comparison
+from rlkv.evaluation.study.comparison import Ablations, Comparison
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.gates import GateDistribution
 from rlkv.evaluation.study.lengths import Lengths
 from rlkv.evaluation.study.matching import policy_templates
-from rlkv.evaluation.study.measurements import ConditionRequests, Measurements, StudyTask
+from rlkv.evaluation.study.measurements import Measurements, StudyTask
 from rlkv.evaluation.study.modes import ErrorModes
 from rlkv.evaluation.study.rankings import gates_rankings, reference_rankings
 from rlkv.evaluation.study.report import write_measured, write_report
@@ -28,20 +27,10 @@ from rlkv.evaluation.study.threshold import NearLossless
 from rlkv.evaluation.tasks import find_tasks
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
-from rlkv.utils.progress import progress_bar
 
-KINDS: tuple[type[Analysis], ...] = (
-    Sweep,
-    Comparison,
-    NearLossless,
-    Sensitivity,
-    ErrorModes,
-    Lengths,
-    Budget,
-    GateDistribution,
-    Ablations,
-)
-ANALYSES = {kind.name: kind for kind in KINDS}
+KINDS: list[type[Analysis]] = [Sweep, Comparison, NearLossless, Sensitivity, ErrorModes, Lengths, Budget]
+KINDS += [GateDistribution, Ablations]
+ANALYSES = {kind.name: kind for kind in KINDS}  # in the order of the report
 
 
 def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]:
@@ -104,19 +93,10 @@ def load_study(config: StudyConfig) -> Study:
 
 
 def measure(study: Study, analyses: Sequence[Analysis]) -> None:
-    """Decode all conditions that the analyses need, the full cache first."""
-    _measure(study, "full cache", study.full_conditions())
-    # one by one, since matched budgets need the texts of the full cache
-    _measure(study, "conditions", (request for analysis in analyses for request in analysis.conditions(study)))
-
-
-def _measure(study: Study, title: str, requests: ConditionRequests) -> None:
-    with progress_bar(title, "problems") as bar:
-
-        def on_progress(condition: str, done: int, total: int, accuracy: float) -> None:
-            bar.update(done, total, condition, f"accuracy {accuracy:.3f}")
-
-        study.measurements.measure(requests, on_progress)
+    """Decode all conditions that the analyses need, the full cache first: matched budgets need its texts."""
+    study.measurements.measure("full cache", study.full_conditions())
+    requests = (request for analysis in analyses for request in analysis.conditions(study))
+    study.measurements.measure("conditions", requests)
 
 
 def run_study(config: StudyConfig) -> list[str] | None:

@@ -92,14 +92,10 @@ class NearLossless(Analysis):
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
         thresholds = found["methods"].items()
-        lines = [
+        return [
             f"{task}: near-lossless (at most {100 * metrics['margin']:g} points below the full cache at every measured "
-            f"sparsity) up to {', '.join(f'{name} {_text(threshold)}' for name, threshold in thresholds)}."
-        ]
-        return lines + [
-            f"{task}: {name}: {text}."
-            for name, threshold in thresholds
-            if not _shows_margin(threshold) and (text := excluded_text(threshold))
+            f"sparsity) up to {', '.join(f'{name} {_text(threshold)}' for name, threshold in thresholds)}.",
+            *(f"{task}: {name}: {excluded_text(of)}." for name, of in thresholds if not _shows_margin(of)),
         ]
 
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
@@ -123,8 +119,7 @@ class NearLossless(Analysis):
 
 
 def _shows_margin(threshold: Metrics) -> bool:
-    bound = threshold["not_excluded"]
-    return bound is None or bound <= threshold["margin"] + ROUNDING
+    return (threshold["not_excluded"] or 0) <= threshold["margin"] + ROUNDING
 
 
 def excluded_text(threshold: Metrics) -> str:
@@ -132,9 +127,9 @@ def excluded_text(threshold: Metrics) -> str:
     if threshold["not_excluded"] is None:
         return ""
     text = f"n = {threshold['n']} excludes a loss of more than {100 * threshold['not_excluded']:.1f} points"
-    if _shows_margin(threshold):
-        return text
-    return f"{text}, which is above the margin of {100 * threshold['margin']:g}: near-lossless is not shown"
+    if not _shows_margin(threshold):
+        text += f", which is above the margin of {100 * threshold['margin']:g}: near-lossless is not shown"
+    return text
 
 
 def _text(threshold: Metrics) -> str:

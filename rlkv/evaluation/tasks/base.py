@@ -18,8 +18,8 @@ class EvalProblem:
     """One problem of a task.
 
     Attributes:
-        id: unique within the task and stable: what result files name it by.
-        prompt: the user's message, template included; ``render_prompt(tokenizer, prompt, "plain")`` is what is decoded.
+        id: unique and stable: what result files name it by.
+        prompt: the user's message, template included.
         answer: the reference answer: an expression, a letter, or a program.
         meta: what else the row holds: ``solution`` (maths), ``options`` (choice), ``tests`` and ``setup`` (code).
     """
@@ -95,16 +95,12 @@ class EvalTask:
 
 
 def fill(template: str, texts: Mapping[str, str]) -> str:
-    """``template`` with its placeholders filled in one pass: braces in the texts stay as they are."""
+    """``template`` with its placeholders filled; braces in the texts stay as they are."""
     return _PLACEHOLDER.sub(lambda match: texts[match.group(1)], template)
 
 
 def first_field(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:
-    """The first of ``names`` that the row has.
-
-    Raises:
-        ValueError: if it has none of them.
-    """
+    """The first of ``names`` that the row has; a ``ValueError`` if it has none of them."""
     for name in names:
         if name in row:
             return name
