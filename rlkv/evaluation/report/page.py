@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
@@ -49,37 +49,31 @@ class Cell:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Heading:
+class Heading(NamedTuple):
     text: str
     level: int
 
 
-@dataclass(frozen=True)
-class Paragraph:
+class Paragraph(NamedTuple):
     text: str
     strong: bool
 
 
-@dataclass(frozen=True)
-class Bullets:
+class Bullets(NamedTuple):
     items: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Code:
+class Code(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     caption: str
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     path: Path
     caption: str
 

@@ -15,10 +15,9 @@ from rlkv.evaluation.study.budget import Budget
 from rlkv.evaluation.study.comparison import Ablations, Comparison
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.gates import GateDistribution
-from rlkv.evaluation.study.lengths import Lengths
 from rlkv.evaluation.study.matching import policy_templates
 from rlkv.evaluation.study.measurements import Measurements, StudyTask
-from rlkv.evaluation.study.modes import ErrorModes
+from rlkv.evaluation.study.outputs import ErrorModes, Lengths
 from rlkv.evaluation.study.rankings import gates_rankings, reference_rankings
 from rlkv.evaluation.study.report import write_measured, write_report
 from rlkv.evaluation.study.sensitivity import Sensitivity, top_heads

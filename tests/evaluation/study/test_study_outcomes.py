@@ -12,9 +12,8 @@ from rlkv.evaluation.stats.metrics import (
     repetition_rate,
     wilson_interval,
 )
-from rlkv.evaluation.study.lengths import both_right, repetition_of
-from rlkv.evaluation.study.modes import mode_shares
 from rlkv.evaluation.study.outcomes import accuracy_of, compare, mean_scores, outcome_of
+from rlkv.evaluation.study.outputs import both_right, mode_shares, repetition_of
 from tests.helpers.study_fakes import outcome
 
 
