@@ -137,9 +137,7 @@ def write_result(
 ) -> None:
     """Write NAME.json, NAME.md and NAME.png, and print the page.
 
-    Args:
-        config: the dataclass with all options.
-        facts: what else the JSON file carries; ``versions`` are added to the installed ones.
+    ``facts`` join the JSON file; ``versions`` among them are added to the installed ones.
     """
     found = provenance()
     found["versions"] |= facts.pop("versions", {})

@@ -1,8 +1,7 @@
 """What an eviction costs: its time against one decode step, and its memory high-water mark.
 
-Keys, values and queries are random, for one row with a part that all keys share.  An eviction happens in every layer,
-so it is compared with a decode step as *layers x one eviction / one step of the whole model*; a policy with a buffer
-pays that once per ``buffer`` tokens.
+States are random.  An eviction happens in every layer, so *layers x one eviction / one step of the whole model* is
+compared; a policy with a buffer pays that once per ``buffer`` tokens.
 """
 
 from __future__ import annotations

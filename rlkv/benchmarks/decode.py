@@ -189,11 +189,7 @@ def _rows_of(variants: list[Variant], rows: int) -> list[dict[str, Any]]:
 
 
 def measure_decode(config: DecodeConfig) -> list[dict[str, Any]]:
-    """Time all variants for every batch and context.
-
-    Returns:
-        Rows with ``batch, context, cache, ms_per_step, ...`` and bytes of KV held / held by DynamicCache.
-    """
+    """Time all variants for every batch and context; rows are those of :func:`_rows_of`."""
     model, results = config.build_model(max(config.contexts) + 1024), []
     settings = list(product(config.batches, config.contexts))
     total = len(settings) * config.rounds * (len(config.sparsities) + 2)

@@ -1,8 +1,7 @@
 """Offline throughput of the vLLM plugin: the full cache and head reallocation in turns, each run in its own process.
 
 All requests arrive at once, with the same prompts and forced output lengths, and all modes have pools of the same
-bytes. Where memory is the limit, requests that hold less let more of them run in a step. The full cache is the stock
-model; the plugin is loaded there too, and idle. Weights are random ("dummy"): time and memory do not depend on them.
+bytes. The full cache is the stock model; the plugin is loaded there too, and idle. Weights are random.
 """
 
 from __future__ import annotations
@@ -89,11 +88,7 @@ class ServingConfig(Workload):
         return [Run(setting, *mode, turn) for setting in self.settings for turn in range(self.rounds) for mode in modes]
 
     def head_gates(self) -> HeadGates:
-        """The gates file, or random gates.
-
-        Raises:
-            ValueError: if the gates are for another number of layers or KV heads.
-        """
+        """The gates file, which must fit the model, or random gates."""
         found = HeadGates.load(self.gates) if self.gates else self.random_gates()
         if found.alpha.shape != (self.layers, self.kv_heads):
             raise ValueError(
@@ -140,15 +135,7 @@ def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
 
 
 def do_runs(config: ServingConfig, gates: HeadGates) -> list[dict[str, Any]]:
-    """Do the runs that the folder does not hold yet.
-
-    Returns:
-        One result per run: what :func:`rlkv.benchmarks.engine_run.run` gives.
-
-    Raises:
-        ValueError: if a run fails, with its last error and where its output is; if the folder holds runs under other
-            settings, naming what differs.
-    """
+    """Do the runs that the folder does not hold yet; a result per run (:func:`rlkv.benchmarks.engine_run.run`)."""
     path, runs = config.output_dir / RUNS, config.runs()
     if config.fresh:
         path.unlink(missing_ok=True)

@@ -26,11 +26,7 @@ PERCENTILES = (50, 90, 99)  # of the times of requests
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(LlamaSizes):
-    """The same requests for every mode.
-
-    The default model is for 2 cores: its weights of about 100 MB are read in every step, so that a step of many
-    requests costs little more than one.
-    """
+    """The same requests for every mode; the default model is for 2 cores."""
 
     layers: int = 2
     hidden: int = 1024
@@ -145,8 +141,7 @@ class Workload(LlamaSizes):
     def pool_bytes(self, setting: str) -> int:
         """The same for every mode: whole blocks of the full cache, and the one that the engine sets aside.
 
-        Where memory shall not be the limit, the longest requests fit at once, with a tenth more for blocks that
-        packing does not fill.
+        A roomy pool holds the longest requests at once, with a tenth more for blocks that packing does not fill.
         """
         blocks = -(-self.pool_tokens // self.block_size)
         if setting == ROOMY:
@@ -181,10 +176,8 @@ def theoretical_speedup(sparsity: float, kept: int, length: float) -> float:
 def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | None = None) -> dict[str, float]:
     """What ``sparsity`` should bring where memory is the limit, from lengths alone; ``eviction``: name of a policy.
 
-    Returns:
-        ``sparsity``, the exact share of compressible heads; ``theory``, :func:`theoretical_speedup`; ``by_blocks``,
-        bytes times tokens that the requests hold over their lives, full cache over this allocation, in whole blocks:
-        requests start short, and blocks are coarse. Steps can shrink by about this.
+    ``sparsity`` is the exact share of compressible heads; ``theory`` is :func:`theoretical_speedup`; ``by_blocks``:
+    bytes times tokens that the requests hold over their lives, full cache over this allocation, in whole blocks.
     """
     allocation = HeadAllocation.from_gates(gates, sparsity)
     plan = plan_packing(allocation.full, work.demand(eviction), round(work.mean_length))

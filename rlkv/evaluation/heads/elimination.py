@@ -29,10 +29,8 @@ class Trace:
 class TraceScorer:
     """Scores allocations on fixed traces: ``(share of traces reproduced, mean log-probability per token)``.
 
-    Prompt and solution are read in one call with ``prefill="local"``: every token sees exactly the cache entries that
-    it would see in decoding, and the prompt is masked in the same way, as in training.  A trace whose every token is
-    the argmax is a problem that greedy decoding solves with the same words.  Traces are batched by equal lengths, so
-    nothing is padded.
+    Prompt and solution are read in one call with ``prefill="local"``: every token sees the cache entries that it would
+    see in decoding.  A trace whose every token is the argmax is what greedy decoding writes.
     """
 
     def __init__(self, model: PreTrainedModel, traces: list[Trace], sink: int, window: int) -> None:

@@ -1,8 +1,6 @@
 """Heads in the order in which they can go, measured among those that the gates keep: a closing step after training.
 
-A gate says how much of a head is needed while the others are open too, not what is lost when the head goes.  At the
-sparsity where the gates stop being certain, the candidates are made compressible one by one, each time the one whose
-loss leaves the best score (:func:`rlkv.evaluation.heads.elimination.backward_elimination`).
+A gate says how much of a head is needed while the others are open too, not what is lost when the head goes.
 """
 
 from __future__ import annotations
@@ -59,9 +57,6 @@ class Span:
     """The part of the order that is measured: heads that go between the sparsities ``low`` and ``high``.
 
     ``candidates`` heads are full at ``low``; ``steps`` of them go.
-
-    Raises:
-        ValueError: if the sparsities are not in [0, 1], or no head lies between them.
     """
 
     gates: HeadGates
@@ -113,11 +108,7 @@ def rerank(span: Span, score: Score, on_call: Callable[[], None]) -> tuple[HeadG
 
 
 def rerank_file(config: RerankConfig) -> None:
-    """Re-rank a gates file into another one, and print what was measured.
-
-    Raises:
-        ValueError: if the files do not fit each other, the model or the settings.
-    """
+    """Re-rank a gates file into another one, and print what was measured."""
     found = HeadGates.load(config.gates)
     span = Span(found, config.low, config.high)
     if not config.model and found.model is None:

@@ -47,12 +47,9 @@ def write_report(folder: Path, done: Evaluation) -> None:
 def evaluation_page(
     methods: list[CompressionMethod], summaries: list[Summary], origin: dict[str, Any], config: dict[str, Any]
 ) -> Page:
-    """The whole report.
+    """The whole report, from :func:`rlkv.evaluation.report.eval_report.summarize` of every task with every method.
 
-    Args:
-        summaries: of :func:`rlkv.evaluation.report.eval_report.summarize`, every task with every method.
-        origin: of :func:`rlkv.utils.provenance.provenance`.
-        config: of :class:`rlkv.evaluation.run.evaluation.Evaluation`; published numbers are looked up by its model.
+    ``origin`` is of :func:`rlkv.utils.provenance.provenance`; published numbers are those of the model in ``config``.
     """
     page = Page(f"Evaluation of {config['model']}")
     page.paragraph(HOW_TO_READ)

@@ -36,9 +36,6 @@ def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | No
 
     Args:
         full_rows: of the full cache on the same problems; None if it was not run: no differences and error modes then.
-
-    Raises:
-        ValueError: if the full cache was run on other problems.
     """
     verdicts = by_problem(rows)
     scores = problem_scores(list(verdicts.values()))

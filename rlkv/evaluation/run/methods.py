@@ -103,12 +103,7 @@ def _number(text: str, name: str, example: str) -> float:
 
 
 def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[str, HeadGates]:
-    """Gates files given as FILE or NAME=FILE, by their names; an existing file is taken whole, even with a ``=``.
-
-    Raises:
-        ValueError: if a name is taken twice or ``reserved``, cannot be a part of a method's name or a folder, or a
-            file is not a gates file.
-    """
+    """Gates files given as FILE or NAME=FILE, by names that are not ``reserved``; an existing file is taken whole."""
     named: dict[str, str] = {}
     for item in items:
         name, separator, file = item.partition("=")

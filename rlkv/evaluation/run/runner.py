@@ -1,9 +1,8 @@
 """One method on one task: every generation with its verdict in a file, resumable at any moment.
 
-A *unit* is one sample of one problem.  Units are sorted by prompt length and decoded in fixed batches.  A row is graded
-and written when its text ends, on another thread than decoding.  A run that was killed decodes its interrupted batch
-again, whole, writes the rows that are missing, and ends with the rows of an uninterrupted one (greedily, or with the
-same seed).  Each of several processes takes every n-th batch and writes a file of its own.
+A *unit* is one sample of one problem.  Units are sorted by prompt length and decoded in fixed batches; a row is graded
+and written when its text ends, on another thread.  A run that was killed decodes its interrupted batch again, whole,
+and ends with the rows of an uninterrupted one.  Each of several processes takes every n-th batch.
 """
 
 from __future__ import annotations

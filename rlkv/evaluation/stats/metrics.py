@@ -64,11 +64,7 @@ def problem_scores(correct: Sequence[Sequence[bool]], k: int = 1) -> Floats:
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95% Wilson score interval of a proportion (Wilson, JASA 22, 1927), sound at 0 and 1 and for small ``n``.
-
-    Raises:
-        ValueError: unless 0 <= successes <= n and n > 0.
-    """
+    """95% Wilson score interval of a proportion (JASA 22, 1927), sound at 0 and 1 and for small ``n``."""
     interval = binomtest(successes, n).proportion_ci(method="wilson")
     return float(interval.low), float(interval.high)
 
@@ -107,9 +103,6 @@ def mean_with_interval(scores: Sequence[float] | Floats) -> Estimate:
     """Mean of a score in [0, 1] per problem: Wilson's interval where all are 0 or 1, else bootstrap over problems.
 
     Where all problems have the same score in between, the bootstrap has no width, and :func:`unseen_interval` is taken.
-
-    Raises:
-        ValueError: without problems.
     """
     values = np.asarray(scores, dtype=np.float64)
     if values.size and np.isin(values, (0.0, 1.0)).all():

@@ -25,11 +25,10 @@ class Study:
     Attributes:
         rankings: what is compared; the first one with every other.
         ablations: variants of the first one, compared with it alone.
-        entry_size: of the model, to count bytes.
         policies: templates of the eviction policies whose budgets are compared.
         top_heads: numbers of heads, the most needed ones, that the sensitivity compresses.
-        truth: content of a ground-truth file, to compare gates with; None if there is none.
-        published: model whose published numbers are shown; None if it has none.
+        truth: content of a ground-truth file, to compare gates with.
+        published: model whose published numbers are shown.
     """
 
     rankings: tuple[Ranking, ...]

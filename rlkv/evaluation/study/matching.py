@@ -1,8 +1,7 @@
 """Which heads stay full x what the others keep, all at the same bytes of KV.
 
 A *saving* is the share of the full cache's bytes that must not be held at the end of a text.  Every method gets the
-largest budget that holds at most the rest, over the texts of the full-cache run; observed queries and accumulated
-scores count.  What the method's own texts held is reported with it.
+largest budget that holds at most the rest, over the texts of the full-cache run.
 """
 
 from __future__ import annotations
@@ -89,13 +88,7 @@ class ByteTarget:
 
 @dataclass(frozen=True)
 class Match:
-    """A method at a saving, with its budget.
-
-    Attributes:
-        method: what tables call it.
-        heads: the ranking whose heads are full; empty for none.
-        condition: None if what must be kept is more than the saving leaves.
-    """
+    """A method at a saving; ``heads``: the ranking whose heads are full; ``condition``: None if nothing fits."""
 
     method: str
     heads: str
@@ -108,13 +101,8 @@ def policy_templates(
 ) -> dict[str, EvictionPolicy]:
     """Policies of the same sizes, by the name that they have in a table; a matching sets their budgets.
 
-    Args:
-        buffer, observation, extra: as of :class:`EvictionPolicy`; a policy that by default compacts at every token,
-            observes one or keeps no sinks stays so.
-        prompt_variants: each policy also with the other choice of ``protect_prompt``.
-
-    Raises:
-        ValueError: for an unknown policy, or fewer than 5 ``extra`` entries.
+    A policy that by default compacts at every token, observes one or keeps no sinks stays so.  With ``prompt_variants``
+    each policy also comes with the other choice of ``protect_prompt``.
     """
     if extra < MIN_EXTRA:
         raise ValueError(f"--extra is {extra}: policies need {MIN_EXTRA} or more entries in addition to the ratio")

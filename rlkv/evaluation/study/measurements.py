@@ -1,8 +1,7 @@
 """Conditions, each measured once: the decodings that all analyses of a study share.
 
-Greedy decoding is deterministic, so seeds that keep the same heads, and analyses that request the same condition, share
-one measurement.  Its rows are in one file, named by what was measured; a study that was stopped resumes from the files.
-Several processes may measure the same study: each takes conditions that no other one is at, and reads what those leave.
+Greedy decoding is deterministic, so seeds that keep the same heads share one measurement.  Its rows are in one file; a
+study that was stopped resumes from the files.  Of several processes each takes conditions that no other one is at.
 """
 
 from __future__ import annotations
@@ -63,12 +62,7 @@ class StudyTask:
 
 
 class Measurements:
-    """Measures conditions and hands out what was measured.
-
-    Args:
-        folder: takes the rows.
-        facts: what the rows depend on besides the settings of the tasks.
-    """
+    """Measures conditions, with rows in ``folder``, and hands out what was measured; rows depend on ``facts`` too."""
 
     def __init__(
         self,
@@ -84,14 +78,7 @@ class Measurements:
         self._outcomes: dict[Condition, Outcome] = {}
 
     def measure(self, title: str, requests: ConditionRequests) -> None:
-        """Measure the conditions that were not measured yet, with a progress bar.
-
-        Args:
-            requests: what to call a condition, and the condition; one condition may come under several names.
-
-        Raises:
-            ValueError: if the file of a condition was written with other settings.
-        """
+        """Measure the (name, condition) ``requests`` that were not measured yet, with a progress bar."""
         requested = dict.fromkeys(requests)
         for label, condition in requested:
             self.labels.setdefault(condition, []).append(label)

@@ -33,11 +33,7 @@ ANALYSES = {kind.name: kind for kind in KINDS}  # in the order of the report
 
 
 def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]:
-    """The analyses ``names`` in the order of the report; none named: all that can be done.
-
-    Raises:
-        ValueError: for an unknown name, and for ablations without their gates.
-    """
+    """The analyses ``names`` in the order of the report; none named: all that can be done."""
     names = names or [name for name in ANALYSES if has_ablations or name != Ablations.name]
     for name in names:
         if name not in ANALYSES:
@@ -48,11 +44,7 @@ def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]
 
 
 def load_study(config: StudyConfig) -> Study:
-    """Everything that the options name, read and checked before anything is written.
-
-    Raises:
-        ValueError: for options that do not fit the model, each other or their files.
-    """
+    """Everything that the options name, read and checked before anything is written."""
     tasks = find_tasks(config.tasks, config.data)
     policies = policy_templates(
         config.policies, config.buffer, config.observation, config.extra, config.prompt_variants
@@ -99,11 +91,7 @@ def measure(study: Study, analyses: Sequence[Analysis]) -> None:
 
 
 def run_study(config: StudyConfig) -> list[str] | None:
-    """Measure and report; the findings, or None with ``measure_only``.
-
-    Raises:
-        ValueError: as :func:`load_study`, and if rows of other settings lie in the output folder.
-    """
+    """Measure and report; the findings, or None with ``measure_only``."""
     started = time.monotonic()
     analyses = choose_analyses(config.analyses, bool(config.ablation))
     study = load_study(config)

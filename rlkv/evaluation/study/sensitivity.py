@@ -1,7 +1,4 @@
-"""Head sensitivity (RLKV, figure 7): compress only the heads that a ranking considers most needed.
-
-The faster accuracy falls, the better the ranking knows which heads reasoning needs.
-"""
+"""Head sensitivity (RLKV, figure 7): accuracy without the heads that a ranking considers most needed."""
 
 from __future__ import annotations
 
@@ -27,9 +24,6 @@ def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
     """How many of ``total`` heads to compress from the top: whole numbers, or shares of all heads if below 1.
 
     By default 1 to 8 heads of a small model, 1% to 20% of a large one.
-
-    Raises:
-        ValueError: for a number that is neither, or beyond the model's heads.
     """
     found = set()
     for value in values or (NUMBERS if total <= FEW_HEADS else SHARES):

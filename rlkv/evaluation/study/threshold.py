@@ -41,13 +41,10 @@ class Threshold:
 
 
 def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], margin: float, seed: int = 0) -> Threshold:
-    """The threshold of one method and its percentile interval by bootstrap over problems.
+    """The threshold of one method and its percentile interval by bootstrap over problems, the same for both runs.
 
-    Both runs are resampled together, and the threshold of each resample is found as that of the data.
-
-    Args:
-        full: accuracy of the full cache on each problem, ``[problems]``.
-        scores: of the method, ``[sparsities, problems]``; ``sparsities`` ascend.
+    ``full``: accuracy of the full cache on each problem, ``[problems]``; ``scores``: of the method, ``[sparsities,
+    problems]``; ``sparsities`` ascend.
     """
     values = np.array([0.0, *sparsities])
     losses = full - scores

@@ -79,11 +79,7 @@ class EvalTask:
     draw: Callable[[int, int], list[Row]] | None = None
 
     def problems(self, rows: Iterable[Row]) -> list[EvalProblem]:
-        """The problems of ``rows``.
-
-        Raises:
-            ValueError: if a row is broken, or two rows have one id.
-        """
+        """The problems of ``rows``; a ``ValueError`` if a row is broken, or two rows have one id."""
         found: dict[str, EvalProblem] = {}
         for number, (where, row) in enumerate(self.select(rows), start=1):
             parsed = self.parse(row, where, number)

@@ -94,9 +94,7 @@ def wrong_program(program: str) -> str:
 def check_code(problems: list[EvalProblem]) -> Check:
     """Grade problems of MBPP with their reference program, an empty one, a wrong one and the next problem's.
 
-    Returns:
-        The number of problems, ids of those that are ``refused`` with their reference, and of those that pass with
-        another program.
+    ``refused`` has ids that fail with their reference, ``NAME_passed`` those that pass with another program.
     """
     passed: dict[str, list[str]] = {name: [] for name in ("reference", "empty", "wrong", "next")}
     started = time.monotonic()

@@ -46,11 +46,7 @@ def find_task(name: str) -> EvalTask:
 
 
 def find_tasks(names: Sequence[str], data: Path | None) -> list[EvalTask]:
-    """The tasks ``names``, whose problems are read from ``data`` (None: the hub).
-
-    Raises:
-        ValueError: if there is no such task, one is named twice, or one file would be read as the data of several.
-    """
+    """The tasks ``names``, each once, with a file of its own in ``data`` (None: the hub); else a ``ValueError``."""
     found = [find_task(name) for name in names]
     if len(set(names)) < len(found):
         raise ValueError(f"--tasks {' '.join(names)} names a task twice: leave one out")
