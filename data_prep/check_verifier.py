@@ -17,7 +17,7 @@ from pathlib import Path
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
 from rlkv.data.deepscaler import load_problems
-from rlkv.evaluation.tasks.checks import check_verifier, verifier_page, write_checks
+from rlkv.evaluation.report.checks import check_verifier, verifier_page, write_checks
 from rlkv.verifier.verifier import Verifier
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.evaluation.tasks.checks import check_code, grader_page, math_checks, write_checks
+from rlkv.evaluation.report.checks import check_code, grader_page, math_checks, write_checks
 from rlkv.evaluation.tasks.registry import load_task
 from rlkv.inference.options import check_positive
 

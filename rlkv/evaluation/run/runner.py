@@ -21,7 +21,7 @@ from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.run.fingerprint import digest_of, library_facts, model_facts
 from rlkv.evaluation.run.row_accounting import Background, BatchBytes, BatchClock
 from rlkv.evaluation.stats.error_modes import RepetitionRule
-from rlkv.evaluation.tasks import EvalProblem, EvalTask, find_task, load_task
+from rlkv.evaluation.tasks import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import check_positive
@@ -84,13 +84,6 @@ class RunSettings:
         policy = self.cache.eviction
         compared = {name: value for name, value in asdict(self).items() if name not in ("rank", "ranks")}
         return compared | {"cache": asdict(self.cache) | {"eviction": policy.describe() if policy else None}}
-
-
-def task_problems(
-    name: str, data: Path | None, limit: int | None, seed: int, tokenizer: PreTrainedTokenizerBase
-) -> list[Problem]:
-    """The problems of a task (:func:`rlkv.evaluation.tasks.load_task`), rendered for the model."""
-    return render_problems(find_task(name), load_task(name, data, limit, seed), tokenizer)
 
 
 def render_problems(

@@ -1,10 +1,12 @@
-"""Gate distributions (RLKV, figure 3): sorted gates and heat maps of several rankings."""
+"""Gate distributions (RLKV, figure 3): sorted gates, histograms and heat maps of several rankings."""
 
 from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rlkv.evaluation.heads.oracle import agreement
 from rlkv.evaluation.report.page import Page
@@ -84,13 +86,10 @@ class GateDistribution(Analysis):
             "alone costs.",
         )
         first_alphas = {name: seeds[0]["alpha"] for name, seeds in metrics["methods"].items()}
-        curves = {}
-        for name, alpha in first_alphas.items():
-            curves[name] = [(rank, v, v, v) for rank, v in enumerate(sorted(chain(*alpha)), start=1)]
-        styles = {name: {"marker": ""} for name in curves}
-        axes = ("KV heads, by gate", curves, "gate", styles)
-        plot = plot_curves(folder / "gates.png", Panel("Gates in ascending order", *axes, ticks=False))
-        page.picture(plot, "Gates in ascending order: first seed of each method.")
+        page.picture(
+            plot_distributions(first_alphas, folder / "gates.png"),
+            "Gates in ascending order and their histogram: first seed of each method.",
+        )
         plot_heat_maps(first_alphas, folder / "heat-maps.png")
         page.picture(folder / "heat-maps.png", "Gates by layer and KV head: first seed of each method.")
 
@@ -102,6 +101,23 @@ def _row(label: str, seed: Metrics) -> list[str]:
         values = (agrees["spearman_elimination"], agrees["spearman_single_head"])
         shown = [f"{agrees['overlap_at_0.5']:.0%}", *(NOT_AVAILABLE if v is None else f"{v:.2f}" for v in values)]
     return [label, f"{seed['mean']:.3f}", *(str(seed[name]) for name in ("at_0", "between", "at_1")), *shared, *shown]
+
+
+def plot_distributions(alphas: dict[str, list[list[float]]], path: Path) -> Path:
+    """Sorted gates and a histogram in ten bins, a curve per method."""
+    ordered, histogram = {}, {}
+    for name, alpha in alphas.items():
+        values = sorted(chain(*alpha))
+        ordered[name] = [(rank, value, value, value) for rank, value in enumerate(values, start=1)]
+        counts = np.histogram(values, bins=10, range=(0, 1))[0].tolist()
+        histogram[name] = [((place + 0.5) / 10, n, n, n) for place, n in enumerate(counts)]
+    lines = {name: {"marker": ""} for name in alphas}
+    steps = {name: {"marker": "", "drawstyle": "steps-mid"} for name in alphas}
+    return plot_curves(
+        path,
+        Panel("Gates in ascending order", "KV heads, by gate", ordered, "gate", lines, ticks=False),
+        Panel("Histogram", "gate", histogram, "KV heads", steps, limits=None, ticks=False),
+    )
 
 
 def plot_heat_maps(alphas: dict[str, list[list[float]]], path: Path) -> None:

@@ -9,7 +9,7 @@ from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.heads.oracle import read_truth
 from rlkv.evaluation.report.published import published_name
-from rlkv.evaluation.run.runner import RunSettings, task_problems
+from rlkv.evaluation.run.runner import RunSettings, render_problems
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.budget import Budget
 from rlkv.evaluation.study.comparison import Ablations, Comparison
@@ -23,7 +23,7 @@ from rlkv.evaluation.study.report import write_measured, write_report
 from rlkv.evaluation.study.sensitivity import Sensitivity, top_heads
 from rlkv.evaluation.study.sweep import Sweep
 from rlkv.evaluation.study.threshold import NearLossless
-from rlkv.evaluation.tasks import find_tasks
+from rlkv.evaluation.tasks import find_tasks, load_task
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 
@@ -67,7 +67,8 @@ def load_study(config: StudyConfig) -> Study:
     for task in tasks:
         sampling = SamplingParams(config.max_new_tokens or task.max_new_tokens)
         settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
-        problems = task_problems(task.name, config.data, config.limit, config.seed, tokenizer)
+        loaded = load_task(task.name, config.data, config.limit, config.seed)
+        problems = render_problems(task, loaded, tokenizer)
         prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False).input_ids
         prepared.append(StudyTask(task.name, problems, [len(ids) for ids in prompts], settings))
     return Study(

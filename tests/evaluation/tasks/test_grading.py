@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rlkv.evaluation.report.checks import check_code, check_math, stated, wrong_program
 from rlkv.evaluation.tasks import TASKS, EvalProblem, load_task
-from rlkv.evaluation.tasks.checks import check_code, check_math, stated, wrong_program
 from rlkv.evaluation.tasks.code import extract_code
 from rlkv.verifier.verifier import Verifier
 from tests.helpers.paths import ROOT, SHARED

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlkv.data.deepscaler import Problem
-from rlkv.evaluation.tasks.checks import check_verifier
+from rlkv.evaluation.report.checks import check_verifier
 from rlkv.verifier.verifier import Verifier
 from tests.helpers.paths import ROOT
 
