@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
 from rlkv.data.deepscaler import load_problems
-from rlkv.evaluation.tasks.checks import check_verifier, verifier_table, write_checks
+from rlkv.evaluation.report.checks import check_verifier, verifier_page, write_checks
 from rlkv.verifier.verifier import Verifier
 
 
@@ -39,8 +39,8 @@ def main() -> None:
             problems = load_problems(source)
             started = time.monotonic()
             found = check_verifier(problems, verifier, source)
-            rows.append({"input": source, **asdict(found), "seconds": round(time.monotonic() - started, 3)})
-    write_checks(config.output_dir, "verifier", {"checks": rows, "timeout": config.timeout}, verifier_table(rows))
+            rows.append({"input": source, **found, "seconds": round(time.monotonic() - started, 3)})
+    write_checks(config.output_dir, "verifier", {"checks": rows, "timeout": config.timeout}, verifier_page(rows))
 
 
 if __name__ == "__main__":

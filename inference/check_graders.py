@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.evaluation.tasks.checks import code_checks, grader_table, math_checks, write_checks
+from rlkv.evaluation.report.checks import check_code, grader_page, math_checks, write_checks
+from rlkv.evaluation.tasks.registry import load_task
 from rlkv.inference.options import check_positive
 
 
@@ -41,9 +42,9 @@ class GraderConfig:
 def main() -> None:
     config = parse(GraderConfig, __doc__)
     rows = math_checks(config.data, config.timeout, config.workers)
-    programs = code_checks(config.data, config.code_limit) if config.code else None
+    programs = check_code(load_task("mbpp", config.data, config.code_limit)) if config.code else None
     content = {"math": rows, "code": programs, "timeout": config.timeout}
-    write_checks(config.output_dir, "graders", content, grader_table(rows, programs))
+    write_checks(config.output_dir, "graders", content, grader_page(rows, programs))
 
 
 if __name__ == "__main__":

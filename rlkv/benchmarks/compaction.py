@@ -1,13 +1,13 @@
 """What an eviction costs: its time against one decode step, and its memory high-water mark.
 
-Keys, values and queries are random, for one row with a part that all keys share.  An eviction happens in every layer,
-so it is compared with a decode step as *layers x one eviction / one step of the whole model*; a policy with a buffer
-pays that once per ``buffer`` tokens.
+States are random.  An eviction happens in every layer, so *layers x one eviction / one step of the whole model* is
+compared; a policy with a buffer pays that once per ``buffer`` tokens.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkv.benchmarks.decode import Variant, realloc_variant, take_turn, timed
-from rlkv.benchmarks.output import Line, Plot, markdown_table, write_result
-from rlkv.benchmarks.sizes import TimingConfig, at_least
+from rlkv.benchmarks.common import TimingConfig, at_least
+from rlkv.benchmarks.decode import realloc_variant, take_turn, timed
+from rlkv.evaluation.report.plots import Panel, Point
 from rlkv.eviction import POLICIES, EvictionPolicy, make_policy
 from rlkv.utils.progress import progress_bar
 
 ALIKE = "rkv, keys alike"  # R-KV's cost depends on how many keys are similar: none of the random ones is
 CASES = (*POLICIES, "rkv published", ALIKE)
-BASE = "full cache step"
 MIN_ENTRIES = 128
 COLUMNS = {
     "policy": "{policy}",
@@ -65,18 +64,19 @@ def build_policy(name: str, entries: int) -> EvictionPolicy:
     return make_policy(kind, budget=entries // 2, **({"variant": variant} if variant else {}))
 
 
-def draw_states(
-    config: CompactionConfig, name: str, entries: int, device: torch.device, dtype: torch.dtype
-) -> tuple[EvictionPolicy, Tensor, Tensor, Tensor]:
+def draw_states(config: CompactionConfig, name: str, entries: int) -> tuple[EvictionPolicy, Tensor, Tensor, Tensor]:
     """The policy of a case, keys and values ``[B, H, entries, D]``, queries ``[B, Q, a, D]``."""
-    policy = build_policy(name, entries)
+    policy, size = build_policy(name, entries), config.head_dim
     torch.manual_seed(0)
-    shape = (config.rows, config.kv_heads, entries, config.head_dim)
-    keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in "kv")
+    keys, values = (torch.randn(config.rows, config.kv_heads, entries, size, **config.options) for _ in "kv")
     if name == ALIKE:  # keys share more than half
-        keys += 1.2 * torch.randn(config.rows, config.kv_heads, 1, config.head_dim, device=device, dtype=dtype)
-    observed = (config.rows, config.query_heads, policy.observation, config.head_dim)
-    return policy, keys, values, torch.randn(observed, device=device, dtype=dtype)
+        keys += 1.2 * torch.randn(config.rows, config.kv_heads, 1, size, **config.options)
+    return (
+        policy,
+        keys,
+        values,
+        torch.randn(config.rows, config.query_heads, policy.observation, size, **config.options),
+    )
 
 
 @torch.inference_mode()
@@ -86,10 +86,10 @@ def evict_once(policy: EvictionPolicy, keys: Tensor, values: Tensor, queries: Te
     return keys.gather(2, kept), values.gather(2, kept)
 
 
-def peak_bytes(name: str, entries: int, config: CompactionConfig, device: torch.device, dtype: torch.dtype) -> int:
+def peak_bytes(config: CompactionConfig, name: str, entries: int) -> int:
     """Bytes that torch's allocator holds beyond keys, values and queries at the high-water mark of an eviction."""
-    states = draw_states(config, name, entries, device, dtype)
-    if device.type == "cuda":
+    states = draw_states(config, name, entries)
+    if (device := states[1].device).type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         evict_once(*states)
@@ -100,58 +100,47 @@ def peak_bytes(name: str, entries: int, config: CompactionConfig, device: torch.
     return max(accumulate(changes, initial=0))
 
 
-def measure_compaction(config: CompactionConfig, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+def measure_compaction(config: CompactionConfig) -> list[dict[str, Any]]:
     """Rows of policy, entries, ms of an eviction (one layer), ms of a decode step, ratios, buffer, peak bytes."""
-    model, results = config.build_model(device, dtype, max(config.entries) + 1024), []
+    model, results = config.build_model(max(config.entries) + 1024), []
     with progress_bar("compaction", "turns", len(config.entries) * config.rounds * (len(CASES) + 1)) as bar:
         for entries in config.entries:
-            step = realloc_variant(config, BASE, entries)
+            step = realloc_variant(config, "full cache", entries)
             times: dict[str, list[float]] = {name: [] for name in CASES}
             for turn in range(config.rounds):
                 for name in CASES:
-                    states = draw_states(config, name, entries, device, dtype)
+                    states = draw_states(config, name, entries)
                     if turn == 0:
                         evict_once(*states)  # warm up
-                    times[name].append(timed(partial(evict_once, *states), device))
+                    times[name].append(timed(partial(evict_once, *states), model.device))
                     bar.advance()
                 take_turn(model, step, config.rows, config)
                 bar.advance()
-            for name in CASES:
-                peak = peak_bytes(name, entries, config, device, dtype)
-                results.append(_row(config, name, entries, times[name], step, peak))
+            results += [_row(config, name, entries, times[name], step.milliseconds()) for name in CASES]
     return results
 
 
-def _row(
-    config: CompactionConfig, name: str, entries: int, times: list[float], step: Variant, peak: int
-) -> dict[str, Any]:
+def _row(config: CompactionConfig, name: str, entries: int, times: list[float], step_ms: float) -> dict[str, Any]:
     policy, middle = build_policy(name, entries), 1000 * statistics.median(times)
-    ratio = config.layers * middle / step.milliseconds()
+    ratio = config.layers * middle / step_ms
     return {
         "policy": name,
         "entries": entries,
         "compaction_ms": middle,
-        "decode_step_ms": step.milliseconds(),
+        "decode_step_ms": step_ms,
         "all_layers_over_step": ratio,
         "buffer": policy.buffer,
         "share_of_a_step": ratio / policy.buffer,
-        "peak_bytes": peak,
+        "peak_bytes": peak_bytes(config, name, entries),
         "options": asdict(policy),
     }
 
 
-def compaction_plot(results: list[dict[str, Any]]) -> Plot:
-    """What a policy adds to a decode step on average, over the entries."""
-    lines = []
-    for name in dict.fromkeys(row["policy"] for row in results):
-        rows = [row for row in results if row["policy"] == name]
-        lines.append(Line(name, [row["entries"] for row in rows], [row["share_of_a_step"] for row in rows]))
-    return Plot({"Eviction": lines}, "entries before an eviction", "time added to a decode step (share)", log=True)
-
-
 def run_compaction(config: CompactionConfig) -> None:
     """``rlkv-bench compaction``: measure and write the results."""
-    kind = config.target()
-    results = measure_compaction(config, *kind)
-    page, plot, facts = markdown_table(results, COLUMNS), compaction_plot(results), config.facts(*kind)
-    write_result(config.output_dir, "compaction", config=config, results=results, page=page, plot=plot, **facts)
+    results = measure_compaction(config)
+    curves: dict[str, list[Point]] = defaultdict(list)
+    for row in results:
+        curves[row["policy"]].append((row["entries"], *[row["share_of_a_step"]] * 3))
+    axes = ("entries before an eviction", curves, "time added to a decode step (share)")
+    config.write("compaction", results, COLUMNS, [Panel("Eviction", *axes, limits=None, log=True)])

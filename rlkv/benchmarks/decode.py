@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from rlkv.benchmarks.output import Line, Plot, markdown_table, write_result
-from rlkv.benchmarks.sizes import TimingConfig, at_least
+from rlkv.benchmarks.common import TimingConfig, at_least
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
+from rlkv.evaluation.report.plots import Panel, Point
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import cache_nbytes
 from rlkv.utils.progress import progress_bar
 
 STOCK = "DynamicCache"
 EMPTY = "1 token"  # a step that does everything but read a cache
-EMPTY_CONTEXT = 1
 # in the place of options that are at their defaults
 QUICK = {"batches": (1, 2), "contexts": (256, 1024), "rounds": 2, "seconds": 0.5}
 QUICK |= {"layers": 4, "hidden": 256, "intermediate": 682, "vocabulary": 512}
@@ -105,10 +106,9 @@ def realloc_variant(
 
 
 def _variants(config: DecodeConfig, context: int) -> list[Variant]:
-    ours = [
-        realloc_variant(config, f"sparsity {s:g}", context, s, config.sink, config.window) for s in config.sparsities
-    ]
-    return [Variant(STOCK, "sdpa", DynamicCache, context), *ours, realloc_variant(config, EMPTY, EMPTY_CONTEXT)]
+    sizes = (config.sink, config.window)
+    ours = [realloc_variant(config, f"sparsity {s:g}", context, s, *sizes) for s in config.sparsities]
+    return [Variant(STOCK, "sdpa", DynamicCache, context), *ours, realloc_variant(config, EMPTY, context=1)]
 
 
 def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: int) -> None:
@@ -188,14 +188,10 @@ def _rows_of(variants: list[Variant], rows: int) -> list[dict[str, Any]]:
     return found
 
 
-def measure_decode(config: DecodeConfig, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Time all variants for every batch and context.
-
-    Returns:
-        Rows with ``batch, context, cache, ms_per_step, ...`` and bytes of KV held / held by DynamicCache.
-    """
-    model, results = config.build_model(device, dtype, max(config.contexts) + 1024), []
-    settings = [(rows, context) for rows in config.batches for context in config.contexts]
+def measure_decode(config: DecodeConfig) -> list[dict[str, Any]]:
+    """Time all variants for every batch and context; rows are those of :func:`_rows_of`."""
+    model, results = config.build_model(max(config.contexts) + 1024), []
+    settings = list(product(config.batches, config.contexts))
     total = len(settings) * config.rounds * (len(config.sparsities) + 2)
     with progress_bar("decode", "turns", total) as bar:
         for rows, context in settings:
@@ -210,21 +206,16 @@ def measure_decode(config: DecodeConfig, device: torch.device, dtype: torch.dtyp
     return results
 
 
-def decode_plot(results: list[dict[str, Any]]) -> Plot:
-    """One panel per batch: median ms per step over the context, one line per cache, bars for the quartiles."""
-    panels: dict[str, list[Line]] = {}
-    for batch, cache in dict.fromkeys((row["batch"], row["cache"]) for row in results):
-        rows = [row for row in results if (row["batch"], row["cache"]) == (batch, cache)]
-        low, high = ([row["ms_quartiles"][i] for row in rows] for i in (0, 1))
-        line = Line(cache, [row["context"] for row in rows], [row["ms_per_step"] for row in rows], low, high)
-        panels.setdefault(f"batch {batch}", []).append(line)
-    return Plot(panels, "tokens cached", "ms per decode step (median)", log=True)
-
-
 def run_decode(config: DecodeConfig) -> None:
-    """``rlkv-bench decode``: measure and write the results."""
-    config, kind = config.sized(), config.target()
-    results = measure_decode(config, *kind)
-    page, plot = markdown_table(results, COLUMNS), decode_plot(results)
-    facts = config.facts(*kind)
-    write_result(config.output_dir, "decode", config=config, results=results, page=page, plot=plot, **facts)
+    """``rlkv-bench decode``: measure and write the results; a panel per batch, bars for the quartiles."""
+    config = config.sized()
+    results = measure_decode(config)
+    panels = []
+    for batch in config.batches:
+        curves: dict[str, list[Point]] = defaultdict(list)
+        for row in results:
+            if row["batch"] == batch:
+                curves[row["cache"]].append((row["context"], row["ms_per_step"], *row["ms_quartiles"]))
+        axes = ("tokens cached", curves, "ms per decode step (median)")
+        panels.append(Panel(f"batch {batch}", *axes, limits=None, log=True))
+    config.write("decode", results, COLUMNS, panels)

@@ -13,7 +13,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rlkv.benchmarks.workload import Workload
+import numpy as np
+
+from rlkv.benchmarks.workload import PERCENTILES, Workload
 from rlkv.utils.atomic import atomic_path
 from rlkv.vllm.settings import VARIABLES
 
@@ -56,7 +58,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     """Serve all requests at once and say how it went.
 
     ``task``: ``workload``, ``setting``, ``model`` (a folder with a config), ``rlkv`` (settings of the plugin or None).
-    Times are in seconds; ``ttft`` and ``latency`` are of each request, from its arrival, which is the start for all.
+    Times are in seconds; percentiles of ``ttft`` and ``latency`` are over requests, from the start, when all arrive.
     """
     work = Workload.from_dict(task["workload"])
     engine = _start_engine(work, task)
@@ -86,9 +88,13 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         "block_bytes": watch.block_bytes,
         "block_tables": len(cache.kv_cache_groups),
         "async_scheduling": bool(engine.vllm_config.scheduler_config.async_scheduling),
-        "ttft": [found.first_token_ts - found.queued_ts for found in times],
-        "latency": [found.last_token_ts - found.queued_ts for found in times],
+        **_percentiles("ttft", [found.first_token_ts - found.queued_ts for found in times]),
+        **_percentiles("latency", [found.last_token_ts - found.queued_ts for found in times]),
     }
+
+
+def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    return {f"{name}_p{share}": float(np.percentile(seconds, share)) for share in PERCENTILES}
 
 
 def _start_engine(work: Workload, task: dict[str, Any]) -> Any:

@@ -1,8 +1,7 @@
 """Offline throughput of the vLLM plugin: the full cache and head reallocation in turns, each run in its own process.
 
 All requests arrive at once, with the same prompts and forced output lengths, and all modes have pools of the same
-bytes. Where memory is the limit, requests that hold less let more of them run in a step. The full cache is the stock
-model; the plugin is loaded there too, and idle. Weights are random ("dummy"): time and memory do not depend on them.
+bytes. The full cache is the stock model; the plugin is loaded there too, and idle. Weights are random.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-
-from rlkv.benchmarks.sizes import at_least
-from rlkv.benchmarks.workload import SETTINGS, Workload, expect
+from rlkv.benchmarks.common import at_least
+from rlkv.benchmarks.workload import LIMITED, PERCENTILES, SETTINGS, Workload, expect
 from rlkv.gates.head_gates import HeadGates
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import hardware, provenance, versions
@@ -33,7 +30,6 @@ FULL = "full cache"
 RUNS = "serving_runs.jsonl"
 KEY = ("setting", "mode", "round")
 DECIDING_VERSIONS = ("rlkv", "torch", "transformers", "vllm")
-PERCENTILES = (50, 90, 99)
 # of a run's result; the summary has the median, least and greatest of each
 METRICS = (
     "tokens_per_second",
@@ -92,11 +88,7 @@ class ServingConfig(Workload):
         return [Run(setting, *mode, turn) for setting in self.settings for turn in range(self.rounds) for mode in modes]
 
     def head_gates(self) -> HeadGates:
-        """The gates file, or random gates.
-
-        Raises:
-            ValueError: if the gates are for another number of layers or KV heads.
-        """
+        """The gates file, which must fit the model, or random gates."""
         found = HeadGates.load(self.gates) if self.gates else self.random_gates()
         if found.alpha.shape != (self.layers, self.kv_heads):
             raise ValueError(
@@ -143,15 +135,7 @@ def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
 
 
 def do_runs(config: ServingConfig, gates: HeadGates) -> list[dict[str, Any]]:
-    """Do the runs that the folder does not hold yet.
-
-    Returns:
-        One result per run: what :func:`rlkv.benchmarks.engine_run.run` gives, with percentiles of the times.
-
-    Raises:
-        ValueError: if a run fails, with its last error and where its output is; if the folder holds runs under other
-            settings, naming what differs.
-    """
+    """Do the runs that the folder does not hold yet; a result per run (:func:`rlkv.benchmarks.engine_run.run`)."""
     path, runs = config.output_dir / RUNS, config.runs()
     if config.fresh:
         path.unlink(missing_ok=True)
@@ -162,8 +146,7 @@ def do_runs(config: ServingConfig, gates: HeadGates) -> list[dict[str, Any]]:
     ):
         bar.resume(len(keys.keys() & store.done))
         for run in [run for key, run in keys.items() if key not in store.done]:
-            result = with_percentiles(_run_in_process(config, gates, run))
-            store.append({**asdict(run), "mode": run.mode, **result})
+            store.append({**asdict(run), "mode": run.mode, **_run_in_process(config, gates, run)})
             bar.advance()
         return [row for row in store.rows if key_of(row, KEY) in keys]
 
@@ -198,17 +181,19 @@ def _last_error(log: Path, code: int) -> str:
     return errors[-1] if errors else f"exit code {code}"
 
 
-def with_percentiles(result: dict[str, Any]) -> dict[str, Any]:
-    """The result with ``ttft_p50`` and so on in the place of the times of every request."""
-    kept = {key: value for key, value in result.items() if key not in ("ttft", "latency")}
-    for name in ("ttft", "latency"):
-        for share in PERCENTILES:
-            kept[f"{name}_p{share}"] = float(np.percentile(result[name], share))
-    return kept
+class Spread(list[float]):
+    """Median, least and greatest; formatted as one number where they look the same."""
+
+    def __init__(self, values: list[float]) -> None:
+        super().__init__((median(values), min(values), max(values)))
+
+    def __format__(self, form: str) -> str:
+        middle, least, greatest = (format(value, form) for value in self)
+        return middle if least == greatest else f"{middle} [{least}, {greatest}]"
 
 
 def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per setting and mode: ``[median, least, greatest]`` of every metric over the rounds.
+    """One row per setting and mode: a :class:`Spread` of every metric over the rounds.
 
     ``speedup`` and ``step_ratio`` compare a run with the full cache's of the same round; ``theory`` and ``by_blocks``
     are what the lengths let expect where memory is the limit (:func:`rlkv.benchmarks.workload.expect`).
@@ -217,7 +202,7 @@ def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -
         ValueError: if pools differ by more than one block.
     """
     full = {(row["setting"], row["round"]): row for row in results if row["sparsity"] is None}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for setting, mode in dict.fromkeys((row["setting"], row["mode"]) for row in results):
         own = [row for row in results if (row["setting"], row["mode"]) == (setting, mode)]
         sparsity, eviction = own[0]["sparsity"], own[0]["eviction"]
@@ -230,19 +215,12 @@ def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -
                 )
         rows.append(
             {
-                "setting": setting,
-                "mode": mode,
-                "sparsity": sparsity,
-                "eviction": eviction,
-                "rounds": len(own),
-                **{name: _spread([row[name] for row in own]) for name in METRICS},
-                "speedup": _spread([row["tokens_per_second"] / other["tokens_per_second"] for row, other in pairs]),
-                "step_ratio": _spread([other["steps"] / row["steps"] for row, other in pairs]),
-                **({} if sparsity is None else {"expected": expect(work, gates, sparsity, eviction)}),
+                **{"setting": setting, "mode": mode, "sparsity": sparsity, "eviction": eviction, "rounds": len(own)},
+                **{name: Spread([row[name] for row in own]) for name in METRICS},
+                "speedup": Spread([row["tokens_per_second"] / other["tokens_per_second"] for row, other in pairs]),
+                "step_ratio": Spread([other["steps"] / row["steps"] for row, other in pairs]),
             }
         )
+        if setting == LIMITED and sparsity is not None:
+            rows[-1]["expected"] = expect(work, gates, sparsity, eviction)
     return rows
-
-
-def _spread(values: list[float]) -> list[float]:
-    return [median(values), min(values), max(values)]

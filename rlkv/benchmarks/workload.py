@@ -5,30 +5,28 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from rlkv.benchmarks.sizes import LlamaSizes, at_least
+from rlkv.benchmarks.common import LlamaSizes, at_least
 from rlkv.eviction import EvictionPolicy, make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import DTYPES
 from rlkv.models.shape import ModelShape
 from rlkv.vllm.blocks.demand import BlockDemand, BufferDemand, SinkWindowDemand
-from rlkv.vllm.blocks.packing import PackingPlan, plan_packing
+from rlkv.vllm.blocks.packing import plan_packing
 
 LIMITED, ROOMY = "memory-limited", "not limited"
 SETTINGS = (LIMITED, ROOMY)
+PERCENTILES = (50, 90, 99)  # of the times of requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(LlamaSizes):
-    """The same requests for every mode.
-
-    The default model is for 2 cores: its weights of about 100 MB are read in every step, so that a step of many
-    requests costs little more than one.
-    """
+    """The same requests for every mode; the default model is for 2 cores."""
 
     layers: int = 2
     hidden: int = 1024
@@ -143,8 +141,7 @@ class Workload(LlamaSizes):
     def pool_bytes(self, setting: str) -> int:
         """The same for every mode: whole blocks of the full cache, and the one that the engine sets aside.
 
-        Where memory shall not be the limit, the longest requests fit at once, with a tenth more for blocks that
-        packing does not fill.
+        A roomy pool holds the longest requests at once, with a tenth more for blocks that packing does not fill.
         """
         blocks = -(-self.pool_tokens // self.block_size)
         if setting == ROOMY:
@@ -179,21 +176,15 @@ def theoretical_speedup(sparsity: float, kept: int, length: float) -> float:
 def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | None = None) -> dict[str, float]:
     """What ``sparsity`` should bring where memory is the limit, from lengths alone; ``eviction``: name of a policy.
 
-    Returns:
-        ``sparsity``, the exact share of compressible heads; ``theory``, :func:`theoretical_speedup`; ``by_blocks``,
-        bytes times tokens that the requests hold over their lives, full cache over this allocation, in whole blocks:
-        requests start short, and blocks are coarse. Steps can shrink by about this.
+    ``sparsity`` is the exact share of compressible heads; ``theory`` is :func:`theoretical_speedup`; ``by_blocks``:
+    bytes times tokens that the requests hold over their lives, full cache over this allocation, in whole blocks.
     """
     allocation = HeadAllocation.from_gates(gates, sparsity)
     plan = plan_packing(allocation.full, work.demand(eviction), round(work.mean_length))
     theory = theoretical_speedup(allocation.sparsity, work.kept(eviction), work.mean_length)
-    return {"sparsity": allocation.sparsity, "theory": theory, "by_blocks": _gain_by_blocks(work, plan)}
-
-
-def _gain_by_blocks(work: Workload, plan: PackingPlan) -> float:
-    held, full = [0], [0]  # running sums over the length of a text
-    for tokens in range(1, work.positions + 1):
-        held.append(held[-1] + plan.held(tokens))
-        full.append(full[-1] + plan.uncompressed(tokens))
+    held, full = (
+        [0, *accumulate(map(count, range(1, work.positions + 1)))] for count in (plan.held, plan.uncompressed)
+    )  # running sums over the length of a text
     spans = [(len(p), len(p) + n) for p, n in zip(work.prompts, work.output_lengths, strict=True)]
-    return sum(full[end] - full[start] for start, end in spans) / sum(held[end] - held[start] for start, end in spans)
+    gain = sum(full[end] - full[start] for start, end in spans) / sum(held[end] - held[start] for start, end in spans)
+    return {"sparsity": allocation.sparsity, "theory": theory, "by_blocks": gain}

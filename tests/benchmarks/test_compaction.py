@@ -16,12 +16,13 @@ from rlkv.benchmarks.compaction import (
 )
 from rlkv.eviction import POLICIES
 
-CPU = torch.device("cpu")
-CONFIG = CompactionConfig(entries=(128,), rounds=3, max_steps=2, layers=2, hidden=64, intermediate=170, vocabulary=128)
+CONFIG = CompactionConfig(
+    entries=(128,), rounds=3, max_steps=2, layers=2, hidden=64, intermediate=170, vocabulary=128, device="cpu"
+)
 
 
 def test_every_policy_has_a_row_whose_ratios_follow_from_its_times() -> None:
-    results = measure_compaction(CONFIG, CPU, torch.float32)
+    results = measure_compaction(CONFIG)
     assert [(row["policy"], row["entries"]) for row in results] == [(p, 128) for p in CASES]
     assert set(POLICIES) < set(CASES)
     for row in results:
@@ -32,7 +33,7 @@ def test_every_policy_has_a_row_whose_ratios_follow_from_its_times() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_eviction_keeps_half(name: str) -> None:
-    policy, keys, values, queries = draw_states(CONFIG, name, 256, CPU, torch.float32)
+    policy, keys, values, queries = draw_states(CONFIG, name, 256)
     assert policy == build_policy(name, 256)
     kept_keys, kept_values = evict_once(policy, keys, values, queries)
     assert kept_keys.shape == kept_values.shape == (1, 8, 128, 64)
@@ -40,10 +41,10 @@ def test_an_eviction_keeps_half(name: str) -> None:
 
 
 def test_the_high_water_mark_is_that_of_the_tensors() -> None:
-    peaks = {name: peak_bytes(name, 4096, CONFIG, CPU, torch.float32) for name in CASES}
+    peaks = {name: peak_bytes(CONFIG, name, 4096) for name in CASES}
     kept = 2 * 8 * 2048 * 64 * 4  # keys and values that stay
     assert min(peaks.values()) > kept
-    assert peaks == {name: peak_bytes(name, 4096, CONFIG, CPU, torch.float32) for name in CASES}
+    assert peaks == {name: peak_bytes(CONFIG, name, 4096) for name in CASES}
     assert peaks["rkv"] > peaks["sink_window"]
 
 

@@ -15,7 +15,6 @@ from rlkv.benchmarks.decode import DecodeConfig, measure_decode
 from rlkv.cache import HeadReallocationCache
 from rlkv.cli.bench import main
 
-CPU = torch.device("cpu")
 TOY = DecodeConfig(
     batches=(1, 2),
     contexts=(128,),
@@ -30,15 +29,16 @@ TOY = DecodeConfig(
     kv_heads=2,
     head_dim=8,
     vocabulary=32,
+    device="cpu",
 )
 
 
 def toy_model() -> torch.nn.Module:
-    return TOY.build_model(CPU, torch.float32, 1024)
+    return TOY.build_model(1024)
 
 
 def test_rows_and_bytes() -> None:
-    rows = measure_decode(TOY, CPU, torch.float32)
+    rows = measure_decode(TOY)
     assert [(row["batch"], row["cache"]) for row in rows] == [
         (batch, name) for batch in (1, 2) for name in ("DynamicCache", "sparsity 0", "sparsity 0.5", "sparsity 0.9")
     ]

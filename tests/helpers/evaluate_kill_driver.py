@@ -21,7 +21,8 @@ import torch
 
 from rlkv import tiny
 from rlkv.cli.eval import run as evaluate
-from rlkv.evaluation.run.runner import task_problems
+from rlkv.evaluation.run.runner import render_problems
+from rlkv.evaluation.tasks import TASKS, load_task
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 
@@ -71,7 +72,7 @@ def main(root: Path, kills_wanted: int, problems: int) -> None:
     torch.set_num_threads(1)
     rng = random.Random(0)
     model, tokenizer = tiny.load()
-    prompt = task_problems("tiny", None, 1, 0, tokenizer)[0].prompt
+    prompt = render_problems(TASKS["tiny"], load_task("tiny", None, 1), tokenizer)[0].prompt
     HFEngine(model, tokenizer).generate([prompt], SamplingParams(2))  # what generate imports on first use
     started = time.monotonic()
     assert exit_code(fork_evaluation(root / "whole", problems)) == 0

@@ -1,21 +1,64 @@
-"""The measured ground truth of a model's heads: what each costs alone, and in which order they can go.
-
-Both take a ``score``: any function of an allocation whose result can be compared, larger is better (a tuple
-compares lexicographically, so that a finer measure breaks the ties of a coarser one).
-"""
+"""In which order heads can go: scores of allocations on recorded solutions, and backward elimination by them."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlkv.gates.allocation import HeadAllocation
+from rlkv.inference.compress import compress
 
+# of an allocation; larger is better, and in a tuple a finer measure breaks the ties of a coarser one
 Score = Callable[[HeadAllocation], Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Token ids of a rendered prompt and of a correct completion, the EOS included."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+class TraceScorer:
+    """Scores allocations on fixed traces: ``(share of traces reproduced, mean log-probability per token)``.
+
+    Prompt and solution are read in one call with ``prefill="local"``: every token sees the cache entries that it would
+    see in decoding.  A trace whose every token is the argmax is what greedy decoding writes.
+    """
+
+    def __init__(self, model: PreTrainedModel, traces: list[Trace], sink: int, window: int) -> None:
+        if not traces:
+            raise ValueError("scoring allocations needs at least one correct trace")
+        self.model, self.sink, self.window, self.num_traces = model, sink, window, len(traces)
+        groups: dict[tuple[int, int], list[Trace]] = defaultdict(list)
+        for trace in traces:
+            groups[len(trace.prompt), len(trace.output)].append(trace)
+        # ids int64 [rows, prompt + output], and the length of the output
+        self.batches = [
+            (torch.tensor([t.prompt + t.output for t in group], device=model.device), output_length)
+            for (_, output_length), group in groups.items()
+        ]
+
+    @torch.inference_mode()
+    def __call__(self, allocation: HeadAllocation) -> tuple[float, float]:
+        reproduced = tokens = 0
+        log_likelihood = 0.0
+        with compress(self.model, allocation, sink=self.sink, window=self.window, prefill="local"):
+            for ids, output_length in self.batches:
+                logits = self.model(input_ids=ids, use_cache=True, logits_to_keep=output_length + 1).logits[:, :-1]
+                output = ids[:, -output_length:]
+                reproduced += int((logits.argmax(-1) == output).all(dim=1).sum())
+                picked = logits.float().log_softmax(-1).gather(-1, output[..., None])
+                log_likelihood += picked.sum().item()
+                tokens += output.numel()
+        return reproduced / self.num_traces, log_likelihood / tokens
 
 
 @dataclass(frozen=True)
@@ -34,53 +77,26 @@ def without_head(full: Tensor, layer: int, head: int) -> HeadAllocation:
     return HeadAllocation(reduced)
 
 
-def single_head_scores(
-    score: Score, num_layers: int, num_kv_heads: int, on_call: Callable[[], None]
-) -> list[list[Any]]:
-    """The score with each head alone compressible, ``[L][H]``."""
-    full = torch.ones(num_layers, num_kv_heads, dtype=torch.bool)
-    table: list[list[Any]] = []
-    for layer in range(num_layers):
-        table.append([])
-        for head in range(num_kv_heads):
-            table[-1].append(score(without_head(full, layer, head)))
-            on_call()
-    return table
-
-
 def num_scores(candidates: int, steps: int) -> int:
     """What :func:`backward_elimination` costs: ``candidates + (candidates - 1) + ...``, one term per step."""
     return sum(candidates - done for done in range(steps))
 
 
 def backward_elimination(
-    score: Score,
-    num_layers: int,
-    num_kv_heads: int,
-    on_call: Callable[[], None],
-    start: HeadAllocation | None = None,
-    num_full: int = 0,
+    score: Score, start: HeadAllocation, on_call: Callable[[], None], num_full: int = 0
 ) -> list[Elimination]:
     """Make heads compressible one by one, each time the one whose loss leaves the best score.
 
-    Ties go to the lower (layer, head).  By default all heads are eliminated, so that the order is total.
-
-    Args:
-        start: the allocation to begin with; None: every head is full.
-        num_full: stop when this many heads are full.
-
-    Costs :func:`num_scores` scores: ``n (n + 1) / 2`` for the total order of ``n`` heads.
+    Begins with ``start`` and stops when ``num_full`` heads are full.  Ties go to the lower (layer, head).
     """
-    full = torch.ones(num_layers, num_kv_heads, dtype=torch.bool) if start is None else start.full.clone()
-    steps = []
+    full = start.full.clone()
+    steps: list[Elimination] = []
     while int(full.sum()) > num_full:
-        best: Elimination | None = None
+        found = []
         for layer, head in full.nonzero().tolist():
-            result = score(without_head(full, layer, head))
+            found.append(Elimination(layer, head, score(without_head(full, layer, head))))
             on_call()
-            if best is None or result > best.score:
-                best = Elimination(layer, head, result)
-        assert best is not None
+        best = max(found, key=lambda step: step.score)  # the first of equal ones
         full[best.layer, best.head] = False
         steps.append(best)
     return steps

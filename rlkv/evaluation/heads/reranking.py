@@ -1,8 +1,6 @@
 """Heads in the order in which they can go, measured among those that the gates keep: a closing step after training.
 
-A gate says how much of a head is needed while the others are open too, not what is lost when the head goes.  At the
-sparsity where the gates stop being certain, the candidates are made compressible one by one, each time the one whose
-loss leaves the best score (:func:`rlkv.evaluation.heads.elimination.backward_elimination`).
+A gate says how much of a head is needed while the others are open too, not what is lost when the head goes.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rlkv.evaluation.heads.elimination import Elimination, Score, backward_elimination, num_scores
-from rlkv.evaluation.heads.traces import Trace, TraceScorer
+from rlkv.evaluation.heads.elimination import Elimination, Score, Trace, TraceScorer, backward_elimination, num_scores
 from rlkv.gates.allocation import HeadAllocation, compression_order, num_full_heads
 from rlkv.gates.formats import SUFFIXES
 from rlkv.gates.head_gates import HeadGates
@@ -59,10 +56,7 @@ class RerankConfig(ModelOptions):
 class Span:
     """The part of the order that is measured: heads that go between the sparsities ``low`` and ``high``.
 
-    Every head that is full at ``low`` is a candidate.
-
-    Raises:
-        ValueError: if the sparsities are not in [0, 1], or no head lies between them.
+    ``candidates`` heads are full at ``low``; ``steps`` of them go.
     """
 
     gates: HeadGates
@@ -70,24 +64,24 @@ class Span:
     high: float
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
+        if self.steps < 1:
             raise ValueError(
                 f"between the sparsities {self.low:g} and {self.high:g} no head of {self.gates.alpha.numel()} becomes "
                 "compressible: lower the first or raise the second"
             )
 
     @property
-    def num_candidates(self) -> int:
+    def candidates(self) -> int:
         return num_full_heads(self.low, self.gates.alpha.numel())
 
     @property
-    def num_steps(self) -> int:
-        return self.num_candidates - num_full_heads(self.high, self.gates.alpha.numel())
+    def steps(self) -> int:
+        return self.candidates - num_full_heads(self.high, self.gates.alpha.numel())
 
     @property
     def cost(self) -> int:
         """Scores that :func:`rerank` takes."""
-        return num_scores(self.num_candidates, self.num_steps)
+        return num_scores(self.candidates, self.steps)
 
 
 def with_order(gates: HeadGates, order: Sequence[tuple[int, int]]) -> HeadGates:
@@ -104,23 +98,17 @@ def with_order(gates: HeadGates, order: Sequence[tuple[int, int]]) -> HeadGates:
 
 def rerank(span: Span, score: Score, on_call: Callable[[], None]) -> tuple[HeadGates, list[Elimination]]:
     """Gates whose order is measured within ``span`` and theirs elsewhere, and the steps of the measurement."""
-    gates = span.gates
-    order = compression_order(gates)
-    start = HeadAllocation.from_gates(gates, span.low)
-    num_full = span.num_candidates - span.num_steps
-    steps = backward_elimination(score, gates.num_layers, gates.num_kv_heads, on_call, start, num_full)
+    order = compression_order(span.gates)
+    start = HeadAllocation.from_gates(span.gates, span.low)
+    steps = backward_elimination(score, start, on_call, num_full=span.candidates - span.steps)
     measured = [(step.layer, step.head) for step in steps]
-    before = order[: len(order) - span.num_candidates]
+    before = order[: len(order) - span.candidates]
     after = [head for head in order[len(before) :] if head not in measured]
-    return with_order(gates, [*before, *measured, *after]), steps
+    return with_order(span.gates, [*before, *measured, *after]), steps
 
 
 def rerank_file(config: RerankConfig) -> None:
-    """Re-rank a gates file into another one, and print what was measured.
-
-    Raises:
-        ValueError: if the files do not fit each other, the model or the settings.
-    """
+    """Re-rank a gates file into another one, and print what was measured."""
     found = HeadGates.load(config.gates)
     span = Span(found, config.low, config.high)
     if not config.model and found.model is None:
@@ -134,7 +122,7 @@ def rerank_file(config: RerankConfig) -> None:
     traces = [Trace(text.ids[: text.answers[0]], text.ids[text.answers[0] :]) for text in drawn]
     scorer = TraceScorer(model, traces, found.deploy_sink, found.deploy_window)
     everything, _ = scorer(HeadAllocation(torch.ones(found.num_layers, found.num_kv_heads, dtype=torch.bool)))
-    print(f"{span.num_steps} of {span.num_candidates} candidates, {span.cost} scores of {config.num_traces} traces")
+    print(f"{span.steps} of {span.candidates} candidates, {span.cost} scores of {config.num_traces} traces")
     print(f"reproduced with the full cache: {everything:.3f}")
     started, cpu_started = time.monotonic(), time.process_time()
     with progress_bar("re-ranking", "scores", span.cost) as bar:
@@ -144,8 +132,9 @@ def rerank_file(config: RerankConfig) -> None:
         share, log_probability = step.score
         shown = f"{share:.3f} reproduced, mean log-probability {log_probability:.4g}"
         print(f"layer {step.layer} head {step.head}: {shown}")
-    facts: dict[str, float] = {"low": config.low, "high": config.high, "traces": config.num_traces}
-    facts |= {"seed": config.seed, "scores": span.cost}
-    facts |= {"seconds": round(seconds, 3), "cpu_seconds": round(cpu_seconds, 3)}
+    facts = {
+        **{"low": config.low, "high": config.high, "traces": config.num_traces, "seed": config.seed},
+        **{"scores": span.cost, "seconds": round(seconds, 3), "cpu_seconds": round(cpu_seconds, 3)},
+    }
     replace(result, training={**result.training, "reranked": facts}).save(config.output)
     print(f"{seconds:.0f} s; written to {config.output}")

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlkv.evaluation.report.eval_report import NGRAMS, Summary, summarize
-from rlkv.evaluation.report.html_page import Cell, Page, sign_of
-from rlkv.evaluation.report.markdown_page import LEGEND, write_markdown
-from rlkv.evaluation.report.published import find_published, published_numbers
+from rlkv.evaluation.report.page import MARKS_LEGEND, Cell, Page, provenance_facts, sign_of
+from rlkv.evaluation.report.published import write_published
 from rlkv.evaluation.run.evaluation import Evaluation
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod
 from rlkv.evaluation.stats.error_modes import MODES
@@ -25,8 +24,8 @@ COARSE = 0.05  # a task whose smallest provable difference is larger proves litt
 HOW_TO_READ = (
     "Accuracy is pass@1 in percent, with its 95% interval for the full cache. For a method, in parentheses: the "
     "difference to the full cache in points, with its 95% interval (bootstrap over problems, paired); * where a paired "
-    f"permutation test gives p < 0.05, coloured by sign (grey: no significant difference; in Markdown {LEGEND}). "
-    f"{FEW_CHANGED} "
+    "permutation test gives p < 0.05, coloured by sign (grey: no significant difference; in Markdown "
+    f"{MARKS_LEGEND}). {FEW_CHANGED} "
     "The p values are not corrected for the number of comparisons. KV: bytes of KV in use at the end of each text, "
     "over the bytes of the full cache for the same tokens. s: share of KV heads that are compressible."
 )
@@ -40,27 +39,19 @@ def write_report(folder: Path, done: Evaluation) -> None:
     with atomic_path(folder / "results.json") as path:
         content = {"config": done.config, **origin, "results": summaries}
         path.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    page = evaluation_page(done.config["model"], done.methods, summaries, origin, done.config)
-    page.write(folder / "report.html")
-    write_markdown(page, folder / "report.md")
+    page = evaluation_page(done.methods, summaries, origin, done.config)
+    for name in ("report.html", "report.md"):
+        page.write(folder / name)
 
 
 def evaluation_page(
-    model: str,
-    methods: list[CompressionMethod],
-    summaries: list[Summary],
-    origin: dict[str, Any],
-    config: dict[str, Any],
+    methods: list[CompressionMethod], summaries: list[Summary], origin: dict[str, Any], config: dict[str, Any]
 ) -> Page:
-    """The whole report.
+    """The whole report, from :func:`rlkv.evaluation.report.eval_report.summarize` of every task with every method.
 
-    Args:
-        model: its name; published numbers are looked up by its last part.
-        summaries: of :func:`rlkv.evaluation.report.eval_report.summarize`, every task with every method.
-        origin: of :func:`rlkv.utils.provenance.provenance`.
-        config: of :class:`rlkv.evaluation.run.evaluation.Evaluation`.
+    ``origin`` is of :func:`rlkv.utils.provenance.provenance`; published numbers are those of the model in ``config``.
     """
-    page = Page(f"Evaluation of {model}")
+    page = Page(f"Evaluation of {config['model']}")
     page.paragraph(HOW_TO_READ)
     if any(method.ranking == RANDOM_HEADS for method in methods):
         page.paragraph(
@@ -69,52 +60,48 @@ def evaluation_page(
         )
     for task in dict.fromkeys(s["task"] for s in summaries):
         found = {s["method"]: s for s in summaries if s["task"] == task}
-        first = next(iter(found.values()))
-        least = first["smallest_provable_difference"]
         page.heading(task)
-        page.paragraph(_what_it_proves(first), strong=least is None or least > COARSE)
+        _what_it_proves(page, next(iter(found.values())))
         _accuracy_table(page, task, methods, found)
         _pass_at_table(page, found)
-        published_table(page, model, task)
+        write_published(page, config["model"], task)
         _mode_table(page, found)
         _text_table(page, found)
     page.heading("How it was run")
     page.code(origin["command"])
-    page.bullets([*_settings(config), *_machine(origin)])
+    page.bullets([*_settings(config), *provenance_facts(origin)])
     return page
 
 
-def _what_it_proves(summary: Summary) -> str:
+def _what_it_proves(page: Page, summary: Summary) -> None:
     n, least = summary["n"], summary["smallest_provable_difference"]
     if least is None:
-        return f"{n} problems prove nothing: no difference between two methods could be called significant."
+        text = f"{n} problems prove nothing: no difference between two methods could be called significant."
+        return page.paragraph(text, strong=True)
     text = (
         f"{n} problems: at least {round(least * n)} must change, all in one direction, for a difference between two "
         "methods to be called significant (sign test, p < 0.05)"
     )
     if summary["samples"] == 1:
         text += f", which is a difference of {100 * least:.1f} points"
-    return text + (": this task proves little." if least > COARSE else ".")
+    page.paragraph(text + (": this task proves little." if least > COARSE else "."), strong=least > COARSE)
 
 
 def _accuracy_table(page: Page, task: str, methods: list[CompressionMethod], found: dict[str, Summary]) -> None:
     """Rankings of heads down, sparsities across; methods without a sparsity get a table of their own."""
     by_heads = [m for m in methods if m.sparsity is not None]
-    others = [m for m in methods if m.sparsity is None and m.name != FULL]
-    full = found.get(FULL)
-    levels = sorted({0.0, *(m.sparsity for m in by_heads if m.sparsity is not None)})
+    others = [m.name for m in methods if m.sparsity is None and m.name != FULL]
+    full: list[list[Cell | str]] = [[FULL_CACHE, _cell(found[FULL])]] if FULL in found else []
     if by_heads or not others:
-        rows: list[list[Cell | str]] = []
-        if full is not None:
-            rows.append([FULL_CACHE, _cell(full), *([""] * len(levels[1:]))])
+        levels = sorted({0.0, *(m.sparsity for m in by_heads if m.sparsity is not None)})
+        rows = [[*row, *[""] * (len(levels) - 1)] for row in full]
         for group in dict.fromkeys(map(_group, by_heads)):
-            own = {m.sparsity: found[m.name] for m in by_heads if _group(m) == group}
-            rows.append([group, *(_cell(own[s]) if s in own else "" for s in levels)])
+            own = {m.sparsity: _cell(found[m.name]) for m in by_heads if _group(m) == group}
+            rows.append([group, *(own.get(s, "") for s in levels)])
         columns = ["heads", *(f"s = {s:g}" for s in levels)]
         page.table(columns, rows, f"{task}, measured: which heads stay full, by sparsity.")
     if others:
-        rows = [[FULL_CACHE, _cell(full)]] if full is not None else []
-        rows += [[m.name, _cell(found[m.name])] for m in others]
+        rows = full + [[name, _cell(found[name])] for name in others]
         page.table(["method", "accuracy"], rows, f"{task}, measured: policies in all heads.")
 
 
@@ -130,26 +117,26 @@ def _cell(summary: Summary) -> Cell:
         return Cell(f"{accuracy:.1f} [{low:.1f}, {high:.1f}]")
     change, low, high = (100 * summary[name] for name in ("difference", "difference_low", "difference_high"))
     sign = sign_of(change, summary["p_value"])
-    mark = "*" if sign in ("better", "worse") else ""
+    mark = "" if sign == "same" else "*"
     share = summary["kv_bytes"] / summary["kv_bytes_full"]
     return Cell(f"{accuracy:.1f} ({change:+.1f}{mark} [{low:+.1f}, {high:+.1f}]) KV {share:.0%}", sign)
 
 
 def _pass_at_table(page: Page, found: dict[str, Summary]) -> None:
-    samples = {s["samples"] for s in found.values()}
-    if samples == {1}:
+    samples = sorted({s["samples"] for s in found.values()})
+    if samples == [1]:
         return
-    ks = list(next(iter(found.values()))["pass_at_k"])
     rows = []
     for name, summary in found.items():
-        percent = [{part: 100 * share for part, share in e.items()} for e in summary["pass_at_k"].values()]
-        rows.append([name, *(f"{e['mean']:.1f} [{e['low']:.1f}, {e['high']:.1f}]" for e in percent)])
-    caption = (
-        f"pass@k in percent from {', '.join(map(str, sorted(samples)))} samples of each problem: the probability that "
-        "one of k is right, without bias (arXiv 2107.03374, equation 1), with 95% intervals over problems "
-        "(Wilson where all scores are 0 or 1, else bootstrap)."
+        estimates = [[100 * e[part] for part in ("mean", "low", "high")] for e in summary["pass_at_k"].values()]
+        rows.append([name, *(f"{mean:.1f} [{low:.1f}, {high:.1f}]" for mean, low, high in estimates)])
+    page.table(
+        ["method", *(f"k = {k}" for k in next(iter(found.values()))["pass_at_k"])],
+        rows,
+        f"pass@k in percent from {', '.join(map(str, samples))} samples of each problem: the probability that one of "
+        "k is right, without bias (arXiv 2107.03374, equation 1), with 95% intervals over problems (Wilson where all "
+        "scores are 0 or 1, else bootstrap).",
     )
-    page.table(["method", *(f"k = {k}" for k in ks)], rows, caption)
 
 
 def _mode_table(page: Page, found: dict[str, Summary]) -> None:
@@ -188,40 +175,6 @@ def _text_table(page: Page, found: dict[str, Summary]) -> None:
     )
 
 
-def published_name(model: str) -> str | None:
-    """The model of the papers whose name ends as this one (a hub id or a folder) does."""
-    last = model.rstrip("/").rpartition("/")[2].lower()
-    known = dict.fromkeys(number.model for number in published_numbers())
-    return next((name for name in known if name.rpartition("/")[2].lower() == last), None)
-
-
-def published_table(page: Page, model: str, task: str) -> None:
-    """The published accuracies of a model on a task, marked as such; nothing if there are none."""
-    name = published_name(model)
-    numbers = find_published(name, task) if name else []
-    if not numbers:
-        return
-    page.heading("Published numbers, not measured here", level=3)
-    sources = list(dict.fromkeys(number.source for number in numbers))
-    sparsities = sorted({n.sparsity for n in numbers if n.sparsity is not None})
-    columns = ["method", *(f"s = {s:g}" for s in sparsities), "without s", "source"]
-    rows = []
-    for source in sources:
-        for method in dict.fromkeys(n.method for n in numbers if n.source == source):
-            values = {n.sparsity: n.value for n in numbers if n.source == source and n.method == method}
-            cells = [f"{values[s]:.1f}" if s in values else "" for s in (*sparsities, None)]
-            rows.append([FULL_CACHE if method == FULL else method, *cells, f"[{sources.index(source) + 1}]"])
-    page.table(
-        columns,
-        rows,
-        f"{name} on {task}, accuracy in percent as published; no intervals were published. s: share of KV heads, or of "
-        "entries where tokens are dropped in all heads; s = 0 is the full cache.",
-    )
-    page.bullets(
-        [f"[{i}] {s.paper} (arXiv {s.arxiv}), {s.where}: {s.protocol}" for i, s in enumerate(sources, start=1)]
-    )
-
-
 def _settings(config: dict[str, Any]) -> list[str]:
     """The options, one sentence each."""
     limits = ", ".join(f"{task} {tokens:,}" for task, tokens in config["max_new_tokens"].items())
@@ -239,15 +192,4 @@ def _settings(config: dict[str, Any]) -> list[str]:
         f"{'in full by all heads' if config['prefill'] == 'full' else 'through them, as in training'}.",
         f"Repetitive: {window} tokens hold fewer than {distinct} distinct ones; {stopped}.",
         f"{config['processes']} process{'es' if config['processes'] > 1 else ''}.",
-    ]
-
-
-def _machine(origin: dict[str, Any]) -> list[str]:
-    machine = origin["hardware"]
-    gpus = ", ".join(machine["gpus"]) or "none"
-    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
-    return [
-        f"Hardware: {machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} torch threads, GPU {gpus}.",
-        f"Versions: {versions}.",
-        f"Finished {origin['finished']}.",
     ]

@@ -26,23 +26,21 @@ Summary = dict[str, Any]
 def by_problem(rows: list[Row]) -> dict[str, list[bool]]:
     """Verdicts on the samples of each problem, in the order of their keys."""
     found: dict[str, list[bool]] = defaultdict(list)
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["key"]):
         found[row["key"]].append(row["correct"])
-    return {key: found[key] for key in sorted(found)}
+    return dict(found)
 
 
-def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | None, seed: int = 0) -> Summary:
+def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | None) -> Summary:
     """pass@1 with its interval, the difference to the full cache with its own, pass@k, lengths, bytes, error modes.
 
     Args:
         full_rows: of the full cache on the same problems; None if it was not run: no differences and error modes then.
-
-    Raises:
-        ValueError: if the full cache was run on other problems.
     """
     verdicts = by_problem(rows)
     scores = problem_scores(list(verdicts.values()))
-    estimate = mean_with_interval(scores, seed)
+    estimate = mean_with_interval(scores)
+    tokens, seconds = sum(len(row["token_ids"]) for row in rows), sum(row["seconds"] for row in rows)
     summary: Summary = {
         "task": task,
         "method": method,
@@ -51,13 +49,12 @@ def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | No
         "accuracy": estimate.mean,
         "ci_low": estimate.low,
         "ci_high": estimate.high,
-        "pass_at_k": pass_at(list(verdicts.values()), seed),
-        "mean_output_tokens": fmean(len(row["token_ids"]) for row in rows),
+        "pass_at_k": pass_at(list(verdicts.values())),
+        "mean_output_tokens": tokens / len(rows),
         "kv_bytes": sum(row["kv_bytes"] for row in rows),
         "kv_bytes_full": sum(row["kv_bytes_full"] for row in rows),
-        "seconds": round(sum(row["seconds"] for row in rows), 2),
-        "tokens_per_second": sum(len(row["token_ids"]) for row in rows)
-        / max(1e-9, sum(row["seconds"] for row in rows)),
+        "seconds": round(seconds, 2),
+        "tokens_per_second": tokens / max(1e-9, seconds),
         "smallest_provable_difference": smallest_provable_difference(len(scores)),
         **_texts(rows),
     }
@@ -65,48 +62,41 @@ def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | No
         full = by_problem(full_rows)
         if list(full) != list(verdicts):
             raise ValueError(f"{task}: {method} and the full cache were run on other problems: run both on the same")
-        test = paired_difference(problem_scores(list(full.values())), scores, seed=seed)
+        test = paired_difference(problem_scores(list(full.values())), scores)
         summary |= {"difference": test.difference, "difference_low": test.low, "difference_high": test.high}
         summary |= {"p_value": test.p_value, **_versus_full(rows, full_rows)}
     return summary
 
 
-def pass_at(verdicts: list[list[bool]], seed: int = 0) -> dict[str, dict[str, float]]:
+def pass_at(verdicts: list[list[bool]]) -> dict[str, dict[str, float]]:
     """pass@k for k = 1, 2, 4, ... up to the samples of each problem, with 95% intervals over problems."""
+    most = min(map(len, verdicts))
     found = {}
-    k = 1
-    while k <= min(map(len, verdicts)):
-        estimate = mean_with_interval(problem_scores(verdicts, k), seed)
+    for k in (2**i for i in range(most.bit_length())):
+        estimate = mean_with_interval(problem_scores(verdicts, k))
         found[str(k)] = {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
-        k *= 2
     return found
 
 
 def _texts(rows: list[Row]) -> Row:
     """How the texts repeat themselves, each a mean over texts, and how many were ended early for it."""
-    found: Row = {
+    return {
         "share_repetitive": fmean(row["repetitive"] for row in rows),
         "stopped_for_repetition": sum(row["finish_reason"] == "repetition" for row in rows),
         "share_at_limit": fmean(row["finish_reason"] == "length" for row in rows),
         "sentence_redundancy": fmean(sentence_redundancy(row["text"]) for row in rows),
+        **{f"entropy_{n}_gram": fmean(ngram_entropy(row["token_ids"], n) for row in rows) for n in NGRAMS},
+        **{f"repeated_{n}_grams": fmean(repetition_rate(row["token_ids"], n) for row in rows) for n in NGRAMS},
     }
-    for n in NGRAMS:
-        found[f"entropy_{n}_gram"] = fmean(ngram_entropy(row["token_ids"], n) for row in rows)
-        found[f"repeated_{n}_grams"] = fmean(repetition_rate(row["token_ids"], n) for row in rows)
-    return found
-
-
-def _unit(row: Row) -> tuple[str, int]:
-    return row["key"], row["sample"]
 
 
 def _versus_full(rows: list[Row], full_rows: list[Row]) -> Row:
     """On the samples that the full cache solves: error modes, and mean output tokens of both where both are right."""
-    solved = {_unit(row): len(row["token_ids"]) for row in full_rows if row["correct"]}
-    common = [row for row in rows if _unit(row) in solved]
-    both = [(len(row["token_ids"]), solved[_unit(row)]) for row in common if row["correct"]]
-    own, full = (sum(lengths) / len(both) for lengths in zip(*both, strict=True)) if both else (None, None)
-    modes = [error_mode(row) for row in common]
+    solved = {(row["key"], row["sample"]): len(row["token_ids"]) for row in full_rows if row["correct"]}
+    common = [(row, solved[unit]) for row in rows if (unit := (row["key"], row["sample"])) in solved]
+    both = [(len(row["token_ids"]), full) for row, full in common if row["correct"]]
+    own, full = map(fmean, zip(*both, strict=True)) if both else (None, None)
+    modes = [error_mode(row) for row, _ in common]
     return {
         **{"tokens_both_right": own, "full_tokens_both_right": full, "n_both_right": len(both)},
         "solved_in_full": len(solved),

@@ -25,11 +25,7 @@ class Processes:
         return self.rank == 0
 
     def wait_for_all(self) -> None:
-        """Return when every process has come here; only once.
-
-        Raises:
-            ValueError: if one of them ended without.
-        """
+        """Return when every process has come here; a ``ValueError`` if one of them ended without.  Only once."""
         if self.count == 1:
             return
         try:
@@ -45,11 +41,9 @@ class Processes:
 def join_processes(device: str) -> Processes:
     """This process among those that torchrun or ``accelerate launch`` started; one if it was started alone.
 
-    Args:
-        device: as for :func:`rlkv.models.loading.load_model`; with ``auto`` or ``cuda`` each of several processes has
-            a GPU of its own where there are GPUs.
+    With ``device`` ``auto`` or ``cuda`` each of several processes has a GPU of its own where there are GPUs.
     """
-    rank, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return Processes(0, 1, device)
     # gloo: only the end is waited for, and it notices closed connections where nccl waits for its timeout

@@ -85,11 +85,7 @@ class Evaluation:
 
 
 def evaluate(config: EvalConfig) -> Evaluation | None:
-    """Decode and grade what the output folder does not hold yet; None in all processes of a run but the first.
-
-    Raises:
-        ValueError: for options that do not fit together, and if the folder holds rows made with other settings.
-    """
+    """Decode and grade what the output folder does not hold yet; None in all processes of a run but the first."""
     rankings = named_gates(config.gates, (FULL, RANDOM_HEADS, *POLICIES))
     methods = parse_methods(config.methods, list(rankings))
     tasks = find_tasks(config.tasks, config.data)

@@ -22,21 +22,15 @@ SAMPLED = 1024  # elements of each parameter
 DIGITS = 16  # of a SHA-256 in hexadecimal: enough to distinguish two states
 
 
-def digest(content: bytes) -> str:
-    """A short hash."""
-    return hashlib.sha256(content).hexdigest()[:DIGITS]
-
-
 def digest_of(value: Any) -> str:
     """A short hash of ``value`` as JSON."""
-    return digest(json.dumps(value, sort_keys=True, default=str).encode())
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:DIGITS]
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
-    """Config, kind of device, number type and a hash over weights.
+    """Config, kind of device, number type and a hash over up to 1,024 evenly spaced elements of each parameter.
 
-    Up to 1,024 evenly spaced elements of each parameter are hashed, the first and the last among them: another
-    training, merge or quantization is seen, a change of single elements may not be.
+    Another training, merge or quantization is seen, a change of single elements may not be.
     """
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
     config.pop("transformers_version", None)

@@ -39,11 +39,7 @@ class CompressionMethod:
     policy: EvictionPolicy | None
 
     def allocation(self, config: PretrainedConfig, gates: dict[str, HeadGates], seed: int) -> HeadAllocation:
-        """The full heads for a model.
-
-        Raises:
-            ValueError: if the gates are not those of the model.
-        """
+        """The full heads for a model; a ``ValueError`` if the gates are not those of the model."""
         shape = ModelShape.from_config(config)
         size = (shape.num_layers, shape.num_kv_heads)
         if self.ranking is None:
@@ -65,11 +61,7 @@ def parse_methods(names: Sequence[str], rankings: list[str]) -> list[Compression
 
 
 def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
-    """The method ``name``; ``rankings`` are the names of the gates files.
-
-    Raises:
-        ValueError: for an unknown name, with what is known.
-    """
+    """The method ``name``; ``rankings`` are the names of the gates files.  A ``ValueError`` says what is known."""
     if name == FULL:
         return CompressionMethod(name, None, None, None)
     parts = name.split("+")
@@ -111,12 +103,7 @@ def _number(text: str, name: str, example: str) -> float:
 
 
 def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[str, HeadGates]:
-    """Gates files given as FILE or NAME=FILE, by their names; an existing file is taken whole, even with a ``=``.
-
-    Raises:
-        ValueError: if a name is taken twice or ``reserved``, cannot be a part of a method's name or a folder, or a
-            file is not a gates file.
-    """
+    """Gates files given as FILE or NAME=FILE, by names that are not ``reserved``; an existing file is taken whole."""
     named: dict[str, str] = {}
     for item in items:
         name, separator, file = item.partition("=")
@@ -131,11 +118,7 @@ def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[st
 
 
 def deployed_sizes(gates: dict[str, HeadGates], sink: int | None, window: int | None) -> tuple[int, int]:
-    """Sink and window of compressible heads: as given, else what the gates files say, else 16 and 64.
-
-    Raises:
-        ValueError: if files that would decide differ.
-    """
+    """Sink and window of compressible heads: as given, else what the gates files say (all the same), else 16 and 64."""
     named = {(g.deploy_sink, g.deploy_window) for g in gates.values()} or {(CacheSettings.sink, CacheSettings.window)}
     if len(named) > 1 and (sink is None or window is None):
         found = ", ".join(f"{name} {g.deploy_sink} + {g.deploy_window}" for name, g in gates.items())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -72,30 +71,19 @@ class Background:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._pool = ThreadPoolExecutor(1, "grading")
-        self._room = threading.Semaphore(capacity)
-        self._failed: Future[None] | None = None
+        self._pool, self._capacity = ThreadPoolExecutor(1, "grading"), capacity
+        self._open: deque[Future[None]] = deque()
 
     def submit(self, job: Callable[[], None]) -> None:
-        self._room.acquire()
-        self._raise_failure()
-        self._pool.submit(job).add_done_callback(self._end)
-
-    def _end(self, done: Future[None]) -> None:
-        if self._failed is None and not done.cancelled() and done.exception() is not None:
-            self._failed = done
-        self._room.release()
-
-    def _raise_failure(self) -> None:
-        if self._failed is not None:
-            self._failed.result()
+        while self._open and (len(self._open) >= self._capacity or self._open[0].done()):
+            self._open.popleft().result()
+        self._open.append(self._pool.submit(job))
 
     def __enter__(self) -> Background:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=error is not None)
-        if error is None:
-            self._raise_failure()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for job in self._open:
+                job.result()

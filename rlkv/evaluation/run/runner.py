@@ -1,9 +1,8 @@
 """One method on one task: every generation with its verdict in a file, resumable at any moment.
 
-A *unit* is one sample of one problem.  Units are sorted by prompt length and decoded in fixed batches.  A row is graded
-and written when its text ends, on another thread than decoding.  A run that was killed decodes its interrupted batch
-again, whole, writes the rows that are missing, and ends with the rows of an uninterrupted one (greedily, or with the
-same seed).  Each of several processes takes every n-th batch and writes a file of its own.
+A *unit* is one sample of one problem.  Units are sorted by prompt length and decoded in fixed batches; a row is graded
+and written when its text ends, on another thread.  A run that was killed decodes its interrupted batch again, whole,
+and ends with the rows of an uninterrupted one.  Each of several processes takes every n-th batch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.run.fingerprint import digest_of, library_facts, model_facts
 from rlkv.evaluation.run.row_accounting import Background, BatchBytes, BatchClock
 from rlkv.evaluation.stats.error_modes import RepetitionRule
-from rlkv.evaluation.tasks import EvalProblem, EvalTask, find_task, load_task
+from rlkv.evaluation.tasks import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import check_positive
@@ -87,13 +86,6 @@ class RunSettings:
         return compared | {"cache": asdict(self.cache) | {"eviction": policy.describe() if policy else None}}
 
 
-def task_problems(
-    name: str, data: Path | None, limit: int | None, seed: int, tokenizer: PreTrainedTokenizerBase
-) -> list[Problem]:
-    """The problems of a task (:func:`rlkv.evaluation.tasks.load_task`), rendered for the model."""
-    return render_problems(find_task(name), load_task(name, data, limit, seed), tokenizer)
-
-
 def render_problems(
     task: EvalTask, problems: Iterable[EvalProblem], tokenizer: PreTrainedTokenizerBase
 ) -> list[Problem]:
@@ -127,7 +119,7 @@ def run_method(
     """Decode and grade what ``rows_file`` does not hold yet.
 
     Args:
-        facts: what else the rows depend on, compared in addition to settings, problems, prompts, model and versions.
+        facts: what else the rows depend on besides settings, problems, prompts, model and versions.
         on_rows: called with units done, units in all, and the accuracy so far, of this process; on another thread.
         earlier: files of the same run with another number of processes, whose rows are taken over.
 
@@ -140,7 +132,11 @@ def run_method(
         ValueError: if one of the files was written with other settings; the differences are named.
         StoreInUseError: if another process is writing one of them.
     """
-    run = _Run(model, tokenizer, problems, allocation, settings)
+    cache = settings.cache
+    engine = InferenceEngine(
+        model, tokenizer, allocation, cache.sink, cache.window, cache.prefill, settings.batch_size, cache.eviction
+    )
+    run = _Run(engine, problems, settings)
     compared = run.fingerprint(facts)
     found = [row for file in earlier for row in read_store(file, KEY, compared)]
     with open_store(rows_file, compared, KEY, {"commit": commit()}) as store:
@@ -167,19 +163,9 @@ def run_method(
 class _Run:
     """The share of the batches that this process decodes; ``units`` are the keys of its rows, in their order."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        problems: list[Problem],
-        allocation: HeadAllocation,
-        settings: RunSettings,
-    ) -> None:
-        cache, size = settings.cache, settings.batch_size
-        sizes = (cache.sink, cache.window, cache.prefill)
-        self.engine = InferenceEngine(model, tokenizer, allocation, *sizes, batch_size=size, eviction=cache.eviction)
-        self.problems, self.settings = problems, settings
-        self.lengths = self.engine.prompt_lengths([problem.prompt for problem in problems])
+    def __init__(self, engine: InferenceEngine, problems: list[Problem], settings: RunSettings) -> None:
+        self.engine, self.problems, self.settings = engine, problems, settings
+        self.lengths = engine.prompt_lengths([problem.prompt for problem in problems])
         batches = enumerate(plan_batches(self.lengths, settings))
         self.batches = {number: batch for number, batch in batches if number % settings.ranks == settings.rank}
         self.units = [self.key(unit) for batch in self.batches.values() for unit in batch]
@@ -198,8 +184,7 @@ class _Run:
             "model_state": model_facts(self.engine.model),
             "libraries": library_facts(),
         }
-        twice = own.keys() & facts.keys()
-        assert not twice, f"facts that are compared anyway: {twice}"
+        assert not own.keys() & facts.keys()
         return own | facts
 
     def decode(self, number: int, missing: set[Unit], submit: Callable[[Callable[[], Row]], None]) -> None:

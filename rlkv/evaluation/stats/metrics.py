@@ -1,4 +1,4 @@
-"""Metrics of a run over problems, each a pure function: pass@k, intervals, paired tests, repetition, lengths."""
+"""Metrics of a run over problems, each a pure function: pass@k, intervals, paired tests, repetition of texts."""
 
 from __future__ import annotations
 
@@ -11,40 +11,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import bootstrap, permutation_test
-
-from rlkv.evaluation.stats.intervals import sign_test, wilson_interval
+from scipy.stats import binomtest, bootstrap, permutation_test
 
 RESAMPLES = 10_000
 AT_ONCE = 500  # resamples drawn together: bounds the memory
-Floats = NDArray[np.float64]
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Probability that at least one of ``k`` samples is right, estimated without bias from ``samples`` of them.
-
-    Source: Chen et al., arXiv 2107.03374, equation 1: 1 - C(n-c, k) / C(n, k).
-
-    Raises:
-        ValueError: unless 0 <= correct <= samples and 1 <= k <= samples.
-    """
-    if not 0 <= correct <= samples or not 1 <= k <= samples:
-        raise ValueError(
-            f"pass@k needs 0 <= correct <= samples and 1 <= k <= samples, got {correct=}, {samples=}, {k=}"
-        )
-    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def problem_scores(correct: Sequence[Sequence[bool]], k: int = 1) -> Floats:
-    """pass@k of every problem, float ``[problems]``, from the verdicts on its samples; k = 1: their mean."""
-    return np.array([pass_at_k(len(verdicts), sum(verdicts), k) for verdicts in correct], dtype=np.float64)
-
-
 FEW_CHANGED = (
     "Where only a few problems changed, all in one direction, the bootstrap interval of a difference is too narrow and "
     "can exclude 0: trust the test."
 )
+Floats = NDArray[np.float64]
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
 @dataclass(frozen=True)
@@ -57,42 +33,40 @@ class Estimate:
     n: int
 
 
-def bootstrap_mean(scores: Sequence[float] | Floats, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
-    """Mean of ``scores`` (one per problem) and its 95% percentile bootstrap interval over problems.
+@dataclass(frozen=True)
+class PairedDifference:
+    """How much the second run differs from the first over the same ``n`` problems (second minus first).
 
-    If all problems have the same score the interval has no width.  It then says nothing about other problems: use
-    :func:`rlkv.evaluation.stats.intervals.wilson_interval`.
-
-    Raises:
-        ValueError: without problems.
+    Attributes:
+        low, high: 95% interval of the difference; p_value: two-sided, of no difference.
+        changed: problems whose score differs.
     """
-    values = np.asarray(scores, dtype=np.float64)
-    if values.ndim != 1 or not values.size:
-        raise ValueError(f"an interval needs one score per problem, got an array of shape {values.shape}")
-    mean = float(values.mean())
-    if np.ptp(values) == 0:
-        return Estimate(mean, mean, mean, values.size)
-    rng = np.random.default_rng(seed)
-    found = bootstrap((values,), np.mean, n_resamples=resamples, batch=AT_ONCE, method="percentile", rng=rng)
-    low, high = found.confidence_interval
-    return Estimate(mean, float(low), float(high), values.size)
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    n: int
+    changed: int
 
 
-def mean_with_interval(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:
-    """Mean of a score in [0, 1] per problem: Wilson's interval where all are 0 or 1, else bootstrap over problems.
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Probability that at least one of ``k`` samples is right, estimated without bias from ``samples`` of them.
 
-    Where all problems have the same score in between, the bootstrap has no width, and :func:`unseen_interval` is taken.
-
-    Raises:
-        ValueError: without problems.
+    Source: Chen et al., arXiv 2107.03374, equation 1: 1 - C(n-c, k) / C(n, k).
     """
-    values = np.asarray(scores, dtype=np.float64)
-    if values.size and np.isin(values, (0.0, 1.0)).all():
-        return Estimate(float(values.mean()), *wilson_interval(int(values.sum()), values.size), values.size)
-    estimate = bootstrap_mean(values, seed)
-    if np.ptp(values) == 0:
-        return Estimate(estimate.mean, *unseen_interval(estimate.mean, values.size, 0.0, 1.0), values.size)
-    return estimate
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def problem_scores(correct: Sequence[Sequence[bool]], k: int = 1) -> Floats:
+    """pass@k of every problem, float ``[problems]``, from the verdicts on its samples; k = 1: their mean."""
+    return np.array([pass_at_k(len(verdicts), sum(verdicts), k) for verdicts in correct], dtype=np.float64)
+
+
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """95% Wilson score interval of a proportion (JASA 22, 1927), sound at 0 and 1 and for small ``n``."""
+    interval = binomtest(successes, n).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def unseen_interval(value: float, n: int, least: float, most: float) -> tuple[float, float]:
@@ -105,26 +79,42 @@ def unseen_interval(value: float, n: int, least: float, most: float) -> tuple[fl
     return value + share * (least - value), value + share * (most - value)
 
 
-@dataclass(frozen=True)
-class PairedDifference:
-    """How much the second run differs from the first over the same problems (second minus first).
+def bootstrap_mean(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:
+    """Mean of ``scores`` (one per problem) and its 95% percentile bootstrap interval over problems.
 
-    Attributes:
-        difference, low, high: mean difference and its 95% interval over problems.
-        p_value: two-sided, of the hypothesis that the runs are exchangeable on every problem.
-        n, changed: problems, and those on which the runs differ.
+    If all problems have the same score the interval has no width.  It then says nothing about other problems.
+
+    Raises:
+        ValueError: without problems.
     """
+    values = np.asarray(scores, dtype=np.float64)
+    if values.ndim != 1 or not values.size:
+        raise ValueError(f"an interval needs one score per problem, got an array of shape {values.shape}")
+    mean = float(values.mean())
+    if np.ptp(values) == 0:
+        return Estimate(mean, mean, mean, values.size)
+    rng = np.random.default_rng(seed)
+    found = bootstrap((values,), np.mean, n_resamples=RESAMPLES, batch=AT_ONCE, method="percentile", rng=rng)
+    low, high = found.confidence_interval
+    return Estimate(mean, float(low), float(high), values.size)
 
-    difference: float
-    low: float
-    high: float
-    p_value: float
-    n: int
-    changed: int
+
+def mean_with_interval(scores: Sequence[float] | Floats) -> Estimate:
+    """Mean of a score in [0, 1] per problem: Wilson's interval where all are 0 or 1, else bootstrap over problems.
+
+    Where all problems have the same score in between, the bootstrap has no width, and :func:`unseen_interval` is taken.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    if values.size and np.isin(values, (0.0, 1.0)).all():
+        return Estimate(float(values.mean()), *wilson_interval(int(values.sum()), values.size), values.size)
+    estimate = bootstrap_mean(values)
+    if np.ptp(values) == 0:
+        return Estimate(estimate.mean, *unseen_interval(estimate.mean, values.size, 0.0, 1.0), values.size)
+    return estimate
 
 
 def paired_difference(
-    first: Sequence[float] | Floats, second: Sequence[float] | Floats, seed: int = 0, resamples: int = RESAMPLES
+    first: Sequence[float] | Floats, second: Sequence[float] | Floats, seed: int = 0
 ) -> PairedDifference:
     """Compare two runs by their scores in [0, 1] on the same problems, in the same order.
 
@@ -133,7 +123,7 @@ def paired_difference(
     to 1: equal runs on 20 problems give [-0.16, +0.16], on 200 [-0.019, +0.019].
 
     The p value is that of a sign-flip permutation test on the differences (Fisher 1935): all flips if there are at
-    most ``resamples`` of them, else ``resamples`` random ones, the observed one counted.
+    most :data:`RESAMPLES` of them, else so many random ones, the observed one counted.
 
     Raises:
         ValueError: if the runs differ in their number of problems, or have none.
@@ -141,26 +131,25 @@ def paired_difference(
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     if a.shape != b.shape:
         raise ValueError(f"a paired test needs the same problems in both runs, got {a.size} and {b.size}")
-    found = bootstrap_mean(b - a, seed, resamples)
+    found = bootstrap_mean(b - a, seed)
     low, high = found.low, found.high
     if np.ptp(b - a) == 0:
         low, high = unseen_interval(found.mean, a.size, -1.0, 1.0)
     changes = (b - a)[b != a]  # flips of the others change nothing
     p_value = 1.0  # of one change: both of its signs are as far from 0
     if changes.size > 1:
-        rng = np.random.default_rng(seed)
-        options: dict[str, Any] = {"n_resamples": resamples, "batch": AT_ONCE, "rng": rng}
+        options: dict[str, Any] = {"n_resamples": RESAMPLES, "batch": AT_ONCE, "rng": np.random.default_rng(seed)}
         p_value = float(permutation_test((changes,), np.sum, permutation_type="samples", **options).pvalue)
     return PairedDifference(found.mean, low, high, p_value, a.size, changes.size)
 
 
-def smallest_provable_difference(n: int, level: float = 0.05) -> float | None:
-    """The smallest difference in accuracy over ``n`` problems that a sign test can call significant.
+def smallest_provable_difference(n: int) -> float | None:
+    """The smallest difference in accuracy over ``n`` problems that a sign test can call significant (p < 0.05).
 
-    The best case is assumed: one run solves all that the other does and some more.  None if no difference would do; 0.2
-    for 30 problems.
+    In the best case one run solves all that the other does and 6 more: 2 * 0.5^6 = 0.031, 2 * 0.5^5 = 0.0625.  None if
+    there are fewer problems; 0.2 for 30.
     """
-    return next((extra / n for extra in range(1, n + 1) if sign_test(extra, 0) < level), None)
+    return 6 / n if n >= 6 else None
 
 
 def ngram_entropy(tokens: Sequence[Hashable], n: int) -> float:
@@ -190,6 +179,10 @@ def ngram_frequency(tokens: Sequence[Hashable], n: int) -> float:
     return sum(c * c for c in counts.values()) / counts.total() if counts else 0.0
 
 
+def _ngrams(tokens: Sequence[Hashable], n: int) -> Counter[tuple[Hashable, ...]]:
+    return Counter(zip(*(tokens[i:] for i in range(n)), strict=False))
+
+
 def sentence_redundancy(text: str) -> float:
     """Share of the sentences of a text that repeat an earlier one, up to case and white space; 0 without sentences.
 
@@ -198,9 +191,3 @@ def sentence_redundancy(text: str) -> float:
     sentences = [" ".join(part.lower().split()) for part in _SENTENCE_END.split(text)]
     sentences = [sentence for sentence in sentences if any(c.isalnum() for c in sentence)]
     return 1 - len(set(sentences)) / len(sentences) if sentences else 0.0
-
-
-def _ngrams(tokens: Sequence[Hashable], n: int) -> Counter[tuple[Hashable, ...]]:
-    if n < 1:
-        raise ValueError(f"n-grams need n of at least 1, got {n}")
-    return Counter(zip(*(tokens[i:] for i in range(n)), strict=False))

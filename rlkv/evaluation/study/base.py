@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.report.html_page import Page
+from rlkv.evaluation.report.page import Page
+from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements
 from rlkv.evaluation.study.outcomes import Metrics, Outcome
-from rlkv.evaluation.study.rankings import FULL_CACHE, Ranking
+from rlkv.evaluation.study.rankings import Ranking
 from rlkv.eviction.base import EvictionPolicy
 
 
@@ -24,11 +25,10 @@ class Study:
     Attributes:
         rankings: what is compared; the first one with every other.
         ablations: variants of the first one, compared with it alone.
-        entry_size: of the model, to count bytes.
         policies: templates of the eviction policies whose budgets are compared.
         top_heads: numbers of heads, the most needed ones, that the sensitivity compresses.
-        truth: content of a ground-truth file, to compare gates with; None if there is none.
-        published: model whose published numbers are shown; None if it has none.
+        truth: content of a ground-truth file, to compare gates with.
+        published: model whose published numbers are shown.
     """
 
     rankings: tuple[Ranking, ...]
@@ -74,6 +74,14 @@ class Study:
         """One outcome per seed; seeds with the same heads have the same one."""
         return [self.measurements.outcome(Condition(task, found)) for found in ranking.allocations(sparsity)]
 
+    def sweep(self, task: str, of: Callable[[list[Outcome], Outcome], Any]) -> dict[str, list[Any]]:
+        """For each ranking ``of(runs, full)`` at every sparsity."""
+        full = self.full(task)
+        return {
+            ranking.name: [of(self.runs(task, ranking, sparsity), full) for sparsity in self.sparsities]
+            for ranking in self.rankings
+        }
+
 
 class Analysis(ABC):
     """From conditions to metrics, sentences, tables and plots.
@@ -109,16 +117,14 @@ class Analysis(ABC):
         """The sentences of all tasks."""
         return [line for task, found in metrics["tasks"].items() for line in self.task_findings(task, found, metrics)]
 
+    @abstractmethod
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
         """Add the tables and plots of a task; files of plots go to ``folder``."""
-        raise NotImplementedError
 
     def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
         """Add to the page, below the heading."""
         for task, found in metrics["tasks"].items():
             self.write_task(task, found, metrics, page, folder)
 
-
-def file_name(kind: str, task: str) -> str:
-    """The file of a plot."""
-    return f"{kind}-{task.replace(':', '_')}.png"
+    def plot_file(self, folder: Path, task: str) -> Path:
+        return folder / f"{self.name}-{task.replace(':', '_')}.png"

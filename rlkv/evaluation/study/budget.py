@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
-from rlkv.evaluation.report.html_page import LEVEL, Cell, Page
+from rlkv.evaluation.report.page import LEVEL, Cell, Page
+from rlkv.evaluation.report.plots import Panel, plot_curves, point
 from rlkv.evaluation.stats.error_modes import MODES
 from rlkv.evaluation.stats.metrics import paired_difference
-from rlkv.evaluation.study.base import Analysis, Study, file_name
-from rlkv.evaluation.study.comparison import compare
+from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.matching import FIXED, Match, matched_methods
-from rlkv.evaluation.study.measurements import ConditionRequests
-from rlkv.evaluation.study.modes import mode_shares
-from rlkv.evaluation.study.outcomes import Metrics, Outcome, accuracy_of
-from rlkv.evaluation.study.plots import Panel, plot_curves, point
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests
+from rlkv.evaluation.study.outcomes import Metrics, Outcome, accuracy_of, compare
+from rlkv.evaluation.study.outputs import mode_shares
 from rlkv.evaluation.study.text import (
     BYTES_NOTE,
     LEGEND,
@@ -38,8 +36,8 @@ HELD = "bytes of KV in use / bytes of the full cache"
 class Budget(Analysis):
     """Accuracy, bytes, error modes and lengths of every method at each saving."""
 
-    name: ClassVar[str] = "budget"
-    title: ClassVar[str] = "Eviction at matched bytes"
+    name = "budget"
+    title = "Eviction at matched bytes"
 
     def __init__(self) -> None:
         self._matches: dict[str, list[Match]] = {}
@@ -62,26 +60,27 @@ class Budget(Analysis):
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)
-        outcomes = {
-            (match.method, match.saved): study.measurements.outcome(match.condition)
-            for match in self._matched(study, task)
-            if match.condition is not None
-        }
+        outcomes: dict[float, dict[str, Outcome]] = {saved: {} for saved in study.config.savings}
         rows: dict[str, Metrics] = {}
         for match in self._matched(study, task):
             row = rows.setdefault(match.method, {"heads": match.heads, "savings": []})
-            outcome = outcomes.get((match.method, match.saved))
-            row["savings"].append(None if outcome is None else _of(match, outcome, full))
-        differences = []
+            if match.condition is None:
+                row["savings"].append(None)
+            else:
+                outcome = outcomes[match.saved][match.method] = study.measurements.outcome(match.condition)
+                row["savings"].append(_of(match.condition, outcome, full))
+        differences: list[Metrics] = []
         for policy in study.config.policies:
-            for saved in study.config.savings:
-                pair = [outcomes.get((method, saved)) for method in (policy, f"{policy}, {FIXED}")]
-                known = [outcome for outcome in pair if outcome is not None]
-                test = compare([known[0]], [known[1]])["difference"] if len(known) == 2 else None
+            for saved, measured in outcomes.items():
+                pair = [measured[name] for name in (policy, f"{policy}, {FIXED}") if name in measured]
+                test = compare(pair[:1], pair[1:])["difference"] if len(pair) == 2 else None
                 differences.append({"policy": policy, "saved": saved, "difference": test})
-        best = [_best({m: o for (m, at), o in outcomes.items() if at == saved}) for saved in study.config.savings]
-        measured = {"full": accuracy_of([full]), "methods": rows}
-        return {**measured, "dynamic_minus_fixed": differences, "best": best}
+        return {
+            "full": accuracy_of([full]),
+            "methods": rows,
+            "dynamic_minus_fixed": differences,
+            "best": [_best(measured) for measured in outcomes.values()],
+        }
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
         lines = []
@@ -125,9 +124,12 @@ class Budget(Analysis):
             f"{task}: paired difference in accuracy between a dynamic and a fixed budget of the same bytes (green: "
             "dynamic is better, red: fixed is).",
         )
-        plot, parts = folder / file_name("budget", task), ("tokens dropped in all heads", "some heads full")
-        plot_curves(plot, *(_panel(f"{task}: {title}", found, bool(i)) for i, title in enumerate(parts)))
-        page.picture(plot, f"{task}: accuracy over bytes held, 95% intervals; dashed: fixed budgets.")
+        panels = [
+            _panel(f"{task}: {title}", found, some_full)
+            for title, some_full in (("tokens dropped in all heads", False), ("some heads full", True))
+        ]
+        caption = f"{task}: accuracy over bytes held, 95% intervals; dashed: fixed budgets."
+        page.picture(plot_curves(self.plot_file(folder, task), *panels), caption)
 
 
 def _panel(title: str, found: Metrics, some_full: bool) -> Panel:
@@ -137,8 +139,8 @@ def _panel(title: str, found: Metrics, some_full: bool) -> Panel:
         if bool(row["heads"]) == some_full:
             measured = [of["accuracy"] for of in row["savings"] if of is not None]
             curves[name] = [point(accuracy["kv_share"], accuracy) for accuracy in measured]
-    fixed = frozenset(name for name in curves if name.endswith(FIXED))
-    return Panel(title, HELD, curves, dashed=fixed, reference=found["full"]["mean"], ticks=False)
+    styles = {name: {"linestyle": "--" if name.endswith(FIXED) else "-"} for name in curves}
+    return Panel(title, HELD, curves, styles=styles, reference=found["full"]["mean"], ticks=False)
 
 
 def _rows(found: Metrics, cell: Callable[[Metrics], Cell | str]) -> list[list[Cell | str]]:
@@ -148,12 +150,11 @@ def _rows(found: Metrics, cell: Callable[[Metrics], Cell | str]) -> list[list[Ce
     ]
 
 
-def _of(match: Match, outcome: Outcome, full: Outcome) -> Metrics:
-    assert match.condition is not None
-    policy, shares = match.condition.policy, mode_shares([outcome], full)
+def _of(condition: Condition, outcome: Outcome, full: Outcome) -> Metrics:
+    policy, shares = condition.policy, mode_shares([outcome], full)
     solved = int(full.correct.sum())
     return {
-        "full_heads": match.condition.allocation.num_full,
+        "full_heads": condition.allocation.num_full,
         "budget": None if policy is None else policy.describe(),
         "accuracy": accuracy_of([outcome], full),
         "modes": None if shares is None else {mode: round(of["mean"] * solved) for mode, of in shares.items()},

@@ -1,33 +1,39 @@
-"""The first method against each other one, in pairs over the problems, and what finding the heads took."""
+"""The first method against each other one and its training variants, in pairs over the problems, and their costs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
-from rlkv.evaluation.report.html_page import Cell, Page
-from rlkv.evaluation.stats.metrics import paired_difference
+from rlkv.evaluation.report.page import Cell, Page
+from rlkv.evaluation.report.plots import SPARSITY, Panel, curve, plot_curves
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.costs import COST_NOTE, cost_metrics, cost_text
+from rlkv.evaluation.study.costs import cost_metrics, cost_text, write_costs
 from rlkv.evaluation.study.measurements import ConditionRequests
-from rlkv.evaluation.study.outcomes import Metrics, Outcome, accuracy_of, mean_scores
-from rlkv.evaluation.study.text import SAME, accuracy_cell, difference_cell, p_number, seeds_of_sign, verdict
+from rlkv.evaluation.study.outcomes import Metrics, compare
+from rlkv.evaluation.study.text import (
+    INTERVAL_NOTE,
+    SAME,
+    accuracy_cell,
+    against,
+    difference_cell,
+    levels,
+    p_number,
+    p_text,
+)
 
 
 class Comparison(Analysis):
     """Paired differences at chosen sparsities."""
 
-    name: ClassVar[str] = "comparison"
-    title: ClassVar[str] = "Paired comparison"
+    name = "comparison"
+    title = "Paired comparison"
 
     def conditions(self, study: Study) -> ConditionRequests:
         return study.conditions(study.rankings, study.config.ascending("compare_at"))
 
     def settings(self, study: Study) -> Metrics:
-        return {
-            "first": study.first.name,
-            "costs": {ranking.name: cost_metrics(ranking) for ranking in study.rankings if ranking.files},
-        }
+        costs = {ranking.name: cost_metrics(ranking) for ranking in study.rankings if ranking.files}
+        return {"first": study.first.name, "costs": costs}
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         rows = []
@@ -42,16 +48,14 @@ class Comparison(Analysis):
         lines = []
         for sparsity in dict.fromkeys(row["sparsity"] for row in found["rows"]):
             rows = [row for row in found["rows"] if row["sparsity"] == sparsity]
-            others = "; ".join(_against(row, metrics["first"]) for row in rows)
-            first = rows[0]["first"]
-            measured = f"{metrics['first']} {first['mean']:.3f}"
-            lines.append(f"{task} at {sparsity:g}, n = {first['n']}: {measured} against {others}.")
+            name, first = metrics["first"], rows[0]["first"]
+            others = "; ".join(f"{row['other']} {against(row, 'second', name, row['other'])}" for row in rows)
+            lines.append(f"{task} at {sparsity:g}, n = {first['n']}: {name} {first['mean']:.3f} against {others}.")
         return lines
 
     def findings(self, metrics: Metrics) -> list[str]:
         known = [f"{name} {text}" for name, cost in metrics["costs"].items() if (text := cost_text(cost))]
-        costs = [f"Finding the heads took: {'; '.join(known)}."] if known else []
-        return super().findings(metrics) + costs
+        return super().findings(metrics) + ([f"Finding the heads took: {'; '.join(known)}."] if known else [])
 
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
         first = metrics["first"]
@@ -77,32 +81,69 @@ class Comparison(Analysis):
 
     def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
         super().write(metrics, page, folder)
-        page.heading("What finding the heads took", level=3)
-        costs = [[name, str(of["seeds"]), cost_text(of) or "unknown"] for name, of in metrics["costs"].items()]
-        page.table(["method", "seeds", "seconds"], costs, COST_NOTE)
+        write_costs(page, metrics["costs"])
 
 
-def _against(row: Metrics, first: str) -> str:
-    seeds = seeds_of_sign(row, first, row["other"])
-    return f"{row['other']} {row['second']['mean']:.3f} ({verdict(row['difference'], row['same_heads'])}{seeds})"
+class Ablations(Analysis):
+    """Training ablations (RLKV, figure 8): each variant minus the first method, and what it cost."""
 
+    name = "ablations"
+    title = "Training ablations"
 
-def compare(first: list[Outcome], second: list[Outcome]) -> Metrics:
-    """Both accuracies and the paired difference, first minus second.
+    def conditions(self, study: Study) -> ConditionRequests:
+        return study.conditions([study.first, *study.ablations], study.config.ascending("ablate_at"))
 
-    ``per_seed`` has the difference of each set of heads to the other's mean over seeds, seeds with the same heads once.
-    """
-    means = [float(mean_scores(runs).mean()) for runs in (first, second)]
-    distinct = [{run.key: float(run.correct.mean()) for run in runs}.values() for runs in (first, second)]
-    test = paired_difference(mean_scores(second), mean_scores(first))
-    return {
-        "first": accuracy_of(first),
-        "second": accuracy_of(second),
-        "difference": {name: getattr(test, name) for name in ("difference", "low", "high", "p_value", "n", "changed")},
-        "per_seed": {
-            "first": [accuracy - means[1] for accuracy in distinct[0]],
-            "second": [means[0] - accuracy for accuracy in distinct[1]],
-        },
-        # means over seeds may differ where the same sets of heads occur, but not equally often
-        "same_heads": {run.key for run in first} == {run.key for run in second} and not test.changed,
-    }
+    def settings(self, study: Study) -> Metrics:
+        return {
+            "first": study.first.name,
+            "sparsities": list(study.config.ascending("ablate_at")),
+            "costs": {variant.name: cost_metrics(variant) for variant in [study.first, *study.ablations]},
+        }
+
+    def task_metrics(self, study: Study, task: str) -> Metrics:
+        return {
+            variant.name: [
+                compare(study.runs(task, variant, s), study.runs(task, study.first, s))
+                for s in study.config.ascending("ablate_at")
+            ]
+            for variant in [study.first, *study.ablations]
+        }
+
+    def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
+        lines, first = [], metrics["first"]
+        for i, sparsity in enumerate(metrics["sparsities"]):
+            variants = [f"{name} {against(rows[i], 'first', name, first)}" for name, rows in found.items()][1:]
+            base = found[first][i]["first"]
+            measured = f"n = {base['n']}, variants of {first} ({base['mean']:.3f})"
+            lines.append(f"{task} at {sparsity:g}, {measured}: {'; '.join(variants)}.")
+        return lines
+
+    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+        first, sparsities = metrics["first"], metrics["sparsities"]
+        rows: list[list[Cell | str]] = []
+        for name, compared in found.items():
+            rows.append([name])
+            for of in compared:
+                last = "same heads" if of["same_heads"] else p_text(of["difference"]["p_value"])
+                rows[-1] += [
+                    accuracy_cell(of["first"]),
+                    "" if name == first else difference_cell(of["difference"], last),
+                ]
+        n = found[first][0]["first"]["n"]
+        page.table(
+            ["variant", *(text for level in levels(sparsities) for text in (f"{level}: accuracy", f"minus {first}"))],
+            rows,
+            f"{task}: greedy accuracy on {n} problems and the paired difference to {first} with its 95% interval. "
+            f"{INTERVAL_NOTE} Green: better than {first}, red: worse (paired permutation test, p < 0.05, not "
+            f"corrected), grey: {SAME}.",
+        )
+        curves = {name: curve(sparsities, [of["first"] for of in compared]) for name, compared in found.items()}
+        panel = Panel(f"{task}: training ablations, 95% intervals", SPARSITY, curves)
+        page.picture(
+            plot_curves(self.plot_file(folder, task), panel),
+            f"{task}: greedy accuracy on {n} problems, of each variant.",
+        )
+
+    def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
+        super().write(metrics, page, folder)
+        write_costs(page, metrics["costs"])

@@ -78,20 +78,16 @@ class StudyConfig(CacheOptions, ModelOptions):
 
     def check(self) -> None:
         """Raise ValueError for values that no study can have."""
-        for name, low, high in (
-            ("sparsities", 0.0, 1.0),
-            ("compare_at", 0.0, 1.0),
-            ("ablate_at", 0.0, 1.0),
-            ("savings", 0.0, 0.99),
-        ):
-            values = getattr(self, name)
-            if not all(low <= value <= high for value in values):
-                raise ValueError(f"--{_option(name)} {_text(values)} holds a number outside {low:g} to {high:g}")
+        for name in ("sparsities", "compare_at", "ablate_at", "savings"):
+            values, most = getattr(self, name), 0.99 if name == "savings" else 1.0
+            given = f"--{name.replace('_', '-')} {' '.join(f'{value:g}' for value in values)}"
+            if not all(0 <= value <= most for value in values):
+                raise ValueError(f"{given} holds a number outside 0 to {most:g}")
             if name != "savings" and not self.ascending(name):
-                raise ValueError(f"--{_option(name)} {_text(values)} names no sparsity above 0")
-        for name in ("margin", "head_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{_option(name)} is {getattr(self, name)}: it is a share, from 0 to 1")
+                raise ValueError(f"{given} names no sparsity above 0")
+        for name, share in (("margin", self.margin), ("head-share", self.head_share)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"--{name} is {share}: it is a share, from 0 to 1")
         if self.random_draws < 0:
             raise ValueError(f"--random-draws must be at least 0, got {self.random_draws}")
         check_positive(self, "buffer", "observation", "limit", "max_new_tokens", "batch_size")
@@ -117,11 +113,3 @@ class StudyConfig(CacheOptions, ModelOptions):
     def rule(self) -> RepetitionRule:
         """What counts as repetitive."""
         return RepetitionRule(*self.repetition)
-
-
-def _option(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _text(values: tuple[float, ...]) -> str:
-    return " ".join(f"{value:g}" for value in values)

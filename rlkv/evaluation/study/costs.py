@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
+from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.rankings import Ranking
 
@@ -21,25 +23,20 @@ COST_NOTE = (
 )
 
 
-def training_seconds(gates_file: str, field: str) -> float | None:
-    """Seconds of all optimizer steps, from the log next to a gates file; None if it lacks ``field`` or is absent."""
-    log = Path(gates_file).parent / "log.jsonl"
-    found = [json.loads(line).get(field) for line in log.read_text().splitlines()] if log.is_file() else []
-    return None if not found or None in found else float(sum(found))
-
-
 def identification_costs(ranking: Ranking) -> list[dict[tuple[str, str], float]]:
     """For each seed the seconds that are known, by step (``training``, ``re-ranking``) and unit."""
     found = []
     for file, gates in zip(ranking.files, ranking.gates, strict=True):
+        log = Path(file).parent / "log.jsonl"
+        steps = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
         summary = gates.training.get("reranked") or {}
-        trained = {("training", unit): training_seconds(file, field) for unit, field in _LOG}
-        reranked = {("re-ranking", unit): summary.get(field) for unit, field in _RERANKED}
-        costs: dict[tuple[str, str], float] = {}
-        for candidates in (trained, reranked):
-            known = [(key, float(seconds)) for key, seconds in candidates.items() if seconds is not None]
-            costs.update(known[:1])  # in the better unit
-        found.append(costs)
+        known = [("training", unit, [step.get(field) for step in steps]) for unit, field in _LOG]
+        known += [("re-ranking", unit, [summary.get(field)]) for unit, field in _RERANKED]
+        costs: dict[str, tuple[str, float]] = {}
+        for step, unit, seconds in known:
+            if seconds and None not in seconds:
+                costs.setdefault(step, (unit, float(sum(seconds))))  # in the better unit
+        found.append({(step, unit): seconds for step, (unit, seconds) in costs.items()})
     return found
 
 
@@ -50,7 +47,7 @@ def cost_metrics(ranking: Ranking) -> Metrics:
         for key, seconds in costs.items():
             by_step[key].append(seconds)
     steps = [
-        {"step": step, "unit": unit, "mean": sum(v) / len(v), "low": min(v), "high": max(v), "n": len(v)}
+        {"step": step, "unit": unit, "mean": fmean(v), "low": min(v), "high": max(v), "n": len(v)}
         for (step, unit), v in by_step.items()
     ]
     return {"seeds": len(ranking.orders), "steps": steps}
@@ -64,3 +61,10 @@ def cost_text(metrics: Metrics) -> str:
         what = "" if step["step"] == "training" else f" {step['step']}"
         parts.append(f"{step['mean']:.0f} s {step['unit']}{what}{several}")
     return " + ".join(parts)
+
+
+def write_costs(page: Page, costs: dict[str, Metrics]) -> None:
+    """Add the costs of each method as a table."""
+    page.heading("What finding the heads took", level=3)
+    rows = [[name, str(of["seeds"]), cost_text(of) or "unknown"] for name, of in costs.items()]
+    page.table(["method", "seeds", "seconds"], rows, COST_NOTE)

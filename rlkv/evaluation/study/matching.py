@@ -1,20 +1,20 @@
 """Which heads stay full x what the others keep, all at the same bytes of KV.
 
 A *saving* is the share of the full cache's bytes that must not be held at the end of a text.  Every method gets the
-largest budget that holds at most the rest, over the texts of the full-cache run
-(:mod:`rlkv.evaluation.stats.matching`); what its own texts held is reported with it.
+largest budget that holds at most the rest, over the texts of the full-cache run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkv.evaluation.stats.matching import match_budget, match_compressible, match_ratio
+from rlkv.cache import CacheSettings
+from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.evaluation.study.base import Study
 from rlkv.evaluation.study.measurements import Condition
 from rlkv.evaluation.study.rankings import Order
@@ -23,19 +23,72 @@ from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 
 FIXED = "fixed budget"
-WINDOW = "sinks + window"
 MIN_EXTRA = 5
+STEPS = 2**14  # ratios are multiples of 1/16384 of the text
+
+
+def kv_share(settings: CacheSettings, full: Tensor, size: EntrySize, lengths: list[tuple[int, int]]) -> float:
+    """Bytes in use / bytes of the full cache, both summed over texts of (prompt, all) cached tokens."""
+    prompts, tokens = (torch.tensor(column) for column in zip(*lengths, strict=True))
+    held, whole = kv_nbytes(settings, full, size, prompts, tokens)
+    return float(held.sum() / whole.sum())
+
+
+@dataclass(frozen=True)
+class ByteTarget:
+    """At most ``share`` of the full cache's bytes, over texts of ``lengths`` (prompt, all) cached tokens.
+
+    Each method gives the largest budget that fits, None if the smallest one holds more.  ``full`` is bool
+    ``[layers, KV heads]``, the full heads of an allocation.
+    """
+
+    share: float
+    size: EntrySize
+    lengths: list[tuple[int, int]]
+
+    def fits(self, settings: CacheSettings, full: Tensor) -> bool:
+        return kv_share(settings, full, self.size, self.lengths) <= self.share
+
+    def match_ratio(self, policy: EvictionPolicy, full: Tensor) -> EvictionPolicy | None:
+        """``policy`` with the largest ratio of the text so far, in place of its budget."""
+        return self._largest(lambda step: replace(policy, budget=None, ratio=step / STEPS), full, 0, STEPS)
+
+    def match_budget(self, policy: EvictionPolicy, full: Tensor) -> EvictionPolicy | None:
+        """``policy`` with the largest fixed budget."""
+        least = policy.sink + max(policy.observation, 1)
+        longest = max(least, *(tokens for _, tokens in self.lengths))
+        return self._largest(lambda budget: replace(policy, ratio=None, budget=budget), full, least, longest)
+
+    def _largest(
+        self, sized: Callable[[int], EvictionPolicy], full: Tensor, low: int, high: int
+    ) -> EvictionPolicy | None:
+        """``sized`` with the largest number from ``low`` to ``high`` that fits, by bisection."""
+
+        def fits(number: int) -> bool:
+            return self.fits(CacheSettings(eviction=sized(number)), full)
+
+        if not fits(low):
+            return None
+        if fits(high):
+            return sized(high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return sized(low)
+
+    def match_heads(self, settings: CacheSettings, order: Order, shape: tuple[int, int]) -> Tensor | None:
+        """Full heads when heads are compressed in ``order`` until the rest fits."""
+        full = torch.ones(shape, dtype=torch.bool)
+        for head in order:
+            if self.fits(settings, full):
+                return full
+            full[head] = False
+        return full if self.fits(settings, full) else None
 
 
 @dataclass(frozen=True)
 class Match:
-    """A method at a saving, with its budget.
-
-    Attributes:
-        method: what tables call it.
-        heads: the ranking whose heads are full; empty for none.
-        condition: None if what must be kept is more than the saving leaves.
-    """
+    """A method at a saving; ``heads``: the ranking whose heads are full; ``condition``: None if nothing fits."""
 
     method: str
     heads: str
@@ -48,13 +101,8 @@ def policy_templates(
 ) -> dict[str, EvictionPolicy]:
     """Policies of the same sizes, by the name that they have in a table; a matching sets their budgets.
 
-    Args:
-        buffer, observation, extra: as of :class:`EvictionPolicy`; a policy that by default compacts at every token,
-            observes one or keeps no sinks stays so.
-        prompt_variants: each policy also with the other choice of ``protect_prompt``.
-
-    Raises:
-        ValueError: for an unknown policy, or fewer than 5 ``extra`` entries.
+    A policy that by default compacts at every token, observes one or keeps no sinks stays so.  With ``prompt_variants``
+    each policy also comes with the other choice of ``protect_prompt``.
     """
     if extra < MIN_EXTRA:
         raise ValueError(f"--extra is {extra}: policies need {MIN_EXTRA} or more entries in addition to the ratio")
@@ -70,7 +118,7 @@ def policy_templates(
             sizes["sink"] = min(4, extra - 1)
         found[name] = policy = make_policy(name, **sizes)
         if prompt_variants:
-            other = make_policy(name, **sizes, protect_prompt=not policy.protect_prompt)
+            other = replace(policy, protect_prompt=not policy.protect_prompt)
             found[f"{name} (prompt {'kept' if other.protect_prompt else 'evictable'})"] = other
     return found
 
@@ -82,31 +130,34 @@ def matched_methods(study: Study, task: str) -> list[Match]:
     first seed) with sinks and a window; policies under the heads of the first ranking.
     """
     lengths = study.measurements.text_lengths(task, study.full(task))
-    return [match for saved in study.config.savings for match in _at(study, task, saved, lengths)]
+    targets = {saved: ByteTarget(1 - saved, study.entry_size, lengths) for saved in study.config.savings}
+    return [
+        Match(method, heads, saved, condition)
+        for saved, target in targets.items()
+        for method, heads, condition in _matches(study, task, target)
+    ]
 
 
-def _at(study: Study, task: str, saved: float, lengths: list[tuple[int, int]]) -> Iterator[Match]:
-    share, shape, size = 1 - saved, study.first.shape, study.entry_size
+def _matches(study: Study, task: str, target: ByteTarget) -> Iterator[tuple[str, str, Condition | None]]:
+    shape, first = study.first.shape, study.first
     none_full = torch.zeros(shape, dtype=torch.bool)
 
-    def match(method: str, heads: str, full: Tensor | None, policy: EvictionPolicy | None = None) -> Match:
-        known = None if full is None else Condition(task, HeadAllocation(full), policy)
-        return Match(method, heads, saved, known)
+    def evicting(full: Tensor, policy: EvictionPolicy | None) -> Condition | None:
+        return None if policy is None else Condition(task, HeadAllocation(full), policy)
 
     for name, template in study.policies.items():
-        dynamic = match_ratio(template, share, none_full, size, lengths)
-        yield match(name, "", None if dynamic is None else none_full, dynamic)
+        yield name, "", evicting(none_full, target.match_ratio(template, none_full))
         if name in study.config.policies:
-            fixed = match_budget(template, share, none_full, size, lengths)
-            yield match(f"{name}, {FIXED}", "", None if fixed is None else none_full, fixed)
+            yield f"{name}, {FIXED}", "", evicting(none_full, target.match_budget(template, none_full))
     sizes = study.measurements.tasks[task].settings.cache
     for ranking in study.rankings:
-        full = match_compressible(sizes, share, list(ranking.orders[0]), shape, size, lengths)
-        yield match(f"{ranking.name} + {WINDOW}", ranking.name, full)
-    split = split_heads(study.first.orders[0], share, study.config.head_share, shape)
+        full = target.match_heads(sizes, ranking.orders[0], shape)
+        condition = None if full is None else Condition(task, HeadAllocation(full))
+        yield f"{ranking.name} + sinks + window", ranking.name, condition
+    split = split_heads(first.orders[0], target.share, study.config.head_share, shape)
     for name, template in study.policies.items():
-        under = None if split is None else match_ratio(template, share, split, size, lengths)
-        yield match(f"{study.first.name} + {name}", study.first.name, None if under is None else split, under)
+        condition = None if split is None else evicting(split, target.match_ratio(template, split))
+        yield f"{first.name} + {name}", first.name, condition
 
 
 def split_heads(order: Order, share: float, head_share: float, shape: tuple[int, int]) -> Tensor | None:
@@ -119,6 +170,6 @@ def split_heads(order: Order, share: float, head_share: float, shape: tuple[int,
     if compressible >= total:
         return None
     full = torch.ones(shape, dtype=torch.bool)
-    for layer, head in order[:compressible]:
-        full[layer, head] = False
+    for head in order[:compressible]:
+        full[head] = False
     return full

@@ -1,8 +1,7 @@
 """Conditions, each measured once: the decodings that all analyses of a study share.
 
-Greedy decoding is deterministic, so seeds that keep the same heads, and analyses that request the same condition, share
-one measurement.  Its rows are in one file, named by what was measured; a study that was stopped resumes from the files.
-Several processes may measure the same study: each takes conditions that no other one is at, and reads what those leave.
+Greedy decoding is deterministic, so seeds that keep the same heads share one measurement.  Its rows are in one file; a
+study that was stopped resumes from the files.  Of several processes each takes conditions that no other one is at.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ from rlkv.evaluation.run.runner import Problem, RunSettings, run_method
 from rlkv.evaluation.study.outcomes import Outcome, outcome_of
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
+from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.store import StoreInUseError
 
 POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
-OnProgress = Callable[[str, int, int, float], None]
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,7 @@ class StudyTask:
 
 
 class Measurements:
-    """Measures conditions and hands out what was measured.
-
-    Args:
-        folder: takes the rows.
-        facts: what the rows depend on besides the settings of the tasks.
-    """
+    """Measures conditions, with rows in ``folder``, and hands out what was measured; rows depend on ``facts`` too."""
 
     def __init__(
         self,
@@ -83,47 +77,36 @@ class Measurements:
         self.labels: dict[Condition, list[str]] = {}
         self._outcomes: dict[Condition, Outcome] = {}
 
-    def measure(self, requests: ConditionRequests, on_progress: OnProgress) -> None:
-        """Measure the conditions that were not measured yet.
-
-        Args:
-            requests: what to call a condition, and the condition; one condition may come under several names.
-            on_progress: called with the name of a condition, problems done and problems to do in all conditions of this
-                call, and the accuracy so far of the condition.
-
-        Raises:
-            ValueError: if the file of a condition was written with other settings.
-        """
-        missing: dict[Condition, None] = {}
-        for label, condition in requests:
-            names = self.labels.setdefault(condition, [])
-            if label not in names:
-                names.append(label)
-            if condition not in self._outcomes:
-                missing[condition] = None
+    def measure(self, title: str, requests: ConditionRequests) -> None:
+        """Measure the (name, condition) ``requests`` that were not measured yet, with a progress bar."""
+        requested = dict.fromkeys(requests)
+        for label, condition in requested:
+            self.labels.setdefault(condition, []).append(label)
+        missing = dict.fromkeys(condition for _, condition in requested if condition not in self._outcomes)
         total = sum(len(self.tasks[condition.task].problems) for condition in missing)
         before = in_use = 0
         waiting = deque(missing)
-        while waiting:
-            condition = waiting.popleft()
-            label = f"{condition.task}: {self.labels[condition][0]}"
+        with progress_bar(title, "problems", total) as bar:
+            while waiting:
+                condition = waiting.popleft()
+                try:
+                    self._outcomes[condition] = self._measure(condition, bar, before)
+                except StoreInUseError:
+                    waiting.append(condition)
+                    in_use += 1
+                    if in_use >= len(waiting):  # no other condition is free
+                        time.sleep(POLL_SECONDS)
+                    continue
+                in_use = 0
+                before += len(self.tasks[condition.task].problems)
 
-            def on_rows(done: int, _: int, accuracy: float, label: str = label, before: int = before) -> None:
-                on_progress(label, before + done, total, accuracy)
-
-            try:
-                self._outcomes[condition] = self._measure(condition, on_rows)
-            except StoreInUseError:
-                waiting.append(condition)
-                in_use += 1
-                if in_use >= len(waiting):  # no other condition is free
-                    time.sleep(POLL_SECONDS)
-                continue
-            in_use = 0
-            before += len(self.tasks[condition.task].problems)
-
-    def _measure(self, condition: Condition, on_rows: Callable[[int, int, float], None]) -> Outcome:
+    def _measure(self, condition: Condition, bar: ProgressBar, before: int) -> Outcome:
         task, heads = self.tasks[condition.task], condition.allocation
+        label = f"{task.name}: {self.labels[condition][0]}"
+
+        def on_rows(done: int, _: int, accuracy: float) -> None:
+            bar.update(before + done, title=label, note=f"accuracy {accuracy:.3f}")
+
         settings = replace(task.settings, cache=replace(task.settings.cache, eviction=condition.policy))
         file = self.folder / f"rows-{condition.key}.jsonl"
         rows = run_method(self.model, self.tokenizer, task.problems, heads, settings, file, self.facts, on_rows)

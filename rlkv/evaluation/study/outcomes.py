@@ -83,3 +83,24 @@ def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics
         "kv_share": held / whole,
         "versus_full": None if full is None else asdict(paired_difference(full.correct, scores)),
     }
+
+
+def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
+    """Both accuracies and the paired difference, first minus second.
+
+    ``per_seed`` has the difference of each set of heads to the other's mean over seeds, seeds with the same heads once.
+    """
+    means = [float(mean_scores(runs).mean()) for runs in (first, second)]
+    distinct = [{run.key: float(run.correct.mean()) for run in runs}.values() for runs in (first, second)]
+    test = paired_difference(mean_scores(second), mean_scores(first))
+    return {
+        "first": accuracy_of(first),
+        "second": accuracy_of(second),
+        "difference": asdict(test),
+        "per_seed": {
+            "first": [accuracy - means[1] for accuracy in distinct[0]],
+            "second": [means[0] - accuracy for accuracy in distinct[1]],
+        },
+        # means over seeds may differ where the same sets of heads occur, but not equally often
+        "same_heads": {run.key for run in first} == {run.key for run in second} and not test.changed,
+    }

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
+from typing import Any
 
 from transformers import PretrainedConfig
 
-from rlkv.evaluation.heads.oracle import ORACLE, read_order
+from rlkv.evaluation.heads.oracle import elimination_order
+from rlkv.evaluation.report.plots import FULL_CACHE, ORACLE, RANDOM
 from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 
 Order = tuple[tuple[int, int], ...]
-RANDOM, FULL_CACHE = "random heads", "full cache"
 RESERVED = (ORACLE, RANDOM, FULL_CACHE)
 
 
@@ -47,22 +48,14 @@ class Ranking:
         Those are the heads that the ranking considers most needed.  Heads that an order leaves out, since it stops
         early, are needed more than the others: they count as last, in the model's order.
         """
-        share = heads / (self.shape[0] * self.shape[1])
-        orders = [_all_heads(order, self.shape)[::-1] for order in self.orders]
-        return [HeadAllocation.from_order(order, *self.shape, share) for order in orders]
-
-
-def _all_heads(order: Order, shape: tuple[int, int]) -> Order:
-    every = [(layer, head) for layer in range(shape[0]) for head in range(shape[1])]
-    return (*order, *(head for head in every if head not in order))
+        layers, heads_per_layer = self.shape
+        every = list(product(range(layers), range(heads_per_layer)))
+        orders = [(*order, *(head for head in every if head not in order)) for order in self.orders]
+        return [HeadAllocation.from_order(order[::-1], *self.shape, heads / len(every)) for order in orders]
 
 
 def group_by_name(items: Sequence[str], option: str, taken: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Files of ``NAME=FILE`` texts by name, in the order of the names; several files are seeds of one method.
-
-    Raises:
-        ValueError: for a text without a name, and for a name in ``taken``.
-    """
+    """Files of ``NAME=FILE`` texts by name, which must not be ``taken``; several files are seeds of one method."""
     files: dict[str, list[str]] = {}
     for item in items:
         name, separator, file = item.partition("=")
@@ -75,11 +68,7 @@ def group_by_name(items: Sequence[str], option: str, taken: Sequence[str] = ()) 
 
 
 def gates_rankings(files: dict[str, list[str]], config: PretrainedConfig) -> list[Ranking]:
-    """A ranking per name, an order per gates file.
-
-    Raises:
-        ValueError: if a file is not a gates file, or not for this model.
-    """
+    """A ranking per name, an order per gates file, which must be for this model."""
     found = []
     for name, paths in files.items():
         gates = tuple(HeadGates.load(path) for path in paths)
@@ -90,16 +79,12 @@ def gates_rankings(files: dict[str, list[str]], config: PretrainedConfig) -> lis
     return found
 
 
-def reference_rankings(shape: ModelShape, oracle: Path | None, random_draws: int) -> list[Ranking]:
-    """The measured elimination order, where a file has one, and random draws.
-
-    Raises:
-        ValueError: if the file is not a ground truth of a model of this shape.
-    """
+def reference_rankings(shape: ModelShape, truth: dict[str, Any] | None, random_draws: int) -> list[Ranking]:
+    """The elimination order of a ground truth, where there is one, and random draws."""
     size = (shape.num_layers, shape.num_kv_heads)
     found = []
-    if oracle is not None:
-        found.append(Ranking(ORACLE, size, (tuple(read_order(oracle, shape)),)))
+    if truth is not None:
+        found.append(Ranking(ORACLE, size, (tuple(elimination_order(truth)),)))
     if random_draws:
         draws = tuple(tuple(random_order(*size, seed)) for seed in range(random_draws))
         found.append(Ranking(RANDOM, size, draws, run="draw"))

@@ -8,28 +8,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlkv.evaluation.report.html_page import Page
-from rlkv.evaluation.report.markdown_page import write_markdown
+from rlkv.evaluation.report.page import Page, provenance_facts
 from rlkv.evaluation.stats.metrics import FEW_CHANGED
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.outcomes import Metrics
-from rlkv.evaluation.study.sweep import Sweep, summary_page
+from rlkv.evaluation.study.sweep import Sweep, write_table
 from rlkv.evaluation.study.text import SAME, SEEDS_FIXED
 from rlkv.utils.atomic import atomic_path
-from rlkv.utils.provenance import hardware_line, provenance
+from rlkv.utils.provenance import provenance
 
-MEASURED = "measured.json"
 NOT_SAID = "its file does not say"
+
+
+def write_measured(folder: Path, study: Study) -> None:
+    """``measured.json``, which says that every condition is there, for a process that only measures."""
+    _write_json(folder / "measured.json", {"conditions": study.measurements.describe(), **provenance()})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     with atomic_path(path) as partial:
         partial.write_text(json.dumps(content, indent=1, default=str) + "\n")
-
-
-def write_measured(folder: Path, study: Study) -> None:
-    """``measured.json``, which says that every condition is there, for a process that only measures."""
-    _write_json(folder / MEASURED, {"conditions": study.measurements.describe(), **provenance()})
 
 
 def write_report(
@@ -70,10 +68,14 @@ def write_report(
     page.heading("How it was measured")
     _write_facts(page, content)
     _write_training(page, content["training"])
-    write_markdown(page, folder / "report.md")
+    for name in ("report.html", "report.md"):
+        page.write(folder / name)
     if Sweep.name in metrics:
-        write_markdown(summary_page(title, metrics[Sweep.name], hardware_line()), folder / "table.md")
-    page.write(folder / "report.html")
+        table = Page(title)
+        for task, found in metrics[Sweep.name]["tasks"].items():
+            write_table(table, task, found, metrics[Sweep.name])
+        table.bullets(provenance_facts(content))
+        table.write(folder / "table.md")
 
 
 def _write_findings(page: Page, content: dict[str, Any]) -> None:
@@ -95,18 +97,12 @@ def _write_findings(page: Page, content: dict[str, Any]) -> None:
 
 def _write_facts(page: Page, content: dict[str, Any]) -> None:
     page.code(content["command"])
-    machine, (run, decoding) = content["hardware"], content["seconds"].values()
-    where = ", ".join(machine["gpus"]) or "no GPU"
-    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    page.bullets(
-        [
-            f"{machine['cores']} cores of {machine['cpu']}, {machine['torch_threads']} torch threads, {where}.",
-            f"{versions}.",
-            f"This run took {run:.0f} s of wall time; decoding all conditions, also those of earlier runs and of other "
-            f"processes, {decoding:.0f} s.",
-            f"Finished {content['finished']}.",
-        ]
+    run, decoding = content["seconds"].values()
+    took = (
+        f"This run took {run:.0f} s of wall time; decoding all conditions, also those of earlier runs and of other "
+        f"processes, {decoding:.0f} s."
     )
+    page.bullets([*provenance_facts(content), took])
     options = {**content["config"], **content["resolved"]}
     page.table(["option", "value"], [[name, _value(value)] for name, value in options.items()], "Configuration")
 

@@ -8,48 +8,32 @@ from collections.abc import Sequence
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.heads.oracle import read_truth
-from rlkv.evaluation.report.eval_page import published_name
-from rlkv.evaluation.run.runner import RunSettings, task_problems
-from rlkv.evaluation.study.ablations import Ablations
+from rlkv.evaluation.report.published import published_name
+from rlkv.evaluation.run.runner import RunSettings, render_problems
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.budget import Budget
-from rlkv.evaluation.study.comparison import Comparison
+from rlkv.evaluation.study.comparison import Ablations, Comparison
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.gates import GateDistribution
-from rlkv.evaluation.study.lengths import Lengths
 from rlkv.evaluation.study.matching import policy_templates
-from rlkv.evaluation.study.measurements import ConditionRequests, Measurements, StudyTask
-from rlkv.evaluation.study.modes import ErrorModes
+from rlkv.evaluation.study.measurements import Measurements, StudyTask
+from rlkv.evaluation.study.outputs import ErrorModes, Lengths
 from rlkv.evaluation.study.rankings import gates_rankings, reference_rankings
 from rlkv.evaluation.study.report import write_measured, write_report
 from rlkv.evaluation.study.sensitivity import Sensitivity, top_heads
 from rlkv.evaluation.study.sweep import Sweep
 from rlkv.evaluation.study.threshold import NearLossless
-from rlkv.evaluation.tasks import find_tasks
+from rlkv.evaluation.tasks import find_tasks, load_task
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
-from rlkv.utils.progress import progress_bar
 
-KINDS: tuple[type[Analysis], ...] = (
-    Sweep,
-    Comparison,
-    NearLossless,
-    Sensitivity,
-    ErrorModes,
-    Lengths,
-    Budget,
-    GateDistribution,
-    Ablations,
-)
-ANALYSES = {kind.name: kind for kind in KINDS}
+KINDS: list[type[Analysis]] = [Sweep, Comparison, NearLossless, Sensitivity, ErrorModes, Lengths, Budget]
+KINDS += [GateDistribution, Ablations]
+ANALYSES = {kind.name: kind for kind in KINDS}  # in the order of the report
 
 
 def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]:
-    """The analyses ``names`` in the order of the report; none named: all that can be done.
-
-    Raises:
-        ValueError: for an unknown name, and for ablations without their gates.
-    """
+    """The analyses ``names`` in the order of the report; none named: all that can be done."""
     names = names or [name for name in ANALYSES if has_ablations or name != Ablations.name]
     for name in names:
         if name not in ANALYSES:
@@ -60,11 +44,7 @@ def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]
 
 
 def load_study(config: StudyConfig) -> Study:
-    """Everything that the options name, read and checked before anything is written.
-
-    Raises:
-        ValueError: for options that do not fit the model, each other or their files.
-    """
+    """Everything that the options name, read and checked before anything is written."""
     tasks = find_tasks(config.tasks, config.data)
     policies = policy_templates(
         config.policies, config.buffer, config.observation, config.extra, config.prompt_variants
@@ -87,11 +67,12 @@ def load_study(config: StudyConfig) -> Study:
     for task in tasks:
         sampling = SamplingParams(config.max_new_tokens or task.max_new_tokens)
         settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
-        problems = task_problems(task.name, config.data, config.limit, config.seed, tokenizer)
+        loaded = load_task(task.name, config.data, config.limit, config.seed)
+        problems = render_problems(task, loaded, tokenizer)
         prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False).input_ids
         prepared.append(StudyTask(task.name, problems, [len(ids) for ids in prompts], settings))
     return Study(
-        rankings=(*methods, *reference_rankings(shape, config.oracle, config.random_draws)),
+        rankings=(*methods, *reference_rankings(shape, truth, config.random_draws)),
         ablations=tuple(variants),
         measurements=Measurements(model, tokenizer, prepared, config.output_dir / "rows", {"model": config.model}),
         entry_size=EntrySize.of(model),
@@ -104,27 +85,14 @@ def load_study(config: StudyConfig) -> Study:
 
 
 def measure(study: Study, analyses: Sequence[Analysis]) -> None:
-    """Decode all conditions that the analyses need, the full cache first."""
-    _measure(study, "full cache", study.full_conditions())
-    # one by one, since matched budgets need the texts of the full cache
-    _measure(study, "conditions", (request for analysis in analyses for request in analysis.conditions(study)))
-
-
-def _measure(study: Study, title: str, requests: ConditionRequests) -> None:
-    with progress_bar(title, "problems") as bar:
-
-        def on_progress(condition: str, done: int, total: int, accuracy: float) -> None:
-            bar.update(done, total, condition, f"accuracy {accuracy:.3f}")
-
-        study.measurements.measure(requests, on_progress)
+    """Decode all conditions that the analyses need, the full cache first: matched budgets need its texts."""
+    study.measurements.measure("full cache", study.full_conditions())
+    requests = (request for analysis in analyses for request in analysis.conditions(study))
+    study.measurements.measure("conditions", requests)
 
 
 def run_study(config: StudyConfig) -> list[str] | None:
-    """Measure and report; the findings, or None with ``measure_only``.
-
-    Raises:
-        ValueError: as :func:`load_study`, and if rows of other settings lie in the output folder.
-    """
+    """Measure and report; the findings, or None with ``measure_only``."""
     started = time.monotonic()
     analyses = choose_analyses(config.analyses, bool(config.ablation))
     study = load_study(config)

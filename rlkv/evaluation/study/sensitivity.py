@@ -1,23 +1,18 @@
-"""Head sensitivity (RLKV, figure 7): compress only the heads that a ranking considers most needed.
-
-The faster accuracy falls, the better the ranking knows which heads reasoning needs.
-"""
+"""Head sensitivity (RLKV, figure 7): accuracy without the heads that a ranking considers most needed."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
-from rlkv.evaluation.report.html_page import Cell, Page
+from rlkv.evaluation.report.page import Cell, Page
+from rlkv.evaluation.report.plots import Panel, curve, plot_curves
 from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference
-from rlkv.evaluation.study.base import Analysis, Study, file_name
+from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.measurements import Condition, ConditionRequests
-from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome, accuracy_of, mean_scores
-from rlkv.evaluation.study.plots import Panel, curve, plot_curves
-from rlkv.evaluation.study.rankings import Ranking
+from rlkv.evaluation.study.outcomes import Metrics, accuracy_of, mean_scores
 from rlkv.evaluation.study.text import INTERVAL_NOTE, LEGEND, accuracy_cell, difference_cell, interval, p_text, plural
 
 FEW_HEADS = 64  # up to which single heads are counted, above it shares of all heads
@@ -29,9 +24,6 @@ def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
     """How many of ``total`` heads to compress from the top: whole numbers, or shares of all heads if below 1.
 
     By default 1 to 8 heads of a small model, 1% to 20% of a large one.
-
-    Raises:
-        ValueError: for a number that is neither, or beyond the model's heads.
     """
     found = set()
     for value in values or (NUMBERS if total <= FEW_HEADS else SHARES):
@@ -48,8 +40,8 @@ def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
 class Sensitivity(Analysis):
     """Accuracy when only the most needed heads of each ranking are compressible."""
 
-    name: ClassVar[str] = "sensitivity"
-    title: ClassVar[str] = "Head sensitivity"
+    name = "sensitivity"
+    title = "Head sensitivity"
 
     def conditions(self, study: Study) -> ConditionRequests:
         for ranking in study.rankings:
@@ -67,16 +59,24 @@ class Sensitivity(Analysis):
         }
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
-        full, methods = study.full(task), {}
-        first_scores = _mean_over_counts(study, task, study.first)
-        for ranking in study.rankings:
-            scores = _mean_over_counts(study, task, ranking)
-            runs = [_runs(study, task, ranking, heads) for heads in study.top_heads]
-            methods[ranking.name] = {
-                "by_heads": [accuracy_of(of, full) for of in runs],
-                "mean_over_heads": asdict(mean_with_interval(scores)),
-                "versus_first": asdict(paired_difference(first_scores, scores)),
+        full = study.full(task)
+        runs = {
+            ranking.name: [
+                [study.measurements.outcome(Condition(task, allocation)) for allocation in ranking.without_top(heads)]
+                for heads in study.top_heads
+            ]
+            for ranking in study.rankings
+        }
+        # of each problem, mean over seeds and numbers of heads
+        scores = {name: np.mean([mean_scores(of) for of in by_heads], axis=0) for name, by_heads in runs.items()}
+        methods = {
+            name: {
+                "by_heads": [accuracy_of(of, full) for of in by_heads],
+                "mean_over_heads": asdict(mean_with_interval(scores[name])),
+                "versus_first": asdict(paired_difference(scores[study.first.name], scores[name])),
             }
+            for name, by_heads in runs.items()
+        }
         return {"full": accuracy_of([full]), "methods": methods}
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
@@ -104,17 +104,9 @@ class Sensitivity(Analysis):
             f"compressed, those that the ranking puts last. {INTERVAL_NOTE} {LEGEND} Last column: green where accuracy "
             f"falls faster than under {first}, red where it falls slower.",
         )
-        plot, title = folder / file_name("sensitivity", task), f"{task}: the faster it falls, the better the ranking"
+        title = f"{task}: the faster it falls, the better the ranking"
         label = f"compressed heads of {total}, the most needed ones first"
         curves = {name: curve(counts, of["by_heads"]) for name, of in found["methods"].items()}
-        plot_curves(plot, Panel(title, label, curves, reference=found["full"]["mean"]))
-        page.picture(plot, f"{task}: accuracy when only the most needed heads are compressed, 95% intervals.")
-
-
-def _runs(study: Study, task: str, ranking: Ranking, heads: int) -> list[Outcome]:
-    return [study.measurements.outcome(Condition(task, allocation)) for allocation in ranking.without_top(heads)]
-
-
-def _mean_over_counts(study: Study, task: str, ranking: Ranking) -> Floats:
-    """Accuracy of each problem, mean over seeds and numbers of heads."""
-    return np.mean([mean_scores(_runs(study, task, ranking, heads)) for heads in study.top_heads], axis=0)
+        panel = Panel(title, label, curves, reference=found["full"]["mean"])
+        caption = f"{task}: accuracy when only the most needed heads are compressed, 95% intervals."
+        page.picture(plot_curves(self.plot_file(folder, task), panel), caption)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlkv.evaluation.report.html_page import LEVEL, Cell, sign_of
-from rlkv.evaluation.report.markdown_page import LEGEND as MARKS_LEGEND
+from rlkv.evaluation.report.page import LEVEL, MARKS_LEGEND, Cell, sign_of
 from rlkv.evaluation.study.outcomes import Metrics
 
 SAME = "no significant difference"
@@ -42,7 +41,7 @@ def p_number(p_value: float) -> str:
 
 
 def p_text(p_value: float) -> str:
-    return f"p {p_number(p_value)}" if p_value < 0.001 else f"p = {p_number(p_value)}"
+    return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
 
 
 def difference_cell(metrics: Metrics, *notes: str, sign: float = 1.0) -> Cell:
@@ -66,10 +65,8 @@ def verdict(metrics: Metrics, same_heads: bool = False) -> str:
 def seeds_of_sign(compared: Metrics, first: str, second: str) -> str:
     """For a sentence, after a verdict: how many sets of heads of each method have the sign of the difference.
 
-    Args:
-        compared: of :func:`rlkv.evaluation.study.comparison.compare`, whose seeds with the same heads count once.
-
-    Empty where there is no difference, or one set of heads of each.
+    ``compared`` is of :func:`rlkv.evaluation.study.outcomes.compare`.  Empty where there is no difference, or one set
+    of heads of each.
     """
     difference, seeds = compared["difference"]["difference"], compared["per_seed"]
     if difference == 0 or len(seeds["first"]) == len(seeds["second"]) == 1:
@@ -79,6 +76,12 @@ def seeds_of_sign(compared: Metrics, first: str, second: str) -> str:
         for name, values in ((first, seeds["first"]), (second, seeds["second"]))
     ]
     return f"; this sign: {' and '.join(counts)}"
+
+
+def against(compared: Metrics, shown: str, first: str, second: str) -> str:
+    """The accuracy of the ``shown`` one, ``first`` or ``second``, and in parentheses how the first one compares."""
+    text = verdict(compared["difference"], compared["same_heads"]) + seeds_of_sign(compared, first, second)
+    return f"{compared[shown]['mean']:.3f} ({text})"
 
 
 def seeds_text(accuracy: Metrics, run: str = "seed") -> str:

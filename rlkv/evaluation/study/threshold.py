@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
-from rlkv.evaluation.report.html_page import Page
+from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.published import find_published
-from rlkv.evaluation.stats.intervals import wilson_interval
-from rlkv.evaluation.stats.metrics import RESAMPLES
+from rlkv.evaluation.stats.metrics import AT_ONCE, RESAMPLES, wilson_interval
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.outcomes import Floats, Metrics, mean_scores
 from rlkv.evaluation.study.text import NOT_AVAILABLE
 
 ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is not more than the margin
-ROWS_AT_ONCE = 500
 
 
 @dataclass(frozen=True)
@@ -44,31 +41,19 @@ class Threshold:
 
 
 def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], margin: float, seed: int = 0) -> Threshold:
-    """The threshold of one method and its percentile interval by bootstrap over problems.
+    """The threshold of one method and its percentile interval by bootstrap over problems, the same for both runs.
 
-    Both runs are resampled together, and the threshold of each resample is found as that of the data.
-
-    Args:
-        full: accuracy of the full cache on each problem, ``[problems]``.
-        scores: of the method, ``[sparsities, problems]``; ``sparsities`` ascend.
-
-    Raises:
-        ValueError: if the shapes do not fit, sparsities do not ascend, or the margin is negative.
+    ``full``: accuracy of the full cache on each problem, ``[problems]``; ``scores``: of the method, ``[sparsities,
+    problems]``; ``sparsities`` ascend.
     """
-    if scores.shape != (len(sparsities), full.size) or not full.size:
-        raise ValueError(f"scores of shape {scores.shape} for {len(sparsities)} sparsities and {full.size} problems")
-    if list(sparsities) != sorted(set(sparsities)):
-        raise ValueError(f"sparsities must ascend, got {list(sparsities)}")
-    if margin < 0:
-        raise ValueError(f"the margin is {margin}: it is the accuracy that may be lost, 0 or more")
     values = np.array([0.0, *sparsities])
     losses = full - scores
     steps = int(_steps(losses.mean(axis=1)[:, None], margin)[0])
     found = values[steps]
     rng = np.random.default_rng(seed)
     drawn = []
-    for done in range(0, RESAMPLES, ROWS_AT_ONCE):
-        rows = rng.integers(0, full.size, (min(ROWS_AT_ONCE, RESAMPLES - done), full.size))
+    for _ in range(0, RESAMPLES, AT_ONCE):
+        rows = rng.integers(0, full.size, (AT_ONCE, full.size))
         drawn.append(values[_steps(losses[:, rows].mean(axis=2), margin)])
     thresholds = np.concatenate(drawn)
     # inverted_cdf: an end of the interval is a measured sparsity too
@@ -87,8 +72,8 @@ def _steps(losses: Floats, margin: float) -> np.ndarray:
 class NearLossless(Analysis):
     """The threshold of every ranking."""
 
-    name: ClassVar[str] = "threshold"
-    title: ClassVar[str] = "Near-lossless sparsity"
+    name = "threshold"
+    title = "Near-lossless sparsity"
 
     def settings(self, study: Study) -> Metrics:
         return {**super().settings(study), "margin": study.config.margin}
@@ -104,14 +89,10 @@ class NearLossless(Analysis):
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
         thresholds = found["methods"].items()
-        lines = [
+        return [
             f"{task}: near-lossless (at most {100 * metrics['margin']:g} points below the full cache at every measured "
-            f"sparsity) up to {', '.join(f'{name} {_text(threshold)}' for name, threshold in thresholds)}."
-        ]
-        return lines + [
-            f"{task}: {name}: {text}."
-            for name, threshold in thresholds
-            if not _shows_margin(threshold) and (text := excluded_text(threshold))
+            f"sparsity) up to {', '.join(f'{name} {_text(threshold)}' for name, threshold in thresholds)}.",
+            *(f"{task}: {name}: {excluded_text(of)}." for name, of in thresholds if not _shows_margin(of)),
         ]
 
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
@@ -135,8 +116,7 @@ class NearLossless(Analysis):
 
 
 def _shows_margin(threshold: Metrics) -> bool:
-    bound = threshold["not_excluded"]
-    return bound is None or bound <= threshold["margin"] + ROUNDING
+    return (threshold["not_excluded"] or 0) <= threshold["margin"] + ROUNDING
 
 
 def excluded_text(threshold: Metrics) -> str:
@@ -144,9 +124,9 @@ def excluded_text(threshold: Metrics) -> str:
     if threshold["not_excluded"] is None:
         return ""
     text = f"n = {threshold['n']} excludes a loss of more than {100 * threshold['not_excluded']:.1f} points"
-    if _shows_margin(threshold):
-        return text
-    return f"{text}, which is above the margin of {100 * threshold['margin']:g}: near-lossless is not shown"
+    if not _shows_margin(threshold):
+        text += f", which is above the margin of {100 * threshold['margin']:g}: near-lossless is not shown"
+    return text
 
 
 def _text(threshold: Metrics) -> str:

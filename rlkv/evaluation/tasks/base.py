@@ -18,8 +18,8 @@ class EvalProblem:
     """One problem of a task.
 
     Attributes:
-        id: unique within the task and stable: what result files name it by.
-        prompt: the user's message, template included; ``render_prompt(tokenizer, prompt, "plain")`` is what is decoded.
+        id: unique and stable: what result files name it by.
+        prompt: the user's message, template included.
         answer: the reference answer: an expression, a letter, or a program.
         meta: what else the row holds: ``solution`` (maths), ``options`` (choice), ``tests`` and ``setup`` (code).
     """
@@ -79,11 +79,7 @@ class EvalTask:
     draw: Callable[[int, int], list[Row]] | None = None
 
     def problems(self, rows: Iterable[Row]) -> list[EvalProblem]:
-        """The problems of ``rows``.
-
-        Raises:
-            ValueError: if a row is broken, or two rows have one id.
-        """
+        """The problems of ``rows``; a ``ValueError`` if a row is broken, or two rows have one id."""
         found: dict[str, EvalProblem] = {}
         for number, (where, row) in enumerate(self.select(rows), start=1):
             parsed = self.parse(row, where, number)
@@ -95,16 +91,12 @@ class EvalTask:
 
 
 def fill(template: str, texts: Mapping[str, str]) -> str:
-    """``template`` with its placeholders filled in one pass: braces in the texts stay as they are."""
+    """``template`` with its placeholders filled; braces in the texts stay as they are."""
     return _PLACEHOLDER.sub(lambda match: texts[match.group(1)], template)
 
 
 def first_field(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:
-    """The first of ``names`` that the row has.
-
-    Raises:
-        ValueError: if it has none of them.
-    """
+    """The first of ``names`` that the row has; a ``ValueError`` if it has none of them."""
     for name in names:
         if name in row:
             return name

@@ -31,11 +31,7 @@ def grade_choice(text: str, problem: EvalProblem) -> bool:
 
 
 def parse_choice(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row of MMLU-Pro: question, options, answer (a letter) or answer_index (from 0), perhaps question_id.
-
-    Raises:
-        ValueError: if options and answer do not fit together.
-    """
+    """A row of MMLU-Pro: question, options, answer (a letter) or answer_index (from 0), perhaps question_id."""
     options = row.get("options")
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
         raise ValueError(f"{where}: field 'options' must be a list of texts")
@@ -73,9 +69,6 @@ def select_category(rows: Iterable[Row], category: str) -> list[Row]:
     """The rows of a category, in the file's order; of more than 500 the same 500 in every run.
 
     The sample is that of the published evaluation if the rows are in the hub's order.
-
-    Raises:
-        ValueError: if the category has no rows.
     """
     wanted = category.replace("_", " ")
     rows = list(rows)

@@ -45,14 +45,10 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     opened: tuple[str, int] | None = None
     for fence in _FENCE.finditer(text):
         language = fence.group(1).lower()
-        if opened is None:
-            opened = (language, fence.end() + 1)
-        elif language:  # a block within a block that was not closed
+        begins = opened is None or language  # a language: a block within a block that was not closed
+        if opened is not None:
             found.append((opened[0], text[opened[1] : fence.start()]))
-            opened = (language, fence.end() + 1)
-        else:
-            found.append((opened[0], text[opened[1] : fence.start()]))
-            opened = None
+        opened = (language, fence.end() + 1) if begins else None
     if opened is not None:
         found.append((opened[0], text[opened[1] :]))
     return found
@@ -63,11 +59,8 @@ def _plain_code(text: str) -> str | None:
     if start is None:
         return None
     lines = text[start.start() :].splitlines()
-    for end in range(len(lines), max(0, len(lines) - MAX_TRIMMED_LINES), -1):
-        candidate = "\n".join(lines[:end])
-        if _is_python(candidate):
-            return candidate
-    return None
+    ends = range(len(lines), max(0, len(lines) - MAX_TRIMMED_LINES), -1)
+    return next((code for end in ends if _is_python(code := "\n".join(lines[:end]))), None)
 
 
 def _is_python(source: str) -> bool:
@@ -91,11 +84,7 @@ def grade_code(text: str, problem: EvalProblem) -> bool:
 
 
 def parse_mbpp(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row of MBPP: prompt or text, test or test_list, code, perhaps task_id, test_setup_code, test_imports.
-
-    Raises:
-        ValueError: if a field is absent or no test is given.
-    """
+    """A row of MBPP: prompt or text, test or test_list, code, perhaps task_id, test_setup_code, test_imports."""
     problem = text_field(row, first_field(row, ("prompt", "text"), where), where)
     tests = row[first_field(row, ("test", "test_list"), where)]
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):

@@ -1,7 +1,4 @@
-"""Tasks whose answer is a number or an expression: GSM8K, MATH-500, AIME, the tiny task.
-
-A new one is a line in :data:`MATHS`.
-"""
+"""Tasks whose answer is a number or an expression: GSM8K, MATH-500, AIME, the tiny task."""
 
 from __future__ import annotations
 
@@ -71,12 +68,11 @@ def math_task(
     template: str = MATH_TEMPLATE,
     draw: Callable[[int, int], list[Row]] | None = None,
 ) -> EvalTask:
-    """A task whose answers the verifier compares; all but its name may be left out where problems are in a local file.
+    """A task whose answers the verifier compares; its name is enough where problems are in a local file.
 
     Args:
         file: name of the local file without its suffix; default: ``name``.
         text, ids: names that the fields with the problem and its id may have; the answer is in ``answer``.
-        draw: as of :class:`EvalTask`.
     """
     fields = f"{' or '.join(text)} and answer"
     parse = partial(parse_math, text=text, ids=ids)

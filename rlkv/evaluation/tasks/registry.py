@@ -23,11 +23,7 @@ DRAWN = 400  # problems of a task without data
 
 @contextmanager
 def registered(task: EvalTask) -> Iterator[EvalTask]:
-    """Add a task of your own to :data:`TASKS` while the block runs: every command then knows its name.
-
-    Raises:
-        ValueError: if the name is taken.
-    """
+    """Add a task of your own, whose name is not taken, to :data:`TASKS` while the block runs."""
     if task.name in _TASKS:
         raise ValueError(f"there is a task {task.name!r} already: take another name")
     _TASKS[task.name] = task
@@ -50,11 +46,7 @@ def find_task(name: str) -> EvalTask:
 
 
 def find_tasks(names: Sequence[str], data: Path | None) -> list[EvalTask]:
-    """The tasks ``names``, whose problems are read from ``data`` (None: the hub).
-
-    Raises:
-        ValueError: if there is no such task, one is named twice, or one file would be read as the data of several.
-    """
+    """The tasks ``names``, each once, with a file of its own in ``data`` (None: the hub); else a ``ValueError``."""
     found = [find_task(name) for name in names]
     if len(set(names)) < len(found):
         raise ValueError(f"--tasks {' '.join(names)} names a task twice: leave one out")
@@ -70,7 +62,6 @@ def load_task(name: str, path: str | Path | None = None, limit: int | None = Non
     """The problems of a task, in the order of its data.
 
     Args:
-        name: a name in :data:`TASKS`.
         path: a local ``.jsonl`` or ``.parquet`` file, or a folder that holds one under the task's file name (such as
             ``gsm8k_test.jsonl``); None: the hub's copy.  ``tiny`` is drawn unless a file is given.
         limit: the first so many problems; for ``tiny``, how many are drawn (400).
@@ -98,14 +89,14 @@ def load_task(name: str, path: str | Path | None = None, limit: int | None = Non
 
 
 def _local_file(task: EvalTask, path: Path) -> Path:
-    if path.is_dir():
-        for suffix in SUFFIXES:
-            if (path / f"{task.file}{suffix}").is_file():
-                return path / f"{task.file}{suffix}"
-        raise ValueError(f"task {task.name!r}: the folder {path} holds no {task.file}.jsonl or {task.file}.parquet")
-    if not path.is_file():
+    if path.is_file():
+        return path
+    if not path.is_dir():
         raise ValueError(f"task {task.name!r}: {path} does not exist: {_what_to_give(task)}")
-    return path
+    files = [file for suffix in SUFFIXES if (file := path / f"{task.file}{suffix}").is_file()]
+    if not files:
+        raise ValueError(f"task {task.name!r}: the folder {path} holds no {task.file}.jsonl or {task.file}.parquet")
+    return files[0]
 
 
 def _hub_rows(task: EvalTask, data: HubData) -> Iterator[Row]:

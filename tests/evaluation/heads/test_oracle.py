@@ -1,4 +1,4 @@
-"""Ground-truth files: read whole, or refused in one sentence."""
+"""Ground-truth files: read whole, or refused in one sentence; agreement with one that is known."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlkv.evaluation.heads.oracle import read_order, read_truth
+from rlkv.evaluation.heads.oracle import agreement, elimination_order, read_truth
+from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 
 SHAPE = ModelShape("m", "llama", 2, 3, 6, 8)
+TRUTH = {
+    "elimination": [{"layer": i // 2, "head": i % 2} for i in (3, 1, 0, 2)],
+    "accuracy_lost_by_single_head": [[0.3, 0.1], [0.4, 0.0]],
+}
 LOST: list[list[object]] = [[0.1, 0.0, 0.2], [0.3, -0.1, 0]]
 
 
@@ -23,7 +29,7 @@ def truth_file(folder: Path, **content: object) -> Path:
 def test_a_ground_truth_is_read_whole(tmp_path: Path) -> None:
     found = read_truth(truth_file(tmp_path, accuracy_lost_by_single_head=LOST), SHAPE)
     assert found["accuracy_lost_by_single_head"] == LOST
-    assert read_order(tmp_path / "t.json", SHAPE) == [(0, 1), (1, 2)]
+    assert elimination_order(found) == [(0, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("lost", [None, 3, [], LOST[:1], [[0.1, 0.2], [0.3, 0.4]], [LOST[0], ["a", 0, 0]], [1, 2]])
@@ -34,4 +40,23 @@ def test_a_ground_truth_without_single_heads_is_refused(tmp_path: Path, lost: ob
 
 def test_a_head_goes_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="eliminates a head twice"):
-        read_order(truth_file(tmp_path, elimination=[{"layer": 0, "head": 1}] * 2), SHAPE)
+        read_truth(truth_file(tmp_path, elimination=[{"layer": 0, "head": 1}] * 2), SHAPE)
+
+
+def test_same_order_and_reverse_order() -> None:
+    same = agreement(HeadGates(alpha=torch.tensor([[0.6, 0.2], [0.9, 0.0]])), TRUTH)
+    assert same == pytest.approx({"spearman_single_head": 1.0, "spearman_elimination": 1.0, "overlap_at_0.5": 1.0})
+    reverse = agreement(HeadGates(alpha=torch.tensor([[0.2, 0.6], [0.0, 0.9]])), TRUTH)
+    assert reverse == pytest.approx({"spearman_single_head": -1.0, "spearman_elimination": -1.0, "overlap_at_0.5": 0.0})
+
+
+def test_equal_gates_have_no_correlation() -> None:
+    assert agreement(HeadGates(alpha=torch.ones(2, 2)), TRUTH)["spearman_single_head"] is None
+
+
+def test_heads_that_an_elimination_leaves_out_are_needed_most() -> None:
+    early = {**TRUTH, "elimination": TRUTH["elimination"][:2]}
+    # positions 2, 1, 2, 0: the two that stay full share the last place
+    found = agreement(HeadGates(alpha=torch.tensor([[0.9, 0.2], [0.9, 0.0]])), early)
+    assert found["spearman_elimination"] == pytest.approx(1.0)
+    assert found["overlap_at_0.5"] == 1.0

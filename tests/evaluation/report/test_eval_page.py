@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from rlkv.evaluation.report.eval_page import evaluation_page, published_name
+from rlkv.evaluation.report.eval_page import evaluation_page
 from rlkv.evaluation.report.eval_report import summarize
-from rlkv.evaluation.report.html_page import Heading, Page, Paragraph, Table
-from rlkv.evaluation.report.markdown_page import markdown
+from rlkv.evaluation.report.page import Heading, Page, Paragraph, Table
+from rlkv.evaluation.report.published import published_name
 from rlkv.evaluation.run.methods import parse_method
 from rlkv.utils.provenance import provenance
 
 METHODS = ["full", "rlkv@0.2", "rlkv@0.4", "duo@0.4", "rlkv@0.4+rkv@256", "rkv@ratio=0.5"]
 CONFIG = {
-    **{"model": "m", "max_new_tokens": {"aime24": 16384}, "sink": 16, "window": 64, "prefill": "full", "seed": 0},
+    **{"model": "tiny", "max_new_tokens": {"aime24": 16384}, "sink": 16, "window": 64, "prefill": "full", "seed": 0},
     **{"num_samples": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "batch_size": 8, "dtype": "torch.bfloat16"},
     **{"repetition": (400, 40), "stop_repetitive": False, "processes": 1},
 }
@@ -39,7 +39,7 @@ def page(model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", n: int = 30, t
         summarize(task, name, full if name == "full" else rows(right.get(name, n // 2), n), full) for name in METHODS
     ]
     parsed = [parse_method(name, ["rlkv", "duo"]) for name in METHODS]
-    return evaluation_page(model, parsed, summaries, provenance(), CONFIG)
+    return evaluation_page(parsed, summaries, provenance(), {**CONFIG, "model": model})
 
 
 def tables(found: Page) -> list[Table]:
@@ -120,7 +120,7 @@ class Links(HTMLParser):
 
 def test_html_and_markdown_say_the_same(tmp_path: Path) -> None:
     found = page()
-    text, document = markdown(found, tmp_path), found.html()
+    text, document = found.markdown(tmp_path), found.html()
     for block in tables(found):
         for line in block.rows:
             for cell in line:
@@ -140,7 +140,7 @@ def test_samples_get_a_table_of_pass_at_k() -> None:
     base = rows(3, 8)
     sampled = [{**row, "sample": sample} for row in base for sample in range(4)]
     methods = [parse_method("full", [])]
-    found = evaluation_page("tiny", methods, [summarize("tiny", "full", sampled, None)], provenance(), CONFIG)
+    found = evaluation_page(methods, [summarize("tiny", "full", sampled, None)], provenance(), CONFIG)
     (said,) = (b.text for b in found.blocks if isinstance(b, Paragraph) and "8 problems:" in b.text)
     assert "at least 6 must change" in said
     assert "points" not in said  # with samples, a problem may change by less than one
@@ -162,7 +162,7 @@ def test_random_heads_are_said_to_be_one_draw() -> None:
     methods = [parse_method(name, []) for name in ("full", "random-heads@0.4")]
     full = rows(4, 8)
     summaries = [summarize("tiny", m.name, full, full) for m in methods]
-    found = evaluation_page("tiny", methods, summaries, provenance(), CONFIG)
+    found = evaluation_page(methods, summaries, provenance(), CONFIG)
     said = "random-heads is one draw of heads (seed 0)"
     assert any(isinstance(b, Paragraph) and b.text.startswith(said) for b in found.blocks)
     assert not any(isinstance(b, Paragraph) and "one draw" in b.text for b in page().blocks)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlkv.evaluation.report.eval_report import by_problem, pass_at, summarize
-from rlkv.evaluation.stats.intervals import wilson_interval
+from rlkv.evaluation.stats.metrics import wilson_interval
 
 
 def row(key: str, correct: bool, sample: int = 0, **more: Any) -> dict[str, Any]:

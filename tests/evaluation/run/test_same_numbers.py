@@ -12,7 +12,7 @@ import torch
 from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.cli.eval import run as evaluate
-from rlkv.evaluation.heads.decoding import decode
+from rlkv.evaluation.heads.ground_truth import decode
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape

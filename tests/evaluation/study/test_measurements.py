@@ -14,6 +14,7 @@ from rlkv.evaluation.study import measurements as module
 from rlkv.evaluation.study.measurements import Condition, Measurements, StudyTask
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.rollout.base import SamplingParams
+from rlkv.utils.progress import ProgressBar
 from rlkv.utils.store import open_store
 from tests.helpers.study_fakes import SHAPE, outcome
 
@@ -46,9 +47,10 @@ def test_a_condition_in_use_is_left_for_later(measurements: Measurements, monkey
     order: list[str] = []
     waits: list[float] = []
 
-    def on_progress(label: str, *_: object) -> None:
-        order.append(label)
+    def update(self: ProgressBar, done: int, total: int | None = None, title: str = "", note: str = "") -> None:
+        order.append(title)
 
+    monkeypatch.setattr(ProgressBar, "update", update)
     with open_store(measurements.folder / f"rows-{conditions[0].key}.jsonl", {}, KEY) as log:
 
         def wait(seconds: float) -> None:
@@ -57,7 +59,7 @@ def test_a_condition_in_use_is_left_for_later(measurements: Measurements, monkey
                 log._out.close()  # the other process is done
 
         monkeypatch.setattr(module.time, "sleep", wait)
-        measurements.measure([(f"number {number}", of) for number, of in enumerate(conditions)], on_progress)
+        measurements.measure("t", [(f"number {number}", of) for number, of in enumerate(conditions)])
     assert order == ["task: number 1", "task: number 2", "task: number 0"]
     assert len(waits) == 2, "nothing waits while another condition is free"
     assert [int(measurements.outcome(of).correct.sum()) for of in conditions] == [1, 2, 3]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlkv.evaluation.stats.intervals import wilson_interval
 from rlkv.evaluation.stats.metrics import (
     mean_with_interval,
     ngram_entropy,
     ngram_frequency,
     repetition_rate,
+    wilson_interval,
 )
-from rlkv.evaluation.study.comparison import compare
-from rlkv.evaluation.study.lengths import both_right, repetition_of
-from rlkv.evaluation.study.modes import mode_shares
-from rlkv.evaluation.study.outcomes import accuracy_of, mean_scores, outcome_of
+from rlkv.evaluation.study.outcomes import accuracy_of, compare, mean_scores, outcome_of
+from rlkv.evaluation.study.outputs import both_right, mode_shares, repetition_of
 from tests.helpers.study_fakes import outcome
 
 

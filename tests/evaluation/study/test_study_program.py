@@ -15,9 +15,9 @@ from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
 from rlkv.cli.options import parse
-from rlkv.evaluation.heads.decoding import decode
-from rlkv.evaluation.stats.matching import kv_share
+from rlkv.evaluation.heads.ground_truth import decode
 from rlkv.evaluation.study.config import StudyConfig
+from rlkv.evaluation.study.matching import kv_share
 from rlkv.evaluation.study.run import ANALYSES, run_study
 from rlkv.evaluation.study.sensitivity import top_heads
 from rlkv.eviction import make_policy
@@ -199,7 +199,7 @@ def test_the_report_is_whole_and_loads_nothing(study: Path) -> None:
         assert word in page
     accuracy = results(study)["analyses"]["sweep"]["tasks"]["tiny"]["methods"]["mine"][0]["mean"]
     table = (study / "table.md").read_text()
-    assert re.search(rf"\| mine \| .* \| {accuracy:.3f} \[.*; 2 seeds, 1 set of heads \| 7 s CPU \|", table)
+    assert re.search(rf"\| mine \| .* \| {accuracy:.3f} \(.*; 2 seeds, 1 set of heads \| 7 s CPU \|", table)
     assert "| KV held, of full | 100% |" in table
 
 

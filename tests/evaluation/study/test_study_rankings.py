@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlkv.evaluation.heads.oracle import ORACLE
+from rlkv.evaluation.report.plots import ORACLE, RANDOM
 from rlkv.evaluation.study.measurements import Condition
 from rlkv.evaluation.study.rankings import (
-    RANDOM,
     Ranking,
     gates_rankings,
     group_by_name,
@@ -64,11 +62,10 @@ def test_heads_that_an_order_leaves_out_are_the_most_needed() -> None:
     assert compressible(found.without_top(4)[0]) == [0, 2, 4, 5]
 
 
-def test_references(tmp_path: Path) -> None:
+def test_references() -> None:
     order = [(1, 2), (0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
-    file = tmp_path / "truth.json"
-    file.write_text(json.dumps({"elimination": [{"layer": layer, "head": head} for layer, head in order]}))
-    oracle, random = reference_rankings(MODEL, file, 3)
+    truth = {"elimination": [{"layer": layer, "head": head} for layer, head in order]}
+    oracle, random = reference_rankings(MODEL, truth, 3)
     assert (oracle.name, random.name, random.run) == (ORACLE, RANDOM, "draw")
     assert compressible(oracle.allocations(0.34)[0]) == [0, 5]
     for seed, allocation in enumerate(random.allocations(0.5)):

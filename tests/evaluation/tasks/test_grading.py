@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rlkv.evaluation.report.checks import check_code, check_math, stated, wrong_program
 from rlkv.evaluation.tasks import TASKS, EvalProblem, load_task
-from rlkv.evaluation.tasks.checks import check_code, check_math, stated, wrong_program
 from rlkv.evaluation.tasks.code import extract_code
 from rlkv.verifier.verifier import Verifier
 from tests.helpers.paths import ROOT, SHARED
@@ -82,12 +82,11 @@ def test_a_wrong_program_has_the_right_names() -> None:
 
 
 def test_the_code_check_counts_every_case() -> None:
-    done: list[int] = []
     broken = EvalProblem("mbpp/2", "p", "def add(a, b):\n    return 0", ADD.meta)
-    found = check_code(TASKS["mbpp"], [ADD, broken], lambda: done.append(1))
-    assert (found.reference, found.refused, found.empty_passed, found.wrong_passed) == (2, ["mbpp/2"], [], [])
-    assert found.next_passed == ["mbpp/2"]  # the program of mbpp/1 passes its tests
-    assert len(done) == 2
+    found = check_code([ADD, broken])
+    assert (found["reference"], found["refused"]) == (2, ["mbpp/2"])
+    assert (found["empty_passed"], found["wrong_passed"]) == ([], [])
+    assert found["next_passed"] == ["mbpp/2"]  # the program of mbpp/1 passes its tests
 
 
 @needs_data
@@ -96,9 +95,9 @@ def test_references_are_accepted_and_others_refused(name: str) -> None:
     problems = load_task(name, DATA)
     with closing(Verifier(num_workers=1)) as verifier:
         found = check_math(problems, verifier, name)
-    assert found.own == len(problems)
-    assert found.next > 0
-    assert (found.refused, found.accepted) == ([], [])
+    assert found["own"] == len(problems)
+    assert found["next"] > 0
+    assert (found["refused"], found["accepted"]) == ([], [])
 
 
 def test_the_stated_form_is_that_of_the_prompt() -> None:

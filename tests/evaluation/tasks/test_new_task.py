@@ -10,7 +10,7 @@ import pytest
 
 from rlkv import tiny
 from rlkv.cli.eval import run as evaluate
-from rlkv.evaluation.run.runner import task_problems
+from rlkv.evaluation.run.runner import render_problems
 from rlkv.evaluation.tasks import TASKS, HubData, find_tasks, load_task, math_task, registered
 from tests.helpers.programs import load_program
 
@@ -37,7 +37,7 @@ def test_a_new_maths_task_works_in_every_command(data: Path, monkeypatch: pytest
 
         assert find_tasks(["chains"], data) == [CHAINS]
         _, tokenizer = tiny.load()
-        problems = task_problems("chains", data, None, 0, tokenizer)  # as rlkv-study reads them
+        problems = render_problems(TASKS["chains"], load_task("chains", data), tokenizer)  # as rlkv-study reads them
         assert [problem.key for problem in problems] == ["chains/0", "chains/1"]
 
         program = load_program("inference/check_graders.py")

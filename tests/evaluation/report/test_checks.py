@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlkv.data.deepscaler import Problem
-from rlkv.evaluation.tasks.checks import Miss, VerifierCheck, check_verifier
+from rlkv.evaluation.report.checks import check_verifier
 from rlkv.verifier.verifier import Verifier
 from tests.helpers.paths import ROOT
 
@@ -28,6 +28,10 @@ PROBLEMS = [
 ]
 
 
+def miss(index: int, extracted: str | None, answer: str) -> dict[str, object]:
+    return {"index": index, "extracted": extracted, "answer": answer}
+
+
 @pytest.fixture
 def verifier() -> Iterator[Verifier]:
     with closing(Verifier(num_workers=1)) as made:
@@ -35,15 +39,12 @@ def verifier() -> Iterator[Verifier]:
 
 
 def test_every_wrong_verdict_is_counted_and_named(verifier: Verifier) -> None:
-    assert check_verifier(PROBLEMS, verifier, "p") == VerifierCheck(
-        own=6,
-        refused=[Miss(1, None, "8"), Miss(4, "9", "1/2"), Miss(6, "0.5", "9")],
-        next=5,
-        accepted=[],
-        left_out=1,
-    )
+    assert check_verifier(PROBLEMS, verifier, "p") == {
+        **{"own": 6, "refused": [miss(1, None, "8"), miss(4, "9", "1/2"), miss(6, "0.5", "9")]},
+        **{"next": 5, "accepted": [], "left_out": 1},
+    }
     swapped = [Problem("p", "3", r"\boxed{4}"), Problem("p", "4.0", r"\boxed{4}"), Problem("p", "5", r"\boxed{3}")]
-    assert check_verifier(swapped, verifier, "p").accepted == [Miss(0, "4", "4.0"), Miss(2, "3", "3")]
+    assert check_verifier(swapped, verifier, "p")["accepted"] == [miss(0, "4", "4.0"), miss(2, "3", "3")]
 
 
 def test_the_program_writes_counts_and_table(

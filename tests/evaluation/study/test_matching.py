@@ -9,7 +9,7 @@ import torch
 
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.stats.matching import kv_share, match_budget, match_compressible, match_ratio
+from rlkv.evaluation.study.matching import ByteTarget, kv_share
 from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
 
 SIZE = EntrySize(head_dim=16, group_size=2, itemsize=4)
@@ -26,11 +26,15 @@ POLICIES = [
 ]
 
 
+def target(share: float) -> ByteTarget:
+    return ByteTarget(share, SIZE, LENGTHS)
+
+
 @pytest.mark.parametrize("share", [0.6, 0.8])
 @pytest.mark.parametrize("full", [NONE_FULL, HALF_FULL], ids=["all heads", "half full"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_the_largest_ratio_that_fits(policy, full: torch.Tensor, share: float) -> None:
-    found = match_ratio(policy, share, full, SIZE, LENGTHS)
+    found = target(share).match_ratio(policy, full)
     assert found is not None
     assert replace(found, ratio=0.0) == policy
     held = kv_share(CacheSettings(eviction=found), full, SIZE, LENGTHS)
@@ -42,36 +46,35 @@ def test_the_largest_ratio_that_fits(policy, full: torch.Tensor, share: float) -
 @pytest.mark.parametrize("full", [NONE_FULL, HALF_FULL], ids=["all heads", "half full"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_the_largest_fixed_budget_that_fits(policy, full: torch.Tensor) -> None:
-    target = 0.7
-    found = match_budget(policy, target, full, SIZE, LENGTHS)
+    found = target(0.7).match_budget(policy, full)
     assert found is not None
     assert found.ratio is None
     assert replace(found, ratio=0.0, budget=None) == policy
-    assert kv_share(CacheSettings(eviction=found), full, SIZE, LENGTHS) <= target
+    assert kv_share(CacheSettings(eviction=found), full, SIZE, LENGTHS) <= 0.7
     larger = replace(found, budget=found.budget + 1)
-    assert kv_share(CacheSettings(eviction=larger), full, SIZE, LENGTHS) > target
-    assert match_budget(policy, 0.001, full, SIZE, LENGTHS) is None
+    assert kv_share(CacheSettings(eviction=larger), full, SIZE, LENGTHS) > 0.7
+    assert target(0.001).match_budget(policy, full) is None
 
 
 def test_what_must_stay_can_be_too_much() -> None:
-    assert match_ratio(RKV(ratio=0.0, extra=150, observation=4), 0.3, NONE_FULL, SIZE, LENGTHS) is None
+    assert target(0.3).match_ratio(RKV(ratio=0.0, extra=150, observation=4), NONE_FULL) is None
     kept = RandomEviction(ratio=0.0, extra=20)
-    assert match_ratio(kept, 0.1, NONE_FULL, SIZE, LENGTHS) is None
-    assert match_ratio(TOVA(ratio=0.0, extra=20), 0.3, HALF_FULL, SIZE, LENGTHS) is None  # full heads alone hold half
+    assert target(0.1).match_ratio(kept, NONE_FULL) is None
+    assert target(0.3).match_ratio(TOVA(ratio=0.0, extra=20), HALF_FULL) is None  # full heads alone hold half
 
 
 def test_everything_fits_into_everything() -> None:
     # the observed query comes on top of the text
-    found = match_ratio(TOVA(ratio=0.0, extra=20), 1.01, NONE_FULL, SIZE, LENGTHS)
+    found = target(1.01).match_ratio(TOVA(ratio=0.0, extra=20), NONE_FULL)
     assert found is not None
     assert found.ratio == 1.0
 
 
 def test_heads_are_compressed_in_their_order_until_it_fits() -> None:
-    order = [(1, 3), (0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2), (0, 3)]
+    order = ((1, 3), (0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2), (0, 3))
     sizes = CacheSettings(sink=4, window=16)
     for share in (0.9, 0.6, 0.3):
-        full = match_compressible(sizes, share, order, (2, 4), SIZE, LENGTHS)
+        full = target(share).match_heads(sizes, order, (2, 4))
         assert full is not None
         assert kv_share(sizes, full, SIZE, LENGTHS) <= share
         count = int((~full).sum())
@@ -79,4 +82,4 @@ def test_heads_are_compressed_in_their_order_until_it_fits() -> None:
         fewer = full.clone()
         fewer[order[count - 1]] = True
         assert kv_share(sizes, fewer, SIZE, LENGTHS) > share
-    assert match_compressible(sizes, 0.01, order, (2, 4), SIZE, LENGTHS) is None
+    assert target(0.01).match_heads(sizes, order, (2, 4)) is None

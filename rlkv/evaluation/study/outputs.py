@@ -1,26 +1,91 @@
-"""Response lengths (RLKV, figure 10) and how much texts repeat themselves (RPC, equation 1), per ranking."""
+"""What texts are like: error modes (RLKV, figure 9), lengths (figure 10) and repetition (RPC, equation 1)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkv.evaluation.report.html_page import Cell, Page
-from rlkv.evaluation.stats.metrics import bootstrap_mean, ngram_entropy, ngram_frequency, repetition_rate
-from rlkv.evaluation.study.base import Analysis, Study, file_name
+from rlkv.evaluation.report.page import Cell, Page
+from rlkv.evaluation.report.plots import FULL_CACHE, SPARSITY, Panel, curve, plot_curves, plot_stacked, point
+from rlkv.evaluation.stats.error_modes import MODES
+from rlkv.evaluation.stats.metrics import (
+    bootstrap_mean,
+    mean_with_interval,
+    ngram_entropy,
+    ngram_frequency,
+    repetition_rate,
+)
+from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome
-from rlkv.evaluation.study.plots import SPARSITY, Panel, curve, plot_curves, point
-from rlkv.evaluation.study.rankings import FULL_CACHE
 from rlkv.evaluation.study.text import estimate, interval, levels
 
+COLOURS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}
 NGRAMS = (1, 2, 3)
 MEASURES = {"entropy": ngram_entropy, "repetition": repetition_rate, "frequency": ngram_frequency}
 REPETITION = tuple(f"{n}-gram {what}" for what in MEASURES for n in NGRAMS)
+
+
+def mode_shares(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
+    """The share of each error mode among the problems that the full cache solves, with intervals; None without any."""
+    solved = full.correct == 1
+    if not solved.any():
+        return None
+    occurs = {mode: np.mean([[found == mode for found in run.modes] for run in runs], axis=0) for mode in MODES}
+    return {mode: asdict(mean_with_interval(scores[solved])) for mode, scores in occurs.items()}
+
+
+class ErrorModes(Analysis):
+    """Repetitive, overlength and incorrect answers per ranking and sparsity."""
+
+    name = "modes"
+    title = "Error modes"
+
+    def settings(self, study: Study) -> Metrics:
+        return {**super().settings(study), "rule": asdict(study.config.rule)}
+
+    def task_metrics(self, study: Study, task: str) -> Metrics:
+        right, methods = study.full(task).correct, study.sweep(task, mode_shares)
+        return {"solved": int(right.sum()), "n": int(right.size), "methods": methods}
+
+    def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
+        if not found["solved"]:
+            return []
+        shares = found["methods"][metrics["first"]][-1]
+        parts = ", ".join(f"{mode} {estimate(shares[mode])}" for mode in MODES)
+        return [
+            f"{task}: of the {found['solved']} problems that the full cache solves, {metrics['first']} at "
+            f"{metrics['sparsities'][-1]:g} fails as follows (shares): {parts}."
+        ]
+
+    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+        if not found["solved"]:
+            page.paragraph(f"{task}: the full cache solves no problem, so there are no error modes to count.")
+            return
+        rule, solved = metrics["rule"], f"the {found['solved']} of {found['n']} problems that the full cache solves"
+        page.table(
+            ["heads", *levels(metrics["sparsities"])],
+            [[name, *map(_modes_cell, of)] for name, of in found["methods"].items()],
+            f"{task}: share that fails, of {solved} (mean over seeds); below, how it fails, with 95% intervals over "
+            f"problems. Repetitive: fewer than {rule['distinct']} distinct tokens in a stretch of {rule['window']}; "
+            "overlength: cut at the limit; incorrect: the rest. The first that fits counts.",
+        )
+        panels = {
+            f"s = {sparsity:g}": {
+                name: {mode: of[i][mode]["mean"] for mode in MODES} for name, of in found["methods"].items()
+            }
+            for i, sparsity in enumerate(metrics["sparsities"])
+        }
+        plot = plot_stacked(self.plot_file(folder, task), panels, "share of problems", COLOURS)
+        page.picture(plot, f"{task}: error modes among {solved}, per sparsity.")
+
+
+def _modes_cell(shares: Metrics) -> Cell:
+    failing = sum(shares[mode]["mean"] for mode in MODES)
+    return Cell(f"{failing:.3f}", "", "\n".join(f"{mode} {estimate(shares[mode])}" for mode in MODES))
 
 
 def repetition_of(tokens: Sequence[NDArray[np.int32]]) -> Floats:
@@ -50,19 +115,15 @@ def both_right(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
 class Lengths(Analysis):
     """Output tokens, n-gram entropies, repetition rates and frequencies per ranking and sparsity."""
 
-    name: ClassVar[str] = "lengths"
-    title: ClassVar[str] = "Lengths and repetition"
+    name = "lengths"
+    title = "Lengths and repetition"
 
     def __init__(self) -> None:
         self._repetition: dict[str, Floats] = {}  # by condition: seeds with the same heads have the same texts
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)
-        methods = {
-            ranking.name: [self._of(study.runs(task, ranking, s), full) for s in study.sparsities]
-            for ranking in study.rankings
-        }
-        return {"full": self._of([full], full), "methods": methods}
+        return {"full": self._of([full], full), "methods": study.sweep(task, self._of)}
 
     def _of(self, runs: Sequence[Outcome], full: Outcome) -> Metrics:
         for run in runs:
@@ -102,18 +163,15 @@ class Lengths(Analysis):
             f"no formula), mean over the {n} texts; brackets: 95% bootstrap intervals over problems. Longer texts have "
             "more n-grams: all of these grow with length.",
         )
-        self._plot(task, sparsities, found, page, folder / file_name("lengths", task))
-
-    def _plot(self, task: str, sparsities: list[float], found: Metrics, page: Page, plot: Path) -> None:
         every, common = {}, {}
         for name, lengths in found["methods"].items():
             every[name] = curve(sparsities, [of["all"] for of in lengths])
             both = [(s, of["both_right"]) for s, of in zip(sparsities, lengths, strict=True)]
             common[name] = [point(s, of["difference"]) for s, of in both if of is not None]
-        tokens, full = "output tokens", found["full"]["all"]["mean"]
-        plot_curves(
-            plot,
-            Panel(f"{task}: all problems", SPARSITY, every, tokens, reference=full, limits=None),
+        tokens, mean = "output tokens", full["all"]["mean"]
+        plot = plot_curves(
+            self.plot_file(folder, task),
+            Panel(f"{task}: all problems", SPARSITY, every, tokens, reference=mean, limits=None),
             Panel(f"{task}: both right", SPARSITY, common, f"{tokens}, minus the full cache's", limits=None),
         )
         page.picture(plot, f"{task}: output tokens with 95% intervals, of all problems and where both are right.")

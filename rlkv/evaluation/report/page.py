@@ -1,4 +1,4 @@
-"""A report as one HTML file with its text, tables and plots; it loads nothing.
+"""A report of text, tables and plots: one HTML file that loads nothing, and the same as Markdown.
 
     page = Page("Evaluation of tiny")
     page.heading("Accuracy")
@@ -6,91 +6,76 @@
     page.picture(Path("accuracy.png"), "Accuracy against sparsity")
     page.write(Path("report.html"))
 
-The layout is in ``templates/``.  :mod:`rlkv.evaluation.report.markdown_page` writes the same page as Markdown.
+The layout is in ``templates/``.
 """
 
 from __future__ import annotations
 
 import base64
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from rlkv.utils.atomic import atomic_path
 
 Sign = Literal["better", "worse", "same", ""]
-SIGNS: tuple[Sign, ...] = ("better", "worse", "same", "")
 LEVEL = 0.05  # a paired test with a p value below it shows a significant difference
-PNG = b"\x89PNG\r\n\x1a\n"
+MARKS = {"better": " ▲", "worse": " ▼", "same": "", "": ""}
+MARKS_LEGEND = "▲ better, ▼ worse"
+
+# brackets alone are not a link, and an underscore within a word is not emphasis: numbers stay readable as text
+_MARKUP = re.compile(r"[\\`*]|<(?=[a-z/!?])|\](?=[(\[:])|(?<!\w)_|_(?!\w)|&(?=#?\w+;)", re.IGNORECASE)
+_FIRST = re.compile(r"^(\d*)([#>]|[-+](?=\s)|(?<=\d)[.)](?=\s))")
 
 
-def sign_of(difference: float, p_value: float, level: float = LEVEL) -> Sign:
+def sign_of(difference: float, p_value: float) -> Sign:
     """The sign of a difference to a reference: ``same`` where the paired test finds no significant difference."""
-    if p_value >= level or difference == 0:
+    if p_value >= LEVEL or difference == 0:
         return "same"
     return "better" if difference > 0 else "worse"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table.
-
-    ``sign`` is its colour (``better``, ``worse``, ``same``: no significant difference, empty: none); the lines of
-    ``note`` stand below the text in small print.
-
-    Raises:
-        ValueError: for another sign.
-    """
+    """A cell of a table; ``sign`` is its colour, the lines of ``note`` stand below the text in small print."""
 
     text: str
     sign: Sign = ""
     note: str = ""
 
-    def __post_init__(self) -> None:
-        if self.sign not in SIGNS:
-            raise ValueError(f"a cell cannot have the sign {self.sign!r}: choose better, worse, same or an empty one")
 
-
-@dataclass(frozen=True)
-class Heading:
+class Heading(NamedTuple):
     text: str
-    level: int = 2
+    level: int
 
 
-@dataclass(frozen=True)
-class Paragraph:
+class Paragraph(NamedTuple):
     text: str
-    strong: bool = False
+    strong: bool
 
 
-@dataclass(frozen=True)
-class Bullets:
+class Bullets(NamedTuple):
     items: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Code:
+class Code(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    caption: str = ""
-
-
-@dataclass(frozen=True)
-class Picture:
-    path: Path
     caption: str
 
 
-Block = Heading | Paragraph | Bullets | Code | Table | Picture
+class Picture(NamedTuple):
+    path: Path
+    caption: str
 
 
 @dataclass
@@ -98,12 +83,10 @@ class Page:
     """A title and blocks, in the order in which they were added."""
 
     title: str
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[Heading | Paragraph | Bullets | Code | Table | Picture] = field(default_factory=list)
 
     def heading(self, text: str, level: int = 2) -> None:
         """Begin a section (level 2, listed under the title) or a part of one (level 3)."""
-        if level not in (2, 3):
-            raise ValueError(f"heading {text!r} has level {level}: 2 is a section, 3 a part of one")
         self.blocks.append(Heading(text, level))
 
     def paragraph(self, text: str, strong: bool = False) -> None:
@@ -117,11 +100,7 @@ class Page:
         self.blocks.append(Code(text))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], caption: str = "") -> None:
-        """Add a table; the first cell of a row names it, a ``str`` is a cell without a sign.
-
-        Raises:
-            ValueError: unless every row has as many cells as there are columns.
-        """
+        """Add a table; the first cell of a row names it, a ``str`` is a cell without a sign."""
         for row in rows:
             if len(row) != len(columns):
                 raise ValueError(f"table {caption!r}: a row has {len(row)} cells for {len(columns)} columns")
@@ -133,20 +112,27 @@ class Page:
         self.blocks.append(Picture(path, caption))
 
     def html(self) -> str:
-        """The whole document; a ``ValueError`` if a picture is not a PNG file."""
-        return self.render("page.html", slug=_slug, png=_base64)
+        """The whole document."""
+        return self._render("page.html", slug=_slug, png=lambda path: base64.b64encode(path.read_bytes()).decode())
+
+    def markdown(self, folder: Path) -> str:
+        """The page with links to its pictures from ``folder``, and with marks (:data:`MARKS`) instead of colours."""
+
+        def relative(picture: Path) -> str:
+            return Path(os.path.relpath(picture, folder)).as_posix()
+
+        return self._render("page.md", line=_line, cell=_cell, marked=_marked, relative=relative)
 
     def write(self, path: Path) -> None:
-        """Write the document atomically."""
-        content = self.html()
+        """Write the page atomically: as Markdown if ``path`` ends with ``.md``, else as HTML."""
+        content = self.markdown(path.parent) if path.suffix == ".md" else self.html()
         with atomic_path(path) as partial:
             partial.write_text(content, encoding="utf-8")
 
-    def render(self, template: str, **filters: Callable[..., str]) -> str:
-        """The page by a template of this package; only ``.html`` ones escape texts themselves."""
+    def _render(self, template: str, **filters: Callable[..., str]) -> str:
         environment = Environment(
             loader=PackageLoader("rlkv.evaluation.report"),
-            autoescape=select_autoescape(),
+            autoescape=select_autoescape(),  # of .html only
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -161,8 +147,27 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def _base64(picture: Path) -> str:
-    content = picture.read_bytes()
-    if not content.startswith(PNG):
-        raise ValueError(f"{picture} is not a PNG file: only PNG pictures are put into a page")
-    return base64.b64encode(content).decode()
+def _marked(cell: Cell) -> str:
+    note = "; ".join(cell.note.splitlines())
+    return _cell(cell.text) + MARKS[cell.sign] + (f" {_cell(note)}" if note else "")
+
+
+def _line(text: str) -> str:
+    """``text`` on one line; what Markdown or HTML would read as markup is escaped."""
+    text = " ".join(text.split())
+    return _FIRST.sub(r"\1\\\2", _MARKUP.sub(r"\\\g<0>", text), count=1)
+
+
+def _cell(text: str) -> str:
+    return _line(text).replace("|", "\\|")
+
+
+def provenance_facts(origin: dict[str, Any]) -> list[str]:
+    """A sentence each on hardware, versions and time, from :func:`rlkv.utils.provenance.provenance`."""
+    machine = origin["hardware"]
+    return [
+        f"Hardware: {machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} torch threads, "
+        f"GPU {', '.join(machine['gpus']) or 'none'}.",
+        f"Versions: {', '.join(f'{name} {version}' for name, version in origin['versions'].items())}.",
+        f"Finished {origin['finished']}.",
+    ]

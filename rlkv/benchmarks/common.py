@@ -1,0 +1,150 @@
+"""What the benchmarks share: the sizes of a random Llama, the options of those that time a process, their files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from rlkv.evaluation.report.page import Page
+from rlkv.evaluation.report.plots import Panel, plot_curves
+from rlkv.models.loading import resolve_device, resolve_dtype
+from rlkv.utils.atomic import atomic_path
+from rlkv.utils.provenance import hardware, hardware_line, provenance
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaSizes:
+    """Sizes of a Llama with random weights."""
+
+    layers: int = 12
+    """Layers of the model."""
+    hidden: int = 768
+    """Hidden size."""
+    intermediate: int = 2048
+    """Size of the feed-forward layers."""
+    query_heads: int = 16
+    """Query heads per layer."""
+    kv_heads: int = 8
+    """KV heads per layer."""
+    head_dim: int = 64
+    """Size of a head."""
+    vocabulary: int = 8192
+    """Tokens in the vocabulary."""
+
+    def llama(self, positions: int) -> LlamaConfig:
+        """The config for texts of up to ``positions`` tokens."""
+        return LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.query_heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=positions,
+            rms_norm_eps=1e-5,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingConfig(LlamaSizes):
+    """Options of a benchmark that times work in this process."""
+
+    output_dir: Path = Path("results/bench")
+    """Where the results go: .json, .md and .png."""
+    rounds: int = 5
+    """Turns that each of the compared takes."""
+    seconds: float = 4.0
+    """Most seconds of decoding in one turn."""
+    max_steps: int = 20
+    """Most timed decode steps in one turn."""
+    threads: int | None = None
+    """Torch threads; default: all cores."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16."""
+
+    def check(self) -> None:
+        """Raise ValueError for impossible settings."""
+        at_least(1, rounds=self.rounds, max_steps=self.max_steps)
+        if self.threads is not None:
+            at_least(1, threads=self.threads)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Device and dtype of tensors."""
+        device = resolve_device(self.device)
+        return {"device": device, "dtype": resolve_dtype(self.dtype, device)}
+
+    def build_model(self, positions: int) -> PreTrainedModel:
+        """The model in eval mode; about 100 M parameters with the default sizes.  Sets the threads."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(self.llama(positions))
+        return model.to(**self.options).eval()
+
+    def write(self, name: str, results: list[dict[str, Any]], columns: Mapping[str, str], panels: list[Panel]) -> None:
+        """The files of a benchmark, with a table (:func:`add_table`) and a title that names model and machine."""
+        device, dtype = self.options["device"], str(self.options["dtype"])[6:]
+        with torch.device("meta"):
+            parameters = LlamaForCausalLM(self.llama(1024)).num_parameters()
+        machine = hardware_line() + (f", {hardware()['torch_threads']} threads" if device.type == "cpu" else "")
+        title, page = f"Llama of {parameters / 1e6:.0f} M parameters, {dtype}, {machine}", Page(f"rlkv-bench {name}")
+        add_table(page, results, columns)
+        facts = {"parameters": parameters, "dtype": dtype, "device": str(device)}
+        write_result(self.output_dir, name, title, self, results, page, panels, **facts)
+
+
+def at_least(least: float, **options: float | tuple[float, ...]) -> None:
+    """Raise ValueError unless every value of every option is ``least`` or more and given at all."""
+    for name, values in options.items():
+        given = values if isinstance(values, tuple) else (values,)
+        if not given or min(given) < least:
+            shown = " ".join(f"{value:g}" for value in given)
+            raise ValueError(f"--{name.replace('_', '-')} {shown}: give numbers of {least:g} or more")
+
+
+def add_table(page: Page, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str = "") -> None:
+    """Add a table of ``rows``; ``columns``: the format of a cell by the column's title, empty where a row lacks it."""
+
+    def cell(form: str, row: Mapping[str, Any]) -> str:
+        try:
+            return form.format(**row)
+        except (KeyError, TypeError):
+            return ""
+
+    page.table(list(columns), [[cell(form, row) for form in columns.values()] for row in rows], caption)
+
+
+def write_result(
+    folder: Path,
+    name: str,
+    title: str,
+    config: Any,
+    results: list[dict[str, Any]],
+    page: Page,
+    panels: list[Panel],
+    **facts: Any,
+) -> None:
+    """Write NAME.json, NAME.md and NAME.png, and print the page.
+
+    ``facts`` join the JSON file; ``versions`` among them are added to the installed ones.
+    """
+    found = provenance()
+    found["versions"] |= facts.pop("versions", {})
+    content = {"config": asdict(config), "title": title, **facts, **found, "results": results}
+    with atomic_path(folder / f"{name}.json") as path:
+        path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    page.paragraph(f"{title}; torch {found['versions']['torch']}")
+    page.write(folder / f"{name}.md")
+    plot_curves(folder / f"{name}.png", *panels, title=title, sharey=True)
+    print(f"{page.markdown(folder)}\nwritten to {folder}")
