@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 USER_ERROR = 2
-INTERRUPTED = 130  # 128 + SIGINT, what shells expect
+INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what shells expect
 VERBOSE = "RLKV_VERBOSE"
 # libraries read these when they are imported, child processes inherit them; what the user has set stays
 QUIET = {
@@ -27,6 +27,7 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "KINETO_LOG_LEVEL": "99",
     "WANDB_SILENT": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
 }
 
 
@@ -73,6 +74,9 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # the reader has gone, as in `rlkv-infer --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        sys.exit(BROKEN_PIPE)
     except (ValueError, OSError) as error:
         unnamed = isinstance(error, OSError) and error.filename is None
         if unnamed or os.environ.get("RLKV_TRACEBACK"):

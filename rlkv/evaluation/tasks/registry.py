@@ -17,7 +17,7 @@ from rlkv.utils.extras import require
 
 _TASKS: dict[str, EvalTask] = {task.name: task for task in (*MATHS, MBPP, *MMLU_PRO, TINY)}
 TASKS: Mapping[str, EvalTask] = MappingProxyType(_TASKS)
-ELSEWHERE = ("ifeval", "livecodebench")  # why: docs/EVALUATION.md
+ELSEWHERE = ("ifeval", "livecodebench")  # why: docs/evaluate.md
 DRAWN = 400  # problems of a task without data
 
 
@@ -40,7 +40,7 @@ def find_task(name: str) -> EvalTask:
     if name.lower() in ELSEWHERE:
         raise ValueError(
             f"task {name!r} is not built in: its graders belong to other evaluation programs, "
-            "docs/EVALUATION.md says what running it there would need"
+            "docs/evaluate.md says what running it there would need"
         )
     raise ValueError(f"unknown task {name!r}: choose one of {', '.join(TASKS)}")
 

@@ -13,7 +13,7 @@ from rlkv.utils.store import settings_path
 from tests.helpers.paths import ROOT
 
 VOLATILE = ("seconds", "tokens_per_second", "finished", "command", "output_dir")
-KILLS = 2  # twenty were run once: docs/EVALUATION.md
+KILLS = 2  # twenty were run once: docs/evaluate.md
 
 
 def stable(content: Any) -> Any:

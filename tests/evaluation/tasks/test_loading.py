@@ -201,7 +201,7 @@ def test_names_and_paths_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown task 'gsm9k': choose one of gsm8k, math500"):
         load_task("gsm9k")
     for name in ("ifeval", "livecodebench"):
-        with pytest.raises(ValueError, match=r"not built in: .* docs/EVALUATION.md says what"):
+        with pytest.raises(ValueError, match=r"not built in: .* docs/evaluate.md says what"):
             find_task(name)
     with pytest.raises(ValueError, match=r"absent.jsonl does not exist: give a local copy with --data"):
         load_task("gsm8k", tmp_path / "absent.jsonl")
