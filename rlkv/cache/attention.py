@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from rlkv.attention.arguments import refuse_variants
+from rlkv.attention.call import refuse_variants
 from rlkv.cache.layer import NewStates
 from rlkv.cache.plan import CacheState, CallLayout, read_padding
 from rlkv.cache.schedule import Segment

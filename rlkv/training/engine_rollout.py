@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import GatedEngine, Rows
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
@@ -30,7 +30,7 @@ def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_pro
     """
     if settings.rollout == "hf":
         return None
-    sizes = SinkWindow(settings.sink, settings.window)
+    sizes = LocalSizes(settings.sink, settings.window)
     positions = longest_prompt + (args.max_completion_length or 0)
     if settings.rollout == "vllm-server":
         from rlkv.rollout.client import RolloutClient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.rollout.gated import GatedEngine
 from rlkv.rollout.protocol import DEFAULT_PORT, EngineFacts
@@ -52,7 +52,7 @@ def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
         ValueError: if the engine is unknown or not installed, or the model cannot be loaded.
     """
     config.check()
-    sizes = SinkWindow(config.sink, config.window)
+    sizes = LocalSizes(config.sink, config.window)
     if config.engine == "vllm":
         from rlkv.vllm.engine import VLLMEngine
 

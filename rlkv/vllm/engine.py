@@ -1,6 +1,6 @@
 """Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model of its own.
 
-    engine = VLLMEngine("tiny", SinkWindow(4, 16), dtype="float32")
+    engine = VLLMEngine("tiny", LocalSizes(4, 16), dtype="float32")
     engine.set_gates(gates.alpha)  # L x H numbers, in place; everything cached under older gates is dropped
     engine.generate(prompts, SamplingParams(max_new_tokens=200, temperature=1.0))
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.models.loading import load_tokenizer, model_source, resolve_device, resolve_dtype
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.gated import Rows, Sample, gate_version
@@ -38,7 +38,7 @@ class VLLMEngine:
     def __init__(
         self,
         model: str,
-        sizes: SinkWindow | None = None,
+        sizes: LocalSizes | None = None,
         dtype: str = "auto",
         max_positions: int | None = None,
         kv_gib: float = 4.0,
@@ -115,7 +115,7 @@ class VLLMEngine:
             ValueError: for another shape, a model without gates, or while completions are being sampled.
         """
         if not self.has_gates:
-            raise ValueError("this engine was loaded without mixed attention: give it sizes=SinkWindow(sink, window)")
+            raise ValueError("this engine was loaded without mixed attention: give it sizes=LocalSizes(sink, window)")
         if self.llm.llm_engine.has_unfinished_requests():
             raise ValueError("completions are being sampled: gates cannot change under them")
         expected = self.gates().shape
@@ -202,7 +202,7 @@ def load_config(model: str) -> Any:
     return AutoConfig.from_pretrained(model_source(model))
 
 
-def _mixed_options(model: str, sizes: SinkWindow) -> dict[str, Any]:
+def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
     from rlkv.vllm.mixed.model import register
 
     architecture = mixed_architecture(load_config(model).architectures)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import Rows, gate_version
 from rlkv.training.rollout import roll_out
@@ -35,7 +35,7 @@ from tests.helpers.vllm_models import (
     worst_difference,
 )
 
-SIZES = SinkWindow(SINK, WINDOW)
+SIZES = LocalSizes(SINK, WINDOW)
 SAMPLED = SamplingParams(40, temperature=1.0, seed=5)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
 
 pytest.importorskip("vllm")
@@ -29,7 +29,7 @@ from tests.helpers.vllm_models import (
     worst_difference,
 )
 
-SIZES = SinkWindow(SINK, WINDOW)
+SIZES = LocalSizes(SINK, WINDOW)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from rlkv.attention import LocalSizes
 from rlkv.attention.mixed import mix
-from rlkv.attention.sizes import SinkWindow
 from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables, without_gap
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.mixed.attention import MixedReads, paged_mixed_attention, plan_mixed_reads
@@ -43,16 +43,16 @@ class _LiveGates:
     """
 
     alpha_H: Tensor
-    sizes: SinkWindow
+    sizes: LocalSizes
 
-    def attach(self, alpha_H: Tensor, sizes: SinkWindow) -> None:
+    def attach(self, alpha_H: Tensor, sizes: LocalSizes) -> None:
         self.alpha_H, self.sizes = alpha_H, sizes
 
 
 def _gap_remover(builder: Any) -> GapRemover:
     """For the local branch of a builder's layers."""
     layers = builder.vllm_config.compilation_config.static_forward_context
-    sizes: SinkWindow = layers[builder.layer_names[0]].impl.sizes
+    sizes: LocalSizes = layers[builder.layer_names[0]].impl.sizes
     return GapRemover(SinkWindowDemand(builder.kv_cache_spec.block_size, sizes.sink, sizes.window))
 
 

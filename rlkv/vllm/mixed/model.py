@@ -16,7 +16,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.vllm.limits import check_engine
 from rlkv.vllm.mixed.backend import mixed_backend
 from rlkv.vllm.names import CONFIG_KEY, PREFIX
@@ -27,7 +27,7 @@ GATES = "rlkv_gates"  # the buffer of the model: float32 [num_layers, num_kv_hea
 def _exchange(model: Any, config: VllmConfig) -> None:
     """Put a mixed attention layer in the place of every stock one, all reading one buffer of gates."""
     check_engine(config, "a mixed-attention rollout")
-    sizes = SinkWindow(**config.additional_config[CONFIG_KEY])
+    sizes = LocalSizes(**config.additional_config[CONFIG_KEY])
     layers = model.model.layers
     stock: list[Attention] = [layer.self_attn.attn for layer in layers]
     gates = torch.ones(len(stock), stock[0].num_kv_heads, dtype=torch.float32)
