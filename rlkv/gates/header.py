@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ _FIELDS = ("model", "sink", "window", "deploy_sink", "deploy_window", "training"
 
 def to_header(payload: dict[str, Any]) -> dict[str, Any]:
     """All of ``HeadGates.to_payload()`` but the tensors, as plain JSON-able values."""
-    model = asdict(payload["model"]) if payload["model"] else None
+    model = payload["model"].to_dict() if payload["model"] else None
     return {"format": FORMAT, "version": VERSION, **{name: payload[name] for name in _FIELDS}, "model": model}
 
 
