@@ -26,8 +26,8 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import hardware, provenance, versions
 from rlkv.utils.store import key_of, open_store
+from rlkv.vllm.plugin import check_installed, installed_version
 from rlkv.vllm.settings import EVICTIONS
-from rlkv.vllm.versions import check_version, installed_version
 
 FULL = "full cache"
 RUNS = "serving_runs.jsonl"
@@ -124,9 +124,6 @@ class Run:
 
 def check_engine_installed() -> None:
     """Raise ``ValueError`` without a tested vLLM that would load the plugin, with what to install."""
-    from rlkv.vllm.plugin import check_installed
-
-    check_version(installed_version())
     check_installed()
 
 

@@ -9,7 +9,7 @@ from rlkv.benchmarks.serving import ServingConfig, check_engine_installed, do_ru
 from rlkv.benchmarks.workload import LIMITED, Workload
 from rlkv.models.loading import resolve_device
 from rlkv.utils.provenance import hardware_line
-from rlkv.vllm.versions import installed_version
+from rlkv.vllm.plugin import installed_version
 
 NOTE = (
     "Figures are medians over the rounds, in brackets the least and the greatest. x full: tokens/s over those of the "

@@ -16,8 +16,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlkv.vllm.mixed.attention import paged_mixed_attention, plan_mixed_reads
-from rlkv.vllm.paged.write import write_cache
+from rlkv.vllm.paged.attention import paged_mixed_attention, plan_mixed_reads
+from rlkv.vllm.paged.attention import write_cache
 from rlkv.attention import LocalSizes
 from rlkv.vllm.mixed.backend import MixedTritonBuilder, MixedTritonImpl
 

@@ -10,9 +10,16 @@ import torch
 from rlkv.cache.schedule import RowCounts, plan_segments
 from rlkv.eviction import EvictionPolicy, make_policy
 from rlkv.vllm.blocks.demand import NOWHERE, BufferDemand
-from rlkv.vllm.blocks.rounds import plan_rounds
-from rlkv.vllm.paged.write import write_cache
-from rlkv.vllm.reallocation.evicting import Eviction, entry_slots, evict, observed_queries, query_halves, query_slots
+from rlkv.vllm.paged.attention import write_cache
+from rlkv.vllm.reallocation.evicting import (
+    Eviction,
+    entry_slots,
+    evict,
+    observed_queries,
+    plan_rounds,
+    query_halves,
+    query_slots,
+)
 
 KV_HEADS, SIZE = 2, 8
 # (block, budget, buffer, observation, query heads per KV head)

@@ -8,9 +8,8 @@ import torch
 from rlkv.attention import LocalSizes
 from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.mixed.attention import MixedReads, paged_mixed_attention, plan_mixed_reads
-from rlkv.vllm.paged import local_attention
-from rlkv.vllm.paged.write import write_cache
+from rlkv.vllm.paged import attention
+from rlkv.vllm.paged.attention import MixedReads, paged_mixed_attention, plan_mixed_reads, write_cache
 from tests.helpers.mixed_reference import full_mask, local_mask, mixed_by_head_attention
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 3, 2, 8, 5
@@ -62,7 +61,7 @@ def test_every_request_equals_the_reference(
     sink: int, window: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("QUERIES_AT_ONCE", "ROWS_AT_ONCE"):  # 2: requests and queries are cut into pieces
-        monkeypatch.setattr(local_attention, name, at_once)
+        monkeypatch.setattr(attention, name, at_once)
     states, cache, table, query = make_requests()
     alpha, sizes = torch.tensor([0.0, 0.3, 1.0]), LocalSizes(sink, window)
     out = torch.full_like(query, float("nan"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
-from rlkv.vllm.names import DRAW_KEY
+from rlkv.vllm.settings import DRAW_KEY
 
 
 class _Row:
