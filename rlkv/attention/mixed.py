@@ -86,7 +86,7 @@ def mixed_attention(
         branches.append(full_attention(query, key, value, attention_mask, scale))
     if only != "full":
         branches.append(local_attention(query, key, value, attention_mask, gate.sink, gate.window, scale))
-    out = branches[0] if only else mix(*branches, alpha_H=gate.alpha_H)
+    out = branches[0] if only else mix(branches[0], branches[1], gate.alpha_H)
     return out.transpose(1, 2).contiguous(), None
 
 
