@@ -93,7 +93,7 @@ class HeadReallocationCache(Cache):
         return self.state.settings
 
     def fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """For measurements: store the states ``[B, H, T, D]`` of a prompt of T tokens in every layer of an empty cache."""
+        """For measurements: store the states ``[B, H, T, D]`` of a prompt in every layer of an empty cache."""
         plan = CallLayout(self.settings, 0, key.shape[2], None, key.device)
         if self.settings.eviction is not None:
             raise ValueError("fill() has no queries to give an eviction policy: let the model read a prompt instead")

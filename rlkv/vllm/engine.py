@@ -65,7 +65,7 @@ class VLLMEngine:
         from vllm import LLM
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, model_parallel_is_initialized
 
-        if model_parallel_is_initialized():  # two would share their state, which the first to close would destroy
+        if model_parallel_is_initialized():  # two engines would share state that the first to close destroys
             raise ValueError("one vLLM engine at a time can live in a process: close() the other one first")
         self.tokenizer = load_tokenizer(model)
         self.has_gates = sizes is not None
@@ -126,7 +126,7 @@ class VLLMEngine:
         return self._version
 
     def _drop_cached(self) -> None:
-        """Keys and values of prompts above layer 0 depend on the gates: none may be used again."""
+        """Keys and values above layer 0 depend on the gates: none may be used again."""
         if not self.llm.llm_engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: completions would mix old and new gates")
 

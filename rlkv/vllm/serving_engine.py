@@ -48,14 +48,7 @@ class ServingEngine(VLLMEngine):
         return {"dtype": self.dtype, "device": "vllm", **own}
 
     def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
-        """The completions of rendered ``prompts`` in their order.
-
-        The bytes are those of the blocks that all texts hold at their ends, by the plan that the engine was checked
-        against when it started.
-
-        Raises:
-            ValueError: if ``full`` is set.
-        """
+        """The completions of rendered ``prompts`` in their order; bytes are those of all blocks at the texts' ends."""
         if full:
             raise ValueError("the vLLM backend has no second, uncompressed cache: compare with the hf backend")
         start = time.perf_counter()

@@ -63,7 +63,6 @@ class PackingPlan:
 
     @cached_property
     def groups(self) -> list[list[Part]]:
-        """The block tables that the engine will make of the bins."""
         return engine_groups(list(self.bins.values()))
 
     @property
@@ -83,9 +82,8 @@ class PackingPlan:
 
     def blocks(self, tokens: int) -> int:
         """Blocks that a decoding request of ``tokens`` tokens holds."""
-        return sum(
-            self.demand.full(tokens) if group[0].full else self.demand.compressible(tokens) for group in self.groups
-        )
+        demand = self.demand
+        return sum(demand.full(tokens) if group[0].full else demand.compressible(tokens) for group in self.groups)
 
     def held(self, tokens: int) -> int:
         """What these blocks hold, in heads times blocks."""
@@ -93,9 +91,8 @@ class PackingPlan:
 
     def ideal(self, tokens: int) -> int:
         """As :meth:`held` for blocks that are filled without waste."""
-        return self.num_heads(True) * self.demand.full(tokens) + self.num_heads(False) * self.demand.compressible(
-            tokens
-        )
+        demand = self.demand
+        return self.num_heads(True) * demand.full(tokens) + self.num_heads(False) * demand.compressible(tokens)
 
     def uncompressed(self, tokens: int) -> int:
         """As :meth:`held` for the full cache."""
@@ -204,7 +201,7 @@ def _is_balanced_mix(parts: list[Part]) -> bool:
 
 
 def engine_groups(bins: list[list[Part]]) -> list[list[Part]]:
-    """What vLLM 0.31 makes of bins whose specs refuse to be merged with one another's.
+    """The block tables that vLLM 0.31 makes of bins whose specs refuse to be merged with one another's.
 
     Where parts differ in size, every bin becomes one group (``_get_packed_kv_cache_groups``), unless a bin holds
     as many parts of each of several sizes: such bins make it cut the others into pieces, and so the plan has none.

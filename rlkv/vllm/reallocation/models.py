@@ -1,7 +1,4 @@
-"""The stock models, or the same with other attention layers where rlkv was asked for.
-
-Only the stock model classes are imported here, so that an inactive plugin costs nothing and breaks nothing.
-"""
+"""The stock models, or the same with other attention layers where rlkv was asked for; other imports are lazy."""
 
 from __future__ import annotations
 

@@ -34,10 +34,8 @@ class Reallocation:
     def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors with the heads of each layer in the order of its parts.
 
-        Rows of the query, key and value projections and of their biases; columns of the output projection.
-
         Raises:
-            ValueError: for tensors of these projections whose layout is not known.
+            ValueError: for tensors of the attention's projections whose layout is not known.
         """
         for name, tensor in weights:
             found = _PROJECTION.search(name)
