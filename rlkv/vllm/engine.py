@@ -88,7 +88,7 @@ class VLLMEngine:
                 **{**options, **engine_options},
             )
         except BaseException:
-            cleanup_dist_env_and_memory()  # a start that fails late leaves state that nobody could clean up
+            cleanup_dist_env_and_memory()  # a start that fails late leaves state behind
             raise
         self.eos_ids = _end_tokens(model, self.tokenizer)
         self._version = gate_version(self.gates()) if self.has_gates else "stock"

@@ -24,7 +24,7 @@ from rlkv.vllm.mixed.backend import MixedTritonBuilder, MixedTritonImpl
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = SIZE**-0.5
 SIZES = LocalSizes(20, 40)  # neither a whole number of blocks
-STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks beside it
+STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks next to it
     [(1, 150), (1, 61), (1, 5), (1, 140)],
     [(1, 130), (20, 20), (18, 115), (1, 20)],
 )

@@ -132,7 +132,7 @@ def test_blocks_do_not_grow_with_the_text(demand: BufferDemand) -> None:
 def test_an_eviction_keeps_what_the_policy_selects(
     demand: BufferDemand, name: str, variant: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three requests in scattered blocks, one by one or together; what nobody wrote is NaN, and other blocks stay."""
+    """Three requests in scattered blocks, one by one or together; unwritten entries are NaN, and other blocks stay."""
     monkeypatch.setattr("rlkv.eviction.attention.FLOATS", at_once)
     policy = make_policy(
         name, budget=demand.budget, buffer=demand.buffer, observation=demand.observation, variant=variant, sink=1

@@ -61,7 +61,7 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, VLLMEngine]]:
     folder = make_folder(request.param, tmp_path_factory.mktemp(request.param))
-    # 48 tokens a step: prompts of up to 125 tokens are prefilled in chunks, beside rows that decode
+    # 48 tokens a step: prompts of up to 125 tokens are prefilled in chunks, next to rows that decode
     with closing(VLLMEngine(str(folder), SIZES, max_num_batched_tokens=48, **OPTIONS)) as engine:
         yield folder, engine
 

@@ -61,7 +61,7 @@ def test_a_preempted_request_does_not_see_more_of_its_own_text(llama: Served) ->
     assert check_equal(llama, 0.5, outputs, sizes=SIZES) == 960
 
 
-def test_prompts_are_read_whole_and_anew(llama: Served) -> None:
+def test_prompts_are_read_whole_and_again(llama: Served) -> None:
     """Steps that have room for a part of a prompt only, and prompts that were read before."""
     prompts = random_prompts((300, 300, 300, 310))
     options: dict[str, Any] = {"max_num_batched_tokens": 420, "max_model_len": 420, "enable_prefix_caching": True}

@@ -1,4 +1,4 @@
-"""What is refused at start, each by its name; and a plugin that nobody asks for, which does nothing."""
+"""What is refused at start, each by its name; and a plugin that is not asked for, which is inactive."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_another_version_is_refused(llama: Served, monkeypatch: pytest.MonkeyPat
 
 
 def test_unasked_the_stock_model_is_built(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    # another version is no error either, for who does not ask
+    # nor is another version an error where rlkv was not asked for
     monkeypatch.setattr("rlkv.vllm.plugin.installed_version", lambda: "0.99.0")
     with engine(llama, None) as llm:
         model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner.get_model()

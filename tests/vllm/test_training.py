@@ -1,4 +1,4 @@
-"""A training run that samples with vLLM in its own process, beside one that samples with its own model."""
+"""A training run that samples with vLLM in its own process, next to one that samples with its own model."""
 
 from __future__ import annotations
 
