@@ -2,9 +2,8 @@
 
 Shapes: B rows, n tokens of this call, T tokens after it, S sinks, W window, R = S + W ring entries.
 A row's *position* counts its real tokens from 0; left padding has negative positions.  Position p lives in
-ring slot p if p < S, else in slot S + (p - S) mod W.  So the slots fill in order, an entry that leaves the
-window is the one that the newest token overwrites, no token is held twice, and a slot j of a row whose newest
-position is t is in use exactly if j <= t.  Keys are cached after RoPE: the order of the slots does not matter.
+ring slot p if p < S, else in slot S + (p - S) mod W: the newest token overwrites the one that leaves the window, and
+slot j of a row whose newest position is t is in use exactly if j <= t.
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ class CacheSettings:
     """What the compressible heads keep: ``sink`` first and ``window`` last real tokens of each row.
 
     With ``eviction`` they keep what that policy chooses instead, and ``sink`` and ``window`` have no effect.
-
-    Raises:
-        ValueError: if a size is out of range or ``prefill`` is unknown.
     """
 
     sink: int = 16

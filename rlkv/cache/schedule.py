@@ -20,11 +20,7 @@ from rlkv.eviction.base import EvictionPolicy
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How far each row is, int64 ``[B]`` each.
-
-    ``held`` entries, of which the first ``protected`` are never evicted; ``seen`` tokens read in all; how many
-    ``evictions`` there were.
-    """
+    """Of each row, int64 ``[B]``: entries held, how many of the first are never evicted, tokens seen, evictions."""
 
     held: Tensor
     seen: Tensor
@@ -121,7 +117,7 @@ def _next_eviction(policy: EvictionPolicy, counts: RowCounts, padding: Tensor, b
 
 
 class SegmentTensors:
-    """What the layers on one device need of a segment; each tensor is built once, when first asked for.
+    """What the layers on one device need of a segment; each tensor is built when first asked for.
 
     M: columns once the segment is stored, N: columns that hold its evictable entries (the last of the M), M': columns
     after an eviction.

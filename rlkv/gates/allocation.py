@@ -125,20 +125,15 @@ class HeadAllocation:
 
     @classmethod
     def random(cls, num_layers: int, num_kv_heads: int, sparsity: float, seed: int) -> HeadAllocation:
-        """A random draw of ``num_full_heads(sparsity, L * H)`` full heads.
-
-        The seed fixes the order in which heads go, so draws of one seed at rising sparsity are nested.
-        """
+        """A random draw of ``num_full_heads(sparsity, L * H)`` full heads; nested over sparsities of one seed."""
         return cls.from_order(random_order(num_layers, num_kv_heads, seed), num_layers, num_kv_heads, sparsity)
 
     @property
     def num_full(self) -> int:
-        """Full heads of the whole model."""
         return int(self.full.sum())
 
     @property
     def num_compressible(self) -> int:
-        """Compressible heads of the whole model."""
         return self.full.numel() - self.num_full
 
     @property

@@ -47,8 +47,7 @@ class HeadGates:
 
     Attributes:
         alpha: float32 ``[num_layers, num_kv_heads]`` on the CPU, in [0, 1]; 1 = needs the whole past.
-        mean_alpha: same shape, mean of each gate over the training: orders heads whose gates ended equal.
-            None stands for a copy of ``alpha``.
+        mean_alpha: mean of each gate over the training, which orders heads with equal gates; None: ``alpha``.
         model: shape of the model that they were trained for; None if the file did not say.
         sink, window: tokens that the local attention saw in training.
         deploy_sink, deploy_window: tokens that a compressible head should keep when serving.

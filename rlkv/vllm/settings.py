@@ -37,7 +37,7 @@ class ServingSettings:
         sink, window: tokens that a compressible head keeps; default: what the gates file states for deployment.
         scope: ``global`` or ``layer``, as in :meth:`rlkv.HeadAllocation.from_gates`.
         prefill: ``local``: prompt tokens see what a compressible head keeps, like generated ones. ``full``: they see
-            everything before them (:mod:`rlkv.vllm.blocks.full_prefill`), for sinks and window only.
+            everything before them (sinks and window only).
         reference_tokens: the length of a request for which memory is planned and reported.
         eviction: instead of sinks and a window: name and fields of a policy, as :func:`rlkv.eviction.make_policy`
             takes them, such as ``{"name": "rkv", "budget": 256}``.

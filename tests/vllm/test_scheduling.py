@@ -1,4 +1,4 @@
-"""VLLMEngine when memory is short, next to the stock engine, and refusals at start: engines of their own, one by one."""
+"""VLLMEngine when memory is short, next to the stock engine, and refusals at start: engines of their own."""
 
 from __future__ import annotations
 

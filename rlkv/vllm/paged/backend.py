@@ -63,8 +63,7 @@ class TorchBackend(BackendParts):
 
 
 class TorchBuilder(AttentionMetadataBuilder[Any]):
-    """The base class declares its constructor abstract."""
-
+    # abstract in the base class
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
