@@ -83,10 +83,11 @@ class SplitAttention(nn.Module):
                 attn_backend=full_backend() if part.full else compressible,
             )
             layer.pack_tag = part.bin
-            if not part.full and isinstance(kept, Eviction):
-                layer.eviction = kept
-            elif not part.full:
-                layer.gap_remover = kept[part.bin]
+            if not part.full:
+                if isinstance(kept, Eviction):
+                    layer.eviction = kept
+                else:
+                    layer.gap_remover = kept[part.bin]
             layers.append(layer)
         self.parts = nn.ModuleList(layers)
         compilation = vllm_config.compilation_config
