@@ -26,7 +26,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import hardware, provenance, versions
 from rlkv.utils.store import key_of, open_store
-from rlkv.vllm.plugin import check_installed, installed_version
+from rlkv.vllm.plugin import installed_version
 from rlkv.vllm.settings import EVICTIONS
 
 FULL = "full cache"
@@ -120,11 +120,6 @@ class Run:
         if self.sparsity is None:
             return FULL
         return f"sparsity {self.sparsity:g}" + ("" if self.eviction is None else f" + {self.eviction}")
-
-
-def check_engine_installed() -> None:
-    """Raise ``ValueError`` without a tested vLLM that would load the plugin, with what to install."""
-    check_installed()
 
 
 def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
