@@ -4,8 +4,7 @@ Importing this package registers the attention implementation :data:`IMPLEMENTAT
 from :class:`rlkv.training.head_gate.HeadGateConfig`.
 """
 
-from __future__ import annotations
-
+from rlkv.attention.call import LocalSizes
 from rlkv.attention.mixed import IMPLEMENTATION, Gate
 
-__all__ = ["IMPLEMENTATION", "Gate"]
+__all__ = ["IMPLEMENTATION", "Gate", "LocalSizes"]

@@ -121,7 +121,7 @@ def banded_local_attention(
 
     position_BS, mask = call.once(("band", sink, window, groups, query.device), make)
 
-    def keys_of_blocks(states: Tensor) -> Tensor:
+    def of_blocks(states: Tensor) -> Tensor:
         own = F.pad(states, (0, 0, 0, extra)).view(batch, kv_heads, blocks, block, size)
         before = F.pad(own[:, :, :-1, block - window :], (0, 0, 0, 0, 1, 0))
         sinks = _take_sinks(states, position_BS, sink)[:, :, None].expand(-1, -1, blocks, -1, -1)
@@ -129,9 +129,7 @@ def banded_local_attention(
 
     padded = F.pad(query, (0, 0, 0, extra)).view(batch, kv_heads, groups, blocks, block, size)
     grouped = padded.permute(0, 3, 1, 2, 4, 5).reshape(batch * blocks, kv_heads, groups * block, size)
-    out = F.scaled_dot_product_attention(
-        grouped, keys_of_blocks(key), keys_of_blocks(value), attn_mask=mask, scale=scale
-    )
+    out = F.scaled_dot_product_attention(grouped, of_blocks(key), of_blocks(value), attn_mask=mask, scale=scale)
     out = out.view(batch, blocks, kv_heads, groups, block, size).permute(0, 2, 3, 1, 4, 5)
     return out.reshape(batch, kv_heads * groups, blocks * block, size)[:, :, :length]
 

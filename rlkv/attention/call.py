@@ -1,17 +1,39 @@
 """What the layers of one forward call share: where each row's tokens lie, and the masks made from that.
 
 The mask function of transformers runs once per forward call, decode steps included, and whatever it returns reaches
-the attention function untouched.  It returns an :class:`MixedCall`; masks are made when the first layer asks.
+the attention function untouched.  It returns a :class:`MixedCall`; masks are made when the first layer asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+VARIANTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments that change the result of attention
+
+
+def refuse_variants(arguments: dict[str, Any], who: str) -> None:
+    """Raise ``ValueError`` if the keyword arguments of an attention call ask for a variant that ``who`` ignores."""
+    given = [name for name in VARIANTS if arguments.get(name) is not None]
+    if given:
+        raise ValueError(f"{who} does not support attention with {', '.join(given)}: use another model")
+
+
+@dataclass(frozen=True)
+class LocalSizes:
+    """S, the first tokens that the local branch sees, and W, the last ones, the query's own included."""
+
+    sink: int
+    window: int
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.window < 1:
+            raise ValueError(f"sink must be 0 or more and window 1 or more, got sink={self.sink}, window={self.window}")
 
 
 class Rows:
@@ -51,19 +73,17 @@ class Rows:
 
 
 def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, Any], Any]:
-    """The mask of local attention as a function of (row, head, query position, key position).
+    """The mask of local attention as a function of (row, head, query position, key position), integers or tensors.
 
     True for the row's first ``sink`` real tokens and for the last ``window`` tokens, the query's own included, never
-    for a later token or padding.  A padding query sees itself, so that its softmax is defined.  It takes integers or
-    tensors that broadcast: FlexAttention and the dense mask share it.
+    for a later token or padding.  A padding query sees itself, so that its softmax is defined.
     """
     first, end = rows.first, rows.end
 
     def visible(row: Any, head: Any, query: Any, key: Any) -> Any:
-        near = query - key < window
-        is_sink = key < first[row] + sink
+        kept = (query - key < window) | (key < first[row] + sink)
         real = (key >= first[row]) & (key < end[row])
-        return ((key <= query) & (near | is_sink) & real) | (key == query)
+        return ((key <= query) & kept & real) | (key == query)
 
     return visible
 
@@ -71,8 +91,7 @@ def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, A
 class MixedCall:
     """One forward call: ``q_length`` queries that start at position ``q_offset``, over ``kv_length`` keys.
 
-    ``sink`` and ``window`` are no part of it: they come from each layer's gate, so that models (and adapters) with
-    different sizes live side by side; what is made from them is kept per pair of sizes.
+    ``sink`` and ``window`` come from each layer's gate, so that adapters with different sizes can coexist.
     """
 
     def __init__(
@@ -86,9 +105,7 @@ class MixedCall:
         stock_mask: Callable[[], Tensor | None],
     ) -> None:
         self.batch_size, self.q_length, self.kv_length, self.q_offset = batch_size, q_length, kv_length, q_offset
-        self.causal = causal
-        self._padding_BK = padding_BK
-        self._stock_mask = stock_mask
+        self.causal, self._padding_BK, self._stock_mask = causal, padding_BK, stock_mask
         self._made: dict[Any, Any] = {}
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -111,7 +128,7 @@ class MixedCall:
         return self.once(("rows", device), make)
 
     def dense_local_mask(self, sink: int, window: int, device: torch.device) -> Tensor:
-        """Bool ``[B, 1, Q, K]``: the plain form of local attention, which the fast forms are tested against."""
+        """Bool ``[B, 1, Q, K]``."""
 
         def make() -> Tensor:
             rule = local_rule(self.rows(device), sink, window)
@@ -141,9 +158,9 @@ def mixed_mask(
 
     def stock_mask() -> Tensor | None:
         return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
+            batch_size,
+            q_length,
+            kv_length,
             q_offset=q_offset,
             kv_offset=kv_offset,
             mask_function=mask_function,

@@ -15,9 +15,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from rlkv.attention.arguments import refuse_variants
 from rlkv.attention.branches import full_attention, local_attention
-from rlkv.attention.call import MixedCall, mixed_mask
+from rlkv.attention.call import MixedCall, mixed_mask, refuse_variants
 
 IMPLEMENTATION = "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 GATE = "rlkv_gate"  # the attribute of an attention module that holds its gate
@@ -82,14 +81,12 @@ def mixed_attention(
     refuse_variants(kwargs, "gated attention")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     only = _single_branch(gate.alpha_H)
-    if only == "full":
-        out = full_attention(query, key, value, attention_mask, scale)
-    elif only == "local":
-        out = local_attention(query, key, value, attention_mask, gate.sink, gate.window, scale)
-    else:
-        full = full_attention(query, key, value, attention_mask, scale)
-        local = local_attention(query, key, value, attention_mask, gate.sink, gate.window, scale)
-        out = mix(full, local, gate.alpha_H)
+    branches = []
+    if only != "local":
+        branches.append(full_attention(query, key, value, attention_mask, scale))
+    if only != "full":
+        branches.append(local_attention(query, key, value, attention_mask, gate.sink, gate.window, scale))
+    out = branches[0] if only else mix(branches[0], branches[1], gate.alpha_H)
     return out.transpose(1, 2).contiguous(), None
 
 

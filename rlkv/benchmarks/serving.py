@@ -23,8 +23,8 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import hardware, provenance, versions
 from rlkv.utils.store import key_of, open_store
+from rlkv.vllm.plugin import installed_version
 from rlkv.vllm.settings import EVICTIONS
-from rlkv.vllm.versions import check_version, installed_version
 
 FULL = "full cache"
 RUNS = "serving_runs.jsonl"
@@ -112,14 +112,6 @@ class Run:
         if self.sparsity is None:
             return FULL
         return f"sparsity {self.sparsity:g}" + ("" if self.eviction is None else f" + {self.eviction}")
-
-
-def check_engine_installed() -> None:
-    """Raise ``ValueError`` without a tested vLLM that would load the plugin, with what to install."""
-    from rlkv.vllm.plugin import check_installed
-
-    check_version(installed_version())
-    check_installed()
 
 
 def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from collections import defaultdict
 from typing import Any
 
 from rlkv.benchmarks.common import add_table, write_result
-from rlkv.benchmarks.serving import ServingConfig, check_engine_installed, do_runs, summarize
+from rlkv.benchmarks.serving import ServingConfig, do_runs, summarize
 from rlkv.benchmarks.workload import Workload
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.plots import Panel, Point
 from rlkv.models.loading import resolve_device
 from rlkv.utils.provenance import hardware_line
-from rlkv.vllm.versions import installed_version
+from rlkv.vllm.plugin import check_installed, installed_version
 
 NOTE = (
     "Figures are medians over the rounds, in brackets the least and the greatest. x full: tokens/s over those of the "
@@ -89,7 +89,7 @@ def serving_plot(rows: list[dict[str, Any]]) -> list[Panel]:
 
 def run_serving(config: ServingConfig) -> None:
     """``rlkv-bench serving``: do the runs that are missing and write the results."""
-    check_engine_installed()
+    check_installed()
     gates = config.head_gates()
     runs = do_runs(config, gates)
     rows = summarize(config, gates, runs)

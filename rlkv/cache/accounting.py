@@ -1,7 +1,7 @@
 """How many bytes of KV a cache has in use after a text, computed from lengths alone.
 
-It runs the bookkeeping of the cache itself (:mod:`rlkv.cache.schedule`) without any states, for one-row caches: so
-that budgets can be chosen before anything is decoded, and every row of a batch be counted at its own end.
+It runs the cache's own bookkeeping (:mod:`rlkv.cache.schedule`) without states: budgets can be chosen before anything
+is decoded, and every row of a batch is counted at its own end.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ class EntrySize:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> EntrySize:
-        """The sizes of a model.
-
-        Raises:
-            ValueError: if it has layers without full attention.
-        """
+        """The sizes of a model; ValueError if it has layers without full attention."""
         shape = ModelShape.from_config(model.config)
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
@@ -52,14 +48,10 @@ class EntrySize:
 def entries_by_step(policy: EvictionPolicy, prompts: Tensor, prefill: str = "full") -> Iterator[Tensor]:
     """Entries that a compressible head holds of each row, int64 ``[B]``: after the prompts, after one more token, ...
 
-    Args:
-        prompts: int64 ``[B]``, tokens of the first call, the others being fed one at a time.
-        prefill: as of the cache.
+    ``prompts`` int64 ``[B]``: tokens of the first call, the others come one at a time; ``prefill`` as of the cache.
     """
-    seen = int(prompts.max())
-    segments = plan_segments(
-        policy, RowCounts.start(len(prompts)), seen - prompts, 0, seen, in_one_go=prefill == "full"
-    )
+    seen, start = int(prompts.max()), RowCounts.start(len(prompts))
+    segments = plan_segments(policy, start, seen - prompts, 0, seen, in_one_go=prefill == "full")
     while True:
         counts = segments[-1].after
         yield counts.held
@@ -68,13 +60,7 @@ def entries_by_step(policy: EvictionPolicy, prompts: Tensor, prefill: str = "ful
 
 
 def evicting_entries(policy: EvictionPolicy, prompts: Tensor, tokens: Tensor, prefill: str = "full") -> Tensor:
-    """Entries that a compressible head holds of each row, int64 ``[B]``.
-
-    Args:
-        prompts: int64 ``[B]``, tokens of the first call; tokens: int64 ``[B]``, tokens cached in all, the others fed
-            one at a time.
-        prefill: as of the cache.
-    """
+    """As :func:`entries_by_step`, when ``tokens`` int64 ``[B]`` tokens of each row are cached in all."""
     entries = torch.zeros_like(prompts)
     steps = range(int((tokens - prompts).max()) + 1)
     for step, held in zip(steps, entries_by_step(policy, prompts, prefill), strict=False):

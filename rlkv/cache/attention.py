@@ -1,8 +1,7 @@
 """The attention implementation ``rlkv_realloc`` for transformers: one attention call per group of heads.
 
-It works with any decoder that goes through ``AttentionInterface``, with no patch of the model: the cache's
-``update`` returns the new states together with the cache's layer, the attention module hands them on untouched,
-and the mask function passes the 2D padding mask instead of a dense one.
+It works with any decoder that goes through ``AttentionInterface``: the cache's ``update`` returns the new states with
+the cache's layer, the attention module hands them on, and the mask function passes the 2D padding mask.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from rlkv.attention.arguments import refuse_variants
+from rlkv.attention.call import refuse_variants
 from rlkv.cache.layer import NewStates
 from rlkv.cache.plan import CacheState, CallLayout, read_padding
 from rlkv.cache.schedule import Segment
@@ -36,9 +35,8 @@ class CachedCall:
             padding = read_padding(self.attention_mask, state.padding, self.start, self.length)
             self._segments = state.begin_call(padding, self.start, self.length, self.rows)
         if device not in self._plans:
-            self._plans[device] = CallLayout(
-                state.settings, self.start, self.length, state.padding, device, self._segments
-            )
+            padding, segments = state.padding, self._segments
+            self._plans[device] = CallLayout(state.settings, self.start, self.length, padding, device, segments)
         return self._plans[device]
 
 
@@ -52,10 +50,7 @@ def realloc_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """The mask function: keeps the 2D mask ``[B, T]`` for the layers.
-
-    A mask that is not plainly causal (sliding windows) is for layers that are left alone: it is made as for sdpa.
-    """
+    """The mask function: keeps the 2D mask ``[B, T]``; masks of sliding-window layers are made as for sdpa."""
     if mask_function is not causal_mask_function:
         return sdpa_mask(
             batch_size,

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkv.cache.attend import attend, grown_capacity
 from rlkv.cache.plan import CacheState, CallLayout
 from rlkv.cache.schedule import SegmentTensors
-from rlkv.cache.stores import Store
+from rlkv.cache.stores import Store, attend, grown_capacity
 from rlkv.eviction.base import EvictionPolicy
 
 
@@ -44,8 +43,8 @@ class KeptTokens:
 class EvictingStore(Store):
     """KV of the compressible heads of one layer.
 
-    In addition to keys and values it holds, and counts, the queries that the policy observes and the scores that it
-    accumulates.  Positions of the entries are held only if the cache records what is kept, and not counted.
+    Also held, and counted, are the queries that the policy observes and the scores that it accumulates.  Positions of
+    the entries are held only if the cache records what is kept, and not counted.
     """
 
     def __init__(
@@ -183,9 +182,9 @@ class EvictingStore(Store):
             index = kept[i, :, kept.shape[2] - int(segment.budgets[i]) :]
             self.records.append(
                 KeptTokens(
-                    layer=self.layer,
-                    row=row,
-                    heads=self.heads,
+                    self.layer,
+                    row,
+                    self.heads,
                     seen=int(segment.seen[i]),
                     positions=positions[i].gather(1, index).cpu(),
                     scores=scores[i].float().gather(1, index).cpu(),
@@ -198,8 +197,7 @@ class EvictingStore(Store):
         if needed <= capacity:
             return
         limits = [limit for limit in (self.policy.max_entries(), self.state.limit) if limit is not None]
-        capacity = grown_capacity(capacity, needed, min(limits) if limits else None)
-        self.reserve(capacity, used)
+        self.reserve(grown_capacity(capacity, needed, min(limits) if limits else None), used)
 
 
 def _take(plane: Tensor, source: Tensor) -> Tensor:

@@ -49,8 +49,9 @@ class GrowingLayer(DynamicLayer):
             key[:, :, :used], value[:, :, :used] = self.keys, self.values
         self._store = (key, value)
 
+    # whatever changes the rows drops the buffer, which is allocated again at the next token
+
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch; room to grow is allocated again at the next token."""
         super().batch_select_indices(indices)
         self._store = None
 

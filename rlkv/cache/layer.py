@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from rlkv.cache.attend import attend
 from rlkv.cache.plan import CacheState, CallLayout
-from rlkv.cache.stores import FullStore, Store
+from rlkv.cache.stores import FullStore, Store, attend
 
 
 class NewStates(NamedTuple):
@@ -26,7 +25,7 @@ class NewStates(NamedTuple):
 class ReallocationLayer(CacheLayerMixin):
     """KV of one layer.
 
-    ``update`` only hands the new states on: the attention function, which alone knows the padding, calls
+    ``update`` only hands the new states on: the attention function, which knows the padding, calls
     :meth:`attend_and_store`.
 
     Args:
@@ -48,27 +47,20 @@ class ReallocationLayer(CacheLayerMixin):
         self.num_heads = full_heads.numel()
         full, others = full_heads.nonzero().flatten(), (~full_heads).nonzero().flatten()
         self.restore = torch.cat([full, others]).argsort()
-        self.num_full, self.num_compressible = len(full), len(others)
-        # each store with its heads
-        self.stores: list[tuple[torch.Tensor, Store]] = []
-        if self.num_full:
-            self.stores.append((full, FullStore(self.num_full, state, reserve)))
-        if self.num_compressible:
+        self.stores: list[tuple[torch.Tensor, Store]] = []  # each with its heads
+        if len(full):
+            self.stores.append((full, FullStore(len(full), state, reserve)))
+        if len(others):
             self.stores.append((others, compressible(others.tolist())))
         self.length = 0
 
     # transformers' interface
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for the batch, device and dtype of the first states ``[B, H, n, D]``.
-
-        Raises:
-            ValueError: if the model has another number of KV heads than the allocation.
-        """
-        if key_states.shape[1] != self.num_heads:
-            raise ValueError(
-                f"the allocation has {self.num_heads} KV heads a layer but the model has {key_states.shape[1]}"
-            )
+        """Allocate for the batch, device and dtype of the first states ``[B, H, n, D]``."""
+        found = key_states.shape[1]
+        if found != self.num_heads:
+            raise ValueError(f"the allocation has {self.num_heads} KV heads a layer but the model has {found}")
         self.device, self.dtype, self.batch_size = key_states.device, key_states.dtype, key_states.shape[0]
         self.restore = self.restore.to(self.device)
         self.stores = [(index.to(self.device), store) for index, store in self.stores]
@@ -98,7 +90,6 @@ class ReallocationLayer(CacheLayerMixin):
             store.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a compressible head has overwritten what a shorter past would need."""
         if tokens_to_remove != 0:
             raise ValueError(
                 "HeadReallocationCache cannot crop: compressible heads have given up the tokens that a shorter past "
@@ -140,11 +131,7 @@ class ReallocationLayer(CacheLayerMixin):
     def attend_and_store(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
     ) -> torch.Tensor:
-        """Cache the n new tokens and attend: query ``[B, H * G, n, D]`` -> ``[B, n, H * G, D]``.
-
-        Raises:
-            ValueError: if the batch is another than the cached one.
-        """
+        """Cache the n new tokens and attend: query ``[B, H * G, n, D]`` -> ``[B, n, H * G, D]``."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         elif key.shape[0] != self.batch_size:

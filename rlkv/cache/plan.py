@@ -2,9 +2,8 @@
 
 Shapes: B rows, n tokens of this call, T tokens after it, S sinks, W window, R = S + W ring entries.
 A row's *position* counts its real tokens from 0; left padding has negative positions.  Position p lives in
-ring slot p if p < S, else in slot S + (p - S) mod W.  So the slots fill in order, an entry that leaves the
-window is the one that the newest token overwrites, no token is held twice, and a slot j of a row whose newest
-position is t is in use exactly if j <= t.  Keys are cached after RoPE: the order of the slots does not matter.
+ring slot p if p < S, else in slot S + (p - S) mod W: the newest token overwrites the one that leaves the window, and
+slot j of a row whose newest position is t is in use exactly if j <= t.
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ class CacheSettings:
     """What the compressible heads keep: ``sink`` first and ``window`` last real tokens of each row.
 
     With ``eviction`` they keep what that policy chooses instead, and ``sink`` and ``window`` have no effect.
-
-    Raises:
-        ValueError: if a size is out of range or ``prefill`` is unknown.
     """
 
     sink: int = 16
@@ -57,7 +53,7 @@ class CacheSettings:
 
 @dataclass(frozen=True)
 class Padding:
-    """Left padding of a batch: ``counts`` int64 [B], and the extremes as plain ints."""
+    """Left padding of a batch: ``counts`` int64 ``[B]``, and the extremes as plain ints."""
 
     counts: torch.Tensor
     smallest: int
@@ -94,13 +90,9 @@ def read_padding(attention_mask: torch.Tensor | None, known: Padding | None, sta
             f"attention_mask has {attention_mask.shape[-1]} columns but the cache will hold {end} tokens: pass one "
             "column for every token so far, cached and new"
         )
-    if start and known is None:
-        padding, expected = None, None
-    else:
-        padding = known if start else Padding.of(end - attention_mask.sum(-1))
-        expected = padding.real(end) if padding is not None else None
-    fits = attention_mask.all() if expected is None else (attention_mask == expected.to(attention_mask.device)).all()
-    if not fits:
+    padding = known if start else Padding.of(end - attention_mask.sum(-1))
+    expected = True if padding is None else padding.real(end).to(attention_mask.device)
+    if not (attention_mask == expected).all():
         raise ValueError(
             "attention_mask masks tokens that are not padding at the start of a row: this cache takes left padding "
             "only, the same in every call (set tokenizer.padding_side = 'left')"
@@ -113,7 +105,7 @@ class CacheState:
     """What the layers of one cache share.
 
     ``limit`` is the length at which generation ends, if known; ``row_counts`` where the rows stand under an eviction
-    policy, after the latest call; ``record`` whether the positions of cached tokens are noted.
+    policy; ``record`` whether the positions of cached tokens are noted.
     """
 
     settings: CacheSettings
@@ -203,10 +195,10 @@ class CallLayout:
         """Slot of the new token: one int, or int64 ``[B]`` where rows are padded differently."""
         sink, window = self.settings.sink, self.settings.window
         if self.padding is not None and self.padding.largest > self.padding.smallest:
-            position = (self.start - self.padding.counts).clamp(min=0)
-            return torch.where(position < sink, position, sink + (position - sink) % window)
-        position_of_all = max(0, self.start - self._least_padding)
-        return position_of_all if position_of_all < sink else sink + (position_of_all - sink) % window
+            positions = (self.start - self.padding.counts).clamp(min=0)
+            return torch.where(positions < sink, positions, sink + (positions - sink) % window)
+        position = max(0, self.start - self._least_padding)
+        return position if position < sink else sink + (position - sink) % window
 
     @cached_property
     def ring_view(self) -> int:
@@ -235,12 +227,12 @@ class CallLayout:
     @cached_property
     def blocks(self) -> list[Block]:
         """The call in blocks.  With prefill "full" one block, in which queries see all earlier tokens of the call."""
-        step = self.length if self.settings.prefill == "full" else BLOCK
-        spans = [(begin, min(begin + step, self.end)) for begin in range(self.start, self.end, step)]
-        return [
-            Block(begin - self.start, end - self.start, self._block_mask(begin, end), self._write(begin, end))
-            for begin, end in spans
-        ]
+        step, blocks = self.length if self.settings.prefill == "full" else BLOCK, []
+        for begin in range(self.start, self.end, step):
+            end = min(begin + step, self.end)
+            write = self._write(begin, end)
+            blocks.append(Block(begin - self.start, end - self.start, self._block_mask(begin, end), write))
+        return blocks
 
     @cached_property
     def _counts(self) -> torch.Tensor:

@@ -27,20 +27,16 @@ class HeadReallocationCache(Cache):
 
     where ``capacity = T`` if ``reserve=T`` was asked for, and otherwise is the length of the first call rounded
     up to a multiple of 16, growing by a sixteenth (again rounded up to 16) whenever it is used up; ``generate``
-    under ``rlkv.compress`` cuts the headroom at the length at which generation must end.  Copying is thereby O(1)
-    per token on average.
+    under ``rlkv.compress`` cuts the headroom at the length at which generation must end.
 
-    *What a token sees.*  Full heads: everything before it.  Compressible heads, one token at a time: the first S
-    real tokens of its row and the last W, itself included.  Compressible heads in a call of several tokens (a
-    prompt, or a later chat turn on top of the cache): with ``prefill="local"`` the same; with ``prefill="full"``
-    additionally all earlier tokens of that same call, which is compressed when it has been read.  A first prompt
-    is then read in full by all heads, as in the published evaluation.
+    *What a token sees.*  Full heads: everything before it.  Compressible heads: the first S real tokens of its row
+    and the last W, itself included; in a call of several tokens (a prompt, or a later chat turn) with
+    ``prefill="full"`` additionally all earlier tokens of that same call, which is compressed when it has been read.
 
-    *Eviction.*  With a policy, compressible heads keep what it chooses instead of sinks and a window: up to
-    ``budget + buffer`` entries of each row (more for policies without a fixed budget).
-    ``nbytes`` then also counts the queries and scores that the policy needs.  In a call of several tokens,
-    ``prefill="full"`` evicts at its end and ``"local"`` at the very tokens at which one-token calls would.
-    Positions stay those of the text: evicted tokens leave holes, nothing is moved.
+    *Eviction.*  With a policy, compressible heads keep what it chooses instead: up to ``budget + buffer`` entries of
+    each row (more for policies without a fixed budget).  ``nbytes`` then also counts the queries and scores that the
+    policy needs.  In a call of several tokens, ``prefill="full"`` evicts at its end and ``"local"`` at the very
+    tokens at which one-token calls would.  Positions stay those of the text.
 
     Rows may be padded on the left, the same in every call.  Beams are reordered; ``crop`` is refused.
 
@@ -94,14 +90,10 @@ class HeadReallocationCache(Cache):
 
     @property
     def settings(self) -> CacheSettings:
-        """Sink, window, prefill mode and eviction policy."""
         return self.state.settings
 
     def fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the same states ``[B, H, T, D]`` in every layer of an empty cache, as a prompt of T tokens would be.
-
-        For measurements: it spares the reading of a long prompt.
-        """
+        """For measurements: store the states ``[B, H, T, D]`` of a prompt in every layer of an empty cache."""
         plan = CallLayout(self.settings, 0, key.shape[2], None, key.device)
         if self.settings.eviction is not None:
             raise ValueError("fill() has no queries to give an eviction policy: let the model read a prompt instead")
@@ -138,8 +130,7 @@ class HeadReallocationCache(Cache):
     def held(self, row: int) -> torch.Tensor:
         """Which tokens of a row each head holds: bool ``[layers, KV heads, real tokens of the row]``.
 
-        Raises:
-            ValueError: under an eviction policy, unless the cache was made with ``record=True``.
+        Under an eviction policy it needs a cache made with ``record=True``.
         """
         padding = self.state.padding
         tokens = self.get_seq_length() - (int(padding.counts[row]) if padding is not None else 0)
@@ -154,7 +145,6 @@ class HeadReallocationCache(Cache):
     # rows
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows for beam search; ``beam_idx`` int64 ``[B]``."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -170,7 +160,6 @@ class HeadReallocationCache(Cache):
             self.state.row_counts = self.state.row_counts.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row ``repeats`` times."""
         layers = self._allocated()
         if layers:
             self.batch_select_indices(torch.arange(layers[0].batch_size).repeat_interleave(repeats))

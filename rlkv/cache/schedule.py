@@ -20,11 +20,7 @@ from rlkv.eviction.base import EvictionPolicy
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How far each row is, int64 ``[B]`` each.
-
-    ``held`` entries, of which the first ``protected`` are never evicted; ``seen`` tokens read in all; how many
-    ``evictions`` there were.
-    """
+    """Of each row, int64 ``[B]``: entries held, how many of the first are never evicted, tokens seen, evictions."""
 
     held: Tensor
     seen: Tensor
@@ -42,7 +38,7 @@ class RowCounts:
 
     def select(self, rows: Tensor) -> RowCounts:
         rows = rows.cpu()
-        return RowCounts(self.held[rows], self.seen[rows], self.protected[rows], self.evictions[rows])
+        return RowCounts(*(counts[rows] for counts in (self.held, self.seen, self.protected, self.evictions)))
 
     def due(self, policy: EvictionPolicy) -> Tensor:
         """bool ``[B]``: rows whose evictable entries have reached the policy's capacity."""
@@ -88,11 +84,10 @@ def plan_segments(
         in_one_go: the tokens of the call see each other in full and eviction waits for its end; otherwise rows evict
             at the very tokens at which they would if the tokens came one at a time.
     """
-    end = start + length
+    begin, end = start, start + length
     padding = torch.zeros_like(counts.held) if padding is None else padding.cpu()
     protect = policy.protect_prompt and start == 0
     segments = []
-    begin = start
     while begin < end:
         stop = end if in_one_go or protect else _next_eviction(policy, counts, padding, begin, end)
         tokens = (stop - padding.clamp(min=begin)).clamp(min=0)
@@ -122,7 +117,7 @@ def _next_eviction(policy: EvictionPolicy, counts: RowCounts, padding: Tensor, b
 
 
 class SegmentTensors:
-    """What the layers on one device need of a segment; each tensor is built once, when first asked for.
+    """What the layers on one device need of a segment; each tensor is built when first asked for.
 
     M: columns once the segment is stored, N: columns that hold its evictable entries (the last of the M), M': columns
     after an eviction.
@@ -173,13 +168,11 @@ class SegmentTensors:
     def budgets(self) -> Tensor:
         """Evictable entries that each evicting row keeps, on the CPU."""
         assert self.segment.kept is not None
-        assert self.due is not None
         return self.segment.kept[self.due]
 
     @cached_property
     def seen(self) -> Tensor:
         """Tokens read by each evicting row."""
-        assert self.due is not None
         return self.segment.stored.seen[self.due].to(self.device)
 
     @cached_property

@@ -9,18 +9,40 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.cache.attend import attend, grown_capacity, resized
 from rlkv.cache.plan import CacheState, CallLayout, RingWrite
+
+# A buffer grows by 1/16 of its entries, rounded up to a multiple of 16: little headroom, and copying 16 entries a token
+# (on average) costs little compared with reading all of them in each step.
+GROWTH = GRANULE = 16
+
+
+def grown_capacity(capacity: int, needed: int, limit: int | None) -> int:
+    """Entries of the next buffer; ``limit``, the length at which generation ends, cuts the headroom off."""
+    wanted = max(needed, capacity + capacity // GROWTH)
+    rounded = -(-wanted // GRANULE) * GRANULE
+    return max(needed, min(rounded, limit)) if limit is not None else rounded
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Attention of one group of heads: query ``[B, H, G, n, D]``, keys and values ``[B, H, N, D]`` -> query's shape."""
+    b, h, g, n, d = query.shape
+    if n == 1:
+        # the G queries of a KV head as G rows of one product: its keys are read once, not G times
+        out = F.scaled_dot_product_attention(query.reshape(b, h, g, d), keys, values, attn_mask=mask, scale=scale)
+    else:
+        if mask is not None and query.is_cuda and g > 1:  # masked GQA has no fused kernel there
+            keys, values = keys.repeat_interleave(g, dim=1), values.repeat_interleave(g, dim=1)
+        out = F.scaled_dot_product_attention(
+            query.flatten(1, 2), keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=g > 1
+        )
+    return out.reshape(b, h, g, n, values.shape[-1])
 
 
 class Store(ABC):
-    """KV of some heads of a layer.
-
-    Attributes:
-        planes: what is held per entry, ``[B, H, entries, ...]``, by name: "keys", "values", ... (after ``allocate``).
-    """
+    """KV of some heads of a layer; ``planes``: what is held per entry, ``[B, H, entries, ...]``, by name."""
 
     def __init__(self, num_heads: int, state: CacheState) -> None:
         self.num_heads, self.state = num_heads, state
@@ -73,12 +95,13 @@ class Store(ABC):
 
     def reserve(self, capacity: int, used: int) -> None:
         """Buffers of ``capacity`` entries, of which the first ``used`` are kept."""
-        for name in self.planes:  # one after the other: never both old and new of all
-            self.planes[name] = resized(self.planes[name], capacity, used)
+        for name, old in self.planes.items():  # one after the other: never both old and new of all
+            self.planes[name] = old.new_empty(*old.shape[:2], capacity, *old.shape[3:])
+            self.planes[name].narrow(2, 0, used).copy_(old.narrow(2, 0, used))
 
 
 class FullStore(Store):
-    """Everything, in buffers that grow; ``reserved`` tokens get memory at once, exactly (0: grow with the text)."""
+    """Everything, in buffers that grow; ``reserved`` tokens get memory at once, exactly."""
 
     def __init__(self, num_heads: int, state: CacheState, reserved: int) -> None:
         super().__init__(num_heads, state)
@@ -115,8 +138,8 @@ class RingStore(Store):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
         if plan.length == 1:
-            for ring, states in ((self.keys, key), (self.values, value)):
-                _write_token(ring, states, plan.ring_slot)
+            _write_token(self.keys, key, plan.ring_slot)
+            _write_token(self.values, value, plan.ring_slot)
             keys, values = self.keys.narrow(2, 0, plan.ring_view), self.values.narrow(2, 0, plan.ring_view)
             return attend(query, keys, values, plan.ring_mask, False, scale)
         parts = []

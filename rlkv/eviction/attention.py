@@ -15,15 +15,15 @@ from torch import Tensor
 FLOATS = 2**22  # numbers in the largest temporary tensor (16 MB in float32), unless one row of one head needs more
 
 
-def pieces(total: int, floats_each: int) -> Iterator[slice]:
-    """Slices that cover ``range(total)``, each of as many items as fit into ``FLOATS`` numbers, one at least."""
-    step = items_at_once(floats_each)
-    return (slice(begin, min(begin + step, total)) for begin in range(0, total, step))
-
-
 def items_at_once(floats_each: int) -> int:
     """How many items of ``floats_each`` numbers fit into ``FLOATS``, one at least."""
     return max(1, FLOATS // max(1, floats_each))
+
+
+def pieces(total: int, floats_each: int) -> Iterator[slice]:
+    """Slices that cover ``range(total)``, each of :func:`items_at_once`."""
+    step = items_at_once(floats_each)
+    return (slice(begin, min(begin + step, total)) for begin in range(0, total, step))
 
 
 class FlatHeads(NamedTuple):
@@ -50,12 +50,9 @@ def attention_logits(keys: Tensor, queries: Tensor) -> Tensor:
 
 
 def visible(valid: Tensor, queries: slice, hidden: int = 0) -> Tensor:
-    """Which entries each query attends to: valid bool ``[L, N]`` -> bool ``[L, a, N]``.
+    """Which entries the queries of the entries ``queries`` attend to: valid bool ``[L, N]`` -> bool ``[L, a, N]``.
 
-    Args:
-        valid: False for padding, which comes first: so a query that is padding sees nothing.
-        queries: the entries whose queries are meant; each sees the entries up to its own.
-        hidden: the last entries, which no query is to see.
+    Each sees the entries up to its own, but not padding and not the last ``hidden`` ones.
     """
     n = valid.shape[-1]
     entry = torch.arange(n, device=valid.device)
@@ -69,22 +66,15 @@ def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def sum_rows(values: Tensor) -> Tensor:
-    """``[..., a, N]`` -> ``[..., N]``, added up in the same order for every entry: equal entries get equal sums.
-
-    ``values.sum(dim=-2)`` does not promise that: on a CPU the last columns are summed in another order.
-    """
+    """``[..., a, N]`` -> ``[..., N]``, added up in the same order for every entry (``sum(dim=-2)`` is not)."""
     return values.mT.contiguous().sum(dim=-1)
 
 
 def attention_received(keys: Tensor, queries: Tensor, valid: Tensor, hidden: int = 0) -> Tensor:
     """Attention that every entry gets, summed over the queries: float32 ``[B, H, G, N]``.
 
-    Each query head's softmax runs over the entries that the query sees: those up to its own, without the last
-    ``hidden`` ones and without padding.  Queries are taken in pieces, so that a x N is never there at once.
-
-    Args:
-        keys: ``[B, H, N, D]``; queries: ``[B, Q, a, D]``, of the last a entries; valid: bool ``[B, N]``.
-        hidden: number of last entries that get no attention.
+    Each query head's softmax runs over the entries that are :func:`visible` to the query.  Queries are taken in pieces,
+    so that a x N is never there at once.
     """
     flat = FlatHeads.of(keys, queries, valid)
     (num_flat, n, d), (g, a) = flat.keys.shape, flat.queries.shape[1:3]

@@ -92,8 +92,6 @@ class EvictionPolicy(ABC):
         """Name and fields, for settings and reports."""
         return {"name": self.name, **asdict(self)}
 
-    # when, and down to how many entries
-
     def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
         """Entries that an eviction keeps: ``seen`` int64 ``[B]`` tokens read, after ``evictions`` earlier ones."""
         if self.budget is not None:
@@ -114,13 +112,9 @@ class EvictionPolicy(ABC):
         """How many of the most recent entries are kept whatever their scores; ``budget`` and result int64 ``[B]``."""
         return torch.full_like(budget, self.observation)
 
-    # which entries
-
     @abstractmethod
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
-        """How much each entry is worth keeping: float32 ``[B, H, N]``.
-
-        Scores of recent entries, sinks and padding do not matter: :meth:`keep` forces those.
+        """How much each entry is worth keeping: float32 ``[B, H, N]``; :meth:`keep` forces recent entries and sinks.
 
         Args:
             keys: ``[B, H, N, D]``, after RoPE.
@@ -133,19 +127,14 @@ class EvictionPolicy(ABC):
 
         Sinks and the most recent entries come first, then the highest scores; of equal scores the later entry.
         NaN counts as the lowest score.  A row with fewer entries than ``budget`` is filled up in front with -1.
-
-        Args:
-            scores: ``[B, H, N]``.
-            budget: one number, or one per row, int64 ``[B]`` (on the CPU nothing waits for a GPU).
-            valid: bool ``[B, N]``.
+        ``budget`` is one number, or one per row, int64 ``[B]`` (on the CPU nothing waits for a GPU).
         """
         rows, _, n = scores.shape
         most = budget if isinstance(budget, int) else int(budget.max())
-        budget_B = (
-            torch.full((rows,), budget, device=scores.device)  # without a copy to a GPU
-            if isinstance(budget, int)
-            else budget.to(scores.device).expand(rows)
-        )
+        if isinstance(budget, int):
+            budget_B = torch.full((rows,), budget, device=scores.device)  # without a copy to a GPU
+        else:
+            budget_B = budget.to(scores.device).expand(rows)
         count_B = valid.sum(-1)
         rank_BN = valid.cumsum(-1) - 1
         is_recent = rank_BN >= (count_B - self.recent(budget_B))[:, None]
@@ -168,14 +157,10 @@ class EvictionPolicy(ABC):
             )
 
     def select(self, keys: Tensor, queries: Tensor, budget: int, valid: Tensor | None = None) -> Tensor:
-        """The entries that an eviction down to ``budget`` keeps: int64 ``[B, H, budget]``, ascending.
-
-        Observation tokens and sinks are among them.  A row with fewer than ``budget`` entries is filled up in front
-        with -1.
+        """The entries that an eviction down to ``budget`` keeps: int64 ``[B, H, budget]``, ascending, -1 in front.
 
         Args:
             keys: ``[B, H, N, D]``; queries: ``[B, Q, a, D]``, of the last a entries.
-            budget: entries to keep per head.
             valid: bool ``[B, N]``, False for padding, which comes first; None: no padding.
 
         Raises:

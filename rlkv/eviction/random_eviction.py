@@ -22,12 +22,8 @@ BITS = 24  # of a draw: as many as a float32 holds exactly
 class RandomEviction(EvictionPolicy):
     """Evict at random, each head on its own; the prompt stays (arXiv 2609.03430).
 
-    Scores ``[B, H, N]`` are independent uniform draws.  Each is a hash of seed, layer, head, the tokens that the row
-    has read, and the entry's place among the row's entries: the same in every run, in every batch and on every
-    device, and new at every eviction.
-
-    Attributes:
-        seed: of the draws, 0 or more.
+    Scores ``[B, H, N]`` are uniform draws, each a hash of ``seed``, layer, head, the tokens that the row has read, and
+    the entry's place among the row's entries: the same in every run, batch and device, and new at every eviction.
     """
 
     protect_prompt: bool = True
@@ -50,14 +46,9 @@ class RandomEviction(EvictionPolicy):
         seen_B = (place[:, -1] if seen is None else seen.to(keys.device)).long()
         head = torch.arange(keys.shape[1], device=keys.device)
         state = torch.tensor(self.seed, device=keys.device)
-        for counter in (
-            torch.tensor(layer, device=keys.device),
-            head[None, :, None],
-            seen_B[:, None, None],
-            place[:, None],
-        ):
+        for counter in (torch.tensor(layer), head[None, :, None], seen_B[:, None, None], place[:, None]):
             state = _hash(state + (counter + 1) * STEP)
-        return (_shift(state, 64 - BITS)).float()
+        return _shift(state, 64 - BITS).float()
 
 
 def _hash(state: Tensor) -> Tensor:

@@ -16,11 +16,7 @@ POLICIES: Mapping[str, type[EvictionPolicy]] = MappingProxyType(_policies)  # re
 
 
 def register(policy: type[P]) -> type[P]:
-    """Class decorator: every command, study and test knows the policy by its ``name`` from here on.
-
-    Raises:
-        ValueError: if another policy has this name.
-    """
+    """Class decorator: every command, study and test knows the policy by its ``name`` from here on."""
     if policy.name in _policies:
         raise ValueError(f"there is already an eviction policy {policy.name!r}: {_policies[policy.name].__qualname__}")
     _policies[policy.name] = policy
@@ -28,11 +24,7 @@ def register(policy: type[P]) -> type[P]:
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
-    """Fields and values from texts such as ``variant=published``, ``lam=0.2`` or ``protect_prompt=true``.
-
-    Raises:
-        ValueError: if one is not written as name=value or a field is given twice.
-    """
+    """Fields and values from texts such as ``variant=published``, ``lam=0.2`` or ``protect_prompt=true``."""
     fields: dict[str, Any] = {}
     for text in texts:
         field, separator, value = text.partition("=")
@@ -48,11 +40,7 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 
 
 def make_policy(name: str, **options: Any) -> EvictionPolicy:
-    """The policy ``name`` of :data:`POLICIES` with the fields ``options``.
-
-    Raises:
-        ValueError: for a name or an option that does not exist, and for values that the policy refuses.
-    """
+    """The policy ``name`` with the fields ``options``; ValueError for what does not exist and values it refuses."""
     if name not in POLICIES:
         raise ValueError(f"there is no eviction policy {name!r}: choose one of {', '.join(POLICIES)}")
     known = inspect.signature(POLICIES[name]).parameters

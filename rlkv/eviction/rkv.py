@@ -62,9 +62,8 @@ class RKV(EvictionPolicy):
         if self.recent_similar < 1:
             raise ValueError(f"{self.name}: recent_similar is {self.recent_similar}: it must be 1 or more tokens")
         if self.variant == "published" and self.recent_similar != 1:
-            raise ValueError(
-                f'{self.name}: recent_similar must be 1 with variant="published", got {self.recent_similar}'
-            )
+            found = self.recent_similar
+            raise ValueError(f'{self.name}: recent_similar must be 1 with variant="published", got {found}')
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         important = importance(keys, queries, valid, self.observation, self.kernel, self.variant)
@@ -81,14 +80,9 @@ def importance(keys: Tensor, queries: Tensor, valid: Tensor, observation: int, k
     tokens up to its own among them; the maximum over the heads of a group, divided by its sum over the same entries;
     the maximum over a window of ``kernel`` entries; the mean over the queries.
     "published": the maximum over the group's logits; a softmax over the entries before the observation tokens; the
-    mean over the queries; the maximum over a window.
-    The paper does not say whether windows reach into the observation tokens: here they do not, as in the code.
+    mean over the queries; the maximum over a window.  In both, windows do not reach into the observation tokens.
 
-    Args:
-        keys: ``[B, H, N, D]``; queries: ``[B, Q, a, D]``, of the last a entries; valid: bool ``[B, N]``.
-        observation: entries at the end, whose queries count and which get no score.
-        kernel: entries of the pooling window.
-        variant: one of ``VARIANTS``.
+    Args: keys ``[B, H, N, D]``; queries ``[B, Q, a, D]``, of the last a entries; valid bool ``[B, N]``.
     """
     flat = FlatHeads.of(keys, queries[:, :, -observation:], valid)
     (num_flat, n, d), (g, a) = flat.keys.shape, flat.queries.shape[1:3]
@@ -117,14 +111,9 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
     entry, and a softmax over all entries.  "published": a token with no similar one has the first entry set to 0.
 
     The mean needs no N x N matrix: the similarities of an entry add up to the product of its unit key and the sum of
-    all unit keys, and what was set to 0 is taken off.  Which ones those are is searched from the last entries
-    backwards, only for the tokens that still miss some: keys that are often similar are done soon.
+    all unit keys, and what was set to 0 is taken off (:func:`_latest_similar`).
 
-    Args:
-        keys: ``[B, H, N, D]``; valid: bool ``[B, N]``.
-        threshold: similarity above which two keys are similar, from 0 to 1.
-        recent_similar: beta.
-        variant: one of ``VARIANTS``.
+    Args: keys ``[B, H, N, D]``; valid bool ``[B, N]``.
     """
     b, h, n, d = keys.shape
     keys_LND, valid_LN = keys.flatten(0, 1), valid.repeat_interleave(h, dim=0)
@@ -147,13 +136,10 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
 
 
 def _latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -> tuple[Tensor, Tensor]:
-    """Similarities of every token to its ``count`` latest similar ones, added up at those: ``[L, N]``.
+    """Similarities of every token to its ``count`` latest similar ones, added up at those, and how many it has.
 
-    Args:
-        unit: ``[L, N, D]``, keys of length 1 (0: padding); valid: bool ``[L, N]``.
-
-    Returns:
-        The sums, and how many similar ones each token has, up to ``count``, int64 ``[L, N]``.
+    Both ``[L, N]``, of keys ``unit`` ``[L, N, D]`` of length 1 (0: padding).  Searched from the last entries backwards,
+    only for the tokens that still miss some.
     """
     num_flat, n, _ = unit.shape
     # in fixed point: the order of the additions, which a GPU does not fix, changes nothing
@@ -182,7 +168,7 @@ def _latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -
 
 
 def check_variant(name: str, variant: str) -> None:
-    """Raise ValueError for a variant that does not exist."""
+    """Raise ValueError for an unknown variant."""
     if variant not in VARIANTS:
         raise ValueError(f"{name}: variant is {variant!r}: it must be one of {', '.join(VARIANTS)}")
 

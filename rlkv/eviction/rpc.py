@@ -33,8 +33,7 @@ class RPC(EvictionPolicy):
         R: the selector window, most recent entries whose queries judge the others and which are always kept.
         c: compression ratio.
         aggregation: over which query heads the mean is taken.  "all": those of the layer, so that all heads keep the
-            same tokens; "group": those of a KV head; "head": none, every query head keeps its own tokens, which needs
-            a key of its own for each: refused for models with grouped queries.
+            same tokens; "group": those of a KV head; "head": none, which is refused for models with grouped queries.
         kernel: entries of the pooling window.
         observation: R; not an option.
     """

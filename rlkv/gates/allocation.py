@@ -1,7 +1,6 @@
 """HeadAllocation: which KV heads keep the whole past, chosen from gates and a sparsity by exact count.
 
-A quantile of the gates would miss the asked sparsity where gates tie (published ones were stored in bf16 and hold
-79 to 197 distinct values for 112 to 288 heads), so heads are ordered and counted instead.
+A quantile would miss the sparsity where gates tie: published ones have 79 to 197 distinct values for 112 to 288 heads.
 """
 
 from __future__ import annotations
@@ -18,14 +17,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from rlkv.gates.head_gates import HeadGates
 
-SCOPES = ("global", "layer")
-
 
 def num_full_heads(sparsity: float, total: int) -> int:
-    """``round((1 - sparsity) * total)``, half away from zero: on a tie the head stays full.
-
-    The sparsity counts as the decimal number that it prints as: 0.9 of 5 heads leaves 0.5, hence 1 full head,
-    where binary arithmetic would find 0.4999... and keep none.
+    """``round((1 - sparsity) * total)`` in decimal arithmetic, half away from zero: on a tie the head stays full.
 
     Raises:
         ValueError: if ``sparsity`` is outside [0, 1].
@@ -38,13 +32,11 @@ def num_full_heads(sparsity: float, total: int) -> int:
 def compression_order(gates: HeadGates) -> list[tuple[int, int]]:
     """All heads as (layer, head), least needed first.
 
-    Sorted by gate; equal gates by their mean over training; heads equal in both so that the lower (layer, head)
-    stays full longer.
+    Sorted by gate; equal gates by their mean over training; of heads equal in both the later one goes first.
     """
-    num_heads = gates.alpha.shape[1]
-    alpha, rank = gates.alpha.flatten().tolist(), gates.mean_alpha.flatten().tolist()
-    order = sorted(range(len(alpha)), key=lambda i: (alpha[i], rank[i], -i))
-    return [divmod(i, num_heads) for i in order]
+    alpha, mean = gates.alpha.flatten().tolist(), gates.mean_alpha.flatten().tolist()
+    order = sorted(range(len(alpha)), key=lambda i: (alpha[i], mean[i], -i))
+    return [divmod(i, gates.num_kv_heads) for i in order]
 
 
 def random_order(num_layers: int, num_kv_heads: int, seed: int) -> list[tuple[int, int]]:
@@ -80,18 +72,16 @@ class HeadAllocation:
 
         Args:
             sparsity: share of heads that are compressible, in [0, 1].
-            scope: ``global`` ranks all heads of the model against each other and keeps
-                ``num_full_heads(sparsity, L * H)`` full: the actual sparsity is within half a head of the asked
-                one. ``layer`` keeps ``num_full_heads(sparsity, H)`` full in every layer, rounded once and the same
-                for all, so the actual sparsity may be off by up to half a head *per layer* (0.1 with 4 heads a
-                layer gives 0): read ``.sparsity``.
+            scope: ``global`` ranks all heads of the model and keeps ``num_full_heads(sparsity, L * H)`` full.
+                ``layer`` keeps ``num_full_heads(sparsity, H)`` full in every layer, so the actual sparsity may be
+                off by half a head *per layer* (0.1 with 4 heads a layer gives 0): read ``.sparsity``.
         """
         num_layers, num_heads = gates.alpha.shape
         order = compression_order(gates)
         if scope == "global":
             return cls.from_order(order, num_layers, num_heads, sparsity)
         if scope != "layer":
-            raise ValueError(f"unknown scope {scope!r}: choose one of {', '.join(SCOPES)}")
+            raise ValueError(f"unknown scope {scope!r}: choose global or layer")
         layers = [[(0, head) for at, head in order if at == layer] for layer in range(num_layers)]
         return cls(torch.cat([cls.from_order(own, 1, num_heads, sparsity).full for own in layers]))
 
@@ -102,8 +92,7 @@ class HeadAllocation:
         """The first heads of ``order`` are compressible, as many as the sparsity asks for.
 
         Args:
-            order: (layer, head) pairs in the order in which heads can go, least needed first. It may stop early,
-                but not before the heads that this sparsity takes.
+            order: (layer, head) pairs, least needed first; at least as many as this sparsity takes.
 
         Raises:
             ValueError: for a head outside the model or named twice, and if ``order`` is too short.
@@ -129,27 +118,22 @@ class HeadAllocation:
             seen.add((layer, head))
         if len(seen) < compressible:
             raise ValueError(
-                f"sparsity {sparsity} makes {compressible} of {total} heads compressible, "
-                f"but the order names only {len(seen)}"
+                f"sparsity {sparsity} makes {compressible} of {total} heads compressible, but the order names only "
+                f"{len(seen)}"
             )
         return cls(full)
 
     @classmethod
     def random(cls, num_layers: int, num_kv_heads: int, sparsity: float, seed: int) -> HeadAllocation:
-        """A random draw of ``num_full_heads(sparsity, L * H)`` full heads.
-
-        The seed fixes the order in which heads go, so draws of one seed at rising sparsity are nested.
-        """
+        """A random draw of ``num_full_heads(sparsity, L * H)`` full heads; nested over sparsities of one seed."""
         return cls.from_order(random_order(num_layers, num_kv_heads, seed), num_layers, num_kv_heads, sparsity)
 
     @property
     def num_full(self) -> int:
-        """Full heads of the whole model."""
         return int(self.full.sum())
 
     @property
     def num_compressible(self) -> int:
-        """Compressible heads of the whole model."""
         return self.full.numel() - self.num_full
 
     @property

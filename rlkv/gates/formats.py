@@ -3,37 +3,92 @@
 - ``.pt``: a versioned dict of tensors and plain values, loaded with ``weights_only=True`` (no code is run);
 - ``.safetensors``: tensors ``alpha`` and ``rank`` (the gates' means over training), the rest as JSON in the header;
 - ``.tsv``: alpha alone, one row per layer, tab separated: the published layout;
-- a PEFT folder (``rlkv.gates.peft_folder``) and the hub (``rlkv.gates.hub``).
+- a PEFT folder (:mod:`rlkv.gates.peft_folder`), and a repository on the Hugging Face hub that holds one of these.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlkv.gates.header import EXPECTED, from_header, read_safetensors, to_header, write_safetensors
-from rlkv.gates.hub import fetch, is_hub_address
-from rlkv.gates.peft_folder import ADAPTER_CONFIG, is_peft_weights, read_peft, write_peft
+from rlkv.gates.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_peft_weights, read_peft, write_peft
 from rlkv.models.loading import TINY, TINY_GATES
 from rlkv.models.shape import ModelShape
 from rlkv.utils.atomic import atomic_path
 
 SUFFIXES = (".pt", ".safetensors", ".tsv")
-_STORED = {"alpha": "alpha", "mean_alpha": "rank"}  # tensors: argument of HeadGates -> name in files
+_HUB = "hf://"
+_HUB_ADDRESS = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_HUB_FILES = ["gates.pt", "gates.safetensors", ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json", "*.tsv"]
 
 
 def read_gates(path: str | Path) -> dict[str, Any]:
     """Arguments of ``HeadGates`` from a file, a folder, a hub address or ``tiny``; see ``HeadGates.load``."""
     if path == TINY:
         return _read_local(TINY_GATES)
-    if is_hub_address(path):
-        return _read_local(fetch(str(path)))
+    if isinstance(path, str) and _is_hub_address(path):
+        return _read_local(_download(path))
     return _read_local(Path(path).expanduser())
+
+
+def write_gates(path: str | Path, payload: dict[str, Any]) -> None:
+    """Write by suffix; see ``HeadGates.save``."""
+    if str(path).startswith(_HUB):
+        raise ValueError(f"{path}: gates are saved to a local path, expected no hub address: upload the saved folder")
+    target = Path(path).expanduser()
+    if target.is_dir() or not target.suffix or str(path).endswith("/"):
+        write_peft(target, payload)
+    elif target.suffix == ".pt":
+        with atomic_path(target) as partial, partial.open("wb") as file:  # a path would put its name into the archive
+            torch.save({**to_header(payload), **_tensors(payload)}, file)
+    elif target.suffix == ".safetensors":
+        write_safetensors(target, _tensors(payload), to_header(payload))
+    elif target.suffix == ".tsv":
+        with atomic_path(target) as partial:
+            np.savetxt(partial, payload["alpha"].double().numpy(), fmt="%.18e", delimiter="\t")
+    else:
+        raise ValueError(
+            f"{path}: unknown gates format {target.suffix!r}, expected {', '.join(SUFFIXES)}, or a name that ends "
+            "with / for a PEFT folder"
+        )
+
+
+def _tensors(payload: dict[str, Any]) -> dict[str, Tensor]:
+    return {"alpha": payload["alpha"], "rank": payload["mean_alpha"]}
+
+
+def _is_hub_address(path: str) -> bool:
+    """Whether ``path`` means the hub: ``hf://...``, or ``owner/name[@revision]`` that is not a local path."""
+    if path.startswith(_HUB):
+        return True
+    return bool(_HUB_ADDRESS.fullmatch(path)) and not path.endswith(SUFFIXES) and not Path(path).exists()
+
+
+def _download(address: str) -> Path:
+    """The folder with the gates files of a hub repository, from the hub or its local cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionResolutionError
+
+    match = _HUB_ADDRESS.fullmatch(address)
+    if match is None:
+        raise ValueError(f"{address}: not a hub address, expected hf://owner/name or hf://owner/name@revision")
+    try:
+        return Path(snapshot_download(match["repo"], revision=match["revision"], allow_patterns=_HUB_FILES))
+    except (OSError, HFValidationError, HfHubHTTPError, RevisionResolutionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        where = "" if address.startswith(_HUB) else "no such local file or folder, and "
+        raise ValueError(
+            f"{address}: {where}the hub did not give it ({reason}), expected a local gates file or folder, or a hub "
+            "repository that holds gates: check the name and the network"
+        ) from error
 
 
 def _read_local(path: Path) -> dict[str, Any]:
@@ -74,35 +129,21 @@ def _read_pt(path: Path) -> dict[str, Any]:
     except Exception as error:  # foreign bytes make the unpickler raise nearly anything
         found = "a truncated or damaged file" if path.read_bytes()[:2] == b"PK" else "no file of torch.save's format"
         raise ValueError(f"{path}: found {found}, expected gates as HeadGates.save writes them") from error
-    return _with_tensors(from_header(content, path), content, path)
-
-
-def _write_pt(path: Path, payload: dict[str, Any]) -> None:
-    with atomic_path(path) as partial, partial.open("wb") as file:  # a path would put its name into the archive
-        torch.save({**to_header(payload), **_tensors(payload)}, file)
+    return {**from_header(content, path), **_stored_tensors(content, path)}
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
     tensors, header = read_safetensors(path)
     if is_peft_weights(tensors):
         raise ValueError(f"{path}: weights of a PEFT adapter, expected a gates file: pass the folder that holds it")
-    return _with_tensors(from_header(header, path), tensors, path)
+    return {**from_header(header, path), **_stored_tensors(tensors, path)}
 
 
-def _with_tensors(kwargs: dict[str, Any], content: dict[str, Any], path: Path) -> dict[str, Any]:
-    for name, stored in _STORED.items():
-        if not isinstance(content.get(stored), torch.Tensor):
-            raise ValueError(f"{path}: damaged gates file, expected a tensor {stored!r}")
-        kwargs[name] = content[stored]
-    return kwargs
-
-
-def _tensors(payload: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {stored: payload[name] for name, stored in _STORED.items()}
-
-
-def _write_safetensors(path: Path, payload: dict[str, Any]) -> None:
-    write_safetensors(path, _tensors(payload), to_header(payload))
+def _stored_tensors(content: dict[str, Any], path: Path) -> dict[str, Tensor]:
+    for name in ("alpha", "rank"):
+        if not isinstance(content.get(name), Tensor):
+            raise ValueError(f"{path}: damaged gates file, expected a tensor {name!r}")
+    return {"alpha": content["alpha"], "mean_alpha": content["rank"]}
 
 
 def _read_tsv(path: Path) -> dict[str, Any]:
@@ -126,9 +167,7 @@ def _read_tsv(path: Path) -> dict[str, Any]:
             )
     if not rows:
         raise ValueError(f"{path}: no rows, expected one row of tab-separated numbers per layer")
-    kwargs: dict[str, Any] = {"alpha": torch.tensor(rows, dtype=torch.float32)}
-    kwargs.update(_read_sibling_config(path.with_name("config.json"), len(rows), len(rows[0])))
-    return kwargs
+    return {"alpha": torch.tensor(rows), **_read_sibling_config(path.with_name("config.json"), len(rows), len(rows[0]))}
 
 
 def _read_sibling_config(path: Path, num_layers: int, num_kv_heads: int) -> dict[str, Any]:
@@ -147,31 +186,8 @@ def _read_sibling_config(path: Path, num_layers: int, num_kv_heads: int) -> dict
     if name:  # no more of the model's shape is known: the empty fields are not compared
         kwargs["model"] = ModelShape(str(name), "", num_layers, num_kv_heads, 0, 0)
     sizes = {
-        "sink": "sink_size",
-        "window": "recent_size",
-        "deploy_sink": "deploy_sink_size",
-        "deploy_window": "deploy_recent_size",
+        prefix + ours: config.get(f"{prefix}{theirs}_size")
+        for prefix in ("", "deploy_")
+        for ours, theirs in (("sink", "sink"), ("window", "recent"))
     }
-    return kwargs | {ours: config[theirs] for ours, theirs in sizes.items() if config.get(theirs) is not None}
-
-
-def _write_tsv(path: Path, payload: dict[str, Any]) -> None:
-    with atomic_path(path) as partial:
-        np.savetxt(partial, payload["alpha"].double().numpy(), fmt="%.18e", delimiter="\t")
-
-
-def write_gates(path: str | Path, payload: dict[str, Any]) -> None:
-    """Write by suffix; see ``HeadGates.save``."""
-    if str(path).startswith("hf://"):
-        raise ValueError(f"{path}: gates are saved to a local path, expected no hub address: upload the saved folder")
-    target = Path(path).expanduser()
-    writers = {".pt": _write_pt, ".safetensors": _write_safetensors, ".tsv": _write_tsv}
-    if target.is_dir() or not target.suffix or str(path).endswith("/"):
-        write_peft(target, payload)
-    elif target.suffix in writers:
-        writers[target.suffix](target, payload)
-    else:
-        raise ValueError(
-            f"{path}: unknown gates format {target.suffix!r}, expected {', '.join(SUFFIXES)}, or a name that ends "
-            "with / for a PEFT folder"
-        )
+    return kwargs | {name: size for name, size in sizes.items() if size is not None}

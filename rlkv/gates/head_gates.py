@@ -1,8 +1,4 @@
-"""HeadGates: one learned number per KV head, with the model it belongs to and how it was trained.
-
-Formats (:mod:`rlkv.gates.formats`): ``.pt``, ``.safetensors``, ``.tsv`` (the layout of the published RLKV and
-DuoAttention gates), a PEFT folder, and any of these on the Hugging Face hub.
-"""
+"""HeadGates: one learned number per KV head, with the model it belongs to and how it was trained."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from torch import Tensor
 from rlkv.gates.formats import read_gates, write_gates
 from rlkv.models.shape import ModelShape
 
-# Published gates reach 0.0106 below 0 and 0.0078 above 1: what one optimizer step of lr 0.01 and bf16 rounding leave
-# behind. Twice such a step is clipped without a word, more with a warning.
+# published gates reach 0.0106 below 0 and 0.0078 above 1, which is one optimizer step; more is clipped with a warning
 ROUNDING = 0.02
 
 
@@ -52,8 +47,7 @@ class HeadGates:
 
     Attributes:
         alpha: float32 ``[num_layers, num_kv_heads]`` on the CPU, in [0, 1]; 1 = needs the whole past.
-        mean_alpha: same shape, mean of each gate over the training: orders heads whose gates ended equal.
-            None stands for a copy of ``alpha``.
+        mean_alpha: mean of each gate over the training, which orders heads with equal gates; None: ``alpha``.
         model: shape of the model that they were trained for; None if the file did not say.
         sink, window: tokens that the local attention saw in training.
         deploy_sink, deploy_window: tokens that a compressible head should keep when serving.
@@ -62,8 +56,7 @@ class HeadGates:
 
     Raises:
         ValueError: for another shape than ``[L, H]`` (or than ``model`` says), NaN, a negative sink, a window below 1,
-            a summary that JSON cannot hold. Values outside [0, 1] are clipped, with a warning that counts them
-            where it is more than rounding (:data:`ROUNDING`).
+            a summary that JSON cannot hold. Values outside [0, 1] are clipped, beyond :data:`ROUNDING` with a warning.
     """
 
     alpha: Tensor
@@ -78,9 +71,8 @@ class HeadGates:
 
     def __post_init__(self) -> None:
         self.alpha = _matrix(self.alpha, "alpha", self.source)
-        self.mean_alpha = (
-            self.alpha.clone() if self.mean_alpha is None else _matrix(self.mean_alpha, "mean_alpha", self.source)
-        )
+        mean_alpha = self.alpha if self.mean_alpha is None else self.mean_alpha
+        self.mean_alpha = _matrix(mean_alpha, "mean_alpha", self.source)
         if self.mean_alpha.shape != self.alpha.shape:
             raise ValueError(
                 f"{self.source}: mean_alpha has shape {list(self.mean_alpha.shape)}, expected that of alpha, "
@@ -115,16 +107,12 @@ class HeadGates:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadGates:
-        """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, gates on the hub, or ``tiny``.
-
-        ``tiny`` is the packaged gates of the built-in model, trained by RLKV.
+        """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, gates on the hub, or ``tiny`` (built in).
 
         A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else ``gates.safetensors``, else
-        ``gates.pt``, else its only ``.tsv``. A ``.tsv`` states no sizes: the defaults, those of the published runs,
-        stand, unless a DuoAttention ``config.json`` next to it has others.
-
-        The hub is reached by ``hf://owner/name``, or ``owner/name`` where no such local path exists; with a
-        revision: ``hf://owner/name@revision``.
+        ``gates.pt``, else its only ``.tsv``. A ``.tsv`` gets the sizes of a DuoAttention ``config.json`` next to it,
+        or the defaults. The hub is reached by ``hf://owner/name[@revision]``, or ``owner/name`` where no such local
+        path exists.
 
         Raises:
             ValueError: one sentence with the file, what was found and what was expected.
@@ -134,8 +122,7 @@ class HeadGates:
     def save(self, path: str | Path) -> None:
         """Write by suffix: ``.pt``, ``.safetensors``, ``.tsv``; no suffix, or a folder, is a PEFT folder.
 
-        Each file is replaced atomically. All but ``.tsv`` give back exactly what was saved; a ``.tsv`` holds
-        alpha alone (exactly), as published ones do.
+        Each file is replaced atomically. All but ``.tsv``, which holds alpha alone, give back what was saved.
 
         Raises:
             ValueError: for another suffix, or a hub address.
@@ -149,8 +136,7 @@ class HeadGates:
     def check_model(self, config: Any) -> None:
         """Raise ``ValueError`` if these gates are not for a model of this transformers ``config``.
 
-        Compared are type, layers, KV heads, query heads and head size, as far as the file states them; not the
-        name, which differs between a hub id and a local copy.
+        Compared are type, layers, KV heads, query heads and head size, as far as the file states them.
         """
         found = ModelShape.from_config(config)
         stated = self.model or ModelShape("", "", self.num_layers, self.num_kv_heads, 0, 0)
@@ -168,12 +154,8 @@ class HeadGates:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HeadGates):
             return NotImplemented
-        plain = ("model", "sink", "window", "deploy_sink", "deploy_window", "training")
-        return (
-            torch.equal(self.alpha, other.alpha)
-            and torch.equal(self.mean_alpha, other.mean_alpha)
-            and all(getattr(self, name) == getattr(other, name) for name in plain)
-        )
+        pairs = zip(self.to_payload().values(), other.to_payload().values(), strict=True)
+        return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
     def __repr__(self) -> str:
         return (

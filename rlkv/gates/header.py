@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkv.models.shape import ModelShape
+from rlkv.utils.atomic import atomic_path
 
 FORMAT = "rlkv-gates"
 VERSION = 1
@@ -19,9 +20,8 @@ _FIELDS = ("model", "sink", "window", "deploy_sink", "deploy_window", "training"
 
 def to_header(payload: dict[str, Any]) -> dict[str, Any]:
     """All of ``HeadGates.to_payload()`` but the tensors, as plain JSON-able values."""
-    header = {name: payload[name] for name in _FIELDS}
-    header["model"] = payload["model"].to_dict() if payload["model"] else None
-    return {"format": FORMAT, "version": VERSION, **header}
+    model = payload["model"].to_dict() if payload["model"] else None
+    return {"format": FORMAT, "version": VERSION, **{name: payload[name] for name in _FIELDS}, "model": model}
 
 
 def from_header(header: Any, path: Path) -> dict[str, Any]:
@@ -40,11 +40,10 @@ def from_header(header: Any, path: Path) -> dict[str, Any]:
             f"{path}: written in gates format version {version}, expected at most {VERSION}: upgrade rlkv to read it"
         )
     try:
-        kwargs = {name: header[name] for name in _FIELDS}
-        kwargs["model"] = ModelShape(**header["model"]) if header["model"] is not None else None
+        model = ModelShape(**header["model"]) if header["model"] is not None else None
+        return {name: header[name] for name in _FIELDS} | {"model": model}
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: damaged gates file, expected a field that is absent or wrong ({error})") from error
-    return kwargs
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
@@ -58,8 +57,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            names = list(file.keys())
-            tensors = {name: file.get_tensor(name) for name in names}
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
         return tensors, json.loads(metadata.get(HEADER_KEY, "null"))
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: truncated, damaged or not a safetensors file ({error}), {EXPECTED}") from error
@@ -68,8 +66,6 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
 def write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Tensors with ``header`` in the file's metadata (and ``format: pt``, which PEFT and transformers look for)."""
     from safetensors.torch import save_file
-
-    from rlkv.utils.atomic import atomic_path
 
     with atomic_path(path) as partial:
         save_file(tensors, partial, {"format": "pt", HEADER_KEY: json.dumps(header)})

@@ -1,7 +1,6 @@
-"""Gates as a PEFT adapter folder: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Gates as a PEFT adapter folder, as ``save_pretrained`` of a gated model writes it.
 
-The folder holds what ``save_pretrained`` of a gated model writes, and more in the header of the weights file: mean
-gates, model shape and training summary, which PEFT itself neither writes nor reads.
+The header of the weights file also holds mean gates, model shape and training summary, which PEFT ignores.
 """
 
 from __future__ import annotations
@@ -41,11 +40,10 @@ def _stack(tensors: dict[str, Tensor], path: Path) -> Tensor:
         if layer in rows:
             raise ValueError(f"{path}: two tensors hold gates of layer {layer}, expected one per layer")
         rows[layer] = tensor.flatten().float()
-    layers = sorted(rows)
-    if not layers or layers != list(range(len(rows))) or len({row.numel() for row in rows.values()}) != 1:
-        sizes = {layer: rows[layer].numel() for layer in layers}
+    sizes = {layer: rows[layer].numel() for layer in sorted(rows)}
+    if list(sizes) != list(range(len(rows))) or len(set(sizes.values())) != 1:
         raise ValueError(f"{path}: found gates per layer {sizes}, expected as many for every layer from 0 without gaps")
-    return torch.stack([rows[layer] for layer in layers])
+    return torch.stack([rows[layer] for layer in sizes])
 
 
 def read_peft(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from rlkv.gates.head_gates import HeadGates
@@ -34,11 +35,10 @@ def plot_gates(gates: HeadGates, path: str | Path) -> None:
     axes.grid(which="minor", color="white", linewidth=0.6)
     axes.tick_params(which="minor", length=0)
     if labelled:
-        for layer in range(layers):
-            for head in range(heads):
-                value = gates.alpha[layer, head].item()
-                color = "black" if value > 0.6 else "white"
-                axes.text(layer, head, f"{value:.2f}", ha="center", va="center", fontsize=TEXT_SIZE, color=color)
+        for layer, head in itertools.product(range(layers), range(heads)):
+            value = gates.alpha[layer, head].item()
+            color = "black" if value > 0.6 else "white"
+            axes.text(layer, head, f"{value:.2f}", ha="center", va="center", fontsize=TEXT_SIZE, color=color)
     figure.colorbar(image, ax=axes, label="gate", ticks=[0, 0.5, 1], fraction=0.05, pad=0.01)
     save_figure(figure, path)
 

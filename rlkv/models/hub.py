@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, found out in seconds: its own client retries for most of a minute."""
+"""Whether the Hugging Face hub can be reached, in seconds: its own client retries for most of a minute."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ SERVER_ERRORS = 500  # HTTP codes from here on are those of a hub or proxy that 
 def connection_error(repo: str, file: str, repo_type: str = "model") -> str | None:
     """Why the hub cannot be asked for ``file`` of ``repo``, in one line; None if it answers, be it with a refusal.
 
-    It is the request that a download begins with, sent once.  In offline mode (``HF_HUB_OFFLINE``), where the hub's
-    client goes to its local cache by itself, nothing is asked.
+    In offline mode (``HF_HUB_OFFLINE``), where the hub's client uses its local cache, no request is sent.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError

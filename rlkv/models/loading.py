@@ -48,15 +48,11 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def model_source(model: str) -> str:
     """What ``from_pretrained`` takes for ``model``: the packaged folder for ``tiny``, else the name itself."""
-    if model == TINY:
-        return str(TINY_FOLDER)
-    return model
+    return str(TINY_FOLDER) if model == TINY else model
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``model``, padding on the left (decoder-only generation).
-
-    If the hub cannot be reached, its local cache is asked alone, with a warning.
+    """The tokenizer of ``model``, padding on the left; from the local cache, with a warning, if the hub is away.
 
     Raises:
         ValueError: if it is neither built in, nor a local folder, nor on the hub or in its local cache.
@@ -67,9 +63,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 def load_model(
     model: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """``(model in eval mode, tokenizer)``: ``tiny`` (built in), a local folder, or a hub id.
-
-    No code from a repository is run (``trust_remote_code`` is never set).
+    """``(model in eval mode, tokenizer)`` of ``tiny``, a local folder or a hub id; no code from a repository is run.
 
     Raises:
         ValueError: as :func:`load_tokenizer`, and for an unknown device or dtype.
@@ -77,14 +71,12 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     target = resolve_device(device)
-    resolved_dtype = resolve_dtype(dtype, target)
+    options: dict[str, Any] = {"dtype": resolve_dtype(dtype, target)}
     hub_error = _hub_error(model)
     tokenizer = _load_tokenizer(model, hub_error)
+    local = {"local_files_only": hub_error is not None}
     try:
-        local: dict[str, Any] = {"local_files_only": hub_error is not None}
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model_source(model), dtype=resolved_dtype, adapter_kwargs=local, **local
-        )
+        loaded = AutoModelForCausalLM.from_pretrained(model_source(model), adapter_kwargs=local, **local, **options)
     except (OSError, ValueError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if model == TINY:

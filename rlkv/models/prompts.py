@@ -22,11 +22,7 @@ TEMPLATES = {
 
 
 def fill_template(problem: str, template: str = "rlkv") -> str:
-    """The user's message for ``problem``; ``template`` is a name in :data:`TEMPLATES`.
-
-    Raises:
-        ValueError: if there is no such template.
-    """
+    """The user's message for ``problem``; ValueError unless ``template`` is a name in :data:`TEMPLATES`."""
     if template not in TEMPLATES:
         raise ValueError(f"unknown prompt template {template!r}: choose one of {', '.join(sorted(TEMPLATES))}")
     # replace, not format: problems and instructions are full of braces
@@ -41,7 +37,6 @@ def build_messages(problem: str, template: str = "rlkv") -> list[dict[str, str]]
 def render_prompt(tokenizer: Any, problem: str, template: str = "rlkv") -> str:
     """The text to tokenize with ``add_special_tokens=False``: the chat template if the tokenizer has one."""
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(
-            build_messages(problem, template), tokenize=False, add_generation_prompt=True
-        )
+        messages = build_messages(problem, template)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return (tokenizer.bos_token or "") + fill_template(problem, template)

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a gates file says of the model that it was trained for, so that it is never used with another."""
+    """What a gates file says about the model that it was trained for."""
 
     model_id: str
     model_type: str

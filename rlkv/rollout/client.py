@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import Rows, Sample, gate_version
 from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts
@@ -86,7 +86,7 @@ class RolloutClient:
         except KeyError as error:
             raise ValueError(f"{self.url} is not a rollout server: its /health has no {error}") from None
 
-    def check(self, sizes: SinkWindow, positions: int) -> None:
+    def check(self, sizes: LocalSizes, positions: int) -> None:
         """Raise ``ValueError`` if the server has another sink or window than the training, or too few positions."""
         facts = self.facts()
         if (facts.sink, facts.window) != (sizes.sink, sizes.window):

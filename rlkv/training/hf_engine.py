@@ -9,7 +9,7 @@ from peft import get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import Rows, Sample, gate_version
 from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
@@ -19,7 +19,7 @@ from rlkv.training.rollout import roll_out
 class GatedHFEngine:
     """A :class:`~rlkv.rollout.gated.GatedEngine`: completions in batches of ``max_rows``, as in the training loop."""
 
-    def __init__(self, model: PreTrainedModel, sizes: SinkWindow, pad_id: int, max_rows: int = 64) -> None:
+    def __init__(self, model: PreTrainedModel, sizes: LocalSizes, pad_id: int, max_rows: int = 64) -> None:
         """``model`` should be on its device; all gates are 1 at first."""
         self.model = get_peft_model(model, HeadGateConfig(sink=sizes.sink, window=sizes.window)).eval()
         self.pad_id, self.max_rows = pad_id, max_rows

@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.cache.growing import growing_cache
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
@@ -111,7 +111,7 @@ def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_pro
     """
     if settings.rollout == "hf":
         return None
-    sizes = SinkWindow(settings.sink, settings.window)
+    sizes = LocalSizes(settings.sink, settings.window)
     positions = longest_prompt + (args.max_completion_length or 0)
     if settings.rollout == "vllm-server":
         from rlkv.rollout.client import RolloutClient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.rollout.gated import GatedEngine
 from rlkv.rollout.protocol import DEFAULT_PORT, EngineFacts
@@ -45,7 +45,7 @@ class ServeConfig(ModelOptions):
 
 def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
     """The engine with mixed attention; ``ValueError`` if it is not installed or the model cannot be loaded."""
-    sizes = SinkWindow(config.sink, config.window)
+    sizes = LocalSizes(config.sink, config.window)
     engine: Any
     if config.engine == "vllm":
         from rlkv.vllm.engine import VLLMEngine

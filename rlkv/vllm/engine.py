@@ -1,6 +1,6 @@
 """Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model of its own.
 
-    engine = VLLMEngine("tiny", SinkWindow(4, 16), dtype="float32")
+    engine = VLLMEngine("tiny", LocalSizes(4, 16), dtype="float32")
     engine.set_gates(gates.alpha)  # L x H numbers, in place; everything cached under older gates is dropped
     engine.generate(prompts, SamplingParams(max_new_tokens=200, temperature=1.0))
 
@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.models.loading import load_tokenizer, model_source, resolve_device, resolve_dtype
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.gated import Rows, Sample, gate_version
-from rlkv.vllm.names import CONFIG_KEY, DRAW_KEY, DRAWS, WORKER, mixed_architecture
-from rlkv.vllm.versions import check_version, installed_version
+from rlkv.vllm.plugin import check_version
+from rlkv.vllm.settings import ARCHITECTURES, DRAW_KEY, MIXED, MIXED_KEY
 
 GIB = 2**30
 _ENVIRONMENT = {
@@ -38,7 +39,7 @@ class VLLMEngine:
     def __init__(
         self,
         model: str,
-        sizes: SinkWindow | None = None,
+        sizes: LocalSizes | None = None,
         dtype: str = "auto",
         max_positions: int | None = None,
         kv_gib: float = 4.0,
@@ -58,19 +59,18 @@ class VLLMEngine:
             ValueError: if vLLM is not installed or of an untested version, the model cannot be loaded, or mixed
                 attention does not serve it.
         """
-        check_version(installed_version())
+        check_version()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, model_parallel_is_initialized
 
-        if model_parallel_is_initialized():  # two would share their state, which the first to close would destroy
+        if model_parallel_is_initialized():  # two engines would share state that the first to close destroys
             raise ValueError("one vLLM engine at a time can live in a process: close() the other one first")
         self.tokenizer = load_tokenizer(model)
         self.has_gates = sizes is not None
         self._calls = 0
-        self._version = "stock"
-        options: dict[str, Any] = {} if sizes is None else _mixed_options(model, sizes)
+        options = {} if sizes is None else _mixed_options(model, sizes)
         try:
             self.llm = LLM(
                 model_source(model),
@@ -81,18 +81,17 @@ class VLLMEngine:
                 kv_cache_memory_bytes=int(kv_gib * GIB),
                 skip_tokenizer_init=True,
                 generation_config="vllm",  # what is sampled is what SamplingParams says
-                logits_processors=[DRAWS],
+                logits_processors=["rlkv.vllm.mixed.draws:RowDraws"],
                 logprobs_mode="processed_logits",
                 async_scheduling=False,
                 disable_log_stats=True,
                 **{**options, **engine_options},
             )
         except BaseException:
-            cleanup_dist_env_and_memory()  # a start that fails late leaves state that nobody could clean up
+            cleanup_dist_env_and_memory()  # a start that fails late leaves state behind
             raise
         self.eos_ids = _end_tokens(model, self.tokenizer)
-        if self.has_gates:
-            self._version = gate_version(self.gates())
+        self._version = gate_version(self.gates()) if self.has_gates else "stock"
 
     @property
     def max_positions(self) -> int:
@@ -106,7 +105,7 @@ class VLLMEngine:
 
     def gates(self) -> Tensor:
         """The gates that the engine's layers read, float32 ``[num_layers, num_kv_heads]``."""
-        return torch.tensor(self._ask("rlkv_gates"))
+        return torch.tensor(self._call_worker("rlkv_gates"))
 
     def set_gates(self, alpha_LH: Tensor) -> str:
         """Overwrite the gates in place and drop everything that was cached under the old ones.
@@ -115,23 +114,23 @@ class VLLMEngine:
             ValueError: for another shape, a model without gates, or while completions are being sampled.
         """
         if not self.has_gates:
-            raise ValueError("this engine was loaded without mixed attention: give it sizes=SinkWindow(sink, window)")
+            raise ValueError("this engine was loaded without mixed attention: give it sizes=LocalSizes(sink, window)")
         if self.llm.llm_engine.has_unfinished_requests():
             raise ValueError("completions are being sampled: gates cannot change under them")
         expected = self.gates().shape
         if alpha_LH.shape != expected:
             raise ValueError(f"the model has gates {list(expected)}, got {list(alpha_LH.shape)}")
-        found = self._ask("rlkv_set_gates", alpha_LH.detach().float().cpu().tolist())
+        self._call_worker("rlkv_set_gates", alpha_LH.detach().float().cpu().tolist())
         self._drop_cached()
-        self._version = gate_version(torch.tensor(found))
+        self._version = gate_version(self.gates())
         return self._version
 
     def _drop_cached(self) -> None:
-        """Keys and values of prompts above layer 0 depend on the gates: none may be used again."""
+        """Keys and values above layer 0 depend on the gates: none may be used again."""
         if not self.llm.llm_engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: completions would mix old and new gates")
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _call_worker(self, method: str, *args: Any) -> Any:
         return self.llm.llm_engine.collective_rpc(method, args=args)[0]
 
     # ---- sampling ----
@@ -152,9 +151,8 @@ class VLLMEngine:
                     f"prompt {index} has {len(ids)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
                     f"exceeds the {self.max_positions} positions: shorten the prompt or lower max_new_tokens"
                 )
-        engine = self.llm.llm_engine
+        engine, ends = self.llm.llm_engine, self.eos_ids if eos_ids is None else eos_ids
         self._calls += 1
-        ends = self.eos_ids if eos_ids is None else eos_ids
         indices = {f"{self._calls}-{index}": index for index in range(len(rows.prompts))}
         try:
             for name, index in indices.items():
@@ -176,7 +174,6 @@ class VLLMEngine:
     # ---- as any rollout engine ----
 
     def prompt_lengths(self, prompts: list[str]) -> list[int]:
-        """Tokens of each prompt."""
         return [len(ids) for ids in self._encode(prompts)]
 
     def stream(self, prompts: list[str], sampling: SamplingParams) -> Iterator[tuple[int, Completion]]:
@@ -202,15 +199,19 @@ def load_config(model: str) -> Any:
     return AutoConfig.from_pretrained(model_source(model))
 
 
-def _mixed_options(model: str, sizes: SinkWindow) -> dict[str, Any]:
+def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
     from rlkv.vllm.mixed.model import register
 
-    architecture = mixed_architecture(load_config(model).architectures)
+    name = (load_config(model).architectures or ["none"])[0]
+    if name not in ARCHITECTURES:
+        raise ValueError(
+            f"rollouts of vLLM serve {', '.join(ARCHITECTURES)}, not {name}: sample this model with --rollout hf"
+        )
     register()
     return {
-        "hf_overrides": {"architectures": [architecture]},
-        "additional_config": {CONFIG_KEY: {"sink": sizes.sink, "window": sizes.window}},
-        "worker_extension_cls": WORKER,
+        "hf_overrides": {"architectures": [MIXED + name]},
+        "additional_config": {MIXED_KEY: asdict(sizes)},
+        "worker_extension_cls": "rlkv.vllm.mixed.model.GateWorker",
     }
 
 
@@ -218,14 +219,7 @@ def _params(sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int]
     from vllm import SamplingParams as EngineParams
     from vllm.sampling_params import RequestOutputKind
 
-    draw = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "seed": sampling.seed,
-        "rollout": rollout,
-        "row": row,
-    }
+    draw = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "seed")}
     return EngineParams(
         temperature=0.0,  # rlkv.vllm.mixed.draws leaves one token to choose from
         max_tokens=sampling.max_new_tokens,
@@ -234,7 +228,7 @@ def _params(sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int]
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={DRAW_KEY: draw},
+        extra_args={DRAW_KEY: {**draw, "rollout": rollout, "row": row}},
     )
 
 

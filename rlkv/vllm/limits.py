@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlkv.vllm.names import ARCHITECTURES, PREFIX
-from rlkv.vllm.settings import KEY, ServingSettings, parse_settings, read_request
+from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED, ServingSettings, parse_settings, read_request
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
@@ -13,18 +12,20 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 def prepare_engine(vllm_config: Any) -> None:
     """Resolve what was asked for, note it in ``additional_config``, and switch off what contradicts it.
 
-    The notes reach every process of the engine, and its compilation cache, which so distinguishes allocations.
+    The notes reach every process of the engine and its compilation cache, which distinguishes allocations thereby.
 
     Raises:
         ValueError: for wrong settings, gates that do not fit the model, a model whose full cache the engine would
             serve instead, and ``prefill: full`` where a prompt may be longer than a step.
     """
     model, request = vllm_config.model_config, read_request(vllm_config.additional_config)
-    if model is None or request is None:
+    if model is None or request is None or model.architecture.startswith(MIXED):
         return
-    check_architecture(model.architecture)
-    if model.architecture.startswith(PREFIX):
-        return
+    if model.architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"rlkv: head reallocation does not work with a model of architecture {model.architecture}: serve one of "
+            f"{', '.join(ARCHITECTURES)}, or leave the rlkv settings out"
+        )
     settings = resolve_settings(vllm_config)
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, KEY: settings.to_request()}
@@ -32,19 +33,10 @@ def prepare_engine(vllm_config: Any) -> None:
 
 
 def resolve_settings(vllm_config: Any) -> ServingSettings:
-    """The settings of an engine that was asked for head reallocation; gates are read unless they are resolved."""
+    """The settings of an engine that was asked for head reallocation."""
     request = read_request(vllm_config.additional_config)
-    assert request is not None, "asked for only where there is a request"
+    assert request is not None
     return parse_settings(request).resolved(vllm_config.model_config.hf_config)
-
-
-def check_architecture(name: str) -> None:
-    """Raise ``ValueError`` for a model that has no class of ours, so that the engine would serve its full cache."""
-    if name not in ARCHITECTURES and not name.startswith(PREFIX):
-        raise ValueError(
-            f"rlkv: head reallocation does not work with a model of architecture {name}: serve one of "
-            f"{', '.join(ARCHITECTURES)}, or leave the rlkv settings out"
-        )
 
 
 def _adapt(vllm_config: Any, settings: ServingSettings) -> None:
@@ -74,12 +66,9 @@ def _adapt(vllm_config: Any, settings: ServingSettings) -> None:
 
 
 def check_engine(vllm_config: Any, feature: str = "head reallocation") -> None:
-    """Raise ``ValueError`` for the first setting of the engine under which the results of ``feature`` would be wrong.
-
-    Mixed attention leaves blocks and weights as they are, so less is refused.
-    """
+    """Raise ``ValueError`` for the first setting of the engine under which ``feature`` would give wrong results."""
     refusals = _always(vllm_config)
-    if feature == "head reallocation":
+    if feature == "head reallocation":  # mixed attention leaves blocks and weights as they are
         refusals |= _reallocation(vllm_config)
     for refusal, applies in refusals.items():
         if applies:

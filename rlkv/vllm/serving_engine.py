@@ -8,11 +8,9 @@ from typing import Any
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import Completion, SamplingParams, Usage
 from rlkv.vllm.blocks.packing import plan_heads
-from rlkv.vllm.blocks.report import block_bytes
 from rlkv.vllm.engine import VLLMEngine, load_config
 from rlkv.vllm.plugin import check_installed
 from rlkv.vllm.settings import KEY, ServingSettings
-from rlkv.vllm.versions import check_version, installed_version
 
 CPU_BLOCK_SIZE = 32  # the smallest that the CPU kernels take; what the engine would choose, 128, keeps more than S + W
 
@@ -26,7 +24,6 @@ class ServingEngine(VLLMEngine):
 
     def __init__(self, model: str, settings: ServingSettings, batch_size: int = 8, **options: Any) -> None:
         """``settings`` name the allocation (:meth:`ServingSettings.of`); ``options`` as of :class:`VLLMEngine`."""
-        check_version(installed_version())
         check_installed()
         from vllm.platforms import current_platform
 
@@ -43,7 +40,7 @@ class ServingEngine(VLLMEngine):
         group_size = shape.num_query_heads // shape.num_kv_heads
         self.plan = plan_heads(settings, config.cache_config.block_size, group_size, self.max_positions)
         self.dtype = str(dtype).removeprefix("torch.")
-        self.head_bytes = block_bytes(self.plan, shape.head_dim, dtype.itemsize) // self.plan.heads_per_block
+        self.head_bytes = self.plan.head_bytes(shape.head_dim, dtype.itemsize)
 
     def describe(self) -> dict[str, Any]:
         """What completions depend on: numbers, and what the compressible heads keep."""
@@ -51,14 +48,7 @@ class ServingEngine(VLLMEngine):
         return {"dtype": self.dtype, "device": "vllm", **own}
 
     def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
-        """The completions of rendered ``prompts`` in their order.
-
-        The bytes are those of the blocks that all texts hold at their ends, by the plan that the engine was checked
-        against when it started.
-
-        Raises:
-            ValueError: if ``full`` is set.
-        """
+        """The completions of rendered ``prompts`` in their order; bytes are those of all blocks at the texts' ends."""
         if full:
             raise ValueError("the vLLM backend has no second, uncompressed cache: compare with the hf backend")
         start = time.perf_counter()

@@ -1,10 +1,8 @@
 """What the user asked the plugin to do: ``--additional-config '{"rlkv": {...}}'``, or two environment variables.
 
-The first reaches every process of the engine and is part of its compilation key; the variables (``RLKV_GATES``,
-``RLKV_SPARSITY``) are for launchers whose arguments cannot be changed. Without either the plugin is inactive.
-
-A request names gates and a sparsity. It is resolved once, when the engine's configuration is made: the gates file is
-read and the allocation itself takes its place, so that no other process needs the file.
+The variables (``RLKV_GATES``, ``RLKV_SPARSITY``) are for launchers whose arguments cannot be changed. A request is
+resolved once, when the engine's configuration is made: the allocation takes the place of gates and sparsity, so that
+no other process needs the gates file.
 """
 
 from __future__ import annotations
@@ -19,7 +17,11 @@ if TYPE_CHECKING:
     from rlkv.eviction import EvictionPolicy
     from rlkv.gates.allocation import HeadAllocation
 
-KEY = "rlkv"
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MIXED = "RLKVMixed"  # before the name of the architecture: the same model with mixed attention, for rollouts
+KEY = "rlkv"  # of the engine's additional_config
+MIXED_KEY = "rlkv_mixed"  # likewise, for rollouts: {"sink": S, "window": W}
+DRAW_KEY = "rlkv_draw"  # of a request's extra_args
 VARIABLES = {"gates": "RLKV_GATES", "sparsity": "RLKV_SPARSITY"}
 EVICTIONS = ("rkv", "snapkv")  # their scores need the keys and the last queries, and are computed head by head
 
@@ -35,7 +37,7 @@ class ServingSettings:
         sink, window: tokens that a compressible head keeps; default: what the gates file states for deployment.
         scope: ``global`` or ``layer``, as in :meth:`rlkv.HeadAllocation.from_gates`.
         prefill: ``local``: prompt tokens see what a compressible head keeps, like generated ones. ``full``: they see
-            everything before them (:mod:`rlkv.vllm.blocks.full_prefill`), for sinks and window only.
+            everything before them (sinks and window only).
         reference_tokens: the length of a request for which memory is planned and reported.
         eviction: instead of sinks and a window: name and fields of a policy, as :func:`rlkv.eviction.make_policy`
             takes them, such as ``{"name": "rkv", "budget": 256}``.
@@ -63,14 +65,12 @@ class ServingSettings:
                 raise ValueError(f"rlkv: gates must be the path of a gates file, got {self.gates!r}")
         for name, least in (("sink", 0), ("window", 1), ("reference_tokens", 1)):
             value = getattr(self, name)
-            if value is None and name != "reference_tokens":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            optional = value is None and name != "reference_tokens"
+            if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"rlkv: {name} must be an integer of at least {least}, got {value!r}")
-        if self.scope not in ("global", "layer"):
-            raise ValueError(f"rlkv: scope must be global or layer, got {self.scope!r}")
-        if self.prefill not in ("local", "full"):
-            raise ValueError(f"rlkv: prefill must be local or full, got {self.prefill!r}")
+        for name, choices in (("scope", ("global", "layer")), ("prefill", ("local", "full"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"rlkv: {name} must be {' or '.join(choices)}, got {getattr(self, name)!r}")
         if (policy := self.policy()) is not None:
             self._check_eviction(policy)
 
@@ -103,10 +103,7 @@ class ServingSettings:
         return cls(full=full, sink=cache.sink, window=cache.window, prefill=cache.prefill)
 
     def resolved(self, config: Any) -> ServingSettings:
-        """With the allocation, sink and window instead of the gates that name them.
-
-        Args:
-            config: the model's (transformers).
+        """With the allocation, sink and window instead of gates; ``config`` is the model's (transformers).
 
         Raises:
             ValueError: for gates that cannot be read or do not fit the model.
@@ -138,11 +135,7 @@ class ServingSettings:
         return HeadAllocation(torch.tensor([[kept == "1" for kept in row] for row in self.full]))
 
     def policy(self) -> EvictionPolicy | None:
-        """What compressible heads evict by; None: they keep sinks and a window.
-
-        Raises:
-            ValueError: for a policy or a field that does not exist, and wrong values.
-        """
+        """What compressible heads evict by; None: they keep sinks and a window."""
         if self.eviction is None:
             return None
         from rlkv.eviction import make_policy
@@ -166,7 +159,7 @@ def read_request(additional_config: Any, environment: Mapping[str, str] | None =
     """What was asked for, not yet checked; None if nothing was.
 
     Raises:
-        ValueError: if it is not a mapping, if only one of the two variables is set, or if the sparsity is not a number.
+        ValueError: if it is not a mapping, only one of the two variables is set, or the sparsity is not a number.
     """
     if isinstance(additional_config, Mapping) and additional_config.get(KEY) is not None:
         request = additional_config[KEY]
@@ -187,11 +180,7 @@ def read_request(additional_config: Any, environment: Mapping[str, str] | None =
 
 
 def parse_settings(request: Mapping[str, Any]) -> ServingSettings:
-    """Check a request for head reallocation.
-
-    Raises:
-        ValueError: for unknown and missing keys and bad values, by name.
-    """
+    """Check a request for head reallocation: ValueError for unknown and missing keys and bad values, by name."""
     known = {field.name for field in fields(ServingSettings)}
     unknown = sorted(set(request) - known)
     if unknown:

@@ -259,7 +259,7 @@ def test_gates_must_fit_the_shape(tmp_path: Path) -> None:
 def test_the_program_names_a_missing_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rlkv.benchmarks.serving.installed_version", lambda: None)
+    monkeypatch.setattr("rlkv.vllm.plugin.installed_version", lambda: None)
     monkeypatch.setattr(sys, "argv", ["rlkv-bench", "serving", "--output-dir", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as exit_info:
         main()

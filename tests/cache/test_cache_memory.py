@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
-from rlkv.cache.attend import grown_capacity
+from rlkv.cache.stores import grown_capacity
 from tests.helpers.models import make_tiny_model
 
 LAYERS, HEADS, DIM, FLOAT = 3, 4, 16, 4

@@ -140,7 +140,8 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     """As in ``rlkv-infer --help | head``: no traceback, the exit code of a program that SIGPIPE ends."""
     code = "from rlkv.cli.errors import run_app; run_app(lambda: [print('x' * 1000) for _ in range(10_000)])"
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
     child.stdout.readline()
     child.stdout.close()
     assert child.stderr.read() == b""

@@ -56,7 +56,7 @@ def test_tsv_keeps_alpha_exactly_and_nothing_else(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["gates.tsv"]
 
 
-def test_a_config_beside_a_tsv_names_model_and_sizes(tmp_path: Path) -> None:
+def test_a_config_next_to_a_tsv_names_model_and_sizes(tmp_path: Path) -> None:
     make_gates().save(tmp_path / "gates.tsv")
     config = {"model_name": "models/some", "sink_size": 7, "recent_size": 9, "deploy_sink_size": None}
     (tmp_path / "config.json").write_text(json.dumps(config))

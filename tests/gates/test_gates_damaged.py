@@ -1,4 +1,4 @@
-"""What is no gates file, or one no more, says so: one sentence with file, found and expected."""
+"""Files that are not gates files, or damaged ones, are refused in one sentence: file, found and expected."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 def main() -> None:
     # imported here, as the engine's processes begin by importing this file
-    from rlkv.attention.sizes import SinkWindow
+    from rlkv.attention import LocalSizes
     from rlkv.rollout.base import SamplingParams
     from rlkv.vllm.engine import VLLMEngine
     from tests.helpers import vllm_models as models
@@ -21,7 +21,7 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     folder = models.make_folder("llama", Path(sys.argv[1]))
     reference = models.load_reference(folder)
-    with closing(VLLMEngine(str(folder), SinkWindow(models.SINK, models.WINDOW), **models.OPTIONS)) as engine:
+    with closing(VLLMEngine(str(folder), LocalSizes(models.SINK, models.WINDOW), **models.OPTIONS)) as engine:
         assert not hasattr(engine.llm.llm_engine.engine_core, "engine_core"), "the engine is in this process"
         for update in range(2):
             alpha, rows = models.random_gates(update), models.make_rows(rollout=update)

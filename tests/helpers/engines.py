@@ -70,7 +70,6 @@ def engine(served: Served, additional_config: dict[str, Any] | None, **options: 
     """``vllm.LLM`` in this process, and its memory given back at the end."""
     from vllm import LLM
 
-    check_installed()
     settings: dict[str, Any] = {
         "enforce_eager": True,
         "skip_tokenizer_init": True,
@@ -179,3 +178,4 @@ def need_vllm() -> None:
         VLLM_LOGGING_LEVEL="WARNING",
         HF_HUB_OFFLINE="1",
     )
+    check_installed()

@@ -3,7 +3,7 @@
     python tests/helpers/evicting_triton.py
 
 Three requests are read in chunks and decoded, with several evictions, by the torch path and twice by the builder and
-the implementation of the CUDA path, each over a cache of its own, which is NaN where nobody wrote. The second one
+the implementation of the CUDA path, each over a cache of its own, NaN where nothing was written. The second one
 decodes as a captured graph does: every step computes with the metadata of the first, whose numbers change in place.
 """
 

@@ -21,8 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.vllm.reallocation.backend import LocalTorchBuilder, LocalTorchImpl, LocalTritonBuilder
 from rlkv.vllm.blocks.block_tables import GapRemover
-from rlkv.vllm.blocks.full_prefill import FullPrefill
-from rlkv.vllm.paged.write import write_cache
+from rlkv.vllm.paged.attention import write_cache
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
@@ -37,7 +36,7 @@ STEPS = [
 
 
 def builder_of(kind: Any, layer: Any, full_prefill: bool) -> Any:
-    layer.gap_remover = GapRemover(DEMAND, FullPrefill() if full_prefill else None)
+    layer.gap_remover = GapRemover(DEMAND, full_prefill)
     # as in an engine whose builders were made after prompt lengths had been asked for
     config = fake_config(layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 320, rswa_window=320 if full_prefill else None)
     spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)

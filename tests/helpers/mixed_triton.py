@@ -16,15 +16,15 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlkv.vllm.mixed.attention import paged_mixed_attention, plan_mixed_reads
-from rlkv.vllm.paged.write import write_cache
-from rlkv.attention.sizes import SinkWindow
+from rlkv.vllm.paged.attention import paged_mixed_attention, plan_mixed_reads
+from rlkv.vllm.paged.attention import write_cache
+from rlkv.attention import LocalSizes
 from rlkv.vllm.mixed.backend import MixedTritonBuilder, MixedTritonImpl
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = SIZE**-0.5
-SIZES = SinkWindow(20, 40)  # neither a whole number of blocks
-STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks beside it
+SIZES = LocalSizes(20, 40)  # neither a whole number of blocks
+STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks next to it
     [(1, 150), (1, 61), (1, 5), (1, 140)],
     [(1, 130), (20, 20), (18, 115), (1, 20)],
 )

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.rollout import client as client_module
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.client import RolloutClient
@@ -62,7 +62,7 @@ class Scripted:
 
 
 def test_samples_over_http_are_the_engines() -> None:
-    sizes, alpha = SinkWindow(2, 6), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    sizes, alpha = LocalSizes(2, 6), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
     engine = GatedHFEngine(make_tiny_model("llama"), sizes, pad_id=0, max_rows=2)
     with serving(engine) as (_, url):
         client = make_client(url)
@@ -178,15 +178,15 @@ def test_heartbeats_keep_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_work_is_refused_at_once() -> None:
-    engine = GatedHFEngine(make_tiny_model("llama"), SinkWindow(2, 6), pad_id=0)
+    engine = GatedHFEngine(make_tiny_model("llama"), LocalSizes(2, 6), pad_id=0)
     with serving(engine) as (_, url):
         client = make_client(url)
         with pytest.raises(ValueError, match=r"refused the request: the model has gates \[3, 4\], got \[2, 2\]"):
             client.set_gates(torch.ones(2, 2))
         with pytest.raises(ValueError, match="--sink 4 --window 6"):
-            client.check(SinkWindow(4, 6), 10)
+            client.check(LocalSizes(4, 6), 10)
         with pytest.raises(ValueError, match="--max-positions 65"):
-            client.check(SinkWindow(2, 6), 65)
+            client.check(LocalSizes(2, 6), 65)
         with pytest.raises(ValueError, match="not a request for samples"):
             client._request("POST", "/sample", {"version": "x"})
         with pytest.raises(ValueError, match="no such page"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.gates.head_gates import HeadGates
 from rlkv.rollout.protocol import EngineFacts
 from rlkv.rollout.server import RolloutServer
@@ -74,7 +74,7 @@ def test_two_ddp_processes_train_the_same_gates(alone: HeadGates, tmp_path: Path
 @pytest.mark.timeout(900)
 def test_two_ddp_processes_share_a_rollout_server(alone: HeadGates, tmp_path: Path) -> None:
     model, tokenizer = random_run.make_policy()
-    engine = GatedHFEngine(model, SinkWindow(2, 6), tokenizer.pad_token_id)
+    engine = GatedHFEngine(model, LocalSizes(2, 6), tokenizer.pad_token_id)
     with RolloutServer(("127.0.0.1", 0), engine, EngineFacts("random", 2, 6, 512, 2, 4)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

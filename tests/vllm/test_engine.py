@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import Rows, gate_version
 from rlkv.training.rollout import roll_out
@@ -35,7 +35,7 @@ from tests.helpers.vllm_models import (
     worst_difference,
 )
 
-SIZES = SinkWindow(SINK, WINDOW)
+SIZES = LocalSizes(SINK, WINDOW)
 SAMPLED = SamplingParams(40, temperature=1.0, seed=5)
 
 
@@ -61,7 +61,7 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, VLLMEngine]]:
     folder = make_folder(request.param, tmp_path_factory.mktemp(request.param))
-    # 48 tokens a step: prompts of up to 125 tokens are prefilled in chunks, beside rows that decode
+    # 48 tokens a step: prompts of up to 125 tokens are prefilled in chunks, next to rows that decode
     with closing(VLLMEngine(str(folder), SIZES, max_num_batched_tokens=48, **OPTIONS)) as engine:
         yield folder, engine
 

@@ -117,7 +117,7 @@ def test_what_would_never_be_dropped_is_refused(llama: Served) -> None:
 
 
 def test_a_request_that_goes_back_is_refused() -> None:
-    """As between two parts of a streamed input, where the engine computes a token anew without freeing anything."""
+    """As between two parts of a streamed input, where the engine computes a token again without freeing anything."""
     from vllm.v1.core.block_pool import BlockPool
 
     from rlkv.vllm.blocks.manager import EvictingManager

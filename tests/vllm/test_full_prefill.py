@@ -25,7 +25,7 @@ from tests.helpers.engines import (
 
 need_vllm()
 
-from rlkv.vllm.blocks.full_prefill import FullPrefill, prompt_lengths  # noqa: E402  (after the environment is set)
+from rlkv.vllm.blocks.full_prefill import full_prompts, prompt_lengths  # noqa: E402  (after the environment is set)
 
 SIZES: dict[str, Any] = {"sink": SINK, "window": WINDOW, "prefill": "full"}
 LENGTHS = (1, SINK, BLOCK + 1, SINK + WINDOW, 200, 333)
@@ -61,7 +61,7 @@ def test_a_preempted_request_does_not_see_more_of_its_own_text(llama: Served) ->
     assert check_equal(llama, 0.5, outputs, sizes=SIZES) == 960
 
 
-def test_prompts_are_read_whole_and_anew(llama: Served) -> None:
+def test_prompts_are_read_whole_and_again(llama: Served) -> None:
     """Steps that have room for a part of a prompt only, and prompts that were read before."""
     prompts = random_prompts((300, 300, 300, 310))
     options: dict[str, Any] = {"max_num_batched_tokens": 420, "max_model_len": 420, "enable_prefix_caching": True}
@@ -106,10 +106,7 @@ def test_prompt_lengths_are_asked_for_with_the_first_prompt() -> None:
     """Not before: an engine that starts makes up batches, and stock builders that are made later must not know."""
     arch = SimpleNamespace(rswa_window=None)
     config = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640))
-    found = FullPrefill()
-    assert found.prompts(step([0, 20], [20], None, prefilling=False), config) is None
+    assert full_prompts(step([0, 20], [20], None, prefilling=False), config) is None
     assert arch.rswa_window is None
-    common = step([0, 20], [20], None)
-    assert found.prompts(common, config) == [20]
-    assert found.prompts(common, config) is found.prompts(common, config)
+    assert full_prompts(step([0, 20], [20], None), config) == [20]
     assert arch.rswa_window == 640

@@ -9,8 +9,7 @@ import torch
 
 from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables
 from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.paged.local_attention import paged_local_attention, plan_reads
-from rlkv.vllm.paged.write import write_cache
+from rlkv.vllm.paged.attention import paged_local_attention, plan_reads, write_cache
 from tests.helpers.mixed_reference import local_mask, mixed_by_head_attention
 
 KV_HEADS, GROUPS, SIZE = 3, 2, 8

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.mixed.attention import MixedReads, paged_mixed_attention, plan_mixed_reads
-from rlkv.vllm.paged import local_attention
-from rlkv.vllm.paged.write import write_cache
+from rlkv.vllm.paged import attention
+from rlkv.vllm.paged.attention import MixedReads, paged_mixed_attention, plan_mixed_reads, write_cache
 from tests.helpers.mixed_reference import full_mask, local_mask, mixed_by_head_attention
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 3, 2, 8, 5
@@ -20,7 +19,7 @@ REQUESTS = [(1, 1), (1, 17), (1, 60), (9, 9), (7, 33), (1, 5), (4, 20)]  # (quer
 STARTS = torch.tensor([0] + [n for n, _ in REQUESTS]).cumsum(0)
 
 
-def plan(table: torch.Tensor, sizes: SinkWindow) -> MixedReads:
+def plan(table: torch.Tensor, sizes: LocalSizes) -> MixedReads:
     gap_remover = GapRemover(SinkWindowDemand(IN_BLOCK, sizes.sink, sizes.window))
     return plan_mixed_reads(table, STARTS, torch.tensor([length for _, length in REQUESTS]), gap_remover)
 
@@ -45,7 +44,7 @@ def make_requests(seed: int = 0) -> tuple[list[list[torch.Tensor]], torch.Tensor
     return states, cache, table, query
 
 
-def reference(states: list[torch.Tensor], alpha: torch.Tensor, sizes: SinkWindow) -> torch.Tensor:
+def reference(states: list[torch.Tensor], alpha: torch.Tensor, sizes: LocalSizes) -> torch.Tensor:
     """``[tokens, H * G, D]``: each branch by the explicit masks, then mixed per KV head."""
     query, key, value = (state.transpose(0, 1)[None] for state in states)
     real = torch.ones(1, key.shape[2], dtype=torch.bool)
@@ -62,9 +61,9 @@ def test_every_request_equals_the_reference(
     sink: int, window: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("QUERIES_AT_ONCE", "ROWS_AT_ONCE"):  # 2: requests and queries are cut into pieces
-        monkeypatch.setattr(local_attention, name, at_once)
+        monkeypatch.setattr(attention, name, at_once)
     states, cache, table, query = make_requests()
-    alpha, sizes = torch.tensor([0.0, 0.3, 1.0]), SinkWindow(sink, window)
+    alpha, sizes = torch.tensor([0.0, 0.3, 1.0]), LocalSizes(sink, window)
     out = torch.full_like(query, float("nan"))
     paged_mixed_attention(query, cache, plan(table, sizes), alpha, SCALE, out)
     for row, (queries, _) in enumerate(REQUESTS):
@@ -75,7 +74,7 @@ def test_every_request_equals_the_reference(
 
 def test_mixing_is_float32_on_a_bfloat16_cache() -> None:
     states, cache, table, query = make_requests()
-    sizes = SinkWindow(2, 3)
+    sizes = LocalSizes(2, 3)
     outs = [torch.empty_like(query) for _ in range(2)]
     for alpha, out in zip((0.999, 1.0), outs, strict=True):
         gates = torch.full((KV_HEADS,), alpha)
@@ -98,4 +97,4 @@ def test_padding_slots_are_not_written() -> None:
 
 def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="window 1 or more"):
-        SinkWindow(4, 0)
+        LocalSizes(4, 0)

@@ -75,7 +75,7 @@ def test_prefix_cache(llama: Served) -> None:
         first = generate(llm, prompts)
         assert check_equal(llama, 0.6, first) == 480
         again = generate(llm, prompts)
-        # whole blocks are found again; the last token is always computed anew
+        # whole blocks are found again; the last token is always computed again
         assert [output.num_cached_tokens for output in again] == [0, 5 * BLOCK, 6 * BLOCK, 10 * BLOCK]
         assert check_equal(llama, 0.6, again) == 480
         longer = [

@@ -1,4 +1,4 @@
-"""What is refused at start, each by its name; and a plugin that nobody asks for, which does nothing."""
+"""What is refused at start, each by its name; and a plugin that is not asked for, which is inactive."""
 
 from __future__ import annotations
 
@@ -137,14 +137,14 @@ def test_gates_of_another_model_are_refused(llama: Served, tmp_path: Any) -> Non
 
 
 def test_another_version_is_refused(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlkv.vllm.reallocation.models.installed_version", lambda: "0.99.0")
+    monkeypatch.setattr("rlkv.vllm.plugin.installed_version", lambda: "0.99.0")
     with pytest.raises(ValueError, match=r"vllm 0\.99\.0 is installed"), engine(llama, llama.request(0.5)):
         pass
 
 
 def test_unasked_the_stock_model_is_built(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    # another version is no error either, for who does not ask
-    monkeypatch.setattr("rlkv.vllm.reallocation.models.installed_version", lambda: "0.99.0")
+    # nor is another version an error where rlkv was not asked for
+    monkeypatch.setattr("rlkv.vllm.plugin.installed_version", lambda: "0.99.0")
     with engine(llama, None) as llm:
         model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner.get_model()
         assert type(model).__module__ == "vllm.model_executor.models.llama"

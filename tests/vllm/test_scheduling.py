@@ -1,4 +1,4 @@
-"""VLLMEngine when memory is short, beside the stock engine, and refusals at start: engines of their own, one by one."""
+"""VLLMEngine when memory is short, next to the stock engine, and refusals at start: engines of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
 
 pytest.importorskip("vllm")
@@ -29,7 +29,7 @@ from tests.helpers.vllm_models import (
     worst_difference,
 )
 
-SIZES = SinkWindow(SINK, WINDOW)
+SIZES = LocalSizes(SINK, WINDOW)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_stock_engine_samples_the_same_with_gates_at_one(folder: Path) -> No
         assert (torch.tensor(mixed[i].logprobs) - torch.tensor(stock[i].logprobs)).abs().max() < TOLERANCE
 
 
-def test_a_compiled_model_reads_its_gates_anew(folder: Path) -> None:
+def test_a_compiled_model_reads_its_gates_again(folder: Path) -> None:
     model = load_reference(folder)
     with closing(VLLMEngine(str(folder), SIZES, **{**OPTIONS, "enforce_eager": False})) as engine:
         for update in range(2):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
 from rlkv.eviction import make_policy
 from rlkv.vllm import plugin
-from rlkv.vllm.plugin import check_installed
+from rlkv.vllm.plugin import TESTED, check_installed, check_version
 from rlkv.vllm.settings import parse_settings, read_request
-from rlkv.vllm.versions import TESTED, check_version
 
 REQUEST: dict[str, Any] = {"gates": "gates.safetensors", "sparsity": 0.5}
 
@@ -85,18 +84,19 @@ def test_settings_are_read_back() -> None:
     assert described.policy() == make_policy("rkv", budget=64)
 
 
-def test_versions() -> None:
-    for version in TESTED:
-        check_version(version)
-    with pytest.raises(ValueError, match=rf"vllm 0\.30\.1 is installed, .* tested with vllm {TESTED[0]}"):
-        check_version("0.30.1")
-    with pytest.raises(ValueError, match="vLLM is not installed"):
-        check_version(None)
+@pytest.mark.parametrize(("found", "message"), [("0.30.1", r"vllm 0\.30\.1 is installed"), (None, "not installed")])
+def test_other_versions_are_errors(found: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "installed_version", lambda: TESTED)
+    check_version()
+    monkeypatch.setattr(plugin, "installed_version", lambda: found)
+    with pytest.raises(ValueError, match=message):
+        check_version()
 
 
 def test_an_installation_without_the_plugin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = importlib.metadata.EntryPoint(plugin.NAME, plugin.ENTRY_POINT, plugin.GROUP)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+    entry = EntryPoint(plugin.NAME, plugin.ENTRY_POINT, plugin.GROUP)
+    monkeypatch.setattr(plugin, "installed_version", lambda: TESTED)
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [entry])
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     check_installed()
     monkeypatch.setenv("VLLM_PLUGINS", "lora,rlkv")
@@ -104,6 +104,6 @@ def test_an_installation_without_the_plugin_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_PLUGINS", "lora")
     with pytest.raises(ValueError, match="VLLM_PLUGINS"):
         check_installed()
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [])
     with pytest.raises(ValueError, match="does not announce"):
         check_installed()

@@ -1,4 +1,4 @@
-"""A training run that samples with vLLM in its own process, beside one that samples with its own model."""
+"""A training run that samples with vLLM in its own process, next to one that samples with its own model."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_training_with_vllm_equals_training_with_transformers(
 
 
 def test_an_engine_with_another_model_is_noticed(model_folder: Path, tmp_path: Path) -> None:
-    from rlkv.attention.sizes import SinkWindow
+    from rlkv.attention import LocalSizes
     from rlkv.vllm.engine import VLLMEngine
 
-    other = VLLMEngine(str(model_folder), SinkWindow(2, 6), "float32", kv_gib=0.02, enforce_eager=True)
+    other = VLLMEngine(str(model_folder), LocalSizes(2, 6), "float32", kv_gib=0.02, enforce_eager=True)
     with closing(other), pytest.MonkeyPatch.context() as patch:
         for parameter in other.llm.llm_engine.model_executor.driver_worker.model_runner.model.parameters():
             parameter.data.mul_(1.5)

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 
 from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.blocks.full_prefill import FullPrefill
 
 
 @dataclass
 class GapRemover:
     """Removes the gaps from the block tables of one bin; all layers of the bin share it.
 
-    ``full_prefill``: if prompts are read in full.
+    ``full_prefill``: prompts are read in full (:mod:`rlkv.vllm.blocks.full_prefill`).
     """
 
     demand: SinkWindowDemand
-    full_prefill: FullPrefill | None = None
+    full_prefill: bool = False
     _latest: tuple[Any, Tensor, Tensor] | None = field(default=None, repr=False)
 
     def width(self, queries: int, columns: int) -> int:
@@ -43,16 +42,13 @@ class GapRemover:
         return self._latest[1], self._latest[2]
 
     def __call__(self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-        """Tables without gaps.
+        """The table ``[R, C]`` and the lengths ``[R]`` without the gaps.
 
         Args:
             table_RM: block ``m`` of request ``r``, with gaps.
             lengths_R: tokens of each request, those of this step included.
             starts: ``[R + 1]``, the first query of each request.
             queries: the largest number of queries of a request.
-
-        Returns:
-            The table ``[R, C]`` and the lengths ``[R]`` without the gaps.
         """
         demand = self.demand
         sinks = demand.full(demand.sink)
@@ -66,7 +62,7 @@ class GapRemover:
 
 @dataclass
 class SteadyTables:
-    """Tables without gaps at the same place in every step, where a CUDA graph that was captured with them finds them.
+    """Tables without gaps at the same addresses in every step, as a captured CUDA graph needs them.
 
     Every builder has its own: the engine may cut a bin into several block tables, and it builds the metadata of all of
     them before it uses one.
@@ -85,9 +81,3 @@ class SteadyTables:
         self._table[:rows, :own] = table
         self._lengths[:rows] = lengths
         return self._table[:rows], self._lengths[:rows]
-
-
-def without_gap(common: Any, gap_remover: GapRemover, table: Tensor, lengths: Tensor) -> Any:
-    """A step's metadata (vLLM's) with the table and lengths that ``gap_remover`` made of its own."""
-    longest = gap_remover.width(common.max_query_len, table.shape[1]) * gap_remover.demand.block_size
-    return common.replace(block_table_tensor=table, seq_lens=lengths, max_seq_len=min(common.max_seq_len, longest))

@@ -1,13 +1,10 @@
 """How many blocks a request takes, and where the entries of a head that evicts tokens lie in them.
 
-Under an eviction policy a request holds, for all heads of a bin, first the blocks of its observed queries, then those
-of at most ``budget + buffer`` entries.  Everything follows from the position of a token: the first ``budget + buffer``
-tokens lie in a row; before the next one an eviction keeps ``budget`` entries, and so before every ``buffer``-th after
-it.  So the scheduler knows what a request holds without asking, and a request that is read again, in other chunks,
-evicts at the same tokens (as :func:`rlkv.cache.schedule.plan_segments` does it).
-
-The queries that judge the entries lie in the pool too, one per head and observed token: they are freed, moved to
-another row and counted with the request.
+Under an eviction policy a request holds, for all heads of a bin, first the blocks of its observed queries (one per
+head and token, in the pool like keys and values), then those of at most ``budget + buffer`` entries.  Everything
+follows from the position of a token: the first ``budget + buffer`` tokens lie in a row; before the next one an
+eviction keeps ``budget`` entries, and so before every ``buffer``-th after it.  So the scheduler knows what a request
+holds, and a request that is read again in other chunks evicts at the same tokens.
 """
 
 from __future__ import annotations
@@ -53,12 +50,7 @@ class SinkWindowDemand:
 
 @dataclass(frozen=True)
 class BufferDemand:
-    """Blocks of one bin under an eviction policy with a budget.
-
-    Attributes:
-        observation: a, queries that judge the entries.
-        group_size: G, query heads per KV head.
-    """
+    """Blocks of one bin under an eviction policy with a budget; ``observation`` queries judge the entries."""
 
     block_size: int
     budget: int
@@ -106,20 +98,13 @@ class BufferDemand:
         return torch.where(positions < self.capacity, positions, later)
 
     def observed(self, positions: Tensor) -> Tensor:
-        """The place among the observed queries of each position's; ``NOWHERE`` if no eviction will look at it.
-
-        Those that one eviction looks at are neighbours, so no two of them share a place.
-        """
-        ahead = torch.where(
-            positions < self.capacity,
-            self.capacity - positions,
-            self.buffer - (positions - self.capacity).remainder(self.buffer),
-        )
+        """The place of each position's query among the observed ones; ``NOWHERE`` if no eviction will look at it."""
+        behind = positions - self.capacity
+        ahead = torch.where(behind < 0, -behind, self.buffer - behind.remainder(self.buffer))
         # with a short buffer a query is also looked at by later evictions
         return torch.where(ahead <= self.observation, positions.remainder(self.observation), NOWHERE)
 
     def observed_before(self, positions: Tensor) -> Tensor:
         """``[R] -> [R, a]``: places of the queries that an eviction before each position looks at, oldest first."""
-        return (positions[:, None] + torch.arange(self.observation, device=positions.device)).remainder(
-            self.observation
-        )
+        latest = positions[:, None] + torch.arange(self.observation, device=positions.device)
+        return latest.remainder(self.observation)

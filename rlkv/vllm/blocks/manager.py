@@ -1,8 +1,7 @@
 """Blocks of compressible heads.
 
-Sinks and window: blocks that fall out of the window are given back. A request's block table keeps its positions:
-given-back blocks are replaced by the null block, and the kernels skip the gap (:mod:`rlkv.vllm.blocks.block_tables`).
-
+Sinks and window: blocks that fall out of the window are given back, and replaced by the null block in the request's
+block table; the kernels skip the gap (:mod:`rlkv.vllm.blocks.block_tables`).
 Eviction: as many blocks as the buffer has, for as long as the request runs (:mod:`rlkv.vllm.blocks.demand`).
 """
 
@@ -87,20 +86,19 @@ class SinkWindowManager(SingleTypeKVCacheManager):
                 found[number] = blocks
             return number in found
 
-        sinks = 0
-        while sinks < min(demand.full(kv_cache_spec.sink), longest) and cached(sinks):
+        sinks, wanted, window = 0, demand.full(kv_cache_spec.sink), demand.full(kv_cache_spec.window - 1)
+        while sinks < min(wanted, longest) and cached(sinks):
             sinks += 1
-        end = (sinks if sinks < demand.full(kv_cache_spec.sink) else longest) // step * step
+        end = (sinks if sinks < wanted else longest) // step * step
         while end > sinks:
-            first = max(sinks, end - demand.full(kv_cache_spec.window - 1))
+            first = max(sinks, end - window)
             missing = next((number for number in range(end - 1, first - 1, -1) if not cached(number)), None)
             if missing is None:
                 break
             end = missing // step * step
-        first = max(sinks, end - demand.full(kv_cache_spec.window - 1))
-        kept = [number for number in range(end) if number < sinks or number >= first]
+        first = max(sinks, end - window)
         table: tuple[list[KVCacheBlock], ...] = tuple([block_pool.null_block] * end for _ in kv_cache_group_ids)
-        for number in kept:
+        for number in (number for number in range(end) if number < sinks or number >= first):
             for row, block in zip(table, found[number], strict=True):
                 row[number] = block
         return table, end * block_size
@@ -123,12 +121,7 @@ class EvictingManager(SingleTypeKVCacheManager):
         *args: Any,
         **kwargs: Any,
     ) -> int:
-        """As the base class.
-
-        Raises:
-            RuntimeError: if a request goes back to earlier tokens without giving its blocks back, as the engine does
-                between two parts of a streamed input: what was evicted is gone.
-        """
+        """As the base class; RuntimeError if a request goes back to earlier tokens, as streamed inputs do."""
         if total_computed_tokens < self._computed.get(request_id, 0):
             raise RuntimeError(
                 f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} on, but some of its "

@@ -1,10 +1,9 @@
 """Which heads share a block, so that a pool of equal blocks is filled without waste.
 
-The engine's pool has blocks of one size. Every *bin* of heads has its own block table: a block of it holds
-``block_size`` tokens of all its heads. Full bins take a block for every ``block_size`` tokens, compressible bins only
-for sinks and window. All blocks are as large as the largest bin, so what a smaller bin leaves is lost; therefore the
-heads of both kinds are dealt into bins of (nearly) equal size, as few as possible, because each one costs a block
-table and metadata in every step. A layer's heads may be split over two bins, where whole layers do not fit.
+Every *bin* of heads has its own block table: a block of it holds ``block_size`` tokens of all its heads. Full bins
+take a block for every ``block_size`` tokens, compressible bins only for what they keep. All blocks are as large as the
+largest bin, so what a smaller bin leaves is lost; therefore heads are dealt into bins of (nearly) equal size, as few as
+possible, because each one costs a block table and metadata in every step. A layer may be split over two bins.
 """
 
 from __future__ import annotations
@@ -49,11 +48,9 @@ class PackingPlan:
 
     Attributes:
         parts: all parts, by layer, full ones first: the order of a layer's heads in the served model.
-        num_layers: also those are counted that have parts of one kind only.
     """
 
     parts: tuple[Part, ...]
-    num_layers: int
     demand: BlockDemand
 
     @cached_property
@@ -66,7 +63,6 @@ class PackingPlan:
 
     @cached_property
     def groups(self) -> list[list[Part]]:
-        """The block tables that the engine will make of the bins."""
         return engine_groups(list(self.bins.values()))
 
     @property
@@ -86,9 +82,8 @@ class PackingPlan:
 
     def blocks(self, tokens: int) -> int:
         """Blocks that a decoding request of ``tokens`` tokens holds."""
-        return sum(
-            self.demand.full(tokens) if group[0].full else self.demand.compressible(tokens) for group in self.groups
-        )
+        demand = self.demand
+        return sum(demand.full(tokens) if group[0].full else demand.compressible(tokens) for group in self.groups)
 
     def held(self, tokens: int) -> int:
         """What these blocks hold, in heads times blocks."""
@@ -96,9 +91,8 @@ class PackingPlan:
 
     def ideal(self, tokens: int) -> int:
         """As :meth:`held` for blocks that are filled without waste."""
-        return self.num_heads(True) * self.demand.full(tokens) + self.num_heads(False) * self.demand.compressible(
-            tokens
-        )
+        demand = self.demand
+        return self.num_heads(True) * demand.full(tokens) + self.num_heads(False) * demand.compressible(tokens)
 
     def uncompressed(self, tokens: int) -> int:
         """As :meth:`held` for the full cache."""
@@ -108,26 +102,37 @@ class PackingPlan:
         """Bytes held over ideal bytes, 1 at best."""
         return self.held(tokens) / self.ideal(tokens)
 
+    def head_bytes(self, head_size: int, element_size: int) -> int:
+        """Bytes of keys and values of one head in one block."""
+        return self.demand.block_size * 2 * head_size * element_size
+
+    def summary(self, head_bytes: int, tokens: int) -> str:
+        """One line: what a request of ``tokens`` tokens holds, and how many more tokens fit into the same pool."""
+        held, ideal, full = (
+            amount * head_bytes for amount in (self.held(tokens), self.ideal(tokens), self.uncompressed(tokens))
+        )
+        return (
+            f"{self.num_heads(True)} full and {self.num_heads(False)} compressible heads in {len(self.groups)} block "
+            f"tables; a request of {tokens:,} tokens holds {held:,} bytes of KV, the full cache would hold {full:,} "
+            f"({held / full:.3f}; without any waste {ideal / full:.3f}): "
+            f"{full / held:.2f} times the tokens in the same pool"
+        )
+
 
 def plan_heads(settings: ServingSettings, block_size: int, group_size: int, longest: int) -> PackingPlan:
     """The plan for resolved settings and a model whose texts have up to ``longest`` tokens."""
     policy = settings.policy()
-    if policy is not None:
-        demand: BlockDemand = BufferDemand.of(policy, block_size, group_size)
-    else:
+    if policy is None:
         assert settings.sink is not None
         assert settings.window is not None
-        demand = SinkWindowDemand(block_size, settings.sink, settings.window)
+        demand: BlockDemand = SinkWindowDemand(block_size, settings.sink, settings.window)
+    else:
+        demand = BufferDemand.of(policy, block_size, group_size)
     return plan_packing(settings.allocation.full, demand, min(settings.reference_tokens, longest))
 
 
 def plan_packing(full_LH: Tensor, demand: BlockDemand, reference_tokens: int) -> PackingPlan:
-    """Deal the heads of an allocation into bins.
-
-    Args:
-        full_LH: bool ``[num_layers, num_kv_heads]``, True for full heads.
-        reference_tokens: the length of a request for which the waste is judged.
-    """
+    """Deal the heads ``full_LH`` (True: full) into bins; waste is judged for a request of ``reference_tokens``."""
     plans = [_plan(full_LH, demand, size) for size in _sizes(full_LH)]
     wasted = {id(plan): plan.waste(reference_tokens) for plan in plans}
     good = [plan for plan in plans if wasted[id(plan)] <= GOOD_ENOUGH]
@@ -147,14 +152,11 @@ def _sizes(full_LH: Tensor) -> list[int]:
 def _plan(full_LH: Tensor, demand: BlockDemand, size: int) -> PackingPlan:
     parts: list[Part] = []
     for full in (True, False):
-        layers = [
-            (layer, [head for head, kept in enumerate(row) if kept == full])
-            for layer, row in enumerate(full_LH.tolist())
-        ]
+        layers = [(layer, (row == full).nonzero()[:, 0].tolist()) for layer, row in enumerate(full_LH)]
         first = 1 + max((part.bin for part in parts), default=-1)
         parts += _deal([(layer, heads) for layer, heads in layers if heads], size, full, first)
     parts.sort(key=lambda part: (part.layer, not part.full, part.bin, part.heads))
-    return PackingPlan(tuple(parts), full_LH.shape[0], demand)
+    return PackingPlan(tuple(parts), demand)
 
 
 def _deal(layers: list[tuple[int, list[int]]], size: int, full: bool, first: int) -> list[Part]:
@@ -199,7 +201,7 @@ def _is_balanced_mix(parts: list[Part]) -> bool:
 
 
 def engine_groups(bins: list[list[Part]]) -> list[list[Part]]:
-    """What vLLM 0.31 makes of bins whose specs refuse to be merged with one another's.
+    """The block tables that vLLM 0.31 makes of bins whose specs refuse to be merged with one another's.
 
     Where parts differ in size, every bin becomes one group (``_get_packed_kv_cache_groups``), unless a bin holds
     as many parts of each of several sizes: such bins make it cut the others into pieces, and so the plan has none.

@@ -1,7 +1,6 @@
 """What the engine's memory management must know about full and compressible heads.
 
-All kinds carry the number of their bin (:mod:`rlkv.vllm.blocks.packing`): layers of different bins never share a block
-table, even where the engine would merge them. Importing this module registers them, in every process that reads one.
+Importing this module registers the specs, in every process that reads one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rlkv.vllm.blocks.manager import EvictingManager, SinkWindowManager
 
 
 class _OfBin:
-    """Layers of one kind and bin share a block table, others never do."""
+    """Layers of one kind and bin (:mod:`rlkv.vllm.blocks.packing`) share a block table, others never do."""
 
     pack_tag: int
 
@@ -42,11 +41,7 @@ class PackedFullSpec(_OfBin, FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWindowSpec(_OfBin, AttentionSpec):
-    """Compressible heads of one layer and bin: blocks of the first ``sink`` and the last ``window`` tokens.
-
-    Attributes:
-        max_in_flight_tokens, max_model_len: the engine's limits, which bound the blocks of one request.
-    """
+    """Compressible heads of one layer and bin: blocks of the first ``sink`` and the last ``window`` tokens."""
 
     pack_tag: int
     sink: int
@@ -71,10 +66,7 @@ class SinkWindowSpec(_OfBin, AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingSpec(_OfBin, AttentionSpec):
-    """Compressible heads of one layer and bin under an eviction policy: observed queries and a buffer of entries.
-
-    Attributes: as of :class:`rlkv.vllm.blocks.demand.BufferDemand`.
-    """
+    """Compressible heads of one layer and bin under an eviction policy; fields as of :class:`BufferDemand`."""
 
     pack_tag: int
     budget: int

@@ -1,8 +1,7 @@
-"""vLLM attention backends of mixed attention: plain torch on a CPU, the engine's Triton kernels on a GPU.
+"""vLLM attention backends of mixed attention.
 
 A mixed layer has one ordinary paged cache of all its KV heads, so the engine's block management, chunked prefill,
-prefix caching and preemption are the stock ones.  A layer has in addition two numbers (sink, window) and a vector of
-gates, which is read again in every step.
+prefix caching and preemption are the stock ones.
 """
 
 from __future__ import annotations
@@ -13,21 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
     TritonAttentionMetadata,
-    TritonAttentionMetadataBuilder,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.attention.mixed import mix
-from rlkv.attention.sizes import SinkWindow
-from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables, without_gap
+from rlkv.attention import LocalSizes
+from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.mixed.attention import MixedReads, paged_mixed_attention, plan_mixed_reads
-from rlkv.vllm.paged.backend import AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl
+from rlkv.vllm.paged.attention import MixedReads, mix_tokens, paged_mixed_attention, plan_mixed_reads
+from rlkv.vllm.paged.backend import (
+    AttendingImpl,
+    BackendParts,
+    GaplessTritonBuilder,
+    TorchBackend,
+    TorchBuilder,
+    TorchImpl,
+)
 
 
 def mixed_backend() -> type[AttentionBackend]:
@@ -36,35 +40,29 @@ def mixed_backend() -> type[AttentionBackend]:
 
 
 class _LiveGates:
-    """What a mixed layer adds to an attention implementation.
-
-    ``alpha_H`` is a view of the model's buffer of gates, so that an update in place is seen by the next step, also by
-    a CUDA graph that was captured before it.
-    """
+    """``alpha_H`` is a view of the model's buffer of gates: every step, also a captured one, sees updates in place."""
 
     alpha_H: Tensor
-    sizes: SinkWindow
+    sizes: LocalSizes
 
-    def attach(self, alpha_H: Tensor, sizes: SinkWindow) -> None:
+    def attach(self, alpha_H: Tensor, sizes: LocalSizes) -> None:
         self.alpha_H, self.sizes = alpha_H, sizes
 
 
-def _gap_remover(builder: Any) -> GapRemover:
+def _gap_remover(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> GapRemover:
     """For the local branch of a builder's layers."""
-    layers = builder.vllm_config.compilation_config.static_forward_context
-    sizes: SinkWindow = layers[builder.layer_names[0]].impl.sizes
-    return GapRemover(SinkWindowDemand(builder.kv_cache_spec.block_size, sizes.sink, sizes.window))
+    sizes: LocalSizes = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.sizes
+    return GapRemover(SinkWindowDemand(kv_cache_spec.block_size, sizes.sink, sizes.window))
 
 
 class MixedTorchBuilder(TorchBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedReads:
-        common, gap_remover = common_attn_metadata, _gap_remover(self)
+        common = common_attn_metadata
+        gap_remover = _gap_remover(self.kv_cache_spec, self.layer_names, self.vllm_config)
         return plan_mixed_reads(common.block_table_tensor, common.query_start_loc_cpu, common.seq_lens, gap_remover)
 
 
 class MixedTorchImpl(_LiveGates, TorchImpl):
-    """Attention of one layer in plain torch."""
-
     def attend(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: MixedReads, output: Tensor
     ) -> None:
@@ -82,19 +80,12 @@ class MixedTritonMetadata(TritonAttentionMetadata):
     local: TritonAttentionMetadata | None = None
 
 
-class MixedTritonBuilder(TritonAttentionMetadataBuilder):
-    """The local branch is the engine's attention with a visible prefix (the sinks) and a window, over block tables
-    without the gap between them: it reads S + W tokens per row, not the whole past.
-    """
-
-    _cudagraph_support = AttentionCGSupport.ALWAYS
+class MixedTritonBuilder(GaplessTritonBuilder):
+    """The stock metadata for the full branch, and those without gaps for the local one."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        rows = vllm_config.scheduler_config.max_num_seqs
-        # permanent buffers: a captured graph keeps their addresses
-        self.gap_remover, self.tables = _gap_remover(self), SteadyTables(rows)
-        self.sinks_R = torch.full((rows,), self.gap_remover.demand.sink, dtype=torch.int32, device=device)
+        gap_remover = _gap_remover(kv_cache_spec, layer_names, vllm_config)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_remover)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
@@ -103,10 +94,7 @@ class MixedTritonBuilder(TritonAttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedTritonMetadata:
         common = common_attn_metadata
-        table, lengths = self.tables(*self.gap_remover.of_step(common), common.block_table_tensor.shape[1])
-        local = super().build(0, without_gap(common, self.gap_remover, table, lengths), fast_build)
-        local.rswa_prefix_lens = self.sinks_R[: common.num_reqs]
-        local.rswa_window = self.gap_remover.demand.window
+        local = self.build_local(self.without_gaps(common), self.sinks_R[: common.num_reqs], fast_build)
         stock = super().build(common_prefix_len, common, fast_build)
         return MixedTritonMetadata(**vars(stock), local=local)
 
@@ -121,9 +109,7 @@ class MixedTritonImpl(_LiveGates, AttendingImpl, TritonAttentionImpl):
         TritonAttentionImpl.forward(self, layer, query, key, value, kv_cache, step, full)
         TritonAttentionImpl.forward(self, layer, query, key, value, kv_cache, step.local, local)
         tokens = step.num_actual_tokens
-        # mix() wants [rows, query heads, tokens, size]
-        mixed = mix(full[:tokens].transpose(0, 1)[None], local[:tokens].transpose(0, 1)[None], self.alpha_H)
-        output[:tokens] = mixed[0].transpose(0, 1)
+        output[:tokens] = mix_tokens(full[:tokens], local[:tokens], self.alpha_H)
 
 
 class MixedTritonBackend(BackendParts, TritonAttentionBackend):

@@ -1,9 +1,8 @@
 """Sampling in vLLM with the training loop's own draws, so that the same rows give the same tokens in every engine.
 
-vLLM's generators give other numbers than ours, and its log-probabilities are before temperature or after truncation;
-the training loop needs those of the tempered distribution, before top-k and top-p.  So each row's token is drawn here,
-as a logits processor: the drawn token keeps a value, its log-probability, and all others go to minus infinity.  The
-engine then decodes greedily and, with ``logprobs_mode="processed_logits"``, hands that value out.
+The training loop needs log-probabilities of the tempered distribution, before top-k and top-p, which vLLM does not
+give.  So a logits processor draws each row's token: it keeps a value, its log-probability, and all others go to minus
+infinity.  The engine then decodes greedily and, with ``logprobs_mode="processed_logits"``, hands that value out.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
-from rlkv.vllm.names import DRAW_KEY
+from rlkv.vllm.settings import DRAW_KEY
 
 
 class _Row:

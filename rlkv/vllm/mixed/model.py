@@ -1,4 +1,4 @@
-"""Models of vLLM whose attention is mixed: the engine's own classes, their attention layers exchanged.
+"""Models of vLLM whose attention is mixed: the engine's own classes with other attention layers, and their gates.
 
 A model becomes mixed by its architecture name (``RLKVMixedLlamaForCausalLM`` instead of ``LlamaForCausalLM``, set with
 ``hf_overrides``) and finds S and W in the engine's ``additional_config``; other models of the process stay stock.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm import ModelRegistry
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -16,10 +17,10 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from rlkv.attention.sizes import SinkWindow
+from rlkv.attention import LocalSizes
 from rlkv.vllm.limits import check_engine
 from rlkv.vllm.mixed.backend import mixed_backend
-from rlkv.vllm.names import CONFIG_KEY, PREFIX
+from rlkv.vllm.settings import ARCHITECTURES, MIXED, MIXED_KEY
 
 GATES = "rlkv_gates"  # the buffer of the model: float32 [num_layers, num_kv_heads]
 
@@ -27,7 +28,7 @@ GATES = "rlkv_gates"  # the buffer of the model: float32 [num_layers, num_kv_hea
 def _exchange(model: Any, config: VllmConfig) -> None:
     """Put a mixed attention layer in the place of every stock one, all reading one buffer of gates."""
     check_engine(config, "a mixed-attention rollout")
-    sizes = SinkWindow(**config.additional_config[CONFIG_KEY])
+    sizes = LocalSizes(**config.additional_config[MIXED_KEY])
     layers = model.model.layers
     stock: list[Attention] = [layer.self_attn.attn for layer in layers]
     gates = torch.ones(len(stock), stock[0].num_kv_heads, dtype=torch.float32)
@@ -56,19 +57,40 @@ def _mixed(base: type) -> type:
             super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
             _exchange(self, get_current_vllm_config())
 
-    Mixed.__name__ = Mixed.__qualname__ = PREFIX + base.__name__
+    Mixed.__name__ = Mixed.__qualname__ = MIXED + base.__name__
     return Mixed
 
 
 RLKVMixedLlamaForCausalLM = _mixed(LlamaForCausalLM)
 RLKVMixedQwen2ForCausalLM = _mixed(Qwen2ForCausalLM)
 RLKVMixedQwen3ForCausalLM = _mixed(Qwen3ForCausalLM)
-CLASSES = (RLKVMixedLlamaForCausalLM, RLKVMixedQwen2ForCausalLM, RLKVMixedQwen3ForCausalLM)
 
 
 def register() -> None:
     """Make the mixed classes known to this process under their names."""
-    known = ModelRegistry.get_supported_archs()
-    for model_class in CLASSES:
-        if model_class.__name__ not in known:
-            ModelRegistry.register_model(model_class.__name__, model_class)
+    for name in (MIXED + architecture for architecture in ARCHITECTURES):
+        if name not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(name, globals()[name])
+
+
+class GateWorker:
+    """What the engine's worker can be asked for (``collective_rpc``): vLLM mixes this class into it."""
+
+    model_runner: Any
+
+    def _gates(self) -> Tensor:
+        model = self.model_runner.get_model()
+        buffer: Tensor = getattr(model, GATES)
+        for index, layer in enumerate(model.model.layers):
+            # moving the model to another device copies the buffer, and the layers keep the old one
+            if layer.self_attn.attn.impl.alpha_H.data_ptr() != buffer[index].data_ptr():
+                raise RuntimeError(f"layer {index} does not read the model's gates: the model was moved after loading")
+        return buffer
+
+    def rlkv_gates(self) -> list[list[float]]:
+        """The gates ``[num_layers][num_kv_heads]``."""
+        return self._gates().cpu().tolist()
+
+    def rlkv_set_gates(self, alpha: list[list[float]]) -> None:
+        """Overwrite the gates in place; the layers read them from now on."""
+        self._gates().copy_(torch.tensor(alpha, dtype=torch.float32))

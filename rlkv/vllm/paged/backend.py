@@ -1,4 +1,4 @@
-"""What rlkv's attention backends for vLLM share: parts named by attributes, and one entry for their attention."""
+"""What rlkv's attention backends for vLLM share: on a CPU plain torch, on a GPU the engine's Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.vllm.paged.write import write_cache
+from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables
+from rlkv.vllm.paged.attention import write_cache
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -44,7 +52,7 @@ class BackendParts(AttentionBackend):
 
 
 class TorchBackend(BackendParts):
-    """In plain torch: any head size, any block size."""
+    """Any head size, any block size."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as in the base class)
@@ -55,8 +63,7 @@ class TorchBackend(BackendParts):
 
 
 class TorchBuilder(AttentionMetadataBuilder[Any]):
-    """The base class declares its constructor abstract."""
-
+    # abstract in the base class
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -92,7 +99,7 @@ class AttendingImpl(AttentionImpl):
 
 
 class TorchImpl(AttendingImpl):
-    """One layer in plain torch, and how its states are written."""
+    """One layer in plain torch."""
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
@@ -101,3 +108,42 @@ class TorchImpl(AttendingImpl):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         write_cache(key, value, kv_cache, slot_mapping)
+
+
+class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
+    """Metadata of the stock kernel with its mask "the first S or the last W", over block tables without gaps.
+
+    It reads S + W tokens per row, not the whole past. Buffers are permanent: a captured graph keeps their addresses.
+    """
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        gap_remover: GapRemover,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        rows = vllm_config.scheduler_config.max_num_seqs
+        self.gap_remover, self.tables = gap_remover, SteadyTables(rows)
+        self.sinks_R = torch.full((rows,), gap_remover.demand.sink, dtype=torch.int32, device=device)
+
+    def without_gaps(self, common: Any) -> Any:
+        """A step's metadata (vLLM's) over tables without gaps."""
+        table, lengths = self.tables(*self.gap_remover.of_step(common), common.block_table_tensor.shape[1])
+        longest = self.gap_remover.width(common.max_query_len, table.shape[1]) * self.gap_remover.demand.block_size
+        return common.replace(
+            block_table_tensor=table,
+            seq_lens=lengths,
+            max_seq_len=min(common.max_seq_len, longest),
+            rswa_prefix_lens=None,  # stated for rlkv alone: the stock builder has no use for them
+        )
+
+    def build_local(self, own: Any, prefix_R: Tensor, fast_build: bool) -> TritonAttentionMetadata:
+        """For the step ``own`` without gaps; ``prefix_R``: first tokens that each request sees."""
+        metadata = super().build(0, own, fast_build)
+        metadata.rswa_prefix_lens, metadata.rswa_window = prefix_R, self.gap_remover.demand.window
+        return metadata

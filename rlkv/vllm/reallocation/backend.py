@@ -19,14 +19,19 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
     TritonAttentionMetadata,
-    TritonAttentionMetadataBuilder,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables, without_gap
-from rlkv.vllm.blocks.report import check_block_bytes
-from rlkv.vllm.paged.backend import BackendParts, TorchBackend, TorchBuilder, TorchImpl, moved
-from rlkv.vllm.paged.local_attention import Reads, paged_local_attention, plan_reads
+from rlkv.vllm.blocks.full_prefill import full_prompts
+from rlkv.vllm.paged.attention import Reads, paged_local_attention, plan_reads
+from rlkv.vllm.paged.backend import (
+    BackendParts,
+    GaplessTritonBuilder,
+    TorchBackend,
+    TorchBuilder,
+    TorchImpl,
+    moved,
+)
 from rlkv.vllm.settings import read_request
 
 LAYOUTS = (KVCacheLayout.BLHNC,)
@@ -58,16 +63,25 @@ class PackedCPUBackend(BackendParts, CPUAttentionBackend):
     name = CPUAttentionBackend.get_name()
 
 
-def _gap_remover(vllm_config: Any, layer_names: list[str]) -> GapRemover:
-    """The one that all layers of the bin share (:mod:`rlkv.vllm.reallocation.reallocation`)."""
-    layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-    check_block_bytes(vllm_config, layer)
-    return layer.gap_remover
+def layers_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:
+    """The layers of a builder."""
+    return [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
 
 
-def _prompts(gap_remover: GapRemover, common: Any, vllm_config: Any) -> list[int] | None:
-    """Lengths of the prompts that this step reads in full; None if there are none."""
-    return None if gap_remover.full_prefill is None else gap_remover.full_prefill.prompts(common, vllm_config)
+def check_block_bytes(layer: Any) -> None:
+    """Raise ``RuntimeError`` if the engine made blocks of another size than :func:`engine_groups` foresees.
+
+    The text would still be right, but memory would be wasted unnoticed.
+    """
+    cache = layer.kv_cache
+    if cache.dim() != 4 or len(cache) < 2:
+        return  # not allocated yet
+    found = cache.stride(0) * cache.element_size()
+    if found != layer.block_bytes:
+        raise RuntimeError(
+            f"rlkv: the engine's blocks have {found:,} bytes, planned were {layer.block_bytes:,}: "
+            "please report this with the gates file and the sparsity"
+        )
 
 
 @dataclass
@@ -79,26 +93,18 @@ class LocalMetadata:
 
 class LocalTorchBuilder(TorchBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LocalMetadata:
-        common = common_attn_metadata
-        gap_remover = _gap_remover(self.vllm_config, self.layer_names)
-        table, lengths = gap_remover.of_step(common)
+        common, layer = common_attn_metadata, layers_of(self.vllm_config, self.layer_names)[0]
+        check_block_bytes(layer)
+        remover = layer.gap_remover
+        table, lengths = remover.of_step(common)
+        prompts = full_prompts(common, self.vllm_config) if remover.full_prefill else None
         starts = common.query_start_loc_cpu.tolist()
-        prompts = _prompts(gap_remover, common, self.vllm_config)
-        return LocalMetadata(plan_reads(table, starts, lengths.tolist(), gap_remover.demand, prompts))
+        return LocalMetadata(plan_reads(table, starts, lengths.tolist(), remover.demand, prompts))
 
 
 class LocalTorchImpl(TorchImpl):
-    """Sinks and window in plain torch."""
-
     def attend(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        step: LocalMetadata,
-        output: Tensor,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
     ) -> None:
         paged_local_attention(query, kv_cache, step.reads, self.scale, output)
 
@@ -107,19 +113,14 @@ class LocalTorchBackend(TorchBackend):
     impl, builder, layouts = LocalTorchImpl, LocalTorchBuilder, LAYOUTS
 
 
-class LocalTritonBuilder(TritonAttentionMetadataBuilder):
-    """The stock metadata over tables without gaps, and the stock kernel's "prefix or window" mask switched on.
-
-    Prompts that are read in full have themselves as a visible prefix; what a request wrote itself and reads again in
+class LocalTritonBuilder(GaplessTritonBuilder):
+    """Prompts that are read in full have themselves as a visible prefix; what a request wrote itself and reads again in
     the same step is a request of its own in the metadata, over the same blocks.
     """
 
-    _cudagraph_support = AttentionCGSupport.ALWAYS
-    sinks_R: Tensor | None = None
-
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.tables = SteadyTables(vllm_config.scheduler_config.max_num_seqs)
+        self.layer = layers_of(vllm_config, layer_names)[0]
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, self.layer.gap_remover)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -132,18 +133,12 @@ class LocalTritonBuilder(TritonAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TritonAttentionMetadata:
         common = common_attn_metadata
-        gap_remover = _gap_remover(self.vllm_config, self.layer_names)
-        table, lengths = self.tables(*gap_remover.of_step(common), common.block_table_tensor.shape[1])
-        # the engine states prompt lengths for us alone: the stock builder has no use for them
-        own = without_gap(common, gap_remover, table, lengths).replace(rswa_prefix_lens=None)
-        prefix_R = self._sinks(gap_remover.demand.sink, common.num_reqs)
-        prompts = _prompts(gap_remover, common, self.vllm_config)
+        check_block_bytes(self.layer)
+        own, prefix_R = self.without_gaps(common), self.sinks_R[: common.num_reqs]
+        prompts = full_prompts(common, self.vllm_config) if self.gap_remover.full_prefill else None
         if prompts is not None and common.max_query_len > 1:  # a prompt of one token sees itself only
-            own, prefix_R = self._with_prompts(own, common, prompts, gap_remover.demand.sink)
-        metadata = super().build(0, own, fast_build)
-        metadata.rswa_prefix_lens = prefix_R
-        metadata.rswa_window = gap_remover.demand.window
-        return metadata
+            own, prefix_R = self._with_prompts(own, common, prompts, self.gap_remover.demand.sink)
+        return self.build_local(own, prefix_R, fast_build)
 
     def _with_prompts(self, own: Any, common: Any, prompts: list[int], sink: int) -> tuple[Any, Tensor]:
         """``own`` (without gaps) with prompts and what follows them apart, and the visible prefix of each."""
@@ -166,12 +161,6 @@ class LocalTritonBuilder(TritonAttentionMetadataBuilder):
             num_reqs=len(pieces),
         )
         return split, prefix_P
-
-    def _sinks(self, sink: int, requests: int) -> Tensor:
-        """S for every request, always at the same place."""
-        if self.sinks_R is None:
-            self.sinks_R = torch.full((self.tables.rows,), sink, dtype=torch.int32, device=self.device)
-        return self.sinks_R[:requests]
 
 
 class LocalTritonBackend(BackendParts, TritonAttentionBackend):

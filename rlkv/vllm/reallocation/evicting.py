@@ -1,4 +1,4 @@
-"""Compaction of a paged cache under an eviction policy, in plain torch; the same code on a CPU and on a GPU.
+"""When the requests of a step evict, and the eviction itself, in plain torch; the same code on a CPU and on a GPU.
 
 Shapes: R requests, H KV heads, G query heads per KV head, C entries of a request, N entries in a block, D size of a
 head, a observed queries, E entries per observed query; the cache is ``[blocks, H, N, 2 * D]``, keys then values.
@@ -6,17 +6,84 @@ head, a observed queries, E entries per observed query; the cache is ``[blocks, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.eviction.attention import items_at_once
+from rlkv.eviction.attention import pieces
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.vllm.blocks.demand import NOWHERE, BufferDemand
-from rlkv.vllm.blocks.rounds import Round, plan_rounds
+
+
+@dataclass(frozen=True)
+class Round:
+    """Tokens of a step that are stored and attended to together, after the rows ``due`` have evicted.
+
+    Attributes:
+        rows: the requests that take part, by their row in the step.
+        due: those of them that evict first; ``due_positions``: the position of their next token.
+        tokens: int64, the step's tokens that take part; None: all of them, in their order.
+        row_T, position_T: row and position of each token, int64.
+        starts: ``len(rows) + 1`` numbers, the first token of each request, counted within the round.
+        lengths: entries of each request, with those of this round.
+    """
+
+    rows: list[int]
+    due: list[int]
+    due_positions: list[int]
+    tokens: Tensor | None
+    row_T: Tensor
+    position_T: Tensor
+    starts: list[int]
+    lengths: list[int]
+
+
+def plan_rounds(demand: BufferDemand, starts: list[int], lengths: list[int]) -> list[Round]:
+    """Cut a step where its requests evict; the first round has all rows, also those of padding, which have no tokens.
+
+    Args:
+        starts: ``R + 1`` numbers: request r has the queries ``starts[r] <= t < starts[r + 1]``.
+        lengths: tokens of each request, those of this step included.
+    """
+    first_T = [length - (end - start) for length, start, end in zip(lengths, starts, starts[1:], strict=False)]
+    rounds: list[Round] = []
+    rows, position = list(range(len(lengths))), list(first_T)
+    while rows:
+        ends = [min(demand.next_eviction(position[row]), lengths[row]) for row in rows]
+        rounds.append(_round(demand, rows, [position[row] for row in rows], ends, starts, first_T))
+        for row, end in zip(rows, ends, strict=True):
+            position[row] = end
+        rows = [row for row in rows if position[row] < lengths[row]]
+    return rounds if len(rounds) > 1 else [replace(rounds[0], tokens=None)]
+
+
+def _round(
+    demand: BufferDemand, rows: list[int], begins: list[int], ends: list[int], starts: list[int], first: list[int]
+) -> Round:
+    begin_R, end_R, row_R = torch.tensor(begins), torch.tensor(ends), torch.tensor(rows)
+    counts = end_R - begin_R
+    own_starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    place_T = torch.arange(int(own_starts[-1])) - own_starts[:-1].repeat_interleave(counts)
+    position_T = begin_R.repeat_interleave(counts) + place_T
+    token_R = torch.tensor([starts[row] - first[row] for row in rows])
+    due = [
+        (row, begin)
+        for row, begin, end in zip(rows, begins, ends, strict=True)
+        if end > begin and demand.evicts_before(begin)
+    ]
+    return Round(
+        rows=rows,
+        due=[row for row, _ in due],
+        due_positions=[begin for _, begin in due],
+        tokens=token_R.repeat_interleave(counts) + position_T,
+        row_T=row_R.repeat_interleave(counts),
+        position_T=position_T,
+        starts=own_starts.tolist(),
+        lengths=(demand.entries(end_R - 1) + 1).clamp(min=0).tolist(),
+    )
 
 
 @dataclass
@@ -69,11 +136,7 @@ def evict(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Evicti
         positions_R: int64, the position of the token that comes next.
         factor: what queries are multiplied by, so that ``query . key / sqrt(D)`` is the attention logit.
     """
-    demand = eviction.demand
-    numbers = cache.shape[1] * demand.capacity * cache.shape[3]
-    at_once = items_at_once(numbers)
-    for first in range(0, len(table_RM), at_once):
-        piece = slice(first, first + at_once)
+    for piece in pieces(len(table_RM), cache.shape[1] * eviction.demand.capacity * cache.shape[3]):
         _evict(cache, table_RM[piece].long(), positions_R[piece], eviction, factor)
 
 

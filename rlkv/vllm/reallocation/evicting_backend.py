@@ -1,4 +1,4 @@
-"""vLLM attention backends of compressible heads under an eviction policy: torch on a CPU, Triton kernels on a GPU.
+"""vLLM attention backends of compressible heads under an eviction policy.
 
 A step is cut where its requests evict (:mod:`rlkv.vllm.blocks.demand`). Evictions before the first tokens, all there
 are while decoding, are done while the step's metadata are built, for every layer, so that a captured graph never holds
@@ -23,12 +23,10 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
-from rlkv.vllm.blocks.report import check_block_bytes
-from rlkv.vllm.blocks.rounds import Round
+from rlkv.vllm.paged.attention import Reads, paged_local_attention, plan_reads
 from rlkv.vllm.paged.backend import AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl, moved
-from rlkv.vllm.paged.local_attention import Reads, paged_local_attention, plan_reads
-from rlkv.vllm.reallocation.backend import LAYOUTS
-from rlkv.vllm.reallocation.evicting import Eviction, entry_slots, evict, query_halves, query_slots
+from rlkv.vllm.reallocation.backend import LAYOUTS, check_block_bytes, layers_of
+from rlkv.vllm.reallocation.evicting import Eviction, Round, entry_slots, evict, query_halves, query_slots
 
 
 def evicting_backend() -> type[AttentionBackend]:
@@ -57,8 +55,6 @@ class PlacedRound:
 
 @dataclass
 class EvictingMetadata:
-    """One step."""
-
     rounds: list[PlacedRound]
 
 
@@ -70,12 +66,11 @@ def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
         tokens=None if plan.tokens is None else moved(plan.tokens, device),
         slots_T=entry_slots(demand, table_RM, row_T, demand.entries(position_T)),
         queries_ET=query_slots(demand, table_RM, row_T, demand.observed(position_T)),
-        due=place_due(torch.tensor(plan.due), torch.tensor(plan.due_positions), table_RM) if plan.due else None,
+        due=_place_due(torch.tensor(plan.due), torch.tensor(plan.due_positions), table_RM) if plan.due else None,
     )
 
 
-def place_due(row_R: Tensor, position_R: Tensor, table_RM: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks and next positions of the requests ``row_R``."""
+def _place_due(row_R: Tensor, position_R: Tensor, table_RM: Tensor) -> tuple[Tensor, Tensor]:
     return table_RM[moved(row_R, table_RM.device)], moved(position_R, table_RM.device)
 
 
@@ -87,18 +82,14 @@ class _EvictingBuilder:
 
     @property
     def eviction(self) -> Eviction:
-        return self._layers[0].eviction
-
-    @property
-    def _layers(self) -> list[Any]:
-        known = self.vllm_config.compilation_config.static_forward_context
-        return [known[name] for name in self.layer_names]
+        return layers_of(self.vllm_config, self.layer_names)[0].eviction
 
     def begin(self, parts: list[PlacedRound]) -> EvictingMetadata:
         """The step's metadata, after what is due before its first tokens was done in every layer."""
-        check_block_bytes(self.vllm_config, self._layers[0])
-        for layer in self._layers:
-            layer.impl.evict(layer.kv_cache, parts[0], self.eviction)
+        layers = layers_of(self.vllm_config, self.layer_names)
+        check_block_bytes(layers[0])
+        for layer in layers:
+            layer.impl.evict(layer.kv_cache, parts[0], layer.eviction)
         return EvictingMetadata(parts)
 
 
@@ -123,12 +114,12 @@ class _EvictingImpl(AttendingImpl):
             if part.tokens is None:
                 self._store(layer, query, key, value, kv_cache, part)
                 self.attend_round(layer, query, kv_cache, part, output)
-                continue
-            own = query[part.tokens]
-            self._store(layer, own, key[part.tokens], value[part.tokens], kv_cache, part)
-            found = torch.empty_like(own, dtype=output.dtype)
-            self.attend_round(layer, own, kv_cache, part, found)
-            output[part.tokens] = found
+            else:
+                own = query[part.tokens]
+                self._store(layer, own, key[part.tokens], value[part.tokens], kv_cache, part)
+                found = torch.empty_like(own, dtype=output.dtype)
+                self.attend_round(layer, own, kv_cache, part, found)
+                output[part.tokens] = found
 
     def _store(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound
@@ -157,8 +148,6 @@ class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
 
 
 class EvictingTorchImpl(_EvictingImpl, TorchImpl):
-    """Everything that is held, in plain torch."""
-
     def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
         paged_local_attention(query, kv_cache, part.reads, self.scale, output)
 
@@ -195,7 +184,7 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
             position_R = common.seq_lens_cpu_upper_bound.long() - 1
             due_R = self.eviction.demand.evicts_before(position_R)
             if due_R.any():
-                parts[0].due = place_due(due_R.nonzero()[:, 0], position_R[due_R], common.block_table_tensor)
+                parts[0].due = _place_due(due_R.nonzero()[:, 0], position_R[due_R], common.block_table_tensor)
         else:
             parts = [self._reading(common, plan) for plan in self.eviction.rounds(common)]
         return self.begin(parts)
@@ -241,8 +230,6 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
 
 
 class EvictingTritonImpl(_EvictingImpl, TritonAttentionImpl):
-    """Everything that is held, by the engine's Triton kernel."""
-
     def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
         # keys and values are in the cache
         TritonAttentionImpl.forward(self, layer, query, None, None, kv_cache, part.stock, output)

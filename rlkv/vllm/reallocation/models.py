@@ -1,7 +1,4 @@
-"""The stock models, or the same with other attention layers where rlkv was asked for.
-
-Only the stock model classes are imported here, so that an inactive plugin costs nothing and breaks nothing.
-"""
+"""The stock models, or the same with other attention layers where rlkv was asked for; other imports are lazy."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from vllm.model_executor.models.llama import LlamaForCausalLM as StockLlama
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM as StockQwen2
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM as StockQwen3
 
+from rlkv.vllm.plugin import check_version
 from rlkv.vllm.settings import read_request
-from rlkv.vllm.versions import check_version, installed_version
 
 if TYPE_CHECKING:
     from rlkv.vllm.reallocation.reallocation import Reallocation
@@ -29,7 +26,7 @@ class _Dispatch:
     def __new__(cls, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> Any:
         if read_request(vllm_config.additional_config) is None:
             return cls.stock(vllm_config=vllm_config, prefix=prefix, **kwargs)
-        check_version(installed_version())
+        check_version()
         return super().__new__(cls)
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:

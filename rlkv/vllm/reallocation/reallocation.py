@@ -13,9 +13,7 @@ from vllm.logger import init_logger
 
 from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
-from rlkv.vllm.blocks.full_prefill import FullPrefill
 from rlkv.vllm.blocks.packing import PackingPlan, plan_heads
-from rlkv.vllm.blocks.report import block_bytes, memory_summary
 from rlkv.vllm.limits import check_engine, resolve_settings
 from rlkv.vllm.reallocation.evicting import Eviction
 from rlkv.vllm.reallocation.split_attention import SplitAttention
@@ -27,7 +25,7 @@ _PROJECTION = re.compile(r"layers\.(\d+)\.self_attn\.([qkvo])_proj\.(.+)$")
 
 @dataclass(frozen=True)
 class Reallocation:
-    """What was done to a model."""
+    """How the heads of a model were dealt out."""
 
     plan: PackingPlan
     head_size: int
@@ -36,10 +34,8 @@ class Reallocation:
     def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors with the heads of each layer in the order of its parts.
 
-        Rows of the query, key and value projections and of their biases; columns of the output projection.
-
         Raises:
-            ValueError: for tensors of these projections whose layout is not known.
+            ValueError: for tensors of the attention's projections whose layout is not known.
         """
         for name, tensor in weights:
             found = _PROJECTION.search(name)
@@ -77,12 +73,11 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
         stock = layer.self_attn.attn
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
         layer.self_attn.attn = SplitAttention(stock, plan.of_layer(number), kept, vllm_config)
-    per_block = block_bytes(plan, stock.head_size, stock.kv_cache_torch_dtype.itemsize)
+    head_bytes = plan.head_bytes(stock.head_size, stock.kv_cache_torch_dtype.itemsize)
     for layer in model.model.layers:
         for part in layer.self_attn.attn.parts:
-            part.block_bytes = per_block
-    tokens = min(settings.reference_tokens, longest)
-    logger.info("rlkv: %s", memory_summary(plan, per_block // plan.heads_per_block, tokens))
+            part.block_bytes = head_bytes * plan.heads_per_block
+    logger.info("rlkv: %s", plan.summary(head_bytes, min(settings.reference_tokens, longest)))
     return Reallocation(plan, stock.head_size, group_size)
 
 
@@ -90,8 +85,7 @@ def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) ->
     """The policy of compressible heads and their buffer, or for each bin what reads sinks and window."""
     policy, demand = settings.policy(), plan.demand
     if isinstance(demand, SinkWindowDemand):
-        full_prefill = FullPrefill() if settings.prefill == "full" else None
-        return {number: GapRemover(demand, full_prefill) for number in plan.bins}
+        return {number: GapRemover(demand, settings.prefill == "full") for number in plan.bins}
     assert policy is not None
     assert isinstance(demand, BufferDemand)
     if demand.capacity >= longest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,15 +26,10 @@ from rlkv.vllm.reallocation.evicting_backend import evicting_backend
 
 
 class PartAttention(Attention):
-    """Heads of one part.
-
-    Attributes:
-        eviction, gap_remover: one of them for compressible heads; full ones have neither.
-        block_bytes: of the pool, as planned.
-    """
+    """Heads of one part; compressible ones have either ``eviction`` or ``gap_remover``, full ones neither."""
 
     pack_tag: int
-    block_bytes: int
+    block_bytes: int  # of the pool, as planned
     eviction: Eviction | None = None
     gap_remover: GapRemover | None = None
 
@@ -47,9 +43,7 @@ class PartAttention(Attention):
             "pack_tag": self.pack_tag,
         }
         if self.eviction is not None:
-            demand = self.eviction.demand
-            sizes = {name: getattr(demand, name) for name in ("budget", "buffer", "observation", "group_size")}
-            return EvictingSpec(**common, **sizes)
+            return EvictingSpec(**{**asdict(self.eviction.demand), **common})
         if self.gap_remover is not None:
             return SinkWindowSpec(
                 **common,
@@ -114,13 +108,11 @@ class SplitAttention(nn.Module):
         for layer in layers:
             end = first + layer.num_kv_heads * self.head_size
             own = slice(first * self.group_size, end * self.group_size)
-            heads = (-1, (layer.num_heads, self.head_size))
-            kv_heads = (-1, (layer.num_kv_heads, self.head_size))
-            keys, values = key[:, first:end].unflatten(*kv_heads), value[:, first:end].unflatten(*kv_heads)
+            keys, values = (states[:, first:end].unflatten(-1, (-1, self.head_size)) for states in (key, value))
+            queries, outputs = (states[:, own].unflatten(-1, (-1, self.head_size)) for states in (query, output))
             name = _encode_layer_name(layer.layer_name)
             if not layer.attn_backend.forward_includes_kv_cache_update:
                 unified_kv_cache_update(keys, values, name)
-            queries, outputs = query[:, own].unflatten(*heads), output[:, own].unflatten(*heads)
             unified_attention_with_output(queries, keys, values, outputs, name)
             first = end
 

@@ -1,6 +1,4 @@
-"""Attention to sinks and window over a paged cache without gaps, in plain torch.
-
-The CPU path of compressible heads, and the reference of the CUDA path.
+"""Local and mixed attention over a paged cache in plain torch: the CPU path, and the reference of the CUDA path.
 
 Shapes: R requests, Q queries of each, T query tokens of all requests one after the other, H KV heads, G query heads
 per KV head, C blocks that a request reads, D size of a head; the cache is ``[blocks, H, N, 2 * D]``: N tokens per
@@ -16,10 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlkv.attention.mixed import mix
+from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 
 QUERIES_AT_ONCE = 128  # of one request: its window and these tokens are read together
 ROWS_AT_ONCE = 64  # of decoding requests
+EVERYTHING = 2**31  # a window that no text exceeds
+
+
+def write_cache(key_THD: Tensor, value_THD: Tensor, cache: Tensor, slots_T: Tensor) -> None:
+    """Put token t into slot ``slots_T[t]`` of the cache; slot = block * N + place in the block, below 0: padding."""
+    kept = (slots_T >= 0).nonzero()[:, 0]  # there may be more tokens than slots: padding too
+    block, place = slots_T[kept] // cache.shape[2], slots_T[kept] % cache.shape[2]
+    size = key_THD.shape[-1]
+    cache[block, :, place, :size] = key_THD[kept].to(cache.dtype)
+    cache[block, :, place, size:] = value_THD[kept].to(cache.dtype)
 
 
 @dataclass(frozen=True)
@@ -27,12 +37,11 @@ class Reads:
     """Queries that are computed together, and the keys that they see; made once for all layers of a bin.
 
     Attributes:
-        token_RQ: the step's tokens that ask.
+        token_RQ, position_RQ: the queries, by their place in the step and in their text.
         block_RC: the blocks that are read; ``column_K``: the position of each slot in them.
-        position_RQ: of the queries.
         prompt: so many first tokens see everything before them.
-        seen_RQK: bool ``[R, Q, C * N]``; None if it is made again for each layer, because all together may be large.
         unwritten: row, column and slot of each slot that is read but may not have been written yet.
+        seen_RQK: bool ``[R, Q, C * N]``; None if it is made again for each layer, because all together may be large.
     """
 
     token_RQ: Tensor
@@ -85,13 +94,44 @@ def plan_reads(
 
 
 def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], scale: float, out: Tensor) -> None:
-    """Fill ``out`` ``[T, H * G, D]``; scores and weights are in float32.
-
-    Args:
-        query_TXD: ``[T, H * G, D]``; the query heads of one KV head are neighbours.
-    """
+    """Fill ``out`` from queries, both ``[T, H * G, D]``, query heads of a group side by side; scores are float32."""
     for part in reads:
         _attend(query_TXD, cache, part, scale, out)
+
+
+@dataclass(frozen=True)
+class MixedReads:
+    """What the queries of one step read in either branch."""
+
+    full: list[Reads]
+    local: list[Reads]
+
+
+def plan_mixed_reads(table_RM: Tensor, starts: Tensor, lengths_R: Tensor, gap_remover: GapRemover) -> MixedReads:
+    """What a step reads; arguments as of :class:`GapRemover`, which knows sinks and window."""
+    begins = starts.tolist()
+    most = int((starts[1:] - starts[:-1]).max())
+    table_RC, shorter_R = gap_remover(table_RM, lengths_R, starts, most)
+    everything = SinkWindowDemand(gap_remover.demand.block_size, 0, EVERYTHING)
+    return MixedReads(
+        plan_reads(table_RM, begins, lengths_R.tolist(), everything),
+        plan_reads(table_RC, begins, shorter_R.tolist(), gap_remover.demand),
+    )
+
+
+def paged_mixed_attention(
+    query_TXD: Tensor, cache: Tensor, reads: MixedReads, alpha_H: Tensor, scale: float, out: Tensor
+) -> None:
+    """As :func:`paged_local_attention`: ``alpha * full + (1 - alpha) * local`` per KV head, mixed in float32."""
+    full, local = torch.zeros(2, *query_TXD.shape)
+    paged_local_attention(query_TXD, cache, reads.full, scale, full)
+    paged_local_attention(query_TXD, cache, reads.local, scale, local)
+    out.copy_(mix_tokens(full, local, alpha_H))
+
+
+def mix_tokens(full_TXD: Tensor, local_TXD: Tensor, alpha_H: Tensor) -> Tensor:
+    """:func:`rlkv.attention.mixed.mix`, which wants ``[rows, query heads, tokens, D]``, of ``[T, H * G, D]``."""
+    return mix(full_TXD.transpose(0, 1)[None], local_TXD.transpose(0, 1)[None], alpha_H)[0].transpose(0, 1)
 
 
 def _blocks(first: int, last: int, demand: SinkWindowDemand, everything: bool) -> Tensor:
@@ -107,8 +147,7 @@ def _blocks(first: int, last: int, demand: SinkWindowDemand, everything: bool) -
 def _reads(
     table_RC: Tensor, blocks_C: Tensor, token_RQ: Tensor, position_RQ: Tensor, demand: SinkWindowDemand, prompt: int = 0
 ) -> Reads:
-    """Queries ``token_RQ`` at ``position_RQ``, the longest request last; column c of the table is the
-    ``blocks_C[c]``-th block of a request."""
+    """The longest request comes last; column c of the table is the ``blocks_C[c]``-th block of a request."""
     slot_N = torch.arange(demand.block_size)
     column_K = (blocks_C[:, None] * demand.block_size + slot_N).flatten()
     end_R = position_RQ[:, -1]
@@ -147,8 +186,7 @@ def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: T
 def _gather(cache: Tensor, block_RC: Tensor) -> Tensor:
     """The blocks ``[R, H, C, N, 2 * D]`` of a cache, with one copy.
 
-    The heads of a block lie one after the other, and so do the blocks, perhaps with other layers between them: seen as
-    rows of one head each, blocks are picked in the order in which they are wanted.
+    The heads of a block lie one after the other, and so do the blocks, perhaps with other layers between them.
     """
     blocks, kv_heads, in_block, twice = cache.shape
     per_block = cache.stride(0) // cache.stride(1)

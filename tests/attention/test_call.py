@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlkv.attention.arguments import VARIANTS, refuse_variants
-from rlkv.attention.call import mixed_mask
+from rlkv.attention.call import VARIANTS, mixed_mask, refuse_variants
 from rlkv.attention.mixed import GATE, Gate, mixed_attention
 
 
