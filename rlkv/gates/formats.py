@@ -20,7 +20,8 @@ from torch import Tensor
 
 from rlkv.gates.header import EXPECTED, from_header, read_safetensors, to_header, write_safetensors
 from rlkv.gates.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_peft_weights, read_peft, write_peft
-from rlkv.models.loading import TINY, TINY_GATES
+from rlkv.models.builtin import TINY
+from rlkv.models.loading import TINY_GATES
 from rlkv.models.shape import ModelShape
 from rlkv.utils.atomic import atomic_path
 

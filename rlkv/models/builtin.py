@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rlkv.models.hub import connection_error
 from rlkv.utils.extras import require
@@ -64,7 +65,7 @@ def _write_smollm2(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, gguf = _smollm2_source()
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="float32", **gguf)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="float32", **gguf)
     tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
     if gguf:  # the weights are plain float32 now; otherwise transformers would refuse to save them
         model.hf_quantizer, model.is_quantized = None, False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlkv.models.builtin import BUILT_IN, TINY, TINY_FOLDER, built_in_folder
+from rlkv.models.builtin import BUILT_IN, TINY_FOLDER, built_in_folder
 from rlkv.models.hub import connection_error
 
 if TYPE_CHECKING:

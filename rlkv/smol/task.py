@@ -15,17 +15,19 @@ Every sentence looks up one fact of the prompt, or the result before it: a wrong
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-NAMES = (
-    "Adam Alice Anna Bella Ben Carl Clara Daniel David Diana Emma Eric Felix Fiona Frank George Grace Hannah Henry Iris "
-    "Ivan Jack James Julia Kate Kevin Laura Leo Lily Lucas Maria Mark Mia Nina Noah Olga Oscar Paul Peter Rosa Ruth Sam "
-    "Sarah Simon Tina Tom Victor Wendy"
-).split()
-HELD_OUT_NAMES = (
-    "Albert Amy Arthur Brian Chloe Cora Dean Edith Ella Gavin Helen Hugo Jane Joel Karen Liam Lucy Martin Nora Oliver "
-    "Ralph Robert Sophie Stella Susan Vera"
-).split()
+_NAMES = (
+    "Adam Alice Anna Bella Ben Carl Clara Daniel David Diana Emma Eric Felix Fiona Frank George Grace Hannah "
+    "Henry Iris Ivan Jack James Julia Kate Kevin Laura Leo Lily Lucas Maria Mark Mia Nina Noah Olga Oscar "
+    "Paul Peter Rosa Ruth Sam Sarah Simon Tina Tom Victor Wendy"
+)
+_HELD_OUT_NAMES = (
+    "Albert Amy Arthur Brian Chloe Cora Dean Edith Ella Gavin Helen Hugo Jane Joel Karen Liam Lucy Martin "
+    "Nora Oliver Ralph Robert Sophie Stella Susan Vera"
+)
+NAMES, HELD_OUT_NAMES = tuple(_NAMES.split()), tuple(_HELD_OUT_NAMES.split())
 MIN_STEPS, MAX_STEPS = 3, 12
 MAX_DISTRACTORS = 6
 MAX_NEW_TOKENS = 448  # the longest solution has fewer tokens
@@ -41,7 +43,7 @@ class SmolProblem:
     steps: int
 
 
-def draw_problem(rng: random.Random, steps: int, distractors: int, names: list[str] = NAMES) -> SmolProblem:
+def draw_problem(rng: random.Random, steps: int, distractors: int, names: Sequence[str] = NAMES) -> SmolProblem:
     """A random problem: a chain of ``steps`` computations, and ``distractors`` facts that it does not need."""
     people = rng.sample(names, steps + 1 + distractors)
     value, needs, fact, computed = {}, {}, {}, {}
@@ -85,5 +87,7 @@ def problems(
         )
     rng = random.Random(f"rlkv-smol-{seed}")
     names = HELD_OUT_NAMES if held_out_names else NAMES
-    drawn = (draw_problem(rng, rng.randint(min_steps, max_steps), rng.randint(2, MAX_DISTRACTORS), names) for _ in range(n))
+    drawn = (
+        draw_problem(rng, rng.randint(min_steps, max_steps), rng.randint(2, MAX_DISTRACTORS), names) for _ in range(n)
+    )
     return [{"problem": p.problem, "answer": p.answer} for p in drawn]

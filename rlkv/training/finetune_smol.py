@@ -97,7 +97,8 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     log = "".join(json.dumps(record) + "\n" for record in trainer.state.log_history)
     (config.output_dir / "log.jsonl").write_text(log)
     adapter = config.output_dir / "adapter"
-    trainer.model.save_pretrained(adapter)
+    tuned: Any = trainer.model
+    tuned.save_pretrained(adapter)
     _halve(adapter / ADAPTER_FILE)
     config_file = adapter / "adapter_config.json"
     settings = {**json.loads(config_file.read_text()), "base_model_name_or_path": SMOLLM2}

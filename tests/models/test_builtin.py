@@ -44,12 +44,11 @@ def test_a_folder_is_made_once_and_whole(monkeypatch: pytest.MonkeyPatch, cache:
     assert not (cache / "smollm2-base").exists()
     folder = builtin.built_in_folder("smollm2")
     assert folder == builtin.built_in_folder("smollm2") == cache / "smollm2-base"
-    assert (folder / "config.json").exists() and len(calls) == 2
+    assert (folder / "config.json").exists()
+    assert len(calls) == 2
 
 
-def test_smol_is_the_base_with_the_adapter_merged(
-    monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
-) -> None:
+def test_smol_is_the_base_with_the_adapter_merged(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
     """With the tiny model in the place of SmolLM2: another adapter is another folder."""
     base = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
     lora = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
@@ -58,7 +57,8 @@ def test_smol_is_the_base_with_the_adapter_merged(
     monkeypatch.setattr(builtin, "_smollm2_source", lambda: (str(MODEL_DIR), {}))
     monkeypatch.setattr(builtin, "END_OF_TURN", "<eos>")
     merged, tokenizer = load_model("smol", dtype="float32", device="cpu")
-    assert merged.config._name_or_path == "smol" and tokenizer.padding_side == "left"
+    assert merged.config._name_or_path == "smol"
+    assert tokenizer.padding_side == "left"
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, lora.eval()(ids).logits, atol=1e-4, rtol=1e-4)
