@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlkv.data.deepscaler import TINY, Problem, load_problems, read_curriculum
+from rlkv.data.deepscaler import Problem, load_problems, read_curriculum
 from rlkv.data.filter_config import FilterConfig
+from rlkv.models.builtin import TINY
 from rlkv.tiny.task import problems
 from rlkv.utils.jsonl import write_jsonl
 

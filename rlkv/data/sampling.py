@@ -7,11 +7,12 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlkv.data.deepscaler import TINY, load_problems
+from rlkv.data.deepscaler import load_problems
 from rlkv.data.filter_config import DecodeOptions
 from rlkv.data.filter_job import problems_digest
 from rlkv.inference.options import check_positive
-from rlkv.models.prompts import render_prompt
+from rlkv.models.builtin import TINY
+from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import commit
@@ -68,6 +69,7 @@ def sample(config: SampleConfig) -> None:
     """
     problems = load_problems(config.input, config.num_problems, config.seed, config.limit)
     settings = {name: value for name, value in asdict(config).items() if name not in FREE}
+    settings["template"] = template = choose_template(config.template)
     settings["input"] = f"{len(problems)} problems with hash {problems_digest(problems)}"
     key = ("index", "sample")
     with open_store(config.output, settings, key, recorded={"commit": commit()}) as store:
@@ -75,7 +77,7 @@ def sample(config: SampleConfig) -> None:
         if not wanted:
             return
         engine = config.load_engine()
-        prompts = [render_prompt(engine.tokenizer, problems[i].problem, config.template) for i, _ in wanted]
+        prompts = [render_prompt(engine.tokenizer, problems[i].problem, template) for i, _ in wanted]
         bar = progress_bar("sample", "completions", len(problems) * config.samples)
         with bar as progress, closing(Verifier()) as verifier:
             progress.resume(Counter(VERDICTS[row["correct"]] for row in store.rows))

@@ -48,7 +48,7 @@ def run_batches(session: InferSession) -> BatchReport:
         **session.settings,
         **dataclasses.asdict(session.sampling),
         "batch_size": engine.batch_size,
-        "template": config.template,
+        "template": session.template,
         "compare_full": config.compare_full,
         "input": hashlib.sha256(config.input.read_bytes()).hexdigest()[:16],
     }

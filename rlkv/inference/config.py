@@ -42,8 +42,8 @@ class InferConfig(ModelOptions, CacheOptions):
     """JSONL with a field 'problem' (and 'answer') per line."""
     output: Path | None = None
     """Where the answers to --input go; a rerun resumes."""
-    template: str = "rlkv"
-    """Prompt template: rlkv (as trained), boxed or plain."""
+    template: str | None = None
+    """Prompt template: rlkv, boxed or plain; default: the one that the gates were trained with, else rlkv."""
     prefill: str | None = None  # type: ignore[assignment]
     """Prompts are read 'full' or, as in training, 'local'; default: full, with vllm local."""
     scope: str = "global"

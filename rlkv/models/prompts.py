@@ -21,7 +21,21 @@ TEMPLATES = {
 }
 
 
-def fill_template(problem: str, template: str = "rlkv") -> str:
+DEFAULT_TEMPLATE = "rlkv"
+
+
+def choose_template(*names: str | None) -> str:
+    """The first template that is named: the user's wish, then what the data or the gates were made with, else ``rlkv``.
+
+    Raises:
+        ValueError: if there is no such template.
+    """
+    name = next((name for name in names if name is not None), DEFAULT_TEMPLATE)
+    fill_template("", name)
+    return name
+
+
+def fill_template(problem: str, template: str = DEFAULT_TEMPLATE) -> str:
     """The user's message for ``problem``; ValueError unless ``template`` is a name in :data:`TEMPLATES`."""
     if template not in TEMPLATES:
         raise ValueError(f"unknown prompt template {template!r}: choose one of {', '.join(sorted(TEMPLATES))}")

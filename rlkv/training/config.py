@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Self, cast
 
 import yaml
 from trl import GRPOConfig, TrlParser
 
+from rlkv.data.deepscaler import curriculum_template
+from rlkv.models.prompts import choose_template
 from rlkv.utils.configs import find_config, packaged
 
 _SAMPLING = "rollouts know temperature, top_p and top_k"
@@ -56,7 +58,7 @@ class RunSettings:
     model: str = option("tiny", "'tiny' (built in), a local folder or a hub id")
     dtype: str = option("auto", "dtype of the frozen model: auto, float32, bfloat16, float16")
     curriculum: str | None = option(None, "the filter's .parquet or .jsonl (problem, answer, output)")
-    template: str = option("rlkv", "prompt template, a name in rlkv.models.prompts")
+    template: str | None = option(None, "prompt template: rlkv, boxed or plain; default: the curriculum's, else rlkv")
     sink: int = option(128, "S: first tokens that the local branch sees")
     window: int = option(256, "W: last tokens that the local branch sees")
     deploy_sink: int = option(16, "sink size recommended for serving, kept in the gates file")
@@ -70,6 +72,10 @@ class RunSettings:
         check_choice("wandb", self.wandb, ("online", "offline", "disabled"))
         if self.image_steps < 0:
             raise ValueError(f"image_steps must be 0 or more, got {self.image_steps}")
+
+    def with_template(self) -> Self:
+        """With the curriculum's prompt template where none was asked for."""
+        return replace(self, template=choose_template(self.template, curriculum_template(self.curriculum)))
 
 
 class _Parser(TrlParser):

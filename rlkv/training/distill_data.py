@@ -11,7 +11,7 @@ from typing import Any
 
 from rlkv.data.deepscaler import read_curriculum
 from rlkv.data.recall import MarkedText, TextRecall, encode, knows_bindings, read_haystack, recall_sample
-from rlkv.models.prompts import render_prompt
+from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.training.distill_config import DistillSettings
 
 # the samples of a step (0-based), the same whenever it is asked, so that a resumed run sees what it would have seen
@@ -65,7 +65,7 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
     if settings.data == "traces":
         if settings.curriculum is None:
             raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
-        traces = read_traces(settings.curriculum, tokenizer, settings.template, settings.max_length)
+        traces = read_traces(settings.curriculum, tokenizer, choose_template(settings.template), settings.max_length)
         facts = {"samples": len(traces), "data_digest": digest([trace.ids for trace in traces])}
         return in_epochs(traces, settings.batch_size, settings.seed), facts
     draw_one: Callable[[random.Random], MarkedText]

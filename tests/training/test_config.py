@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from rlkv.models.prompts import fill_template
 from rlkv.tiny.task import longest_solution
-from rlkv.training.config import parse_config
+from rlkv.training.config import RLKVSettings, parse_config
 from rlkv.training.run import load_curriculum
 from tests.helpers.paths import ROOT
 
@@ -164,6 +164,18 @@ def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
         found = read(tmp_path / name, "boxed")
         assert found["answer"] == ["2", "4"]
         assert found[1]["prompt"] == [{"role": "user", "content": fill_template("2 + 2", "boxed")}]
+
+
+def test_the_curriculum_says_which_template(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"problem": "1 + 1", "answer": "2", "template": "plain"}] * 2
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert RLKVSettings(curriculum=str(path)).with_template().template == "plain"
+    assert RLKVSettings(curriculum=str(path), template="boxed").with_template().template == "boxed"
+    assert RLKVSettings().with_template().template == "rlkv"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "template": "boxed"}]))
+    with pytest.raises(ValueError, match="--template"):
+        RLKVSettings(curriculum=str(path)).with_template()
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 
+from rlkv.data.deepscaler import curriculum_template
 from rlkv.evaluation.heads.elimination import Elimination, Score, Trace, TraceScorer, backward_elimination, num_scores
 from rlkv.gates.allocation import HeadAllocation, compression_order, num_full_heads
 from rlkv.gates.formats import SUFFIXES
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import ModelOptions, check_positive
+from rlkv.models.prompts import choose_template
 from rlkv.training.distill_data import read_traces
 from rlkv.utils.progress import progress_bar
 
@@ -43,8 +45,8 @@ class RerankConfig(ModelOptions):
     """of the drawn traces"""
     model: str = ""
     """tiny, a folder or a hub id; default: the one of the gates"""
-    template: str = "rlkv"
-    """prompt template, a name in rlkv.models.prompts"""
+    template: str | None = None
+    """prompt template: rlkv, boxed or plain; default: the curriculum's, else the gates', else rlkv"""
 
     def check(self) -> None:
         if self.output.suffix not in SUFFIXES:  # not after hours
@@ -115,7 +117,8 @@ def rerank_file(config: RerankConfig) -> None:
         raise ValueError(f"{config.gates} names no model: pass --model")
     model, tokenizer = replace(config, model=config.model or found.model.model_id).load()  # type: ignore[union-attr]
     found.check_model(model.config)
-    recorded = read_traces(str(config.curriculum), tokenizer, config.template, max_length=sys.maxsize)
+    template = choose_template(config.template, curriculum_template(config.curriculum), found.training.get("template"))
+    recorded = read_traces(str(config.curriculum), tokenizer, template, max_length=sys.maxsize)
     if config.num_traces > len(recorded):
         raise ValueError(f"--num-traces {config.num_traces}: {config.curriculum} has only {len(recorded)} solutions")
     drawn = random.Random(f"rlkv-rerank-{config.seed}").sample(recorded, config.num_traces)

@@ -25,7 +25,7 @@ from rlkv.evaluation.run.methods import (
 )
 from rlkv.evaluation.run.runner import KEY, Row, RunSettings, render_problems, run_method
 from rlkv.evaluation.stats.error_modes import RepetitionRule
-from rlkv.evaluation.tasks import find_tasks, load_task
+from rlkv.evaluation.tasks import find_tasks, load_task, trained_template
 from rlkv.eviction import POLICIES
 from rlkv.inference.options import CacheOptions, ModelOptions, check_positive
 from rlkv.rollout.base import SamplingParams
@@ -63,6 +63,8 @@ class EvalConfig(CacheOptions, ModelOptions):
     """of samples, random heads and drawn problems"""
     max_new_tokens: int | None = None
     """default: the task's published limit"""
+    template: str | None = None
+    """prompt template of maths tasks: rlkv, boxed or plain; default: the one of all gates, else the task's"""
     repetition: tuple[int, int] = (400, 40)
     """WINDOW DISTINCT: a text is repetitive if a window holds fewer distinct tokens"""
     stop_repetitive: bool = False
@@ -91,7 +93,8 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     tasks = find_tasks(config.tasks, config.data)
     cache = CacheSettings(*deployed_sizes(rankings, config.sink, config.window), config.prefill)
     settings = {task.name: _settings(config, cache, task.max_new_tokens) for task in tasks}
-    found = {task.name: load_task(task.name, config.data, config.limit, config.seed) for task in tasks}
+    template = config.template or trained_template(rankings.values())
+    found = {task.name: load_task(task.name, config.data, config.limit, config.seed, template) for task in tasks}
     processes = join_processes(config.device)  # before the model, which takes long to load
     model, tokenizer = replace(config, device=processes.device).load()
     allocations = {method.name: method.allocation(model.config, rankings, config.seed) for method in methods}
@@ -128,6 +131,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     rows = {(task, method.name): _rows(_folder(config, task, method), keys[task]) for task, method in cells}
     chosen = {
         "sink": cache.sink,
+        "template": template,
         "window": cache.window,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_new_tokens": {task: settings[task].sampling.max_new_tokens for task in settings},

@@ -71,6 +71,8 @@ class StudyConfig(CacheOptions, ModelOptions):
     """WINDOW DISTINCT: a text with fewer distinct tokens in a window is repetitive"""
     max_new_tokens: int | None = None
     """default: the task's published limit"""
+    template: str | None = None
+    """prompt template of maths tasks: rlkv, boxed or plain; default: the one of all gates, else the task's"""
     batch_size: int = 16
     """problems decoded together"""
     measure_only: bool = False

@@ -23,7 +23,7 @@ from rlkv.evaluation.study.report import write_measured, write_report
 from rlkv.evaluation.study.sensitivity import Sensitivity, top_heads
 from rlkv.evaluation.study.sweep import Sweep
 from rlkv.evaluation.study.threshold import NearLossless
-from rlkv.evaluation.tasks import find_tasks, load_task
+from rlkv.evaluation.tasks import find_tasks, load_task, trained_template
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 
@@ -63,11 +63,12 @@ def load_study(config: StudyConfig) -> Study:
         first.deploy_window if config.window is None else config.window,
         config.prefill,
     )
+    template = config.template or trained_template(gates for method in (*methods, *variants) for gates in method.gates)
     prepared = []
     for task in tasks:
         sampling = SamplingParams(config.max_new_tokens or task.max_new_tokens)
         settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
-        loaded = load_task(task.name, config.data, config.limit, config.seed)
+        loaded = load_task(task.name, config.data, config.limit, config.seed, template)
         problems = render_problems(task, loaded, tokenizer)
         prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False).input_ids
         prepared.append(StudyTask(task.name, problems, [len(ids) for ids in prompts], settings))

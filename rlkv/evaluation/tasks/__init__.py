@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData
 from rlkv.evaluation.tasks.maths import math_task
-from rlkv.evaluation.tasks.registry import TASKS, find_task, find_tasks, load_task, registered
+from rlkv.evaluation.tasks.registry import TASKS, find_task, find_tasks, load_task, registered, trained_template
 
 __all__ = [
     "TASKS",
@@ -16,4 +16,5 @@ __all__ = [
     "load_task",
     "math_task",
     "registered",
+    "trained_template",
 ]

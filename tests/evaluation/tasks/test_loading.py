@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rlkv.evaluation.tasks import TASKS, find_task, find_tasks, load_task, registry
+from rlkv.evaluation.tasks import TASKS, find_task, find_tasks, load_task, registry, trained_template
 from rlkv.evaluation.tasks.base import fill
+from rlkv.gates.head_gates import HeadGates
 from rlkv.models.prompts import fill_template
 from tests.helpers.paths import SHARED
 
@@ -235,3 +237,19 @@ def test_one_file_is_not_the_data_of_two_tasks(tmp_path: Path) -> None:
 def test_a_task_is_named_once() -> None:
     with pytest.raises(ValueError, match="names a task twice"):
         find_tasks(["tiny", "tiny"], None)
+
+
+def test_a_maths_task_takes_the_template_of_the_gates() -> None:
+    def gates(template: str | None) -> HeadGates:
+        return HeadGates(alpha=torch.ones(1, 2), training={} if template is None else {"template": template})
+
+    assert trained_template([gates("plain"), gates("plain")]) == "plain"
+    for others in ([gates("plain"), gates("boxed")], [gates("rlkv")], [gates(None)], []):
+        assert trained_template(others) is None
+    problem = load_task("tiny", limit=1, template="plain")[0]
+    assert problem.prompt == problem.meta["problem"]
+
+
+def test_smol_is_drawn_without_an_instruction() -> None:
+    problem = load_task("smol", limit=1)[0]
+    assert problem.prompt == problem.meta["problem"]
