@@ -17,6 +17,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from scipy.stats import binomtest
+from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from rlkv.models.builtin import SMOLLM2
@@ -25,6 +26,7 @@ from rlkv.models.prompts import build_messages, render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 from rlkv.smol.task import MAX_DISTRACTORS, MAX_NEW_TOKENS, MAX_STEPS, draw_problem, problems
+from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.provenance import hardware_line
 from rlkv.verifier.verifier import are_correct
 
@@ -38,11 +40,11 @@ class FinetuneConfig:
 
     output_dir: Path = Path("results/finetune_smol")
     """checkpoints, the log and the adapter"""
-    steps: int = 300
+    steps: int = 320
     """optimizer steps"""
-    batch_size: int = 16
+    batch_size: int = 8
     """problems of a step"""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1.5e-3
     """peak; a linear warm-up of 20 steps, then a cosine down to 0"""
     rank: int = 8
     """of the LoRA on every matrix of the layers"""
@@ -52,6 +54,18 @@ class FinetuneConfig:
     """problems of each closing measurement"""
     device: str = "auto"
     """auto, cpu or cuda"""
+
+
+class _Progress(TrainerCallback):
+    def __init__(self, bar: ProgressBar) -> None:
+        self.bar = bar
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.resume(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.bar.update(state.global_step, note=f"loss {logs['loss']:.4f}")
 
 
 def training_rows(config: FinetuneConfig) -> list[dict[str, Any]]:
@@ -84,7 +98,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
         gradient_checkpointing=False,
         bf16=True,
         use_cpu=device.type == "cpu",
-        save_steps=25,
+        save_steps=20,
         save_total_limit=2,
         logging_steps=5,
         report_to="none",
@@ -92,8 +106,16 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     )
     lora = LoraConfig(r=config.rank, lora_alpha=2 * config.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     rows = Dataset.from_list(training_rows(config))
-    trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer, peft_config=lora)
-    trainer.train(resume_from_checkpoint=_last_checkpoint(config.output_dir))
+    with progress_bar("fine-tuning", "steps", config.steps) as bar:
+        trainer = SFTTrainer(
+            model,
+            arguments,
+            train_dataset=rows,
+            processing_class=tokenizer,
+            peft_config=lora,
+            callbacks=[_Progress(bar)],
+        )
+        trainer.train(resume_from_checkpoint=_last_checkpoint(config.output_dir))
     log = "".join(json.dumps(record) + "\n" for record in trainer.state.log_history)
     (config.output_dir / "log.jsonl").write_text(log)
     adapter = config.output_dir / "adapter"
