@@ -188,9 +188,9 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         with pytest.raises(ValueError, match="--max-positions 65"):
             client.check(LocalSizes(2, 6), 65)
         with pytest.raises(ValueError, match="not a request for samples"):
-            client._request("POST", "/sample", {"version": "x"})
+            next(client._lines("POST", "/sample", {"version": "x"}))
         with pytest.raises(ValueError, match="no such page"):
-            client._request("GET", "/metrics")
+            next(client._lines("GET", "/metrics"))
         assert client.retries == 0
     with pytest.raises(ValueError, match="set_gates comes before sample"):
         RolloutClient(url)._send_gates()
