@@ -56,7 +56,8 @@ class GateMean(TrainerCallback):
 
     def mean(self) -> Tensor:
         """Float32 ``[num_layers, num_kv_heads]``."""
-        assert self._sum is not None, "no training step has been made"
+        if self._sum is None:
+            raise ValueError("no training step has been made: max_steps and num_train_epochs leave none")
         return (self._sum / self._count).float()
 
     def state(self) -> dict[str, Any]:
