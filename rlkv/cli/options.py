@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
@@ -31,7 +32,7 @@ def parse(
 
     Args:
         description: what ``--help`` says first; default: the docstring of the class.
-        prog: the command's name in ``--help``; default: that of the process.
+        prog: the command's name in ``--help``; default: the program's file name.
 
     Raises:
         ValueError: for a config file that is missing, damaged or has unknown keys, an option that is given twice, and
@@ -46,6 +47,7 @@ def parse(
         raise ValueError(f"--{twice[0].replace('_', '-')} is given twice: give it once, several values after one name")
     from_file = _as_arguments(kind, name, names) if name is not None else []
     text = (description or kind.__doc__ or "").strip() + CONFIG_HELP.format(names=", ".join(packaged()))
+    prog = prog or Path(sys.argv[0]).name
     omit = (tyro.conf.OmitArgPrefixes,)
     parsed = tyro.cli(kind, args=[*from_file, *given], description=text, prog=prog, config=omit)
     # not in __post_init__: tyro would put the sentence into a box of its own

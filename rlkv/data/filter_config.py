@@ -28,7 +28,7 @@ class DecodeOptions(ModelOptions):
     num_problems: int = 400
     """how many problems --input tiny draws"""
     limit: int | None = None
-    """only the first so many problems"""
+    """use only the first N problems"""
     seed: int = 0
     """seed of the sampling, and of --input tiny"""
     template: str = "rlkv"
@@ -48,7 +48,7 @@ class DecodeOptions(ModelOptions):
             raise ValueError("engine 'vllm' comes with the extra rlkv[vllm], which is not installed: use --engine hf")
         if self.engine == "vllm" and self.device != "auto":
             raise ValueError(
-                f"--engine vllm takes the device that it was built for, not {self.device!r}: leave --device"
+                f"--engine vllm takes the device that it was built for, not {self.device!r}: leave out --device"
             )
 
     def load_engine(self) -> RolloutEngine:

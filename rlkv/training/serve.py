@@ -39,7 +39,9 @@ class ServeConfig(ModelOptions):
         if self.engine not in ("vllm", "hf"):
             raise ValueError(f"unknown engine {self.engine!r}: use vllm or hf")
         if self.engine == "vllm" and self.device != "auto":
-            raise ValueError(f"--engine vllm takes the device that it was built for, not {self.device!r}")
+            raise ValueError(
+                f"--engine vllm takes the device that it was built for, not {self.device!r}: leave out --device"
+            )
         check_positive(self, "max_rows", "max_positions")
 
 

@@ -119,7 +119,7 @@ def test_a_server_that_is_gone_is_named_after_the_patience() -> None:
     with serving(Scripted([])) as (_, url):
         pass
     client = make_client(url, patience=0.4)
-    with pytest.raises(ValueError, match=r"gave nothing for 0 s \(ConnectionRefusedError.*start rollout/serve_vllm"):
+    with pytest.raises(ValueError, match=r"did not answer for 0 s \(ConnectionRefusedError.*start rollout/serve_vllm"):
         client.set_gates(torch.ones(1, 2))
     assert client.retries >= 2
 

@@ -185,7 +185,7 @@ def _settings(config: dict[str, Any]) -> list[str]:
             f"{config['top_p']:g}, top-k {config['top_k'] or 'unlimited'}, seed {config['seed']}"
         )
     window, distinct = config["repetition"]
-    stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts go on"
+    stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts continue"
     return [
         f"{how}; new tokens at most: {limits}; batches of {config['batch_size']}; {config['dtype']}.",
         f"Without a policy, compressible heads keep {config['sink']} + {config['window']} entries. Prompts are read "

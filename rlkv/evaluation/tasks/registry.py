@@ -64,7 +64,7 @@ def load_task(name: str, path: str | Path | None = None, limit: int | None = Non
     Args:
         path: a local ``.jsonl`` or ``.parquet`` file, or a folder that holds one under the task's file name (such as
             ``gsm8k_test.jsonl``); None: the hub's copy.  ``tiny`` is drawn unless a file is given.
-        limit: the first so many problems; for ``tiny``, how many are drawn (400).
+        limit: use only the first N problems; for ``tiny``, how many are drawn (400).
         seed: of the draw of ``tiny``; the sample of MMLU-Pro is always the same.
 
     Raises:

@@ -150,7 +150,7 @@ def test_padded_options_are_dropped(tmp_path: Path) -> None:
         ("mbpp", {"prompt": "p", "code": "c", "test": []}, "line 1: the tests must be a list"),
         ("mmlu_pro:law", mmlu_row(1, answer="Z"), "line 1: answer 'Z' and answer_index 1 do not name one of ABC"),
         ("mmlu_pro:law", mmlu_row(1, answer="A"), "answer 'A' and answer_index 1 do not name"),
-        ("mmlu_pro:law", mmlu_row(1, answer_index=3), "answer_index 3 is none of the 3 options"),
+        ("mmlu_pro:law", mmlu_row(1, answer_index=3), "answer_index 3 is not one of the 3 options"),
         ("mmlu_pro:law", mmlu_row(1, options="abc"), "'options' must be a list"),
     ],
 )
