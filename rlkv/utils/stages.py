@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from typing import Any
 
 from rlkv import __version__
 from rlkv.utils.atomic import write_json
+from rlkv.utils.provenance import digest
 from rlkv.utils.store import differences
 
 RECORD, LOCK = "stages.json", "lock"
@@ -100,7 +100,7 @@ def _facts(stage: Stage, root: Path, folder: Path) -> dict[str, Any]:
         options[name] = f"{options.get(name, '')} {'' if word == name else word}".strip()
     paths = [(root / word).resolve() for word in stage.command if word.endswith(CONFIG_SUFFIXES)]
     files = [path for path in paths if path.is_file() and not path.is_relative_to(folder.resolve())]
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    digests = {path.name: digest(path.read_bytes()) for path in files}
     return {"options": options, "config files": digests, "version": __version__}
 
 
