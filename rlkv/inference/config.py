@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlkv.inference.options import CacheOptions, ModelOptions
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
     from rlkv.rollout.base import SamplingParams
 
-BACKENDS = ("hf", "vllm")
 TINY = "tiny"
 
 
@@ -45,9 +44,9 @@ class InferConfig(ModelOptions, CacheOptions):
     template: str = "rlkv"
     """prompt template: rlkv (as trained), boxed or plain"""
     prefill: str | None = None  # type: ignore[assignment]
-    """prompts are read 'full' or, as in training, 'local'; default: full, with vllm local"""
-    scope: str = "global"
-    """heads compete in the whole model ('global') or per 'layer'"""
+    """full or local (as in training): how prompts are read; default: full, with vllm local"""
+    scope: Literal["global", "layer"] = "global"
+    """heads compete in the whole model, or in each layer"""
     max_new_tokens: int = 512
     """longest answer, in tokens"""
     temperature: float = 0.0
@@ -60,8 +59,8 @@ class InferConfig(ModelOptions, CacheOptions):
     """problems of --input that are decoded together"""
     compare_full: bool = False
     """decode with the full cache too"""
-    backend: str = "hf"
-    """hf (transformers), or vllm for many texts at once"""
+    backend: Literal["hf", "vllm"] = "hf"
+    """transformers, or vLLM for many texts at once"""
 
     @property
     def is_chat(self) -> bool:
@@ -113,8 +112,6 @@ class InferConfig(ModelOptions, CacheOptions):
             raise ValueError("--model is missing: without --gates nothing names the model")
 
     def _check_backend(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"unknown --backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         if self.backend == "hf":
             return
         for option, is_given in (("--show-kept", self.show_kept), ("--compare-full", self.compare_full)):
