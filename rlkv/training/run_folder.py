@@ -17,11 +17,12 @@ from transformers import TrainerCallback
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.models.shape import ModelShape
-from rlkv.training.callbacks import LOG, GateImages, JsonlLog, WandbLog, read_log
+from rlkv.training.callbacks import LOG, GateImages, JsonlLog, WandbLog
 from rlkv.training.config import RunSettings
 from rlkv.training.head_gate import gate_shares, gates_matrix
 from rlkv.utils.atomic import atomic_path, write_json
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
+from rlkv.utils.jsonl import read_log
 from rlkv.utils.provenance import provenance
 
 RUN_CONFIG = "run_config.json"
