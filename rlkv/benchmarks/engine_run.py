@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlkv.benchmarks.workload import PERCENTILES, Workload
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import write_json
 from rlkv.vllm.settings import VARIABLES
 
 ENVIRONMENT = {
@@ -144,6 +144,4 @@ def _serve(engine: Any, prompts: list[list[int]], lengths: list[int], name: str)
 
 
 if __name__ == "__main__":
-    done = run(json.loads(Path(sys.argv[1]).read_text()))
-    with atomic_path(sys.argv[2]) as path:
-        path.write_text(json.dumps(done))
+    write_json(sys.argv[2], run(json.loads(Path(sys.argv[1]).read_text())))

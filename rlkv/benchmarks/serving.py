@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -21,7 +20,7 @@ from rlkv.benchmarks.common import at_least
 from rlkv.benchmarks.workload import LIMITED, PERCENTILES, SETTINGS, Workload, expect
 from rlkv.gates.head_gates import HeadGates
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.provenance import hardware, provenance, versions
+from rlkv.utils.provenance import digest, hardware, provenance, versions
 from rlkv.utils.store import key_of, open_store
 from rlkv.vllm.plugin import installed_version
 from rlkv.vllm.settings import EVICTIONS
@@ -119,7 +118,7 @@ def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
     found = {**versions(), "vllm": installed_version()}
     return {
         "workload": work.to_dict(),
-        "gates": sha256(json.dumps(gates.alpha.tolist()).encode()).hexdigest()[:16],
+        "gates": digest(gates.alpha.tolist()),
         "versions": {name: found.get(name) for name in DECIDING_VERSIONS},
         "hardware": {key: value for key, value in hardware().items() if key != "torch_threads"},
         "threads": os.environ.get("OMP_NUM_THREADS"),

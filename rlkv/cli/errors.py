@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -59,6 +60,13 @@ def _message(error: ValueError | OSError) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def _reader_left() -> bool:
+    """Whether whoever read our output has stopped, as in ``rlkv-infer --help | head``."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def run_app(app: Callable[[], Any]) -> NoReturn:
     """Run a program's ``main`` and exit with its code; ``main`` imports heavy libraries itself, so that they are quiet.
 
@@ -74,7 +82,9 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # the reader has gone, as in `rlkv-infer --help | head`
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
         sys.exit(BROKEN_PIPE)
     except (ValueError, OSError) as error:

@@ -10,7 +10,9 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -31,11 +33,11 @@ def parse(
 
     Args:
         description: what ``--help`` says first; default: the docstring of the class.
-        prog: the command's name in ``--help``; default: that of the process.
+        prog: the command's name in ``--help``; default: the program's file name.
 
     Raises:
-        ValueError: for a config file that is missing, damaged or has unknown keys, an option that is given twice, and
-            what the method ``check`` of the class refuses, if it has one.
+        ValueError: for a config file that is missing, damaged or has unknown keys, an option that is given twice, a
+            value that is not among an option's choices, and what the method ``check`` of the class refuses, if any.
         SystemExit: with code 2, after one box on stderr, for an unknown option or a value of the wrong type.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -46,8 +48,11 @@ def parse(
         raise ValueError(f"--{twice[0].replace('_', '-')} is given twice: give it once, several values after one name")
     from_file = _as_arguments(kind, name, names) if name is not None else []
     text = (description or kind.__doc__ or "").strip() + CONFIG_HELP.format(names=", ".join(packaged()))
+    prog = prog or Path(sys.argv[0]).name
     omit = (tyro.conf.OmitArgPrefixes,)
-    parsed = tyro.cli(kind, args=[*from_file, *given], description=text, prog=prog, config=omit)
+    arguments = [*from_file, *given]
+    _check_choices(kind, arguments)
+    parsed = tyro.cli(kind, args=arguments, description=text, prog=prog, config=omit)
     # not in __post_init__: tyro would put the sentence into a box of its own
     check = getattr(parsed, "check", None)
     if check is not None:
@@ -68,6 +73,17 @@ def parse_command(prog: str, kinds: Mapping[str, type], description: str) -> Any
 
 def _field(option: str) -> str:
     return option.removeprefix("--").removeprefix("no-").partition("=")[0].replace("-", "_")
+
+
+def _check_choices(kind: type, arguments: Sequence[str]) -> None:
+    """Refuse in one sentence what tyro would refuse in a box."""
+    hints = get_type_hints(kind)
+    for argument, following in pairwise([*arguments, ""]):
+        option, equals, value = argument.partition("=")
+        hint = hints.get(_field(option)) if option.startswith("--") else None
+        given = value if equals else following
+        if get_origin(hint) is Literal and given not in get_args(hint):
+            raise ValueError(f"unknown {option} {given!r}: choose one of {', '.join(get_args(hint))}")
 
 
 def _take_config(arguments: list[str]) -> tuple[str | None, list[str]]:

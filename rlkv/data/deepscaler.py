@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from rlkv.models.builtin import SMOL, TINY
-from rlkv.models.hub import connection_error
+from rlkv.models.hub import dataset_rows
 from rlkv.utils.extras import require
 from rlkv.utils.jsonl import read_jsonl
 
 HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
 SUFFIXES = (".jsonl", ".parquet")
+_ADVICE = (
+    "pass a local file with --input FILE.jsonl (or .parquet) and a local model with --model FOLDER, or take the "
+    "built-in model and its problems with --model tiny"
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     path = Path(source).expanduser()
     if path.suffix not in SUFFIXES and not path.exists():
-        yield from _hub_rows(source)
+        yield from dataset_rows(source, "train", f"data set {source!r}", _ADVICE)
     elif not path.is_file():
         raise ValueError(f"{source} does not exist: pass a .jsonl or .parquet file, or a data set of the hub")
     elif path.suffix == ".jsonl":
@@ -102,23 +106,6 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
     yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
-
-
-def _hub_rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    datasets = require("datasets", "train")
-    rows, error = [], connection_error(name, "README.md", "dataset")
-    if error is None:
-        try:
-            rows = datasets.load_dataset(name, split="train")
-        except (OSError, ValueError) as failed:
-            error = (str(failed).splitlines() or [type(failed).__name__])[0]
-    if error is not None:
-        raise ValueError(
-            f"cannot load data set {name!r} from the hub ({error}): pass a local file with --input FILE.jsonl (or "
-            ".parquet) and a local model with --model FOLDER, or take the built-in model and its problems with "
-            "--model tiny"
-        )
-    yield from ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def parse_problem(row: dict[str, Any], where: str) -> Problem:

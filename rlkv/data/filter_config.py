@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlkv.data.curriculum import PAPER_BUCKETS, SMOL_BUCKETS, TINY_BUCKETS, Bucket, parse_buckets
 from rlkv.data.deepscaler import HUB_DATASET
@@ -41,13 +41,13 @@ class DecodeOptions(ModelOptions):
     num_problems: int = 400
     """how many problems --input tiny and smol draw"""
     limit: int | None = None
-    """only the first so many problems"""
+    """use only the first N problems"""
     seed: int = 0
     """seed of the sampling, and of --input tiny and smol"""
     template: str | None = None
     """prompt template: rlkv, boxed or plain; default: plain for the model smol, else rlkv"""
-    engine: str = "hf"
-    """hf or vllm"""
+    engine: Literal["hf", "vllm"] = "hf"
+    """what decodes: transformers, or vLLM"""
     batch_size: int = 16
     """problems decoded together"""
     max_new_tokens: int | None = None
@@ -55,13 +55,11 @@ class DecodeOptions(ModelOptions):
 
     def check(self) -> None:
         check_positive(self, "num_problems", "batch_size", "max_new_tokens", "limit")
-        if self.engine not in ("hf", "vllm"):
-            raise ValueError(f"unknown engine {self.engine!r}: use hf or vllm")
         if self.engine == "vllm" and find_spec("vllm") is None:
             raise ValueError("engine 'vllm' comes with the extra rlkv[vllm], which is not installed: use --engine hf")
         if self.engine == "vllm" and self.device != "auto":
             raise ValueError(
-                f"--engine vllm takes the device that it was built for, not {self.device!r}: leave --device"
+                f"--engine vllm takes the device that it was built for, not {self.device!r}: leave out --device"
             )
 
     def load_engine(self) -> RolloutEngine:

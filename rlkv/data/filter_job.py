@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from contextlib import closing
@@ -21,17 +20,14 @@ from rlkv.utils.atomic import atomic_path, write_json, write_text
 from rlkv.utils.extras import require
 from rlkv.utils.jsonl import write_jsonl
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.provenance import hardware_line, provenance
+from rlkv.utils.provenance import digest, hardware_line, provenance
 from rlkv.utils.store import Row
 from rlkv.verifier.verifier import Verifier
 
 
 def problems_digest(problems: list[Problem]) -> str:
     """A short hash of problems and answers in their order."""
-    digest = hashlib.sha256()
-    for p in problems:
-        digest.update(json.dumps([p.problem, p.answer]).encode())
-    return digest.hexdigest()[:16]
+    return digest("".join(json.dumps([p.problem, p.answer]) for p in problems).encode())
 
 
 def job_settings(config: FilterConfig, problems: list[Problem], num_shards: int) -> dict[str, Any]:
@@ -44,7 +40,7 @@ def job_settings(config: FilterConfig, problems: list[Problem], num_shards: int)
         settings["dtype"] = str(resolve_dtype(config.dtype, resolve_device(config.device))).removeprefix("torch.")
     else:
         path = Path(config.outputs)
-        settings["outputs"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else config.outputs
+        settings["outputs"] = digest(path.read_bytes()) if path.is_file() else config.outputs
     return settings
 
 

@@ -124,7 +124,7 @@ def run_shard(
     """Finish one shard; rows go to the disk in batches of ``batch_size``.
 
     Raises:
-        ValueError: if the shard was begun with other settings, is damaged, or is in use.
+        ValueError: if the shard was started with other settings, is damaged, or is in use.
     """
     path = shards.path(shard)
     with open_store(path, shards.settings, KEY, keep_rows=False) as store:

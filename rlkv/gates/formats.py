@@ -43,7 +43,7 @@ def read_gates(path: str | Path) -> dict[str, Any]:
 def write_gates(path: str | Path, payload: dict[str, Any]) -> None:
     """Write by suffix; see ``HeadGates.save``."""
     if str(path).startswith(_HUB):
-        raise ValueError(f"{path}: gates are saved to a local path, expected no hub address: upload the saved folder")
+        raise ValueError(f"{path}: gates are saved to a local path, not to the hub: save a folder and upload it")
     target = Path(path).expanduser()
     if target.is_dir() or not target.suffix or str(path).endswith("/"):
         write_peft(target, payload)
@@ -87,7 +87,7 @@ def _download(address: str) -> Path:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "" if address.startswith(_HUB) else "no such local file or folder, and "
         raise ValueError(
-            f"{address}: {where}the hub did not give it ({reason}), expected a local gates file or folder, or a hub "
+            f"{address}: {where}it could not be downloaded ({reason}), expected a local gates file or folder, or a hub "
             "repository that holds gates: check the name and the network"
         ) from error
 
@@ -116,7 +116,7 @@ def _pick(folder: Path) -> Path:
     tables = sorted(folder.glob("*.tsv"))
     if len(tables) == 1:
         return tables[0]
-    found = f"{len(tables)} .tsv files" if tables else "nothing of the kind"
+    found = f"{len(tables)} .tsv files" if tables else "no gates"
     raise ValueError(
         f"{folder}: found {found} in this folder, expected {ADAPTER_CONFIG}, gates.safetensors, gates.pt or one .tsv"
     )
@@ -128,8 +128,8 @@ def _read_pt(path: Path) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:  # foreign bytes make the unpickler raise nearly anything
-        found = "a truncated or damaged file" if path.read_bytes()[:2] == b"PK" else "no file of torch.save's format"
-        raise ValueError(f"{path}: found {found}, expected gates as HeadGates.save writes them") from error
+        found = "truncated or damaged" if path.read_bytes()[:2] == b"PK" else "not a file written by torch.save"
+        raise ValueError(f"{path}: {found}, expected gates as HeadGates.save writes them") from error
     return {**from_header(content, path), **_stored_tensors(content, path)}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlkv.gates.header import from_header, read_safetensors, to_header, write_safetensors
 from rlkv.models.shape import ModelShape
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import write_json
 
 PEFT_TYPE = "HEAD_GATE"  # of rlkv.training.head_gate, which imports peft
 ADAPTER_CONFIG = "adapter_config.json"
@@ -84,5 +84,4 @@ def write_peft(folder: Path, payload: dict[str, Any]) -> None:
         "sink": payload["sink"],
         "window": payload["window"],
     }
-    with atomic_path(folder / ADAPTER_CONFIG) as partial:
-        partial.write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / ADAPTER_CONFIG, config)

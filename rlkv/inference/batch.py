@@ -8,7 +8,6 @@ and only its missing lines are written.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from rlkv.inference.session import InferSession
 from rlkv.rollout.base import NO_USAGE, Completion, Usage
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.provenance import provenance
+from rlkv.utils.provenance import digest, provenance
 from rlkv.utils.store import open_store
 
 
@@ -50,7 +49,7 @@ def run_batches(session: InferSession) -> BatchReport:
         "batch_size": engine.batch_size,
         "template": session.template,
         "compare_full": config.compare_full,
-        "input": hashlib.sha256(config.input.read_bytes()).hexdigest()[:16],
+        "input": digest(config.input.read_bytes()),
     }
     recorded = {"options": json.loads(json.dumps(dataclasses.asdict(config), default=str)), **provenance()}
     usage = usage_full = NO_USAGE

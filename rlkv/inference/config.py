@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlkv.inference.options import CacheOptions, ModelOptions
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
     from rlkv.rollout.base import SamplingParams
 
-BACKENDS = ("hf", "vllm")
 TINY = "tiny"
 
 
@@ -21,47 +20,47 @@ class InferConfig(ModelOptions, CacheOptions):
     """What to answer, with which model, and what its heads keep."""
 
     gates: str | None = None
-    """Gates file, folder or hub address (gates.pt, .safetensors, .tsv, PEFT); 'tiny': those of the built-in model."""
+    """gates file, folder or hub address (gates.pt, .safetensors, .tsv, PEFT); 'tiny': those of the built-in model"""
     sparsity: float | None = None
-    """Share of KV heads to compress, 0 to 1; with gates the default is 0.5."""
+    """share of KV heads to compress, 0 to 1; with gates the default is 0.5"""
     eviction: str | None = None
-    """What compressible heads keep; by default the first tokens (sinks) and a window of the last."""
+    """what compressible heads keep; by default the first tokens (sinks) and a window of the last"""
     budget: int | None = None
-    """Entries per head that --eviction keeps."""
+    """entries per head that --eviction keeps"""
     ratio: float | None = None
-    """Instead of --budget: share of the text so far."""
+    """instead of --budget: share of the text so far"""
     eviction_option: tuple[str, ...] = ()
-    """Fields of the policy, such as variant=published lam=0.2."""
+    """fields of the policy, such as variant=published lam=0.2"""
     show_kept: Path | None = None
-    """With --prompt: write a page that shows which tokens are still held."""
+    """with --prompt: write a page that shows which tokens are still held"""
     model: str | None = None  # type: ignore[assignment]
-    """Model folder, hub id or 'tiny'; default: the one that the gates name."""
+    """model folder, hub id or 'tiny'; default: the one that the gates name"""
     prompt: str | None = None
-    """Answer this and stop."""
+    """answer this and stop"""
     input: Path | None = None
-    """JSONL with a field 'problem' (and 'answer') per line."""
+    """JSONL with a field 'problem' (and 'answer') per line"""
     output: Path | None = None
-    """Where the answers to --input go; a rerun resumes."""
+    """where the answers to --input go; a rerun resumes"""
     template: str | None = None
-    """Prompt template: rlkv, boxed or plain; default: the one that the gates were trained with, else rlkv."""
+    """prompt template: rlkv, boxed or plain; default: the one that the gates were trained with, else rlkv"""
     prefill: str | None = None  # type: ignore[assignment]
-    """Prompts are read 'full' or, as in training, 'local'; default: full, with vllm local."""
-    scope: str = "global"
-    """Heads compete in the whole model ('global') or per 'layer'."""
+    """full or local (as in training): how prompts are read; default: full, with vllm local"""
+    scope: Literal["global", "layer"] = "global"
+    """heads compete in the whole model, or in each layer"""
     max_new_tokens: int = 512
-    """Longest answer, in tokens."""
+    """longest answer, in tokens"""
     temperature: float = 0.0
-    """0 is greedy."""
+    """0 is greedy"""
     top_p: float = 1.0
-    """Nucleus sampling."""
+    """nucleus sampling"""
     seed: int = 0
-    """Seed of the sampling."""
+    """seed of the sampling"""
     batch_size: int = 8
-    """Problems of --input that are decoded together."""
+    """problems of --input that are decoded together"""
     compare_full: bool = False
-    """Decode with the full cache too."""
-    backend: str = "hf"
-    """hf (transformers), or vllm for many texts at once."""
+    """decode with the full cache too"""
+    backend: Literal["hf", "vllm"] = "hf"
+    """transformers, or vLLM for many texts at once"""
 
     @property
     def is_chat(self) -> bool:
@@ -113,8 +112,6 @@ class InferConfig(ModelOptions, CacheOptions):
             raise ValueError("--model is missing: without --gates nothing names the model")
 
     def _check_backend(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"unknown --backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         if self.backend == "hf":
             return
         for option, is_given in (("--show-kept", self.show_kept), ("--compare-full", self.compare_full)):

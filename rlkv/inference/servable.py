@@ -60,7 +60,7 @@ def exclude_sliding_layers(allocation: HeadAllocation, sliding: list[int], ranke
             "gates and a sparsity cannot be applied to it; pass an eviction policy alone, or a HeadAllocation"
         )
     warnings.warn(
-        f"layers {', '.join(map(str, sliding))} have sliding windows and are left alone: the eviction policy serves "
+        f"layers {', '.join(map(str, sliding))} have sliding windows and are not changed: the eviction policy serves "
         "the other layers",
         stacklevel=4,
     )

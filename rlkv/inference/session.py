@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rlkv.inference.engine import InferenceEngine
 from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.jsonl import read_jsonl
+from rlkv.utils.provenance import digest
 
 DEFAULT_SPARSITY = 0.5
 
@@ -80,7 +80,7 @@ class InferSession:
             engine = _open_hf(config, model, gates, allocation, cache)
         settings = {
             "model": model,
-            "allocation": hashlib.sha256(bytes(engine.allocation.full.flatten().tolist())).hexdigest()[:16],
+            "allocation": digest(bytes(engine.allocation.full.flatten().tolist())),
             "sparsity": sparsity,
             **engine.describe(),
         }

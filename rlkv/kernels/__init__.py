@@ -1,1 +1,1 @@
-"""Triton kernels, one per file; their fp32 references are in the tests."""
+"""Room for Triton kernels (none yet): one per file, their fp32 references in the tests."""

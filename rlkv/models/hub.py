@@ -1,8 +1,12 @@
-"""Whether the Hugging Face hub can be reached, in seconds: its own client retries for most of a minute."""
+"""The Hugging Face hub: whether it can be reached, in seconds (its client retries for a minute), and its data sets."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
+
+from rlkv.utils.extras import require
 
 PROBE_SECONDS = 5.0  # per phase of the request; the variable HF_HUB_ETAG_TIMEOUT of the hub's client has precedence
 SERVER_ERRORS = 500  # HTTP codes from here on are those of a hub or proxy that does not work
@@ -28,3 +32,23 @@ def connection_error(repo: str, file: str, repo_type: str = "model") -> str | No
     except Exception as error:  # whatever the installed HTTP client raises
         return (str(error).splitlines() or [type(error).__name__])[0]
     return None
+
+
+def dataset_rows(
+    name: str, extra: str, what: str, advice: str, config: str | None = None, split: str = "train"
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """``(where, row)`` of a data set on the hub; ``where`` names data set and row.
+
+    Raises:
+        ValueError: if the package of ``extra`` is absent, or ``what`` cannot be loaded; it ends with ``advice``.
+    """
+    datasets = require("datasets", extra)
+    rows, error = [], connection_error(name, "README.md", "dataset")
+    if error is None:
+        try:
+            rows = datasets.load_dataset(name, name=config, split=split)
+        except (OSError, ValueError) as failed:
+            error = (str(failed).splitlines() or [type(failed).__name__])[0]
+    if error is not None:
+        raise ValueError(f"cannot load {what} from the hub ({error}): {advice}")
+    yield from ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))

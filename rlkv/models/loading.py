@@ -117,6 +117,6 @@ def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
     if hub_error is not None:
         reason = f"{hub_error}; its local cache does not hold it either"
     return (
-        f"cannot load model {model!r}: it is not a local folder and the hub did not give it ({reason}); "
+        f"cannot load model {model!r}: it is not a local folder and could not be downloaded ({reason}); "
         f"pass a folder that holds the model, or a built-in one ({', '.join(BUILT_IN)})"
     )

@@ -157,7 +157,7 @@ class RolloutClient:
         self.retries += 1
         if time.monotonic() >= waiting.deadline:
             raise ValueError(
-                f"the rollout server at {self.url} gave nothing for {self.patience:.0f} s ({failure}): start "
+                f"the rollout server at {self.url} did not answer for {self.patience:.0f} s ({failure}): start "
                 "rollout/serve_vllm.py, then repeat the training's command, which resumes from its last checkpoint"
             ) from failure
         if waiting.pause == FIRST_PAUSE:

@@ -5,7 +5,6 @@ Only ``num_layers * num_kv_heads`` numbers go to the engine per step: the rest o
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rlkv.rollout.base import SamplingParams
+from rlkv.utils.provenance import digest
 
 
 @dataclass(frozen=True)
@@ -64,4 +64,4 @@ class GatedEngine(Protocol):
 def gate_version(alpha_LH: Tensor) -> str:
     """A name of these gates: a digest of their float32 values and their shape."""
     values = alpha_LH.detach().float().cpu().contiguous()
-    return hashlib.sha256(repr(tuple(values.shape)).encode() + values.numpy().tobytes()).hexdigest()[:16]
+    return digest(repr(tuple(values.shape)).encode() + values.numpy().tobytes())

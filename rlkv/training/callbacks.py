@@ -17,7 +17,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.training.head_gate import gate_parameters, gates_matrix
 from rlkv.utils.extras import require
-from rlkv.utils.jsonl import write_jsonl
+from rlkv.utils.jsonl import read_log, write_jsonl
 from rlkv.utils.progress import duration
 
 LOG = "log.jsonl"
@@ -56,7 +56,8 @@ class GateMean(TrainerCallback):
 
     def mean(self) -> Tensor:
         """Float32 ``[num_layers, num_kv_heads]``."""
-        assert self._sum is not None, "no training step has been made"
+        if self._sum is None:
+            raise ValueError("no training step has been made: max_steps and num_train_epochs leave none")
         return (self._sum / self._count).float()
 
     def state(self) -> dict[str, Any]:
@@ -64,17 +65,6 @@ class GateMean(TrainerCallback):
 
     def load(self, state: dict[str, Any]) -> None:
         self._sum, self._count = state["sum"], state["count"]
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The complete records of a JSONL log; the last line may be cut off where a process died."""
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
 
 
 class JsonlLog(TrainerCallback):

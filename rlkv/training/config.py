@@ -63,7 +63,7 @@ class RunSettings:
     window: int = option(256, "W: last tokens that the local branch sees")
     deploy_sink: int = option(16, "sink size recommended for serving, kept in the gates file")
     deploy_window: int = option(64, "window recommended for serving, kept in the gates file")
-    image_steps: int = option(20, "a heat map and a histogram every so many steps, 0: never")
+    image_steps: int = option(20, "heat map and histogram: steps between plots, 0: none")
     wandb: str = option("disabled", "online, offline or disabled")
     wandb_project: str = option("rlkv", "W&B project")
     resume: bool = option(True, "resume from the last checkpoint in output_dir")
@@ -122,13 +122,13 @@ class RLKVSettings(RunSettings):
     l1_beta: float = option(1e-3, "beta of the L1 penalty (not trl's beta, which is KL)")
     tau: float = option(0.5, "mean reward of a group above which the penalty acts")
     adaptive: bool = option(
-        True, "weigh the penalty by the group's mean reward; false: l1_beta * (e - 1) whatever the reward"
+        True, "weight the penalty by the group's mean reward; false: l1_beta * (e - 1) whatever the reward"
     )
     advantage: str = option("group", "normalise advantages over the group or the batch")
     reward_offset: float = option(0.0, "the policy loss sees (reward - offset) * scale")
     reward_scale: float = option(1.0, "the policy loss sees (reward - offset) * scale")
     rollout: str = option(
-        "hf", "what samples: hf (the trainer's model), vllm (in this process) or vllm-server (another GPU)"
+        "hf", "which engine samples: hf (the trainer's model), vllm (in this process) or vllm-server (another GPU)"
     )
     rollout_url: str = option("http://127.0.0.1:8700", "vllm-server: where rollout/serve_vllm.py listens")
     rollout_patience: float = option(600.0, "vllm-server: seconds without an answer before the training gives up")

@@ -32,8 +32,8 @@ class DistillSettings(RunSettings):
     forward_rows: int = option(1, "samples of one forward and backward pass")
     gradient_checkpointing: bool = option(False, "recompute activations in backward")
     seed: int = option(0, "of the samples and their order")
-    save_steps: int = option(100, "a checkpoint every so many steps")
-    image_steps: int = option(0, "a heat map and a histogram every so many steps, 0: never")
+    save_steps: int = option(100, "steps between checkpoints")
+    image_steps: int = option(0, "heat map and histogram: steps between plots, 0: none")
     run_name: str | None = option(None, "name of the run in W&B")
     output_dir: str = option("outputs/distilled", "log, checkpoints and exported gates")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Callable
 from functools import partial
@@ -13,14 +11,10 @@ from rlkv.data.deepscaler import read_curriculum
 from rlkv.data.recall import MarkedText, TextRecall, encode, knows_bindings, read_haystack, recall_sample
 from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.training.distill_config import DistillSettings
+from rlkv.utils.provenance import digest
 
 # the samples of a step (0-based), the same whenever it is asked, so that a resumed run sees what it would have seen
 Draw = Callable[[int], list[MarkedText]]
-
-
-def digest(value: Any) -> str:
-    """16 hexadecimal digits of a JSON-able value."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def read_traces(path: str, tokenizer: Any, template: str, max_length: int) -> list[MarkedText]:

@@ -11,13 +11,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import load_model, load_tokenizer
-from rlkv.training.callbacks import LOG, read_log
+from rlkv.training.callbacks import LOG
 from rlkv.training.distill_config import DistillSettings
 from rlkv.training.distill_data import Draw, load_data
 from rlkv.training.distillation import Distiller, check_head
 from rlkv.training.head_gate import HeadGateConfig
 from rlkv.training.run_folder import RunFolder, load_tensors, new_checkpoint, save_tensors
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
+from rlkv.utils.jsonl import read_log
 from rlkv.utils.progress import progress_bar
 
 STATE = "state.pt"

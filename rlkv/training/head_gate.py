@@ -166,7 +166,7 @@ class HeadGateModel(BaseTuner):
         if not available:
             raise ValueError(
                 f"model type {model_config.get('model_type')!r} has no layer with full attention to put gates on "
-                "(sliding-window and linear layers are left alone)"
+                "(sliding-window and linear layers are not changed)"
             )
         if peft_config.target_modules is None:
             peft_config.target_modules = available

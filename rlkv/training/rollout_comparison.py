@@ -15,9 +15,9 @@ from scipy.stats import spearmanr
 
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny.task import longest_solution, problems
-from rlkv.training.callbacks import GATES_LOG, LOG, read_log
+from rlkv.training.callbacks import GATES_LOG, LOG
 from rlkv.utils.atomic import write_json, write_text
-from rlkv.utils.jsonl import write_jsonl
+from rlkv.utils.jsonl import read_log, write_jsonl
 from rlkv.utils.provenance import hardware_line, provenance
 
 COMPARED = ("reward/mean", "response/length_mean")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from rlkv.training.head_gate import set_gates
 from rlkv.training.rollout import open_engine
 from rlkv.training.run_folder import RunFolder
 from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
+from rlkv.utils.provenance import digest
 
 _TRAINING_KEYS = [
     *["output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "prompts_per_step", "num_generations"],
@@ -80,10 +80,9 @@ def run_config(
 ) -> dict[str, Any]:
     """The settings that define a run, JSON-able, with digests of the problems and of the gates at the start."""
     training = {key: getattr(args, key) for key in _TRAINING_KEYS}
-    digest = hashlib.sha256(json.dumps(curriculum.to_list()).encode()).hexdigest()[:16]
-    found = {**asdict(settings), **training, "processes": args.world_size, "problems": digest}
+    found = {**asdict(settings), **training, "processes": args.world_size, "problems": digest(curriculum.to_list())}
     if start is not None:
-        values = hashlib.sha256(start.alpha.numpy().tobytes()).hexdigest()[:16]
+        values = digest(start.alpha.numpy().tobytes())
         found["init_gates"] = {"digest": values, **{key: start.training.get(key) for key in ("method", "steps")}}
     return json.loads(json.dumps(found, default=str))
 

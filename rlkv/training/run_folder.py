@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,19 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.models.shape import ModelShape
-from rlkv.training.callbacks import LOG, GateImages, JsonlLog, WandbLog, read_log
+from rlkv.training.callbacks import LOG, GateImages, JsonlLog, WandbLog
 from rlkv.training.config import RunSettings
 from rlkv.training.head_gate import gate_shares, gates_matrix
 from rlkv.utils.atomic import atomic_path, write_json
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
+from rlkv.utils.jsonl import read_log
 from rlkv.utils.provenance import provenance
 
 RUN_CONFIG = "run_config.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 PARTIAL = ".partial"  # where a checkpoint is written until it is complete
 # what may differ between a run and its continuation; the problems themselves are compared by their digest
 RESUMABLE_KEYS = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit"}
@@ -55,9 +57,22 @@ def new_checkpoint(
     wait()
     if is_main:
         (partial / target.name).rename(target)
+        older = [path for other, path in sorted(_checkpoints(output_dir).items()) if other <= step]
+        for path in older[: -keep if keep else 0]:
+            shutil.rmtree(path.rename(partial / path.name))  # renamed first: what is half deleted cannot be resumed
         partial.rmdir()
-        rotate_checkpoints(str(output_dir), keep)
     wait()
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """Checkpoints by their steps; other folders, such as a copy named ``checkpoint-40-best``, are the user's."""
+    found = ((_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
+    return {int(match[1]): path for match, path in found if match}
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint, None if there is none."""
+    return max(_checkpoints(folder).items(), default=(0, None))[1]
 
 
 def save_tensors(path: Path, content: dict[str, Any]) -> None:
@@ -76,13 +91,15 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
         ValueError: if the folder holds another run, or this one and ``resume`` is off.
     """
     noted = folder / RUN_CONFIG
-    newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    newest = last_checkpoint(folder)
     if noted.exists() and not resume:
         raise ValueError(f"{folder} holds a run already: continue it with --resume true, or take another --output_dir")
     if newest is None:
         return None
     if not noted.exists():
         raise ValueError(f"{folder} holds checkpoints of unknown origin: take another --output_dir")
+    if any(folder.glob("checkpoint-*/complete.json")):
+        raise ValueError(f"{folder} holds checkpoints of an earlier version of rlkv: take another --output_dir")
     before = json.loads(noted.read_text())
     differing = [key for key in config if key not in RESUMABLE_KEYS and before.get(key, config[key]) != config[key]]
     if differing:
@@ -91,7 +108,7 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
             f"{folder} holds a run with other settings ({changes}): use the same ones to continue it, or another "
             "--output_dir"
         )
-    return Path(newest)
+    return newest
 
 
 class RunFolder:

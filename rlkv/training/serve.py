@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rlkv.attention import LocalSizes
 from rlkv.inference.options import ModelOptions, check_positive
@@ -20,8 +20,8 @@ class ServeConfig(ModelOptions):
     """first tokens that the local branch sees, as in the training"""
     window: int = 256
     """last tokens that the local branch sees, as in the training"""
-    engine: str = "vllm"
-    """vllm, or hf: plain transformers"""
+    engine: Literal["hf", "vllm"] = "vllm"
+    """hf: plain transformers"""
     host: str = "127.0.0.1"
     """address to listen on"""
     port: int = DEFAULT_PORT
@@ -36,10 +36,10 @@ class ServeConfig(ModelOptions):
     """vllm: neither compile the model nor capture graphs"""
 
     def check(self) -> None:
-        if self.engine not in ("vllm", "hf"):
-            raise ValueError(f"unknown engine {self.engine!r}: use vllm or hf")
         if self.engine == "vllm" and self.device != "auto":
-            raise ValueError(f"--engine vllm takes the device that it was built for, not {self.device!r}")
+            raise ValueError(
+                f"--engine vllm takes the device that it was built for, not {self.device!r}: leave out --device"
+            )
         check_positive(self, "max_rows", "max_positions")
 
 

@@ -23,6 +23,7 @@ from rlkv.tiny.task import MAX_DEFINITIONS, longest_solution, problems
 from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.training.tiny_pretraining import PretrainConfig, build_model, pretrain
 from rlkv.utils.atomic import write_json
+from rlkv.utils.jsonl import read_log
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import hardware_line
 from rlkv.verifier.verifier import are_correct
@@ -86,7 +87,7 @@ def run_pretraining(run: PretrainRunConfig) -> dict[str, Any]:
 
 def seconds_trained(log: Path) -> float:
     """Seconds of all runs in the log: each run counts from zero, so a run ends where the count falls."""
-    seconds = [json.loads(line)["seconds"] for line in log.read_text().splitlines()]
+    seconds = [record["seconds"] for record in read_log(log)]
     return sum(now for now, later in zip(seconds, [*seconds[1:], 0.0], strict=True) if later < now)
 
 

@@ -35,5 +35,5 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write an indented JSON file atomically."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    """Write an indented JSON file atomically; what JSON does not know (paths, dtypes) as ``str``."""
+    write_text(path, json.dumps(content, indent=2, default=str) + "\n")

@@ -30,6 +30,17 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, row
 
 
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The complete records of a JSONL log; the last line may be cut off where a process died."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write the file atomically."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

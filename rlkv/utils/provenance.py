@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -14,14 +16,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("rlkv", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "math-verify", "vllm")
 
 
+def digest(value: Any) -> str:
+    """16 hexadecimal digits of the SHA-256 of bytes, or of a JSON-able value: enough to distinguish two states."""
+    content = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def versions() -> dict[str, str]:
     """Installed versions of the packages that results depend on; absent ones are left out."""
+    import torch  # here, since programs that run stages load no torch
+
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -38,6 +46,8 @@ def _cpu_name() -> str:
 
 def hardware() -> dict[str, Any]:
     """CPU, core count, torch threads and GPUs of this machine."""
+    import torch
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": _cpu_name(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "gpus": gpus}
 

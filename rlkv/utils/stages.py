@@ -1,15 +1,14 @@
 """Commands that each run once, in the order of their needs, some at a time; a list that was stopped resumes.
 
 A stage has ended when its file ``done`` exists and is not older than the files that it needs; programs write it last
-and resume by themselves.  ``stages.json`` in the results folder keeps what all stages were begun with (options, digests
-of config files, version), so that one folder never mixes results of different settings.
+and resume by themselves.  ``stages.json`` in the results folder keeps what all stages were started with (options,
+digests of config files, version), so that one folder never mixes results of different settings.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from typing import Any
 
 from rlkv import __version__
 from rlkv.utils.atomic import write_json
+from rlkv.utils.provenance import digest
 from rlkv.utils.store import differences
 
 RECORD, LOCK = "stages.json", "lock"
@@ -65,8 +65,8 @@ def run_stages(
         fresh: remove what an earlier run left in ``folder``.
 
     Raises:
-        ValueError: if a stage fails (the others are stopped), ``folder`` was begun with other settings or holds
-            something else, or another process works in it.
+        ValueError: if a stage fails (the others are stopped), ``folder`` was started with other settings or
+            holds something else, or another process is using it.
     """
     with _results_folder(folder, {stage.name: _facts(stage, root, folder) for stage in stages}, fresh):
         runner = _Runner(stages, root, folder, threads)
@@ -100,7 +100,7 @@ def _facts(stage: Stage, root: Path, folder: Path) -> dict[str, Any]:
         options[name] = f"{options.get(name, '')} {'' if word == name else word}".strip()
     paths = [(root / word).resolve() for word in stage.command if word.endswith(CONFIG_SUFFIXES)]
     files = [path for path in paths if path.is_file() and not path.is_relative_to(folder.resolve())]
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    digests = {path.name: digest(path.read_bytes()) for path in files}
     return {"options": options, "config files": digests, "version": __version__}
 
 
@@ -111,7 +111,7 @@ def _results_folder(folder: Path, facts: dict[str, Any], fresh: bool) -> Iterato
     folder.mkdir(parents=True, exist_ok=True)
     own = (LOCK, f".{RECORD}.")  # all that a first start leaves that was killed before its record
     if not record.exists() and any(not entry.name.startswith(own) for entry in folder.iterdir()):
-        raise ValueError(f"{folder} holds files but no {RECORD}, so they are left alone: take another --output-dir")
+        raise ValueError(f"{folder} holds files but no {RECORD}, so they are not changed: take another --output-dir")
     with (folder / LOCK).open("w") as lock:
         _acquire(lock, folder)
         before = json.loads(record.read_text()) if record.exists() else facts
@@ -131,7 +131,7 @@ def _results_folder(folder: Path, facts: dict[str, Any], fresh: bool) -> Iterato
 def _check(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     changes = [text or name for name, text in differences(before, now).items()]
     if changes:
-        raise ValueError(f"{folder} was begun with other settings ({'; '.join(changes)}): run it again with FRESH=1")
+        raise ValueError(f"{folder} was started with other settings ({'; '.join(changes)}): run it again with FRESH=1")
 
 
 def _acquire(lock: Any, folder: Path) -> None:
@@ -141,7 +141,7 @@ def _acquire(lock: Any, folder: Path) -> None:
             return
         except BlockingIOError:
             time.sleep(POLL_SECONDS)
-    raise ValueError(f"another process works in {folder}: wait for it, or take another --output-dir")
+    raise ValueError(f"another process is using {folder}: wait for it, or take another --output-dir")
 
 
 def _die_with(parent: int, library: Any) -> None:

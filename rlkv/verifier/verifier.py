@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import cache
 
 from rlkv.verifier.pool import WorkerPool
 
@@ -135,10 +134,7 @@ class Verifier:
         self.pool.close()
 
 
-@cache
-def default_verifier() -> Verifier:
-    """The process-wide verifier behind :func:`is_correct`; its workers start when first needed."""
-    return Verifier()
+_DEFAULT = Verifier()  # its workers start when first needed
 
 
 def are_correct(pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:
@@ -149,7 +145,7 @@ def are_correct(pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:
     Raises:
         ValueError: if math-verify is needed and not installed (pip install 'rlkv[eval]').
     """
-    return default_verifier().are_correct(pairs)
+    return _DEFAULT.are_correct(pairs)
 
 
 def is_correct(output: str | None, answer: Answer) -> bool:

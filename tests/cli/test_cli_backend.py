@@ -21,7 +21,6 @@ def test_what_works_passes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "sglang"}, "unknown --backend 'sglang': choose one of hf, vllm"),
         ({"prompt": None}, "needs --prompt or --input"),
         ({"show_kept": Path("page.html")}, "--show-kept does not work"),
         ({"compare_full": True}, "--compare-full does not work"),

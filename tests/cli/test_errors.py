@@ -146,3 +146,11 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     child.stdout.close()
     assert child.stderr.read() == b""
     assert child.wait() == 141
+
+
+def test_another_broken_pipe_is_an_error() -> None:
+    code = "import os; from rlkv.cli.errors import run_app; read, write = os.pipe(); os.close(read)"
+    code += "; run_app(lambda: os.write(write, b'x'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "BrokenPipeError" in done.stderr

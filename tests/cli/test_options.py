@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -27,6 +28,7 @@ class Config(Base):
     sparsities: tuple[float, ...] = (0.5,)
     limit: int | None = None
     fresh: bool = False
+    engine: Literal["hf", "vllm"] = "hf"
 
     def check(self) -> None:
         if not all(0 <= s <= 1 for s in self.sparsities):
@@ -49,11 +51,22 @@ def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_pa
 
 @pytest.mark.parametrize(
     ("text", "match"),
-    [("modle: x\n", "modle"), ("- a\n", "list"), ("a: [", "YAML"), ("sparsities: [2]\noutput_dir: a\n", "sparsities")],
+    [
+        *[("modle: x\n", "modle"), ("- a\n", "list"), ("a: [", "YAML")],
+        ("sparsities: [2]\noutput_dir: a\n", "sparsities"),
+        ("engine: jax\n", "unknown --engine 'jax': choose one of hf, vllm"),
+    ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         parse(Config, arguments=["--config", write(tmp_path, text)])
+
+
+@pytest.mark.parametrize("arguments", [["--engine", "jax"], ["--engine=jax"]])
+def test_a_value_that_is_not_a_choice_is_refused_in_one_sentence(arguments: list[str]) -> None:
+    with pytest.raises(ValueError, match="unknown --engine 'jax': choose one of hf, vllm"):
+        parse(Config, arguments=["--output-dir", "a", *arguments])
+    assert parse(Config, arguments=["--output-dir", "a", "--engine", "vllm"]).engine == "vllm"
 
 
 def test_an_option_given_twice_would_lose_its_first_value() -> None:

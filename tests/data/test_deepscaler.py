@@ -79,6 +79,6 @@ def test_other_broken_sources(tmp_path: Path) -> None:
 
 
 def test_no_network_names_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlkv.data.deepscaler.connection_error", lambda *asked: f"no route to {asked}")
+    monkeypatch.setattr("rlkv.models.hub.connection_error", lambda *asked: f"no route to {asked}")
     with pytest.raises(ValueError, match=r"no route to .*'dataset'.*--input FILE\.jsonl.*--model FOLDER.*--model tiny"):
         load_problems("agentica-org/DeepScaleR-Preview-Dataset")

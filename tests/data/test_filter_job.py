@@ -203,7 +203,7 @@ def test_yaml_and_options(tmp_path: Path) -> None:
     [
         (["--batch-size", "0"], "--batch-size must be at least 1"),
         (["--buckets", "5"], "bucket '5' is not of the form"),
-        (["--engine", "sglang"], "unknown engine 'sglang'"),
+        (["--engine", "sglang"], "unknown --engine 'sglang': choose one of hf, vllm"),
         *[(["--shard", bad], "from 0 to n-1") for bad in ("4/4", "1", "a/b", "0/0", "")],
     ],
 )

@@ -105,9 +105,9 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         raise LocalEntryNotFoundError("cannot connect\nlong explanation")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ValueError, match=r"^hf://owner/name: the hub did not give it \(cannot connect\)"):
+    with pytest.raises(ValueError, match=r"^hf://owner/name: it could not be downloaded \(cannot connect\)"):
         HeadGates.load("hf://owner/name")
-    with pytest.raises(ValueError, match=r"^owner/name: no such local file or folder, and the hub did not"):
+    with pytest.raises(ValueError, match=r"^owner/name: no such local file or folder, and it could not be downloaded"):
         HeadGates.load("owner/name")
 
 

@@ -219,11 +219,11 @@ def test_sliding_layers_are_left_alone() -> None:
             got = generate(model, prompt(), new=20)
             generate(model, prompt(), new=20)
     assert torch.equal(got, want)
-    assert [str(w.message).split(" and ")[0] for w in caught if "left alone" in str(w.message)] == [
+    assert [str(w.message).split(" and ")[0] for w in caught if "not changed" in str(w.message)] == [
         "layers 0, 2 have sliding windows"
     ]
     with (
-        pytest.warns(UserWarning, match="left alone"),
+        pytest.warns(UserWarning, match="not changed"),
         rlkv.compress(model, eviction=TOVA(budget=10), record=True) as s,
     ):
         generate(model, prompt(), new=20)
@@ -252,7 +252,7 @@ def test_sliding_layers_through_the_engine() -> None:
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2, decode=lambda ids, **kwargs: " ".join(map(str, ids)))
     allocation = resolve_allocation(model, None)
     engine = InferenceEngine(model, tokenizer, allocation, eviction=TOVA(budget=10), record=True)
-    with pytest.warns(UserWarning, match="left alone"):
+    with pytest.warns(UserWarning, match="not changed"):
         reply = engine.reply(prompt(1).tolist()[0], SamplingParams(max_new_tokens=10))
     assert (reply.cache.held(0)[[1, 3]].sum(-1) <= 10).all()
 

@@ -87,7 +87,7 @@ def test_download_then_cache_then_nothing(tmp_path: Path) -> None:
     assert float(seconds) < 10
 
     refused, warned, seconds = run(LOAD, NOBODY, tmp_path / "empty")
-    assert refused.startswith("refused: cannot load model 'owner/model': it is not a local folder and the hub did not")
+    assert refused.startswith("refused: cannot load model 'owner/model': it is not a local folder and could not be")
     assert "Connection refused" in refused
     assert "its local cache does not hold it either" in refused
     assert warned == "warned:"

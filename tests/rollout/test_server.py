@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlkv.attention import LocalSizes
+from rlkv.cli.options import parse
 from rlkv.rollout import client as client_module
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.client import RolloutClient
@@ -101,7 +102,7 @@ def test_samples_of_other_gates_are_thrown_away() -> None:
         engine.set_gates = lambda alpha_LH: version
         impatient = make_client(url, patience=0.3)
         impatient.set_gates(torch.zeros(1, 2))
-        with pytest.raises(ValueError, match="gave nothing"):
+        with pytest.raises(ValueError, match="did not answer"):
             dict(impatient.sample(ROWS, SAMPLING, [2]))
         assert impatient.stale > 0
 
@@ -119,7 +120,7 @@ def test_a_server_that_is_gone_is_named_after_the_patience() -> None:
     with serving(Scripted([])) as (_, url):
         pass
     client = make_client(url, patience=0.4)
-    with pytest.raises(ValueError, match=r"gave nothing for 0 s \(ConnectionRefusedError.*start rollout/serve_vllm"):
+    with pytest.raises(ValueError, match=r"did not answer for 0 s \(ConnectionRefusedError.*start rollout/serve_vllm"):
         client.set_gates(torch.ones(1, 2))
     assert client.retries >= 2
 
@@ -188,9 +189,9 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         with pytest.raises(ValueError, match="--max-positions 65"):
             client.check(LocalSizes(2, 6), 65)
         with pytest.raises(ValueError, match="not a request for samples"):
-            client._request("POST", "/sample", {"version": "x"})
+            next(client._lines("POST", "/sample", {"version": "x"}))
         with pytest.raises(ValueError, match="no such page"):
-            client._request("GET", "/metrics")
+            next(client._lines("GET", "/metrics"))
         assert client.retries == 0
     with pytest.raises(ValueError, match="set_gates comes before sample"):
         RolloutClient(url)._send_gates()
@@ -204,8 +205,8 @@ def test_a_taken_port_and_an_unknown_engine_are_named() -> None:
         pytest.raises(ValueError, match=rf"cannot listen at 127\.0\.0\.1:{server.server_port} .*--port"),
     ):
         RolloutServer(("127.0.0.1", server.server_port), Scripted([]), FACTS)
-    with pytest.raises(ValueError, match="unknown engine 'sglang'"):
-        ServeConfig(engine="sglang").check()
+    with pytest.raises(ValueError, match="unknown --engine 'sglang'"):
+        parse(ServeConfig, arguments=["--engine", "sglang"])
 
 
 def test_the_tiny_model_can_be_served_by_transformers() -> None:

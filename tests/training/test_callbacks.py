@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlkv.training.callbacks import JsonlLog, read_log
+from rlkv.training.callbacks import JsonlLog
+from rlkv.utils.jsonl import read_log
 from tests.helpers import random_run
 
 

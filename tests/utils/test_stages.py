@@ -145,7 +145,7 @@ def test_a_killed_list_takes_its_stage_with_it(
     stage = int(pid.read_text())
     assert is_alive(stage)
     monkeypatch.setattr(module, "LOCK_SECONDS", 0.5)
-    with pytest.raises(ValueError, match="another process works in"):
+    with pytest.raises(ValueError, match="another process is using"):
         run([], tmp_path)
     os.kill(driver.pid, ending)
     driver.wait()
@@ -158,7 +158,7 @@ def test_other_settings_are_refused_and_nothing_starts(tmp_path: Path) -> None:
     run([make_stage("train", options=("--steps", "50"))], tmp_path)
     record = tmp_path / "results" / "stages.json"
     before = record.read_bytes()
-    refused = r'was begun with other settings \(train\.options\.--steps was "50" and is now "60"\): .*FRESH=1'
+    refused = r'was started with other settings \(train\.options\.--steps was "50" and is now "60"\): .*FRESH=1'
     with pytest.raises(ValueError, match=refused):
         run([make_stage("train", options=("--steps", "60"))], tmp_path)
     with pytest.raises(ValueError, match=r"other settings \(filter\)"):

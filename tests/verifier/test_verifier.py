@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.verifier import verifier as verifier_module
 from rlkv.verifier.verifier import Verifier, are_correct, extract_answer, is_correct, last_box
 from tests.helpers.paths import SHARED
 
@@ -343,7 +342,3 @@ def test_the_next_problems_answer_is_refused(verifier: Verifier, name: str) -> N
     pairs = [(a["solution"], b["answer"]) for a, b in zip(rows, following, strict=True) if a["answer"] != b["answer"]]
     assert len(pairs) > 0.95 * len(rows)
     assert sum(verifier.are_correct(pairs)) <= 0.005 * len(pairs)
-
-
-def test_default_verifier_is_one_per_process() -> None:
-    assert verifier_module.default_verifier() is verifier_module.default_verifier()

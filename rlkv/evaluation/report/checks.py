@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from contextlib import closing
@@ -13,7 +12,7 @@ from rlkv.data.deepscaler import Problem
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS, load_task
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import write_json
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import hardware_line, provenance
 from rlkv.verifier.verifier import Verifier, extract_answer, last_box
@@ -158,8 +157,7 @@ def _share(part: int, n: int) -> str:
 
 def write_checks(folder: Path, name: str, content: dict[str, Any], page: Page) -> None:
     """``NAME.json`` with the content and where it comes from, ``NAME.md`` with the page, which is printed too."""
-    with atomic_path(folder / f"{name}.json") as path:
-        path.write_text(json.dumps({**content, **provenance()}, indent=2) + "\n")
+    write_json(folder / f"{name}.json", {**content, **provenance()})
     page.paragraph(f"{hardware_line()}.")
     page.write(folder / f"{name}.md")
     print(page.markdown(folder))

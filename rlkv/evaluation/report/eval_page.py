@@ -5,7 +5,6 @@ Measured and published numbers are in separate tables, one below the other.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rlkv.evaluation.run.evaluation import Evaluation
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod
 from rlkv.evaluation.stats.error_modes import MODES
 from rlkv.evaluation.stats.metrics import FEW_CHANGED
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import provenance
 
 FULL_CACHE = "full cache"
@@ -36,9 +35,7 @@ def write_report(folder: Path, done: Evaluation) -> None:
     full = {task: rows for (task, method), rows in done.rows.items() if method == FULL}
     summaries = [summarize(task, method, rows, full.get(task)) for (task, method), rows in done.rows.items()]
     origin = provenance()
-    with atomic_path(folder / "results.json") as path:
-        content = {"config": done.config, **origin, "results": summaries}
-        path.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    write_json(folder / "results.json", {"config": done.config, **origin, "results": summaries})
     page = evaluation_page(done.methods, summaries, origin, done.config)
     for name in ("report.html", "report.md"):
         page.write(folder / name)
@@ -185,7 +182,7 @@ def _settings(config: dict[str, Any]) -> list[str]:
             f"{config['top_p']:g}, top-k {config['top_k'] or 'unlimited'}, seed {config['seed']}"
         )
     window, distinct = config["repetition"]
-    stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts go on"
+    stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts continue"
     return [
         f"{how}; new tokens at most: {limits}; batches of {config['batch_size']}; {config['dtype']}.",
         f"Without a policy, compressible heads keep {config['sink']} + {config['window']} entries. Prompts are read "

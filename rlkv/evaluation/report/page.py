@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import write_text
 
 Sign = Literal["better", "worse", "same", ""]
 LEVEL = 0.05  # a paired test with a p value below it shows a significant difference
@@ -125,9 +125,7 @@ class Page:
 
     def write(self, path: Path) -> None:
         """Write the page atomically: as Markdown if ``path`` ends with ``.md``, else as HTML."""
-        content = self.markdown(path.parent) if path.suffix == ".md" else self.html()
-        with atomic_path(path) as partial:
-            partial.write_text(content, encoding="utf-8")
+        write_text(path, self.markdown(path.parent) if path.suffix == ".md" else self.html())
 
     def _render(self, template: str, **filters: Callable[..., str]) -> str:
         environment = Environment(

@@ -32,8 +32,8 @@ class Processes:
             dist.barrier()
         except RuntimeError as error:
             raise ValueError(
-                "another process of this run ended before its share was done: its output says why; what was finished "
-                "is in the files, the same command goes on"
+                "another process of this run ended before its share was done: its output says why; finished rows "
+                "are kept: run the same command again to resume"
             ) from error
         dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """An evaluation: methods on tasks, every generation in a file.
 
 Rows are in ``TASK/METHOD/rows-RANK-of-PROCESSES.jsonl`` of the output folder.  They do not depend on which process
-decoded them, so that a run with another number of processes goes on from all files.
+decoded them, so that a run with another number of processes resumes from all files.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ A resumed measurement compares these and names what differs.  The commit is reco
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 from functools import cache
@@ -16,15 +15,15 @@ import torch
 from transformers import PreTrainedModel
 
 from rlkv import __version__
+from rlkv.utils.provenance import digest
 
 LIBRARIES = ("torch", "transformers", "math-verify", "sympy")
 SAMPLED = 1024  # elements of each parameter
-DIGITS = 16  # of a SHA-256 in hexadecimal: enough to distinguish two states
 
 
 def digest_of(value: Any) -> str:
-    """A short hash of ``value`` as JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:DIGITS]
+    """A digest of ``value`` as JSON, whatever the order of its keys."""
+    return digest(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
@@ -34,16 +33,16 @@ def model_facts(model: PreTrainedModel) -> dict[str, Any]:
     """
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
     config.pop("transformers_version", None)
-    weights = hashlib.sha256()
+    weights = bytearray()
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().flatten()
         places = torch.linspace(0, flat.numel() - 1, min(SAMPLED, flat.numel()), dtype=torch.float64).long()
         sample = flat[places.to(flat.device)].cpu()
-        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        weights.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+        weights += f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
+        weights += sample.contiguous().view(torch.uint8).numpy().tobytes()
     return {
         "config": digest_of(config),
-        "weights": weights.hexdigest()[:DIGITS],
+        "weights": digest(bytes(weights)),
         "dtype": str(model.dtype),
         "device": model.device.type,
     }

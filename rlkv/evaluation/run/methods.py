@@ -112,7 +112,7 @@ def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[st
         if not name.strip() or set(name) & set("/+@,:"):
             raise ValueError(f"--gates: {name!r} cannot name a ranking: give NAME=FILE, the name without / + @ , or :")
         if name in named or name in reserved:
-            raise ValueError(f"--gates: the name {name!r} is taken twice or by the table itself: give NAME=FILE")
+            raise ValueError(f"--gates: the name {name!r} is used twice or reserved: give NAME=FILE")
         named[name] = file
     return {name: HeadGates.load(file) for name, file in named.items()}
 

@@ -10,9 +10,8 @@ library and a temporary folder. A system-call filter (x86_64, aarch64) refuses s
 the end, also that of the evaluator, the process group is killed and the folder removed. Where the system refuses
 Landlock or the filter, programs run without, and a warning says so once; for root that is a SandboxError instead.
 
-This stops a language model's careless or cheating program, not a determined attacker. Not covered: weak tests (``assert
-f(2)`` passes with any true value); helpers that a test takes from the program; the sum of all files; arguments changed
-in place (they are copied). Functions as arguments, and comparisons with objects other than plain data, are errors.
+This stops a language model's careless or cheating program, not a determined attacker. Not covered: weak tests; helpers
+that a test takes from the program; the sum of all files; arguments changed in place. Functions as arguments are errors.
 """
 
 from rlkv.evaluation.sandbox.run import Limits, SandboxError, Verdict, run_tests

@@ -84,9 +84,9 @@ class StudyConfig(CacheOptions, ModelOptions):
             values, most = getattr(self, name), 0.99 if name == "savings" else 1.0
             given = f"--{name.replace('_', '-')} {' '.join(f'{value:g}' for value in values)}"
             if not all(0 <= value <= most for value in values):
-                raise ValueError(f"{given} holds a number outside 0 to {most:g}")
+                raise ValueError(f"{given} contains a number outside 0 to {most:g}")
             if name != "savings" and not self.ascending(name):
-                raise ValueError(f"{given} names no sparsity above 0")
+                raise ValueError(f"{given} contains no sparsity above 0")
         for name, share in (("margin", self.margin), ("head-share", self.head_share)):
             if not 0 <= share <= 1:
                 raise ValueError(f"--{name} is {share}: it is a share, from 0 to 1")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.rankings import Ranking
+from rlkv.utils.jsonl import read_log
 
 CPU, WALL = "CPU", "wall"
 # fields of the training log and of the re-ranking's summary, the better unit first: CPU time does not depend on what
@@ -28,7 +29,7 @@ def identification_costs(ranking: Ranking) -> list[dict[tuple[str, str], float]]
     found = []
     for file, gates in zip(ranking.files, ranking.gates, strict=True):
         log = Path(file).parent / "log.jsonl"
-        steps = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+        steps: list[Any] = read_log(log) if log.is_file() else []
         summary = gates.training.get("reranked") or {}
         known = [("training", unit, [step.get(field) for step in steps]) for unit, field in _LOG]
         known += [("re-ranking", unit, [summary.get(field)]) for unit, field in _RERANKED]

@@ -6,7 +6,6 @@ study that was stopped resumes from the files.  Of several processes each takes 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from rlkv.evaluation.study.outcomes import Outcome, outcome_of
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.utils.progress import ProgressBar, progress_bar
+from rlkv.utils.provenance import digest
 from rlkv.utils.store import StoreInUseError
 
 POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
@@ -45,7 +45,7 @@ class Condition:
         """A short name of all that the condition is."""
         policy = None if self.policy is None else self.policy.describe()
         content = json.dumps([self.allocation.full.int().tolist(), policy], sort_keys=True)
-        return f"{self.task.replace(':', '_')}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+        return f"{self.task.replace(':', '_')}-{digest(content.encode())[:12]}"
 
 
 ConditionRequests = Iterable[tuple[str, Condition]]

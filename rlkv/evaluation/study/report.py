@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.sweep import Sweep, write_table
 from rlkv.evaluation.study.text import SAME, SEEDS_FIXED
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import provenance
 
 NOT_SAID = "its file does not say"
@@ -22,12 +21,7 @@ NOT_SAID = "its file does not say"
 
 def write_measured(folder: Path, study: Study) -> None:
     """``measured.json``, which says that every condition is there, for a process that only measures."""
-    _write_json(folder / "measured.json", {"conditions": study.measurements.describe(), **provenance()})
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with atomic_path(path) as partial:
-        partial.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    write_json(folder / "measured.json", {"conditions": study.measurements.describe(), **provenance()})
 
 
 def write_report(
@@ -59,7 +53,7 @@ def write_report(
         "analyses": metrics,
         "conditions": conditions,
     }
-    _write_json(folder / "results.json", content)
+    write_json(folder / "results.json", content)
     page = Page(title)
     _write_findings(page, content)
     for analysis in analyses:

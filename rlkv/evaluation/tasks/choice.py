@@ -56,7 +56,7 @@ def parse_choice(row: dict[str, Any], where: str, number: int) -> ParsedRow:
 def _answer(row: dict[str, Any], letters: str, where: str) -> str:
     index = row.get("answer_index")
     if index is not None and not (isinstance(index, int) and 0 <= index < len(letters)):
-        raise ValueError(f"{where}: answer_index {index!r} is none of the {len(letters)} options")
+        raise ValueError(f"{where}: answer_index {index!r} is not one of the {len(letters)} options")
     if index is not None and "answer" not in row:
         return letters[index]
     answer = text_field(row, "answer", where).strip()

@@ -14,9 +14,8 @@ from rlkv.evaluation.tasks.choice import MMLU_PRO
 from rlkv.evaluation.tasks.code import MBPP
 from rlkv.evaluation.tasks.maths import MATHS, SMOL, TINY
 from rlkv.gates.head_gates import HeadGates
-from rlkv.models.hub import connection_error
+from rlkv.models.hub import dataset_rows
 from rlkv.models.prompts import DEFAULT_TEMPLATE, TEMPLATES, choose_template
-from rlkv.utils.extras import require
 
 _TASKS: dict[str, EvalTask] = {task.name: task for task in (*MATHS, MBPP, *MMLU_PRO, TINY, SMOL)}
 TASKS: Mapping[str, EvalTask] = MappingProxyType(_TASKS)
@@ -75,7 +74,7 @@ def load_task(
     Args:
         path: a local ``.jsonl`` or ``.parquet`` file, or a folder that holds one under the task's file name (such as
             ``gsm8k_test.jsonl``); None: the hub's copy.  ``tiny`` is drawn unless a file is given.
-        limit: the first so many problems; for ``tiny``, how many are drawn (400).
+        limit: use only the first N problems; for ``tiny``, how many are drawn (400).
         template: a name in :data:`rlkv.models.prompts.TEMPLATES` for a maths task; None: the task's own.
         seed: of the draw of ``tiny``; the sample of MMLU-Pro is always the same.
 
@@ -114,16 +113,8 @@ def _local_file(task: EvalTask, path: Path) -> Path:
 
 
 def _hub_rows(task: EvalTask, data: HubData) -> Iterator[Row]:
-    datasets = require("datasets", "eval")
-    reason = connection_error(data.id, "README.md", "dataset")
-    if reason is None:
-        try:
-            rows = datasets.load_dataset(data.id, name=data.config, split=data.split)
-        except (OSError, ValueError) as failed:
-            reason = (str(failed).splitlines() or [type(failed).__name__])[0]
-    if reason is not None:
-        raise ValueError(f"task {task.name!r}: cannot load {data.id} from the hub ({reason}): {_what_to_give(task)}")
-    yield from ((f"{data.id} row {number}", row) for number, row in enumerate(rows, start=1))
+    what = f"task {task.name!r} ({data.id})"
+    return dataset_rows(data.id, "eval", what, _what_to_give(task), data.config, data.split)
 
 
 def _what_to_give(task: EvalTask) -> str:

@@ -25,11 +25,14 @@ EVERYTHING = 2**31  # a window that no text exceeds
 
 def write_cache(key_THD: Tensor, value_THD: Tensor, cache: Tensor, slots_T: Tensor) -> None:
     """Put token t into slot ``slots_T[t]`` of the cache; slot = block * N + place in the block, below 0: padding."""
-    kept = (slots_T >= 0).nonzero()[:, 0]  # there may be more tokens than slots: padding too
-    block, place = slots_T[kept] // cache.shape[2], slots_T[kept] % cache.shape[2]
+    tokens, kept = len(slots_T), slots_T >= 0  # more tokens than slots are padding too
+    key_THD, value_THD = key_THD[:tokens], value_THD[:tokens]
+    if not bool(kept.all()):
+        key_THD, value_THD, slots_T = key_THD[kept], value_THD[kept], slots_T[kept]
+    block, place = slots_T // cache.shape[2], slots_T % cache.shape[2]
     size = key_THD.shape[-1]
-    cache[block, :, place, :size] = key_THD[kept].to(cache.dtype)
-    cache[block, :, place, size:] = value_THD[kept].to(cache.dtype)
+    cache[block, :, place, :size] = key_THD.to(cache.dtype)
+    cache[block, :, place, size:] = value_THD.to(cache.dtype)
 
 
 @dataclass(frozen=True)

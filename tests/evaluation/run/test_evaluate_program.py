@@ -127,7 +127,7 @@ def test_without_hub_and_file_the_program_ends_with_one_sentence(tmp_path: Path)
     assert done.returncode == 2
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("error: task 'mmlu_pro:law': cannot load TIGER-Lab/MMLU-Pro from the hub")
+    assert lines[0].startswith("error: cannot load task 'mmlu_pro:law' (TIGER-Lab/MMLU-Pro) from the hub")
     assert lines[0].endswith("or a folder that holds mmlu_pro.jsonl")
     assert not (tmp_path / "out").exists()
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkv.evaluation.tasks import TASKS, find_task, find_tasks, load_task, registry, trained_template
+from rlkv.evaluation.tasks import TASKS, find_task, find_tasks, load_task, trained_template
 from rlkv.evaluation.tasks.base import fill
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models import hub
 from rlkv.models.prompts import fill_template
 from tests.helpers.paths import SHARED
 
@@ -152,7 +153,7 @@ def test_padded_options_are_dropped(tmp_path: Path) -> None:
         ("mbpp", {"prompt": "p", "code": "c", "test": []}, "line 1: the tests must be a list"),
         ("mmlu_pro:law", mmlu_row(1, answer="Z"), "line 1: answer 'Z' and answer_index 1 do not name one of ABC"),
         ("mmlu_pro:law", mmlu_row(1, answer="A"), "answer 'A' and answer_index 1 do not name"),
-        ("mmlu_pro:law", mmlu_row(1, answer_index=3), "answer_index 3 is none of the 3 options"),
+        ("mmlu_pro:law", mmlu_row(1, answer_index=3), "answer_index 3 is not one of the 3 options"),
         ("mmlu_pro:law", mmlu_row(1, options="abc"), "'options' must be a list"),
     ],
 )
@@ -176,14 +177,14 @@ def test_tiny_is_drawn(tmp_path: Path) -> None:
 
 
 def test_without_hub_and_file_the_error_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "connection_error", lambda *args: "no route")
+    monkeypatch.setattr(hub, "connection_error", lambda *args: "no route")
     for name in TASKS:
         if name != "tiny":
             with pytest.raises(
                 ValueError, match=r"from the hub \(no route\): give a local copy with --data, a .jsonl"
             ) as e:
                 load_task(name)
-            assert str(e.value).startswith(f"task {name!r}: cannot load {TASKS[name].hub.id}")  # type: ignore[union-attr]
+            assert str(e.value).startswith(f"cannot load task {name!r} ({TASKS[name].hub.id}) from")  # type: ignore[union-attr]
 
 
 def test_the_hub_is_asked_for_the_documented_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +194,8 @@ def test_the_hub_is_asked_for_the_documented_set(monkeypatch: pytest.MonkeyPatch
         asked.append((*args, options))
         return [{"question": "q", "answer": "#### 3"}]
 
-    monkeypatch.setattr(registry, "connection_error", lambda *args: None)
-    monkeypatch.setattr(registry, "require", lambda *args: SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(hub, "connection_error", lambda *args: None)
+    monkeypatch.setattr(hub, "require", lambda *args: SimpleNamespace(load_dataset=load_dataset))
     assert load_task("gsm8k")[0].answer == "3"
     assert asked == [("openai/gsm8k", {"name": "main", "split": "test"})]
 
