@@ -44,7 +44,7 @@ def plan(folder: Path, quick: bool) -> list[Stage]:
     commands = {
         "filter": f"""data_prep/filter_deepscaler.py --config configs/filter_tiny.yaml
             --num-problems {num_problems} --output-dir {{folder}}/curriculum""",
-        "held-out problems": f"""data_prep/draw_problems.py --num-problems {held_out} --definitions 3-12
+        "held-out problems": f"""data_prep/draw_problems.py --num-problems {held_out} --steps 3-12
             --seed 2000003 --output {{folder}}/problems.jsonl""",
         "train gates": f"""train/grpo_gates.py --config configs/tiny.yaml --max_steps {steps}
             --curriculum {{folder}}/curriculum/curriculum.parquet --output_dir {{folder}}/training""",

@@ -103,7 +103,7 @@ class Plan:
         pool = f"--config configs/filter_tiny.yaml --num-problems {self.size.filtered}"
         keep = self._words(f"data_prep/filter_deepscaler.py {pool} --output-dir {{out}}", out=self.filtered.parent)
         raw = self._words(f"data_prep/draw_problems.py {pool} --as-many-as {{curriculum}} --output {{raw}}")
-        held_out = f"--num-problems {self.size.held_out} --definitions 3-12 --seed 2000003"
+        held_out = f"--num-problems {self.size.held_out} --steps 3-12 --seed 2000003"
         draw = self._words(f"data_prep/draw_problems.py {held_out} --output {{problems}}")
         return [
             Stage("filter", keep, self.filtered),

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
+from peft.helpers import disable_input_dtype_casting
 from safetensors.torch import load_file, save_file
 from scipy.stats import binomtest
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from rlkv.models.builtin import SMOLLM2
@@ -115,11 +116,13 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
             peft_config=lora,
             callbacks=[_Progress(bar)],
         )
-        trainer.train(resume_from_checkpoint=_last_checkpoint(config.output_dir))
+        trainer.remove_callback(PrinterCallback)
+        tuned: Any = trainer.model
+        with disable_input_dtype_casting(tuned):  # autocast does it; twice costs a quarter of a step
+            trainer.train(resume_from_checkpoint=_last_checkpoint(config.output_dir))
     log = "".join(json.dumps(record) + "\n" for record in trainer.state.log_history)
     (config.output_dir / "log.jsonl").write_text(log)
     adapter = config.output_dir / "adapter"
-    tuned: Any = trainer.model
     tuned.save_pretrained(adapter)
     _halve(adapter / ADAPTER_FILE)
     config_file = adapter / "adapter_config.json"
@@ -127,7 +130,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     config_file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     summary = {
         "config": {key: value for key, value in asdict(config).items() if key not in ("output_dir", "device")},
-        "tokens": trainer.state.num_input_tokens_seen,
+        "tokens": next(r["num_tokens"] for r in reversed(trainer.state.log_history) if "num_tokens" in r),
         "seconds": round(sum(record.get("train_runtime", 0) for record in trainer.state.log_history)),
         "torch": torch.__version__,
         "hardware": hardware_line(),
