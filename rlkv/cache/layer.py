@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from rlkv.cache.plan import CacheState, CallLayout
+from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 from rlkv.cache.stores import FullStore, Store, attend
 
 
@@ -106,6 +106,13 @@ class ReallocationLayer(CacheLayerMixin):
             for _, store in self.stores:
                 store.select_rows(rows)
             self.batch_size = len(rows)
+
+    def join(self, other: ReallocationLayer, layout: JoinLayout) -> None:
+        """Append the rows of ``other``, a layer of the same heads."""
+        for (_, store), (_, others) in zip(self.stores, other.stores, strict=True):
+            store.join(others, layout)
+        self.batch_size += other.batch_size
+        self.length = layout.columns
 
     # memory, once initialized
 

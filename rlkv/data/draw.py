@@ -1,4 +1,4 @@
-"""Problems that no model filtered: a test set of a built-in task, or a draw from the pool that the filter starts from."""
+"""Problems that no model filtered: a test set of a built-in task, or a draw from the pool of the filter."""
 
 from __future__ import annotations
 

@@ -53,11 +53,16 @@ class CompressedSession:
     default_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict
     cache: HeadReallocationCache | None = None
 
-    def new_cache(self, reserve: int = 0) -> HeadReallocationCache:
-        """An empty cache of this session's allocation and sizes; ``reserve`` as in :class:`HeadReallocationCache`."""
+    def new_cache(self, reserve: int = 0, limit: int | None = None) -> HeadReallocationCache:
+        """An empty cache of this session's allocation and sizes.
+
+        ``reserve`` as in :class:`HeadReallocationCache`; ``limit``: tokens at which generation ends.
+        """
         kept = self.settings
         sizes = (kept.sink, kept.window, kept.prefill, reserve, kept.eviction, self.record)
-        return HeadReallocationCache(self.allocation.full, *sizes, stock_layers=self.default_layers)
+        cache = HeadReallocationCache(self.allocation.full, *sizes, stock_layers=self.default_layers)
+        cache.state.limit = limit
+        return cache
 
     def check(self, cache: Any) -> HeadReallocationCache:
         """``cache``, if it may be continued here.

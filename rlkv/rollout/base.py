@@ -36,18 +36,21 @@ class SamplingParams:
         return self.temperature == 0
 
 
+FinishReason = Literal["stop", "length", "repetition"]
+
+
 @dataclass(frozen=True)
 class Completion:
     """One decoded answer.
 
     ``token_ids`` hold no padding and include the end token; ``text`` is without special tokens; ``finish_reason`` is
     ``stop`` if the model ended the text itself, ``length`` if it was cut at the limit, and ``repetition`` if a rule
-    ended it (:class:`rlkv.rollout.watch.RowHooks`).
+    ended it (:class:`rlkv.rollout.decoding.StopRule`).
     """
 
     token_ids: list[int]
     text: str
-    finish_reason: Literal["stop", "length", "repetition"]
+    finish_reason: FinishReason
 
 
 class RolloutEngine(Protocol):

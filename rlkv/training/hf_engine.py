@@ -17,7 +17,7 @@ from rlkv.training.rollout import roll_out
 
 
 class GatedHFEngine:
-    """A :class:`~rlkv.rollout.gated.GatedEngine`: completions in batches of ``max_rows``, as in the training loop."""
+    """A :class:`~rlkv.rollout.gated.GatedEngine`: ``max_rows`` rows at once, as in the training loop."""
 
     def __init__(self, model: PreTrainedModel, sizes: LocalSizes, pad_id: int, max_rows: int = 64) -> None:
         """``model`` should be on its device; all gates are 1 at first."""
@@ -41,12 +41,9 @@ class GatedHFEngine:
         return gate_version(self.gates())
 
     def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
-        """Yield ``(index into rows.prompts, sample)``, batch by batch, the longest prompts first."""
+        """Yield ``(index into rows.prompts, sample)`` as rows end, the longest prompts first."""
         base: Any = self.model.get_base_model()
         version = gate_version(self.gates())
-        order = sorted(range(len(rows.prompts)), key=lambda i: -len(rows.prompts[i]))
-        for start in range(0, len(order), self.max_rows):
-            indices = order[start : start + self.max_rows]
-            found = roll_out(base, rows.only(indices), sampling, eos_ids, self.pad_id, self.max_rows)
-            for index, (ids, logprobs) in zip(indices, found, strict=True):
-                yield index, Sample(ids, logprobs, "stop" if ids[-1] in eos_ids else "length", version)
+        for row in roll_out(base, rows, sampling, eos_ids, self.pad_id, self.max_rows):
+            assert row.finish_reason is not None
+            yield row.index, Sample(row.token_ids, row.logprobs, row.finish_reason, version)

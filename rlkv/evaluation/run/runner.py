@@ -27,7 +27,6 @@ from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
-from rlkv.rollout.watch import RowHooks
 from rlkv.utils.provenance import commit
 from rlkv.utils.store import open_store, read_store
 
@@ -201,9 +200,9 @@ class _Run:
                 submit(partial(self._row, batch[place], completion, seconds, partial(sizes.of_row, place)))
                 clock.skip()
 
-        hooks = RowHooks(on_end, settings.rule if settings.stop_repetitive else None)
+        stop = settings.rule if settings.stop_repetitive else None
         full = bool(engine.allocation.full.all())
-        engine.batch([self.problems[p].prompt for p, _ in batch], sampling, full=full, hooks=hooks)
+        engine.batch([self.problems[p].prompt for p, _ in batch], sampling, full, stop, on_end)
 
     def _row(self, unit: Unit, completion: Completion, seconds: float, held: Callable[[int], tuple[int, int]]) -> Row:
         key, sample = self.key(unit)
