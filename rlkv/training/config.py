@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, cast
 
 import yaml
 from trl import GRPOConfig, TrlParser
 
-from rlkv.utils.configs import find_config, packaged
+from rlkv.utils.configs import take_config
 
 _SAMPLING = "rollouts know temperature, top_p and top_k"
 _OBJECTIVE = "the loss is the paper's objective"
@@ -87,12 +87,9 @@ def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
         OSError: if the file cannot be read.
     """
     parser = _Parser(cast(Any, classes), allow_abbrev=False)
-    arguments = list(arguments)
-    if "--config" in arguments:
-        place = arguments.index("--config") + 1
-        if place == len(arguments):
-            raise ValueError(f"--config needs a file or a packaged name: {', '.join(packaged())}")
-        arguments[place] = str(find_config(arguments[place]))
+    file, arguments = take_config(arguments, {field.name for kind in classes for field in fields(kind)})
+    if file is not None:
+        arguments = ["--config", str(file), *arguments]
     try:
         parsed: Any = parser.parse_args_and_config(
             arguments, return_remaining_strings=True, separate_remaining_strings=True
