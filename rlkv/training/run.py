@@ -68,10 +68,8 @@ def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Data
 
 def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of the longest prompt."""
-    rendered = (
-        tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in curriculum["prompt"]
-    )
-    return max(len(tokenizer(text, add_special_tokens=False).input_ids) for text in rendered)
+    prompts: Any = tokenizer.apply_chat_template(list(curriculum["prompt"]), add_generation_prompt=True)
+    return max(map(len, prompts["input_ids"]))
 
 
 def run_config(
