@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -40,16 +40,15 @@ def parse(
             value that is not among an option's choices, and what the method ``check`` of the class refuses, if any.
         SystemExit: with code 2, after one box on stderr, for an unknown option or a value of the wrong type.
     """
-    keys = {field.name for field in fields(cast(Any, kind))}
-    file, given = take_config(sys.argv[1:] if arguments is None else arguments, keys)
+    file, given = take_config(sys.argv[1:] if arguments is None else arguments, kind)
     names = Counter(_field(argument) for argument in given if argument.startswith("--"))
     twice = [field for field, count in names.items() if count > 1]
     if twice:
         raise ValueError(f"--{twice[0].replace('_', '-')} is given twice: give it once, several values after one name")
-    from_file = [] if file is None else _as_arguments(file, keys, names)
+    from_file = [] if file is None else _as_arguments(kind, file, names)
     text = (description or kind.__doc__ or "").strip()
     if {"-h", "--help"} & set(given):
-        text += CONFIG_HELP.format(names=", ".join(packaged(keys)) or "none")
+        text += CONFIG_HELP.format(names=", ".join(packaged(kind)) or "none")
     prog = prog or Path(sys.argv[0]).name
     omit = (tyro.conf.OmitArgPrefixes,)
     arguments = [*from_file, *given]
@@ -88,7 +87,7 @@ def _check_choices(kind: type, arguments: Sequence[str]) -> None:
             raise ValueError(f"unknown {option} {given!r}: choose one of {', '.join(get_args(hint))}")
 
 
-def _as_arguments(path: Path, keys: Set[str], overridden: Container[str]) -> list[str]:
+def _as_arguments(kind: Any, path: Path, overridden: Container[str]) -> list[str]:
     """The values of a config file as options, without those that the command line has itself."""
     try:
         values = yaml.safe_load(path.read_text()) or {}
@@ -97,7 +96,7 @@ def _as_arguments(path: Path, keys: Set[str], overridden: Container[str]) -> lis
     if not isinstance(values, dict):
         raise ValueError(f"--config {path} holds a {type(values).__name__}: write name: value on each line")
     values = {str(key).replace("-", "_"): value for key, value in values.items()}
-    unknown = sorted(values.keys() - keys)
+    unknown = sorted(values.keys() - {field.name for field in fields(kind)})
     if unknown:
         raise ValueError(f"--config {path} has unknown keys {', '.join(unknown)}: --help lists all names")
     arguments: list[str] = []

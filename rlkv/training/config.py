@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 import yaml
@@ -87,7 +87,7 @@ def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
         OSError: if the file cannot be read.
     """
     parser = _Parser(cast(Any, classes), allow_abbrev=False)
-    file, arguments = take_config(arguments, {field.name for kind in classes for field in fields(kind)})
+    file, arguments = take_config(arguments, *classes)
     if file is not None:
         arguments = ["--config", str(file), *arguments]
     try:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
-def packaged(keys: Set[str]) -> list[str]:
-    """Names of the packaged configs that set nothing but ``keys``, the options of a command."""
+def packaged(*kinds: Any) -> list[str]:
+    """Names of the packaged configs that set nothing but fields of the dataclasses ``kinds``, a command's options."""
+    keys = {field.name for kind in kinds for field in fields(kind)}
     named = {path.stem: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("*.yaml")}
     return sorted(name for name, values in named.items() if {key.replace("-", "_") for key in values} <= keys)
 
 
-def take_config(arguments: Sequence[str], keys: Set[str]) -> tuple[Path | None, list[str]]:
+def take_config(arguments: Sequence[str], *kinds: type) -> tuple[Path | None, list[str]]:
     """The YAML file that ``--config`` names, a path or a packaged file such as ``llama8b``, and the other arguments.
 
     Raises:
-        ValueError: if there is no such file; the packaged ones that fit ``keys`` are listed.
+        ValueError: if there is no such file; those that :func:`packaged` finds are listed.
     """
     options = [argument.partition("=")[0] for argument in arguments]
     if "--config" not in options:
@@ -33,4 +36,4 @@ def take_config(arguments: Sequence[str], keys: Set[str]) -> tuple[Path | None, 
     for path in (Path(name), CONFIGS / f"{name}.yaml"):
         if path.is_file():
             return path, [*arguments[:place], *rest]
-    raise ValueError(f"--config needs a file or a packaged name ({', '.join(packaged(keys))}), got {name!r}")
+    raise ValueError(f"--config needs a file or a packaged name ({', '.join(packaged(*kinds))}), got {name!r}")
