@@ -57,7 +57,7 @@ class CompareConfig:
     num_problems: int = 320
     """new problems to train on"""
     max_definitions: int = 6
-    """longest problems: so many definitions"""
+    """definitions of the longest problems"""
 
     def check(self) -> None:
         if self.steps < 2 or self.num_problems < 16:

@@ -70,7 +70,7 @@ class PretrainConfig:
     specialise_steps: int = 500
     """optimizer steps of the closing stage"""
     tokens_per_step: int = 8000
-    """about so many tokens in a batch"""
+    """approximate number of tokens in a batch"""
     checkpoint_every: int = 100
     """steps between checkpoints"""
     seed: int = 0

@@ -43,7 +43,7 @@ def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Data
     """Columns ``prompt`` (messages) and ``answer``: a curriculum file, or new problems of the built-in model's task.
 
     Raises:
-        ValueError: if there is no curriculum; as :func:`rlkv.data.deepscaler.read_curriculum`.
+        ValueError: if there is no curriculum, and as :func:`rlkv.data.deepscaler.read_curriculum`.
     """
     if settings.curriculum is not None:
         rows = read_curriculum(settings.curriculum)

@@ -1,7 +1,6 @@
-"""Is this answer right?  Extraction of the answer from the output, then equality of the two expressions.
+"""Is this answer right?  Extraction of the answer from the output, in time linear in the text, then comparison.
 
-Extraction runs here, in time linear in the text.  Equality is decided here where it is plain (same text,
-two integers), else by math-verify in worker processes with a time limit (:mod:`rlkv.verifier.pool`).
+Plain cases (same text, two integers) are decided here, others by math-verify in the processes of ``pool.py``.
 """
 
 from __future__ import annotations
