@@ -7,17 +7,146 @@ one that was stopped resumes, so the command can be repeated.  Writes results.js
 the runs themselves go to --runs.
 """
 
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
+from rlkv.data.filter_config import DecodeOptions
+from rlkv.evaluation.report.page import Page
+from rlkv.gates.head_gates import HeadGates
+from rlkv.tiny.task import longest_solution, problems
+from rlkv.training.callbacks import GATES_LOG, LOG
+from rlkv.utils.atomic import write_json
+from rlkv.utils.jsonl import read_log, write_jsonl
+from rlkv.utils.provenance import hardware_line, provenance
+
+COMPARED = ("reward/mean", "response/length_mean")
+PARTS = ("rollout", "update", "step", "step_cpu")  # seconds of a step, the last in CPU time
+ENGINES = ("hf", "vllm")
+NOTE = (
+    "Ranking: the mean of every gate over the training. Equal rollouts: the first steps up to which rewards and "
+    "lengths are the same (the draws belong to the rows, so two engines give the same tokens until rounding flips "
+    "one). Seconds: medians over the steps without the first; rollout and update by the clock, which other work on "
+    "the machine slows down, and the whole step in CPU time. "
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Training runs of the tiny model, twice per seed."""
+
+    output: Path
+    """folder for results.json and table.md"""
+    runs: Path = Path("outputs/compare_rollouts")
+    """folder for the training runs"""
+    steps: int = 40
+    """optimizer steps of a run"""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """one pair of runs each"""
+    num_problems: int = 320
+    """new problems to train on"""
+    max_definitions: int = 6
+    """definitions of the longest problems"""
+
+    def check(self) -> None:
+        if self.steps < 2 or self.num_problems < 16:
+            raise ValueError("--steps must be at least 2 and --num-problems at least 16")
+
+
+def train(config: CompareConfig, engine: str, seed: int, curriculum: Path) -> Path:
+    """The folder of one run, made in a process of its own unless it is finished; ``ValueError`` if it fails."""
+    folder = config.runs / f"{engine}-{seed}-{config.steps}-{config.max_definitions}"
+    options = {
+        "config": "tiny",
+        "curriculum": curriculum,
+        "output_dir": folder,
+        "seed": seed,
+        "use_cpu": "true",
+        "max_steps": config.steps,
+        "max_completion_length": longest_solution(config.max_definitions) + 20,
+        "image_steps": 0,
+        "rollout": engine,
+        "rollout_kv_gib": 0.5,
+    }
+    command = [sys.executable, "-m", "rlkv.cli.train"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    if not (folder / "summary.json").exists() and subprocess.run(command).returncode:
+        raise ValueError(f"the run in {folder} failed: its message is above")
+    return folder
+
+
+def seconds_per_step(folder: Path) -> dict[str, float]:
+    """Median seconds of a step's parts; the first step is left out, which warms up and compiles."""
+    records = read_log(folder / LOG)[1:]
+    if not records:
+        raise ValueError(f"{folder} has fewer than two steps: nothing to compare after the first one")
+    return {name: statistics.median(record[f"time/{name}_s"] for record in records) for name in PARTS}
+
+
+def compare(*folders: Path) -> dict[str, Any]:
+    """Compare two runs of the same seed, each an output folder of ``rlkv-train``.
+
+    Returns:
+        ``steps``; ``spearman`` of the means of the gates over training; ``final_difference``, the largest of the gates;
+        ``equal_steps``, how many first steps had the same rewards and lengths; the largest difference of
+        log-probabilities and the seconds per step of each run.
+    """
+    alphas = [HeadGates.load(folder / "gates.safetensors").mean_alpha.flatten() for folder in folders]
+    logs = [read_log(folder / LOG) for folder in folders]
+    same = [all(a[key] == b[key] for key in COMPARED) for a, b in zip(*logs, strict=True)]
+    last = [torch.tensor(read_log(folder / GATES_LOG)[-1]["alpha"]) for folder in folders]
+    return {
+        "steps": len(same),
+        "spearman": float(spearmanr(*alphas).statistic),
+        "final_difference": (last[0] - last[1]).abs().max().item(),
+        "equal_steps": [*same, False].index(False),
+        "logprob_diff_max": [max(record["rollout/logprob_diff_max"] for record in log) for log in logs],
+        "seconds": [seconds_per_step(folder) for folder in folders],
+    }
+
+
+def table_page(rows: dict[int, dict[str, Any]]) -> Page:
+    """A row per seed, seconds of both engines side by side."""
+    columns = ["seed", "Spearman of the ranking", "largest difference of a gate", "steps with equal rollouts"]
+    columns.append(f"max difference of log-probabilities, {ENGINES[1]}")
+    columns += [f"{name}: rollout, update, CPU s per step" for name in ENGINES]
+    cells = []
+    for seed, row in rows.items():
+        equal = f"{row['equal_steps']} of {row['steps']}"
+        times = [f"{part['rollout']:.2f}, {part['update']:.2f}, {part['step_cpu']:.2f}" for part in row["seconds"]]
+        measured = [f"{row['spearman']:.3f}", f"{row['final_difference']:.1e}", equal]
+        cells.append([str(seed), *measured, f"{row['logprob_diff_max'][1]:.1e}", *times])
+    page = Page("Sampling with hf and vllm, otherwise the same runs")
+    page.table(columns, cells)
+    page.paragraph(f"{NOTE}{hardware_line()}.")
+    return page
 
 
 def main() -> None:
-    from rlkv.data.filter_config import DecodeOptions
-    from rlkv.training.rollout_comparison import CompareConfig, compare_engines
-
     config = parse(CompareConfig, __doc__)
     DecodeOptions(engine="vllm").check()  # before the first run, if it is not installed
-    print(compare_engines(config))
+    curriculum = config.runs / f"problems-{config.num_problems}-{config.max_definitions}.jsonl"
+    write_jsonl(curriculum, problems(config.num_problems, 0, max_definitions=config.max_definitions))
+    rows = {}
+    for seed in config.seeds:
+        rows[seed] = compare(*(train(config, engine, seed, curriculum) for engine in ENGINES))
+        print(f"seed {seed}: {json.dumps(rows[seed])}", flush=True)
+    results = {"engines": ENGINES, "config": asdict(config), "seeds": rows, **provenance()}
+    write_json(config.output / "results.json", results)
+    page = table_page(rows)
+    page.write(config.output / "table.md")
+    print(page.markdown(config.output))
 
 
 if __name__ == "__main__":

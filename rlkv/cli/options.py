@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +17,13 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 import yaml
 
-from rlkv.utils.configs import find_config, packaged
+from rlkv.utils.configs import packaged, take_config
 
 T = TypeVar("T")
-CONFIG_HELP = (
-    "\n\n--config NAME or FILE sets defaults from YAML with these names; packaged: {names}.\n"
-    "--verbose shows what other libraries print as well."
-)
+CONFIG_HELP = """
+
+--config NAME or FILE sets defaults from YAML with these names; packaged: {names}.
+--verbose shows what other libraries print as well."""
 
 
 def parse(
@@ -40,14 +40,15 @@ def parse(
             value that is not among an option's choices, and what the method ``check`` of the class refuses, if any.
         SystemExit: with code 2, after one box on stderr, for an unknown option or a value of the wrong type.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name, given = _take_config(given)
+    file, given = take_config(sys.argv[1:] if arguments is None else arguments, kind)
     names = Counter(_field(argument) for argument in given if argument.startswith("--"))
     twice = [field for field, count in names.items() if count > 1]
     if twice:
         raise ValueError(f"--{twice[0].replace('_', '-')} is given twice: give it once, several values after one name")
-    from_file = _as_arguments(kind, name, names) if name is not None else []
-    text = (description or kind.__doc__ or "").strip() + CONFIG_HELP.format(names=", ".join(packaged()))
+    from_file = [] if file is None else _as_arguments(kind, file, names)
+    text = (description or kind.__doc__ or "").strip()
+    if {"-h", "--help"} & set(given):
+        text += CONFIG_HELP.format(names=", ".join(packaged(kind)) or "none")
     prog = prog or Path(sys.argv[0]).name
     omit = (tyro.conf.OmitArgPrefixes,)
     arguments = [*from_file, *given]
@@ -86,21 +87,8 @@ def _check_choices(kind: type, arguments: Sequence[str]) -> None:
             raise ValueError(f"unknown {option} {given!r}: choose one of {', '.join(get_args(hint))}")
 
 
-def _take_config(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The value of ``--config``, and the other arguments."""
-    for place, argument in enumerate(arguments):
-        option, equals, value = argument.partition("=")
-        if option == "--config":
-            words = 1 if equals else 2
-            if place + words > len(arguments):
-                raise ValueError(f"--config needs a file or a packaged name: {', '.join(packaged())}")
-            return value if equals else arguments[place + 1], arguments[:place] + arguments[place + words :]
-    return None, arguments
-
-
-def _as_arguments(kind: type, name: str, overridden: Counter[str]) -> list[str]:
+def _as_arguments(kind: Any, path: Path, overridden: Container[str]) -> list[str]:
     """The values of a config file as options, without those that the command line has itself."""
-    path = find_config(name)
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -110,7 +98,7 @@ def _as_arguments(kind: type, name: str, overridden: Counter[str]) -> list[str]:
     values = {str(key).replace("-", "_"): value for key, value in values.items()}
     unknown = sorted(values.keys() - {field.name for field in fields(kind)})
     if unknown:
-        raise ValueError(f"--config {name} has unknown keys {', '.join(unknown)}: --help lists all names")
+        raise ValueError(f"--config {path} has unknown keys {', '.join(unknown)}: --help lists all names")
     arguments: list[str] = []
     for key, value in values.items():
         option = key.replace("_", "-")

@@ -1,11 +1,14 @@
-"""Where the outputs to filter come from: a rollout engine, or a file of recorded outputs."""
+"""Where the outputs to filter come from: a rollout engine, or a file of recorded outputs.
+
+Both yield ``(index, output)`` in any order, each index once; a string says why there is no output.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rlkv.data.deepscaler import Problem, read_rows, text_field
 from rlkv.models.prompts import render_prompt
@@ -21,12 +24,6 @@ class Output:
     text: str
     tokens: int
     truncated: bool
-
-
-class Decoder(Protocol):
-    def stream(self, problems: list[tuple[int, Problem]]) -> Iterator[tuple[int, Output | str]]:
-        """Yield ``(index, output)`` in any order, each index once; a string says why there is no output."""
-        ...
 
 
 class EngineDecoder:
@@ -85,3 +82,6 @@ class RecordedDecoder:
                 continue
             tokens = len(self.tokenizer(text, add_special_tokens=False).input_ids) + 1
             yield index, Output(text, tokens, tokens > self.max_new_tokens)
+
+
+Decoder = EngineDecoder | RecordedDecoder

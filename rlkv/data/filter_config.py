@@ -110,11 +110,7 @@ class FilterConfig(DecodeOptions):
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """``(shard, number of shards)`` of ``i/n``; shards count from 0.
-
-    Raises:
-        ValueError: if the text is of another form or i is not below n.
-    """
+    """``(shard, number of shards)`` of ``i/n``, i counted from 0; ``ValueError`` for another form, or i not below n."""
     match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
     if not match or not int(match.group(1)) < int(match.group(2)):
         raise ValueError(f"shard {text!r} is not of the form i/n with i from 0 to n-1, for instance 0/4, 1/4, 2/4, 3/4")

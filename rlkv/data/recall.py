@@ -47,11 +47,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def filler_words(tokenizer: Any) -> list[str]:
-    """Lower-case words of 3 to 8 letters that are one token each, in the order of their ids.
-
-    Raises:
-        ValueError: if the vocabulary has too few of them.
-    """
+    """Lower-case words of 3 to 8 letters that are one token each, by id; ``ValueError`` if there are too few."""
     special = set(tokenizer.all_special_ids)
     ids = [i for i in range(len(tokenizer)) if i not in special]
     texts = [tokenizer.decode([i]) for i in ids]
@@ -64,11 +60,7 @@ def filler_words(tokenizer: Any) -> list[str]:
 
 
 def read_haystack(path: str, tokenizer: Any) -> list[int]:
-    """Token ids of a text file.
-
-    Raises:
-        ValueError: if the file is absent, no text, or empty.
-    """
+    """Token ids of a text file; ``ValueError`` if the file is absent, no text, or empty."""
     try:
         ids = encode(tokenizer, Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,7 @@
 """Problems from a JSONL file to completions in a JSONL file, resumable at any moment.
 
-Line i of the output answers line i of the input.  Problems are decoded in fixed batches of the input's order.  After a
-kill the interrupted batch is decoded again in full, so that its completions do not depend on when the run was killed,
-and only its missing lines are written.
+Line i of the output answers line i of the input.  Batches are fixed: after a kill the interrupted one is decoded again
+in full, so that completions do not depend on when the run was killed, and only its missing lines are written.
 """
 
 from __future__ import annotations

@@ -53,23 +53,16 @@ class CompressedSession:
     default_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict
     cache: HeadReallocationCache | None = None
 
-    def new_cache(self, reserve: int = 0, limit: int | None = None) -> HeadReallocationCache:
-        """An empty cache of this session's allocation and sizes.
-
-        ``reserve`` as in :class:`HeadReallocationCache`; ``limit``: tokens at which generation ends.
-        """
+    def new_cache(self, limit: int | None = None) -> HeadReallocationCache:
+        """An empty cache of this session's allocation and sizes; ``limit``: tokens at which generation ends."""
         kept = self.settings
-        sizes = (kept.sink, kept.window, kept.prefill, reserve, kept.eviction, self.record)
+        sizes = (kept.sink, kept.window, kept.prefill, 0, kept.eviction, self.record)
         cache = HeadReallocationCache(self.allocation.full, *sizes, stock_layers=self.default_layers)
         cache.state.limit = limit
         return cache
 
     def check(self, cache: Any) -> HeadReallocationCache:
-        """``cache``, if it may be continued here.
-
-        Raises:
-            ValueError: if it is of another kind, allocation or size.
-        """
+        """``cache``, if it may be continued here; ``ValueError`` if it is of another kind, allocation or size."""
         if not isinstance(cache, HeadReallocationCache):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__}: under compress(...) leave it out, or pass session.cache "

@@ -14,11 +14,7 @@ from rlkv.gates.allocation import HeadAllocation
 
 
 def check_servable(model: Any) -> list[int]:
-    """The layers that cannot be compressed because their attention slides.
-
-    Raises:
-        ValueError: if the model is compressed already or cannot be served.
-    """
+    """The layers with sliding attention; ``ValueError`` if the model is compressed already or cannot be served."""
     config = model.config
     if config._attn_implementation == IMPLEMENTATION:
         raise ValueError("this model is compressed already: leave the first compress(...) before entering another")

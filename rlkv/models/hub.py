@@ -13,7 +13,7 @@ SERVER_ERRORS = 500  # HTTP codes from here on are those of a hub or proxy that 
 
 
 def connection_error(repo: str, file: str, repo_type: str = "model") -> str | None:
-    """Why the hub cannot be asked for ``file`` of ``repo``, in one line; None if it answers, be it with a refusal.
+    """Why the hub cannot be asked for ``file`` of ``repo``, in one line; None if it answers, even with a refusal.
 
     In offline mode (``HF_HUB_OFFLINE``), where the hub's client uses its local cache, no request is sent.
     """

@@ -20,11 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(device: str = "auto") -> torch.device:
-    """``auto`` is the GPU if there is one, else the CPU.
-
-    Raises:
-        ValueError: if the device is unknown or absent.
-    """
+    """``auto`` is the GPU if there is one, else the CPU; ``ValueError`` if the device is unknown or absent."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -13,7 +13,7 @@ from trl import GRPOConfig, TrlParser
 
 from rlkv.data.deepscaler import curriculum_template
 from rlkv.models.prompts import choose_template
-from rlkv.utils.configs import find_config, packaged
+from rlkv.utils.configs import take_config
 
 _SAMPLING = "rollouts know temperature, top_p and top_k"
 _OBJECTIVE = "the loss is the paper's objective"
@@ -93,12 +93,9 @@ def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
         OSError: if the file cannot be read.
     """
     parser = _Parser(cast(Any, classes), allow_abbrev=False)
-    arguments = list(arguments)
-    if "--config" in arguments:
-        place = arguments.index("--config") + 1
-        if place == len(arguments):
-            raise ValueError(f"--config needs a file or a packaged name: {', '.join(packaged())}")
-        arguments[place] = str(find_config(arguments[place]))
+    file, arguments = take_config(arguments, *classes)
+    if file is not None:
+        arguments = ["--config", str(file), *arguments]
     try:
         parsed: Any = parser.parse_args_and_config(
             arguments, return_remaining_strings=True, separate_remaining_strings=True

@@ -13,7 +13,7 @@ from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.training.distill_config import DistillSettings
 from rlkv.utils.provenance import digest
 
-# the samples of a step (0-based), the same whenever it is asked, so that a resumed run sees what it would have seen
+# the samples of a step (0-based): the same at every call, so that a resumed run continues with the same samples
 Draw = Callable[[int], list[MarkedText]]
 
 

@@ -225,11 +225,7 @@ class HeadGateModel(BaseTuner):
 
 
 def gate_parameters(model: nn.Module) -> list[tuple[int, nn.Parameter]]:
-    """``(layer index, gate parameter [num_kv_heads])`` of the active adapter, in the order of the layers.
-
-    Raises:
-        ValueError: if the model has no gates.
-    """
+    """``(layer index, active gate parameter [num_kv_heads])`` by layer; ``ValueError`` if the model has no gates."""
     found: list[tuple[int, nn.Parameter]] = []
     for module in cast(Iterator[Any], model.modules()):
         holder = getattr(module, GATE, None)

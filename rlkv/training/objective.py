@@ -10,7 +10,6 @@ Shapes: N samples in groups of G neighbours (the G samples of one prompt), T com
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,13 +68,6 @@ def truncated_ratio(trainer_NT: Tensor, rollout_NT: Tensor, cap: float) -> Tenso
     return torch.exp(trainer_NT.detach() - rollout_NT).clamp(max=cap)
 
 
-class PolicyLoss(NamedTuple):
-    """The loss to minimise (a scalar) and the number of tokens whose ratio was clipped."""
-
-    loss: Tensor
-    clipped: Tensor
-
-
 def policy_loss(
     logprobs_NT: Tensor,
     old_logprobs_NT: Tensor,
@@ -84,7 +76,7 @@ def policy_loss(
     clip: float,
     num_samples: int,
     weight_NT: Tensor | None = None,
-) -> PolicyLoss:
+) -> tuple[Tensor, Tensor]:
     """``-1/num_samples * sum_i mean_t w_it min(rho_it A_i, clip(rho_it, 1 - clip, 1 + clip) A_i)``.
 
     Args:
@@ -93,6 +85,9 @@ def policy_loss(
         mask_NT: 1 for the completion's tokens, 0 for padding.
         num_samples: what the sum is divided by; more than N where samples of advantage 0 were left out.
         weight_NT: ``w`` of :func:`truncated_ratio`, without gradient; None: 1.
+
+    Returns:
+        The loss to minimise (a scalar), and the number of tokens whose ratio was clipped.
     """
     ratio = torch.exp(logprobs_NT - old_logprobs_NT)
     advantage = advantages_N[:, None]
@@ -101,4 +96,4 @@ def policy_loss(
     objective = objective if weight_NT is None else objective * weight_NT
     per_sample = (objective * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1)
     outside = ((ratio < 1 - clip) & (advantage < 0)) | ((ratio > 1 + clip) & (advantage > 0))
-    return PolicyLoss(-per_sample.sum() / num_samples, (outside * mask_NT).sum().detach())
+    return -per_sample.sum() / num_samples, (outside * mask_NT).sum().detach()

@@ -31,7 +31,7 @@ _MEASURED = (
 
 
 class ResumableGRPOTrainer(GRPOTrainer):
-    """Checkpoints that are complete or not there, and one log record per step.
+    """Checkpoints that are complete or absent, and one log record per step.
 
     Subclasses set the attributes below before ``__init__``, and write to ``_seconds`` and ``_of_rollout``.
     """

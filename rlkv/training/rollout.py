@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list, gather_object
+from peft import get_peft_model
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
@@ -17,13 +18,11 @@ from rlkv.attention import LocalSizes
 from rlkv.cache.growing import full_cache
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.decoding import Decoding, Row
-from rlkv.rollout.gated import GatedEngine, Rows
+from rlkv.rollout.gated import GatedEngine, Rows, Sample, gate_version
+from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
 
 if TYPE_CHECKING:
     from rlkv.training.config import GateTrainingArguments, RLKVSettings
-
-# mean |difference| of log-probabilities above which two engines hold different models; rounding in bf16 gives ~0.02
-SAME_MODEL = 0.5
 
 
 def roll_out(
@@ -42,6 +41,35 @@ def roll_out(
 
     decoding = Decoding(model, sampling, eos_ids, pad_id, max_rows, new_cache, rollout=rows.rollout, logprobs=True)
     return decoding.run(rows.prompts, rows.numbers)
+
+
+class GatedHFEngine:
+    """A :class:`~rlkv.rollout.gated.GatedEngine`: ``max_rows`` rows at once, as in the training loop."""
+
+    def __init__(self, model: PreTrainedModel, sizes: LocalSizes, pad_id: int, max_rows: int = 64) -> None:
+        """``model`` should be on its device; all gates are 1 at first."""
+        self.model = get_peft_model(model, HeadGateConfig(sink=sizes.sink, window=sizes.window)).eval()
+        self.pad_id, self.max_rows = pad_id, max_rows
+
+    def gates(self) -> Tensor:
+        """Float32 ``[num_layers, num_kv_heads]``."""
+        return gates_matrix(self.model)
+
+    def set_gates(self, alpha_LH: Tensor) -> str:
+        """Sample under these gates from now on; their version; ``ValueError`` for another shape."""
+        expected = self.gates().shape
+        if alpha_LH.shape != expected:
+            raise ValueError(f"the model has gates {list(expected)}, got {list(alpha_LH.shape)}")
+        set_gates(self.model, alpha_LH)
+        return gate_version(self.gates())
+
+    def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+        """Yield ``(index into rows.prompts, sample)`` as rows end, the longest prompts first."""
+        base: Any = self.model.get_base_model()
+        version = gate_version(self.gates())
+        for row in roll_out(base, rows, sampling, eos_ids, self.pad_id, self.max_rows):
+            assert row.finish_reason is not None
+            yield row.index, Sample(row.token_ids, row.logprobs, row.finish_reason, version)
 
 
 def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_prompt: int) -> GatedEngine | None:
@@ -101,12 +129,3 @@ def engine_roll_out(
     outcome = broadcast_object_list(outcome)
     first = accelerator.process_index * len(prompts)
     return outcome[0][first : first + len(prompts)]
-
-
-def check_same_model(difference: float) -> None:
-    """Raise ``ValueError`` if the engine's log-probabilities are those of another model, or of other gates."""
-    if difference > SAME_MODEL:
-        raise ValueError(
-            f"the log-probabilities of the rollouts differ from the trainer's by {difference:.2f} on average: the "
-            "rollout engine must serve the same model with the same sink and window"
-        )

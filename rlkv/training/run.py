@@ -44,7 +44,7 @@ def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Data
     """Columns ``prompt`` (messages) and ``answer``: a curriculum file, or new problems of the built-in model's task.
 
     Raises:
-        ValueError: if there is no curriculum; as :func:`rlkv.data.deepscaler.read_curriculum`.
+        ValueError: if there is no curriculum, and as :func:`rlkv.data.deepscaler.read_curriculum`.
     """
     if settings.curriculum is not None:
         rows = read_curriculum(settings.curriculum)
@@ -69,10 +69,8 @@ def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Data
 
 def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of the longest prompt."""
-    rendered = (
-        tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in curriculum["prompt"]
-    )
-    return max(len(tokenizer(text, add_special_tokens=False).input_ids) for text in rendered)
+    prompts: Any = tokenizer.apply_chat_template(list(curriculum["prompt"]), add_generation_prompt=True)
+    return max(map(len, prompts["input_ids"]))
 
 
 def run_config(

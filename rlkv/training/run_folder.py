@@ -85,11 +85,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
 
 
 def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path | None:
-    """The checkpoint to resume from.
-
-    Raises:
-        ValueError: if the folder holds another run, or this one and ``resume`` is off.
-    """
+    """Checkpoint to resume from; ``ValueError`` if the folder holds another run, or this one and ``resume`` is off."""
     noted = folder / RUN_CONFIG
     newest = last_checkpoint(folder)
     if noted.exists() and not resume:
@@ -114,11 +110,7 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
 class RunFolder:
     """One run of ``settings`` in ``path``; ``config`` is all that defines it, JSON-able.
 
-    Attributes:
-        checkpoint: to resume from; None: the run starts.
-
-    Raises:
-        ValueError: as :func:`check_output_dir`.
+    ``checkpoint`` is the one to resume from, None for a new run; errors as in :func:`check_output_dir`.
     """
 
     def __init__(self, path: Path, settings: RunSettings, config: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
         engine = VLLMEngine(config.model, sizes, config.dtype, *limits, enforce_eager=config.eager)
         positions = engine.max_positions
     else:
-        from rlkv.training.hf_engine import GatedHFEngine
+        from rlkv.training.rollout import GatedHFEngine
 
         loaded, tokenizer = config.load()
         engine = GatedHFEngine(loaded, sizes, tokenizer.pad_token_id, config.max_rows)

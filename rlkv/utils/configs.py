@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
-def packaged() -> list[str]:
-    """Names of the packaged configs."""
-    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+def packaged(*kinds: Any) -> list[str]:
+    """Names of the packaged configs that set nothing but fields of the dataclasses ``kinds``, a command's options."""
+    keys = {field.name for kind in kinds for field in fields(kind)}
+    named = {path.stem: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("*.yaml")}
+    return sorted(name for name, values in named.items() if {key.replace("-", "_") for key in values} <= keys)
 
 
-def find_config(name: str) -> Path:
-    """The YAML file that ``name`` means: a path, or a packaged file such as ``llama8b``.
+def take_config(arguments: Sequence[str], *kinds: type) -> tuple[Path | None, list[str]]:
+    """The YAML file that ``--config`` names, a path or a packaged file such as ``llama8b``, and the other arguments.
 
     Raises:
-        ValueError: if there is neither; the packaged names are listed.
+        ValueError: if there is no such file; those that :func:`packaged` finds are listed.
     """
+    options = [argument.partition("=")[0] for argument in arguments]
+    if "--config" not in options:
+        return None, list(arguments)
+    place = options.index("--config")
+    _, equals, name = arguments[place].partition("=")
+    rest = list(arguments[place + 1 :])
+    if not equals and rest:
+        name = rest.pop(0)
     for path in (Path(name), CONFIGS / f"{name}.yaml"):
         if path.is_file():
-            return path
-    raise ValueError(f"--config {name}: no such file, and no packaged config of this name: {', '.join(packaged())}")
+            return path, [*arguments[:place], *rest]
+    raise ValueError(f"--config needs a file or a packaged name ({', '.join(packaged(*kinds))}), got {name!r}")

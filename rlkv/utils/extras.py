@@ -7,11 +7,7 @@ from types import ModuleType
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, which the extra ``rlkv[extra]`` installs.
-
-    Raises:
-        ValueError: if it is not installed; the message carries the pip command.
-    """
+    """Import ``module`` of the extra ``rlkv[extra]``; ``ValueError`` with the pip command if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -11,11 +11,7 @@ from rlkv.utils.atomic import write_text
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(where, row)`` of every line that is not empty; ``where`` names file and line.
-
-    Raises:
-        ValueError: if a line is not a JSON object.
-    """
+    """``(where, row)`` of each line with text; ``where`` names file and line; ``ValueError`` if it is not an object."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

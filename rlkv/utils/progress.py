@@ -30,13 +30,13 @@ class ProgressBar:
         self._started = time.monotonic()
 
     def resume(self, items: int | Mapping[str, int]) -> None:
-        """So many items, or so many of each kind, were finished before; the clock starts here."""
+        """Earlier runs finished ``items`` (a number, or one per kind); the clock starts here."""
         self.advance(items)
         self._resumed = self.done
         self._started = time.monotonic()
 
     def advance(self, items: int | Mapping[str, int] = 1) -> None:
-        """Further items are finished; counts by kind are shown as running totals."""
+        """``items`` more are finished; numbers per kind are shown as running totals."""
         if not isinstance(items, int):
             self.counts.update(items)
             items = sum(items.values())

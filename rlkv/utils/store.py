@@ -43,11 +43,7 @@ class ResultStore:
             self._add(row)
 
     def append(self, *rows: Row) -> None:
-        """Add rows; they are on the disk when this returns.
-
-        Raises:
-            ValueError: if the store has a row of the same key; nothing is written.
-        """
+        """Add rows, on the disk when this returns; ``ValueError``, and nothing written, if the key of one is there."""
         keys = [key_of(row, self.key) for row in rows]
         if len(set(keys)) < len(keys) or self.done & set(keys):
             raise ValueError(f"{self.path} has a row for {', '.join(map(str, keys))} already")
@@ -105,11 +101,7 @@ def open_store(
 
 
 def read_store(path: Path, key: Sequence[str], settings: dict[str, Any] | None = None) -> list[Row]:
-    """The rows of a file that is not being written; ``settings`` are compared if they are given.
-
-    Raises:
-        ValueError: as :func:`open_store`.
-    """
+    """The rows of a file that is not written to, made with ``settings`` if given; errors as in :func:`open_store`."""
     with path.open("rb") as file:
         _lock(file, path, fcntl.LOCK_SH)
         rows = list(iter_rows(path, key))

@@ -20,7 +20,7 @@ from rlkv.utils.extras import require
 WORKER_FILE = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0  # importing sympy on a busy machine
 WALL_FACTOR = 10  # the limit is CPU time, so that a busy machine does not make right answers wrong; then wall time
-PAIRS_PER_WORKER = 16  # a further worker starts only when so many pairs wait
+PAIRS_PER_WORKER = 16  # waiting pairs above which another worker starts
 
 
 class _Worker:

@@ -1,7 +1,6 @@
-"""Is this answer right?  Extraction of the answer from the output, then equality of the two expressions.
+"""Is this answer right?  Extraction of the answer from the output, in time linear in the text, then comparison.
 
-Extraction runs here, in time linear in the text.  Equality is decided here where it is plain (same text,
-two integers), else by math-verify in worker processes with a time limit (:mod:`rlkv.verifier.pool`).
+Plain cases (same text, two integers) are decided here, others by math-verify in the processes of ``pool.py``.
 """
 
 from __future__ import annotations
@@ -135,19 +134,15 @@ class Verifier:
 
 
 _DEFAULT = Verifier()  # its workers start when first needed
+are_correct = _DEFAULT.are_correct
 
 
-def are_correct(pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:
-    """Whether each ``(output, right answer)`` ends in that answer, by the default verifier.
+def is_correct(output: str | None, answer: Answer) -> bool:
+    """Whether ``output`` ends in the right ``answer``.
 
-    Never hangs: five seconds of CPU time are the limit for one pair, after which it is not equal.
+    Never hangs: a comparison that takes more than five seconds of CPU time counts as not equal.
 
     Raises:
         ValueError: if math-verify is needed and not installed (pip install 'rlkv[eval]').
     """
-    return _DEFAULT.are_correct(pairs)
-
-
-def is_correct(output: str | None, answer: Answer) -> bool:
-    """Whether ``output`` ends in the right ``answer``; see :func:`are_correct`."""
-    return are_correct([(output, answer)])[0]
+    return _DEFAULT.is_correct(output, answer)

@@ -9,7 +9,9 @@ from typing import Literal
 import pytest
 
 from rlkv.cli.options import parse
-from rlkv.utils.configs import find_config, packaged
+from rlkv.data.filter_config import FilterConfig
+from rlkv.evaluation.run.evaluation import EvalConfig
+from rlkv.utils.configs import CONFIGS, take_config
 from tests.helpers.paths import ROOT
 
 
@@ -84,19 +86,30 @@ def test_unknown_options_wrong_types_and_absent_ones_exit_with_2(
     assert capsys.readouterr().err
 
 
-def test_help_names_options_and_packaged_configs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_options_and_packaged_configs_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse(Config, "Says what it does.", ["--help"])
+        parse(FilterConfig, "Says what it does.", ["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    for part in ("Says what it does.", "--output-dir", "where it goes", "hub id, folder", "llama8b"):
+    for part in (
+        "Says what it does.",
+        "--output-dir",
+        "where shards, curriculum",
+        "hub id, local",
+        "packaged: filter_tiny.",
+    ):
         assert part in out
 
 
 def test_packaged_configs_are_those_of_the_repository() -> None:
-    assert packaged() == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-    assert find_config("llama8b").read_text() == (ROOT / "configs" / "llama8b.yaml").read_text()
-    with pytest.raises(ValueError, match=r"absent.*llama8b"):
-        find_config("absent")
-    with pytest.raises(ValueError, match="--config"):
-        parse(Config, arguments=["--config"])
+    file, others = take_config(["--seed", "1", "--config", "llama8b", "--tau", "0"])
+    assert file is not None
+    assert file.read_text() == (ROOT / "configs" / "llama8b.yaml").read_text()
+    assert others == ["--seed", "1", "--tau", "0"]
+    assert {path.name for path in CONFIGS.iterdir()} == {path.name for path in (ROOT / "configs").iterdir()}
+
+
+@pytest.mark.parametrize("arguments", [["--config", "absent"], ["--config=absent"], ["--config"]])
+def test_a_config_that_is_absent_is_refused_with_those_that_fit(arguments: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"--config.*\(eval_llama8b, eval_tiny\)"):
+        take_config(arguments, EvalConfig)

@@ -102,7 +102,7 @@ NO_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is inst
     [
         pytest.param(["--engine", "vllm"], "comes with the extra rlkv[vllm], which is not installed", marks=NO_VLLM),
         (["--buckets", "9-3:1"], "bucket 9-3:1 is impossible"),
-        (["--config", "absent.yaml"], "--config absent.yaml: no such file"),
+        (["--config", "absent.yaml"], "got 'absent.yaml'"),
         (["--input", "absent.jsonl"], "absent.jsonl does not exist"),
     ],
 )

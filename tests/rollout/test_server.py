@@ -18,7 +18,7 @@ from rlkv.rollout.client import RolloutClient
 from rlkv.rollout.gated import Rows, Sample, gate_version
 from rlkv.rollout.protocol import EngineFacts
 from rlkv.rollout.server import RolloutServer
-from rlkv.training.hf_engine import GatedHFEngine
+from rlkv.training.rollout import GatedHFEngine
 from rlkv.training.serve import ServeConfig, load_gated_engine
 from tests.helpers.models import make_tiny_model
 

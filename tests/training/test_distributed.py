@@ -18,7 +18,7 @@ from rlkv.attention import LocalSizes
 from rlkv.gates.head_gates import HeadGates
 from rlkv.rollout.protocol import EngineFacts
 from rlkv.rollout.server import RolloutServer
-from rlkv.training.hf_engine import GatedHFEngine
+from rlkv.training.rollout import GatedHFEngine
 from tests.helpers import random_run
 from tests.helpers.paths import ROOT
 

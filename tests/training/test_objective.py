@@ -70,10 +70,10 @@ def test_scaled_rewards_change_advantages_by_rounding_only() -> None:
 def test_policy_loss_without_clipping_is_the_mean_advantage() -> None:
     logprobs = torch.log(torch.tensor([[0.5, 0.25, 0.1], [0.5, 0.5, 0.5]])).requires_grad_()
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
-    found = policy_loss(logprobs, logprobs.detach(), torch.tensor([2.0, -1.0]), mask, clip=0.2, num_samples=4)
-    assert found.loss.item() == pytest.approx(-(2.0 - 1.0) / 4)
-    assert found.clipped.item() == 0
-    found.loss.backward()
+    loss, clipped = policy_loss(logprobs, logprobs.detach(), torch.tensor([2.0, -1.0]), mask, clip=0.2, num_samples=4)
+    assert loss.item() == pytest.approx(-(2.0 - 1.0) / 4)
+    assert clipped.item() == 0
+    loss.backward()
     expected = [[-2 / 2 / 4, -2 / 2 / 4, 0.0], [1 / 3 / 4] * 3]
     assert logprobs.grad.tolist() == [pytest.approx(row) for row in expected]
 
@@ -86,10 +86,10 @@ def test_policy_loss_clips_on_the_pessimistic_side(
     ratio: float, advantage: float, expected: float, clipped: int
 ) -> None:
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    found = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2, 1)
-    assert found.loss.item() == pytest.approx(-expected)
-    assert found.clipped.item() == clipped
-    found.loss.backward()
+    loss, found = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2, 1)
+    assert loss.item() == pytest.approx(-expected)
+    assert found.item() == clipped
+    loss.backward()
     assert (logprobs.grad.item() == 0) == bool(clipped)
 
 
@@ -99,7 +99,7 @@ def test_the_importance_weight_is_one_where_the_engines_agree() -> None:
     assert torch.equal(weight, torch.ones(3, 5))
     assert not weight.requires_grad
     arguments = logprobs, logprobs.detach(), torch.tensor([1.0, -2.0, 0.5]), torch.ones(3, 5), 0.2, 3
-    assert policy_loss(*arguments, weight_NT=weight).loss == policy_loss(*arguments).loss
+    assert policy_loss(*arguments, weight_NT=weight)[0] == policy_loss(*arguments)[0]
 
 
 def test_the_importance_weight_is_the_truncated_ratio() -> None:
@@ -122,7 +122,7 @@ def test_weighted_tokens_give_the_trained_distribution_its_expectation() -> None
             0.2,
             1,
             weight[None, token : token + 1],
-        ).loss
+        )[0]
         for token in range(3)
     ]
     found = torch.autograd.grad(sum(share * loss for share, loss in zip(q, losses, strict=True)), logits_p)[0]

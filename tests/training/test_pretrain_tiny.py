@@ -7,23 +7,22 @@ import pytest
 import torch
 
 from rlkv.tiny.tokenizer import build_tokenizer
-from rlkv.training.tiny_pretraining import LOCAL_HEADS, LocalHeads, PretrainConfig, build_model, encode_batch, pretrain
+from tests.helpers.programs import load_program
 
-SHORT = PretrainConfig(steps=3, specialise_steps=2, tokens_per_step=400, curriculum=((1.0, 5),))
+PROGRAM = load_program("train/pretrain_tiny.py")
+SHORT = PROGRAM.PretrainConfig(steps=3, specialise_steps=2, tokens_per_step=400, checkpoint_every=1)
 
 
-def run(
-    config: PretrainConfig, checkpoint: Path | None = None, stop_after: int | None = None
-) -> dict[str, torch.Tensor]:
+def run(checkpoint: Path, stop_after: int | None = None) -> dict[str, torch.Tensor]:
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=0)
+    model = PROGRAM.build_model(tokenizer, seed=0)
 
     def on_step(step: int, loss: float) -> None:
         if step == stop_after:
             raise KeyboardInterrupt
 
     try:
-        pretrain(model, tokenizer, config, on_step, checkpoint, checkpoint_every=1)
+        PROGRAM.pretrain(model, tokenizer, SHORT, on_step, checkpoint)
     except KeyboardInterrupt:
         assert stop_after is not None
     return model.state_dict()
@@ -31,15 +30,15 @@ def run(
 
 @pytest.mark.parametrize("stop_after", [1, 3])
 def test_resumed_run_ends_with_the_same_weights(tmp_path: Path, stop_after: int) -> None:
-    whole = run(SHORT)
-    run(SHORT, tmp_path / "checkpoint.pt", stop_after)
-    resumed = run(SHORT, tmp_path / "checkpoint.pt")
+    whole = run(tmp_path / "undisturbed.pt")
+    run(tmp_path / "checkpoint.pt", stop_after)
+    resumed = run(tmp_path / "checkpoint.pt")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_labels_cover_the_solution_only() -> None:
     tokenizer = build_tokenizer()
-    ids, labels = encode_batch(tokenizer, random.Random(0), num_definitions=4, rows=3)
+    ids, labels = PROGRAM.encode_batch(tokenizer, random.Random(0), num_definitions=4, rows=3)
     first = int((labels[0] != -100).nonzero()[0])
     assert tokenizer.decode(ids[0, first - 1]) == "<assistant>"
     assert torch.equal(ids[:, first:], labels[:, first:])
@@ -53,19 +52,19 @@ def test_closing_stage_masks_the_drawn_heads() -> None:
     from rlkv.training.head_gate import HeadGateConfig, gate_parameters
 
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=0).eval()
-    ids, _ = encode_batch(tokenizer, random.Random(1), num_definitions=6, rows=2)
+    model = PROGRAM.build_model(tokenizer, seed=0).eval()
+    ids, _ = PROGRAM.encode_batch(tokenizer, random.Random(1), num_definitions=6, rows=2)
     with torch.no_grad():
         stock = model(input_ids=ids).logits
-        heads = LocalHeads(model)
+        heads = PROGRAM.LocalHeads(model)
         none_local = model(input_ids=ids).logits
-        for layer, head in LOCAL_HEADS:
+        for layer, head in PROGRAM.LOCAL_HEADS:
             heads.is_local[layer, head] = True
         all_local = model(input_ids=ids).logits
         heads.remove()
         gated = get_peft_model(model, HeadGateConfig(sink=4, window=16))
         gates = [gate for _, gate in gate_parameters(gated)]
-        for layer, head in LOCAL_HEADS:
+        for layer, head in PROGRAM.LOCAL_HEADS:
             gates[layer][head] = 0.0
         expected = gated(input_ids=ids).logits
     torch.testing.assert_close(none_local, stock, atol=1e-5, rtol=0)
@@ -74,8 +73,8 @@ def test_closing_stage_masks_the_drawn_heads() -> None:
 
 
 def test_learning_rate_and_curriculum() -> None:
-    config = PretrainConfig()
-    assert config.lr_scale(0) == pytest.approx(1 / config.warmup_steps)
-    assert config.lr_scale(config.steps) == pytest.approx(config.specialise_lr)
+    config = PROGRAM.PretrainConfig()
+    assert config.lr_scale(0) == pytest.approx(1 / PROGRAM.WARMUP_STEPS)
+    assert config.lr_scale(config.steps) == pytest.approx(PROGRAM.SPECIALISE_LR)
     assert config.lr_scale(config.total_steps) == pytest.approx(0, abs=1e-9)
     assert [config.longest_chain(step) for step in (0, 500, 1000, 2000, 3999)] == [5, 8, 14, 25, 25]

@@ -10,8 +10,9 @@ import torch
 
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from rlkv.training.rollout_comparison import compare, to_table
+from tests.helpers.programs import load_program
 
+PROGRAM = load_program("rollout/compare_rollouts.py")
 SHAPE = ModelShape("tiny", "llama", 2, 3, 6, 8)
 
 
@@ -45,26 +46,21 @@ def test_ranking_lengths_and_seconds_of_two_runs(tmp_path: Path) -> None:
     swapped[0, 0], swapped[1, 2] = base[1, 2], base[0, 0]
     first = write_run(tmp_path / "a", [base] * 4, [0.5, 0.6, 0.7, 0.8], [9.0, 1.0, 3.0, 2.0])
     second = write_run(tmp_path / "b", [swapped] * 4, [0.5, 0.6, 0.9, 0.8], [90.0, 4.0, 4.0, 4.0])
-    found = compare(first, second)
+    found = PROGRAM.compare(first, second)
     assert found["spearman"] == pytest.approx(1 - 6 * 2 * 25 / (6 * 35))  # two heads, five ranks apart
     assert found["final_difference"] == pytest.approx(5 / 6)
     assert (found["steps"], found["equal_steps"]) == (4, 2)
-    assert found["seconds"][0] == {
-        "rollout": 2.0,
-        "update": 4.0,
-        "step": 6.0,
-        "step_cpu": 8.0,
-    }  # the first step does not count
+    seconds = {"rollout": 2.0, "update": 4.0, "step": 6.0, "step_cpu": 8.0}  # the first step does not count
+    assert found["seconds"][0] == seconds
     assert found["logprob_diff_max"] == [4e-6, 4e-6]
-    assert compare(first, first)["spearman"] == pytest.approx(1.0)
-    assert compare(first, first)["equal_steps"] == 4
-    table = to_table({7: found}, ("hf", "vllm"), "one machine.")
+    assert PROGRAM.compare(first, first)["spearman"] == pytest.approx(1.0)
+    assert PROGRAM.compare(first, first)["equal_steps"] == 4
+    table = PROGRAM.table_page({7: found}).markdown(tmp_path)
     assert "| 7 | -0.429 | 8.3e-01 | 2 of 4 | 4.0e-06 | 2.00, 4.00, 8.00 | 4.00, 8.00, 16.00 |" in table
-    assert table.endswith("one machine.\n")
 
 
 def test_a_run_of_one_step_is_refused(tmp_path: Path) -> None:
     base = torch.rand(2, 3)
     run = write_run(tmp_path / "a", [base], [0.5], [1.0])
     with pytest.raises(ValueError, match="fewer than two steps"):
-        compare(run, run)
+        PROGRAM.compare(run, run)
