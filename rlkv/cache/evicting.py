@@ -98,7 +98,8 @@ class EvictingStore(Store):
 
     def join(self, other: EvictingStore, layout: JoinLayout) -> None:
         own, others = self.state.row_counts, other.state.row_counts
-        assert own is not None and others is not None  # still those before the join
+        assert own is not None  # still those before the join
+        assert others is not None
         columns = max(own.columns, others.columns)
         capacity = grown_capacity(0, columns, self._most_entries(layout.limit))
         for name, plane in self.planes.items():

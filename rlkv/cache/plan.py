@@ -141,7 +141,7 @@ class CacheState:
 
 @dataclass(frozen=True)
 class JoinLayout:
-    """The rows of two caches, of ``own`` and ``others`` columns, in one of ``columns``; generation ends at ``limit``."""
+    """The rows of two caches, of ``own`` and ``others`` columns, in one of ``columns``; text ends at ``limit``."""
 
     own: int
     others: int

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlkv.data.deepscaler import Problem, load_problems, read_curriculum
 from rlkv.data.filter_config import FilterConfig
 from rlkv.models.builtin import SMOL, TINY
+from rlkv.smol.task import MAX_STEPS, MIN_STEPS
 from rlkv.smol.task import problems as smol_problems
 from rlkv.tiny.task import problems as tiny_problems
 from rlkv.utils.jsonl import write_jsonl
@@ -45,11 +46,10 @@ def load_pool(config: DrawConfig) -> list[Problem]:
         return [problem for problem in pool if problem.answer.strip()]
     if source not in (TINY, SMOL):
         raise ValueError(f"--steps {config.steps} belongs to the problems of tiny and smol, not to {source}")
-    bounds = parse_range("--steps", config.steps) if config.steps else ()
+    low, high = parse_range("--steps", config.steps) if config.steps else (MIN_STEPS, MAX_STEPS)
     if source == TINY:
-        return [Problem(**p) for p in tiny_problems(config.num_problems, config.seed, *bounds)]
-    rows = smol_problems(config.num_problems, config.seed, *bounds, held_out_names=config.held_out_names)
-    return [Problem(**p) for p in rows]
+        return [Problem(**p) for p in tiny_problems(config.num_problems, config.seed, low, high)]
+    return [Problem(**p) for p in smol_problems(config.num_problems, config.seed, low, high, config.held_out_names)]
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:

@@ -126,7 +126,8 @@ class InferenceEngine(HFEngine):
                 past_key_values=cache,
                 streamer=_CallbackStreamer(self.tokenizer, on_text) if on_text else None,
             )
-            completion = self._completion(new := output[0, len(ids) :].tolist(), "stop" if new[-1] in self.eos_ids else "length")
+            new = output[0, len(ids) :].tolist()
+            completion = self._completion(new, "stop" if new[-1] in self.eos_ids else "length")
             seconds = time.perf_counter() - start
         return Reply(completion, cache, self._usage(len(completion.token_ids), seconds, cache))
 
@@ -156,9 +157,9 @@ class InferenceEngine(HFEngine):
                 found[index] = completion
                 if on_end is not None:
                     on_end(index, completion)
+        seconds = time.perf_counter() - start
         tokens = sum(len(completion.token_ids) for completion in found.values())
-        held = sum(usages, NO_USAGE)
-        return [found[i] for i in range(len(prompts))], replace(held, tokens=tokens, seconds=time.perf_counter() - start)
+        return [found[i] for i in range(len(prompts))], replace(sum(usages, NO_USAGE), tokens=tokens, seconds=seconds)
 
     def _new_cache(self, limit: int) -> Cache | None:
         return super()._new_cache(limit) if self._session is None else self._session.new_cache(limit=limit)
