@@ -21,9 +21,9 @@ ALL = torch.zeros(3, 4, dtype=torch.bool)
 
 
 CALLS = {
-    "prompt then tokens": [20] + [1] * 24,
-    "prompt shorter than the budget": [4] + [1] * 24,
-    "prompt of one token": [1] * 26,
+    "prompt then tokens": [20] + [1] * 14,
+    "prompt shorter than the budget": [4] + [1] * 16,
+    "prompt of one token": [1] * 18,
     "chat turns": [9, 1, 1, 1, 17, 1, 1, 6, 1, 1, 1, 1],
     "one call": [30],
 }
@@ -57,7 +57,7 @@ def check_against_naive_runs(policy: EvictionPolicy, calls: list[int], full: Ten
         held = cache.held(row)
         for layer, naive in run.layers.items():
             for head, entries in enumerate(naive.heads):
-                assert held[layer, head].nonzero()[:, 0].tolist() == [position for position, _, _ in entries]
+                assert held[layer, head].nonzero()[:, 0].tolist() == entries.positions
 
 
 @pytest.mark.parametrize("policy", INSTANCES.values(), ids=INSTANCES)
@@ -268,7 +268,7 @@ def test_scores_of_ones_own_policy_are_checked() -> None:
     model = make_tiny_model("llama")
     model.set_attn_implementation(IMPLEMENTATION)
     assert OneForAll(budget=12).name == "oneforall"
-    with pytest.raises(ValueError, match=r"oneforall.scores gave \[1, 1, 30\] for keys \[1, 4, 30, 16\]"):
+    with pytest.raises(ValueError, match=r"oneforall.*\[1, 1, 30\]"):
         _fed(model, HeadReallocationCache(ALL, eviction=OneForAll(budget=12, buffer=4)), [30], draw_ids(1, 30))
     cache = HeadReallocationCache(ALL, eviction=NotANumber(budget=12, buffer=4, sink=2, observation=3), record=True)
     _fed(model, cache, [30], draw_ids(1, 30))

@@ -114,7 +114,7 @@ def test_a_failing_callback_ends_the_call(engine: HFEngine) -> None:
     def fail(index: int, completion: Completion) -> None:
         raise ValueError("the disk is full")
 
-    with pytest.raises(ValueError, match="the disk is full"):
+    with pytest.raises(ValueError, match="disk"):
         engine.generate(prompts(engine)[:2], SamplingParams(5), RowHooks(fail))
 
 

@@ -65,7 +65,7 @@ def test_files_report_and_resuming(gates_file: Path, tmp_path: Path, capsys: pyt
     want = [json.loads(line) for line in before.splitlines()]
     assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in want]
 
-    with pytest.raises(ValueError, match="batch_size was 4 and is now 3"):
+    with pytest.raises(ValueError, match=r"batch_size.*4.*3"):
         run(tmp_path, *options, "--batch-size", "3")
 
 
@@ -116,7 +116,7 @@ def test_sizes_come_from_the_gates(gates_file: Path, tmp_path: Path) -> None:
     assert deployed_sizes({"a": gates}, None, None) == (4, 16)
     assert deployed_sizes({"a": gates}, 8, None) == (8, 16)
     assert deployed_sizes({"a": gates, "b": other}, 8, 32) == (8, 32)
-    with pytest.raises(ValueError, match=r"a 4 \+ 16, b 16 \+ 64\): pass --sink and --window"):
+    with pytest.raises(ValueError, match=r"a 4 \+ 16, b 16 \+ 64.*--sink"):
         deployed_sizes({"a": gates, "b": other}, 8, None)
 
 
@@ -139,7 +139,7 @@ def test_defaults_from_yaml(gates_file: Path, tmp_path: Path) -> None:
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert [row["method"] for row in results] == ["full", "mine@0.25"]
     config.write_text("method: full\n")
-    with pytest.raises(ValueError, match="unknown keys method"):
+    with pytest.raises(ValueError, match=r"study.yaml.* method:"):
         run(tmp_path / "out", "--config", str(config))
 
 
@@ -148,9 +148,9 @@ def test_defaults_from_yaml(gates_file: Path, tmp_path: Path) -> None:
     [
         (["--methods", "foo@1"], "is not understood"),
         (["--methods", "rlkv@0.5"], "is not understood"),
-        (["--methods", "random-heads@0.5", "full", "random-heads@0.50"], "names 'random-heads@0.50' twice"),
+        (["--methods", "random-heads@0.5", "full", "random-heads@0.50"], "--methods.*'random-heads@0.50'"),
         (["--tasks", "math501"], "unknown task"),
-        (["--num-samples", "4"], "all the same"),
+        (["--num-samples", "4"], "greedy"),
         (["--limit", "0"], "--limit"),
         (["--repetition", "40", "400"], "--repetition"),
         (["--config", "absent.yaml"], "--config absent.yaml"),
