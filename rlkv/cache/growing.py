@@ -49,7 +49,7 @@ class GrowingLayer(DynamicLayer):
             key[:, :, :used], value[:, :, :used] = self.keys, self.values
         self._store = (key, value)
 
-    # whatever changes the rows drops the buffer, which is allocated again at the next token
+    # any change of the rows drops the buffer, which is allocated again at the next token
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
