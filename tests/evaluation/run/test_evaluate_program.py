@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +17,11 @@ from rlkv.evaluation.run.evaluation import EvalConfig
 from rlkv.evaluation.run.methods import deployed_sizes, parse_methods
 from rlkv.evaluation.tasks import find_tasks
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models import hub
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import load
 from rlkv.utils.progress import ProgressBar
-from tests.helpers.paths import ROOT
+from tests.helpers.programs import load_program
 
 SMALL = ("--limit", "6", "--max-new-tokens", "60", "--sink", "4", "--window", "16", "--batch-size", "4")
 
@@ -120,13 +119,17 @@ def test_sizes_come_from_the_gates(gates_file: Path, tmp_path: Path) -> None:
         deployed_sizes({"a": gates, "b": other}, 8, None)
 
 
-def test_without_hub_and_file_the_program_ends_with_one_sentence(tmp_path: Path) -> None:
-    program = ROOT / "inference" / "evaluate.py"
-    command = [sys.executable, str(program), "--tasks", "mmlu_pro:law", "--output-dir", str(tmp_path / "out")]
-    done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-    assert done.returncode == 2
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
+def test_without_hub_and_file_the_program_ends_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub, "connection_error", lambda *args: "no route")
+    options = ["--tasks", "mmlu_pro:law", "--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["inference/evaluate.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        load_program("inference/evaluate.py").main()
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
     assert lines[0].startswith("error: cannot load task 'mmlu_pro:law' (TIGER-Lab/MMLU-Pro) from the hub")
     assert lines[0].endswith("or a folder that holds mmlu_pro.jsonl")
     assert not (tmp_path / "out").exists()
