@@ -42,7 +42,7 @@ for repo in sys.argv[1:]:
 
 
 def run(code: str, endpoint: str, home: Path, *repos: str, **variables: str) -> list[str]:
-    """The lines that ``code``, given ``repos``, prints in a process with the hub ``endpoint`` and a cache in ``home``."""
+    """The lines that ``code``, given ``repos``, prints in a process with this hub and a cache in ``home``."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_", "HUGGINGFACE_"))}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "no_proxy": "127.0.0.1"}
     done = subprocess.run(
