@@ -1,4 +1,4 @@
-"""The two branches of mixed attention: full and local, in the form that is cheapest for the call at hand.
+"""The two branches of mixed attention: full and local, in the form that is cheapest for the call.
 
 Shapes: B rows, H KV heads, G query heads per KV head, Q queries, K keys, D size of a head, S sinks, W window.
 Every function takes query ``[B, H * G, Q, D]``, key and value ``[B, H, K, D]`` and returns ``[B, H * G, Q, D]``.
@@ -30,7 +30,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
 
 
 def full_attention(query: Tensor, key: Tensor, value: Tensor, call: MixedCall, scale: float) -> Tensor:
-    """Causal attention over everything; without left padding no mask is needed at all."""
+    """Causal attention over everything; without left padding it needs no mask."""
     rows = call.rows(query.device)
     if call.q_length == 1 and not rows.left and not rows.right:
         grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])

@@ -46,7 +46,7 @@ def mix(full: Tensor, local: Tensor, alpha_H: Tensor) -> Tensor:
 
 def _single_branch(alpha_H: Tensor) -> str | None:
     """``full`` or ``local`` if no gradient is wanted and all gates are exactly 1 or exactly 0."""
-    # on a GPU the look at the gates would cost a synchronisation per layer and token
+    # on a GPU, reading the gates would cost a synchronisation per layer and token
     if torch.is_grad_enabled() or alpha_H.device.type != "cpu":
         return None
     low, high = alpha_H.aminmax()

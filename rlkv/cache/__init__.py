@@ -1,6 +1,6 @@
 """The serving cache: full heads keep everything, compressible heads keep sinks and a window.
 
-Importing it registers the attention implementation ``rlkv_realloc`` with transformers.
+Importing this package registers the attention implementation ``rlkv_realloc`` with transformers.
 """
 
 from rlkv.cache.attention import IMPLEMENTATION

@@ -81,7 +81,7 @@ def realloc_attention(
         ValueError: if the call would bypass the allocation (no or another cache, a 4D mask, dropout).
     """
     if not isinstance(key, NewStates) and kwargs.get("sliding_window") is not None:
-        # a layer that is left alone: the cache gave its own states, the mask function its own mask
+        # a layer that is not changed: the cache gave its own states, the mask function its own mask
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

@@ -29,7 +29,7 @@ class KeptTokens:
         heads: the H KV heads of the layer that are compressible.
         seen: tokens of the row that had been read.
         positions: int64 ``[H, K]``, ascending positions of the kept tokens in their row (padding does not count).
-        scores: float32 ``[H, K]``, their scores (of tokens that are always kept: whatever the policy gave them).
+        scores: float32 ``[H, K]``, their scores (of tokens that are always kept: as the policy gave them).
     """
 
     layer: int
@@ -90,7 +90,7 @@ class EvictingStore(Store):
         assert self.state.row_counts is not None  # still that of the rows before
         before, after = self.state.row_counts.columns, self.state.row_counts.select(rows).columns
         super().select_rows(rows)
-        if after < before:  # the fullest rows are gone: the others end at an earlier column now
+        if after < before:  # the fullest rows are gone: the others now end at an earlier column
             for plane in self.planes.values():
                 plane.narrow(2, 0, after).copy_(plane.narrow(2, before - after, after).clone())
         if self.queries is not None:
@@ -148,7 +148,7 @@ class EvictingStore(Store):
         """Observe the queries of the segment, evict from the rows that are due, and put the rest into the buffer."""
         # columns of padding that no row uses
         held = {name: plane.narrow(2, segment.total - segment.columns, segment.columns) for name, plane in held.items()}
-        # the policies' logit is query . key / sqrt(D), whatever the model's scale
+        # the policies' logit is query . key / sqrt(D), regardless of the model's own scale
         factor, n = scale * query.shape[-1] ** 0.5, segment.evictable_columns
         if self.policy.uses_queries and not self.policy.accumulates:
             earlier = [] if self.queries is None else [self.queries]

@@ -61,7 +61,7 @@ class GrowingLayer(DynamicLayer):
         self._store = tuple(stack_rows(list(pair), columns, capacity) for pair in pairs)
         self.keys, self.values = (store[:, :, :columns] for store in self._store)
 
-    # whatever changes the rows drops the buffer, which is allocated again at the next token
+    # any change of the rows drops the buffer, which is allocated again at the next token
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)

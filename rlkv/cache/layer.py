@@ -31,7 +31,7 @@ class ReallocationLayer(CacheLayerMixin):
     Args:
         full_heads: bool ``[H]``.
         compressible: makes the store of the compressible heads from their list.
-        reserve: tokens for which full heads get memory at once.
+        reserve: tokens for which full heads get memory up front.
     """
 
     is_sliding = False
@@ -117,7 +117,7 @@ class ReallocationLayer(CacheLayerMixin):
     # memory, once initialized
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors held for the sake of the KV cache."""
+        """All tensors that the KV cache holds."""
         return [tensor for _, store in self.stores for tensor in store.tensors()]
 
     def used_nbytes(self) -> int:

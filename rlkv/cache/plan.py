@@ -17,7 +17,7 @@ from rlkv.cache.schedule import RowCounts, Segment, SegmentTensors, plan_segment
 from rlkv.eviction.base import EvictionPolicy
 
 PREFILL_MODES = ("full", "local")
-BLOCK = 512  # queries of a local prompt that attend in one go: its cost is linear in the prompt
+BLOCK = 512  # queries of a local prompt that attend together: its cost is linear in the prompt
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Padding:
         return Padding(self.counts.to(device), self.smallest, self.largest)
 
     def real(self, num_tokens: int) -> torch.Tensor:
-        """bool [B, num_tokens]: which columns are no padding."""
+        """bool [B, num_tokens]: which columns hold real tokens."""
         return torch.arange(num_tokens, device=self.counts.device) >= self.counts[:, None]
 
 
@@ -196,7 +196,7 @@ class CallLayout:
 
     @cached_property
     def full_mask(self) -> torch.Tensor | None:
-        """What full heads see: bool ``[B or 1, 1, n, T]``, or None where nothing is to be hidden but by causality."""
+        """What full heads see: bool ``[B or 1, 1, n, T]``, or None where a causal mask is enough."""
         if self.is_causal or (self.length == 1 and self.padding is None):
             return None
         if self.padding is None:
@@ -207,7 +207,7 @@ class CallLayout:
             return real[:, None, None, :]
         columns = torch.arange(self.end, device=self.device)
         queries = columns[self.start :, None]
-        # a padding query sees itself: a row of nothing but -inf would be NaN in some kernels
+        # a padding query sees itself: a row of -inf alone would be NaN in some kernels
         return ((real[:, None, :] & (columns <= queries)) | (columns == queries))[:, None]
 
     # One token: written first, read after.

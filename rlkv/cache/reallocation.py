@@ -35,8 +35,8 @@ class HeadReallocationCache(Cache):
 
     *Eviction.*  With a policy, compressible heads keep what it chooses instead: up to ``budget + buffer`` entries of
     each row (more for policies without a fixed budget).  ``nbytes`` then also counts the queries and scores that the
-    policy needs.  In a call of several tokens, ``prefill="full"`` evicts at its end and ``"local"`` at the very
-    tokens at which one-token calls would.  Positions stay those of the text.
+    policy needs.  In a call of several tokens, ``prefill="full"`` evicts at its end and ``"local"`` at the same
+    tokens as calls of one token would.  Positions stay those of the text.
 
     Rows may be padded on the left, the same in every call.  Beams are reordered; ``crop`` is refused.
 
@@ -45,10 +45,10 @@ class HeadReallocationCache(Cache):
         sink: S, real tokens at the start of each row that compressible heads keep.
         window: W, last tokens that they keep; the current one counts.
         prefill: ``"full"`` or ``"local"``.
-        reserve: tokens for which full heads get memory at once, exactly; 0: grow with the text.
+        reserve: tokens for which full heads get memory up front, exactly; 0: grow with the text.
         eviction: the policy of the compressible heads; None: ``sink`` and ``window``.
         record: note the positions of cached tokens: ``kept`` lists what each eviction kept, ``held`` what is cached.
-        stock_layers: makes transformers' own cache for the layers, by number, that are left alone (sliding windows).
+        stock_layers: makes transformers' own cache for the layers, by number, that are not changed (sliding windows).
 
     Raises:
         ValueError: for a malformed allocation, sizes out of range or an unknown ``prefill``.
@@ -123,7 +123,7 @@ class HeadReallocationCache(Cache):
         return [layer for layer in self._layers.values() if layer.is_initialized]
 
     def _stock_nbytes(self) -> int:
-        """Bytes of the layers that are left alone: held in any case, so they count on both sides."""
+        """Bytes of the layers that are not changed: they are always held, so they count on both sides."""
         held = [layer for layer in self._stock.values() if layer.is_initialized]
         return sum(tensor.nbytes for layer in held for tensor in (layer.keys, layer.values) if tensor is not None)
 

@@ -64,7 +64,7 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens ``begin <= i < end`` of a call, which are stored and attended to in one go.
+    """Tokens ``begin <= i < end`` of a call, which are stored and attended to together.
 
     ``before``: the rows when they arrive; ``stored``: with them; ``after``: the same, or after an eviction, when
     rows have ``kept`` ``[B]`` evictable entries (None: no row evicts).
@@ -87,7 +87,7 @@ def plan_segments(
         counts: the rows before the call.
         padding: int64 ``[B]``, columns of left padding in each row; None: no padding.
         in_one_go: the tokens of the call see each other in full and eviction waits for its end; otherwise rows evict
-            at the very tokens at which they would if the tokens came one at a time.
+            at exactly the tokens at which they would if the tokens came one at a time.
     """
     begin, end = start, start + length
     padding = torch.zeros_like(counts.held) if padding is None else padding.cpu()
@@ -147,14 +147,14 @@ class SegmentTensors:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """What the queries of the segment see: bool ``[B, 1, length, total]``; None where only causality hides."""
+        """What the queries of the segment see: bool ``[B, 1, length, total]``; None where a causal mask is enough."""
         held = self.segment.stored.held
         if self.is_causal or (self.length == 1 and bool((held == self.total).all())):
             return None
         column = torch.arange(self.total, device=self.device)
         query = column[self.columns_before :, None]
         real = column >= (self.total - held.to(self.device))[:, None]
-        # a padding query sees itself: a row of nothing but -inf would be NaN in some kernels
+        # a padding query sees itself: a row of -inf alone would be NaN in some kernels
         return ((real[:, None, :] & (column <= query)) | (column == query))[:, None]
 
     @cached_property

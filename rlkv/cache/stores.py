@@ -99,7 +99,7 @@ class Store(ABC):
         """Which of a row's ``tokens`` real tokens each head holds: bool ``[H, tokens]`` on the CPU."""
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that the store holds for the sake of the KV cache."""
+        """All tensors that the store holds."""
         return list(self.planes.values())
 
     def select_rows(self, rows: Tensor) -> None:
@@ -121,7 +121,7 @@ class Store(ABC):
 
 
 class FullStore(Store):
-    """Everything, in buffers that grow; ``reserved`` tokens get memory at once, exactly."""
+    """Everything, in buffers that grow; ``reserved`` tokens get memory up front, exactly."""
 
     def __init__(self, num_heads: int, state: CacheState, reserved: int) -> None:
         super().__init__(num_heads, state)

@@ -1,4 +1,4 @@
-"""How much attention cached entries get, from the product of queries and keys: no policy needs eager attention.
+"""How much attention cached entries get, computed from queries and keys: no policy needs eager attention.
 
 Shapes: B, H, Q = H * G, N, a, D as in :mod:`rlkv.eviction.base`; L = B * H, the KV heads of all rows in one dimension.
 All results are float32, whatever the dtype of keys and queries.  No result depends on what padding holds.
@@ -16,7 +16,7 @@ FLOATS = 2**22  # numbers in the largest temporary tensor (16 MB in float32), un
 
 
 def items_at_once(floats_each: int) -> int:
-    """How many items of ``floats_each`` numbers fit into ``FLOATS``, one at least."""
+    """How many items of ``floats_each`` numbers fit into ``FLOATS``, at least one."""
     return max(1, FLOATS // max(1, floats_each))
 
 
@@ -74,7 +74,7 @@ def attention_received(keys: Tensor, queries: Tensor, valid: Tensor, hidden: int
     """Attention that every entry gets, summed over the queries: float32 ``[B, H, G, N]``.
 
     Each query head's softmax runs over the entries that are :func:`visible` to the query.  Queries are taken in pieces,
-    so that a x N is never there at once.
+    so that the whole a x N matrix is never in memory.
     """
     flat = FlatHeads.of(keys, queries, valid)
     (num_flat, n, d), (g, a) = flat.keys.shape, flat.queries.shape[1:3]

@@ -105,11 +105,11 @@ class EvictionPolicy(ABC):
         return self.entries(seen, evictions) + self.buffer
 
     def max_entries(self) -> int | None:
-        """The most entries that a head ever holds of a sequence; None: no limit."""
+        """The largest number of entries that a head holds of a sequence; None: no limit."""
         return None if self.budget is None or self.protect_prompt else self.budget + self.buffer
 
     def recent(self, budget: Tensor) -> Tensor:
-        """How many of the most recent entries are kept whatever their scores; ``budget`` and result int64 ``[B]``."""
+        """How many of the most recent entries are always kept; ``budget`` and result int64 ``[B]``."""
         return torch.full_like(budget, self.observation)
 
     @abstractmethod
@@ -140,7 +140,7 @@ class EvictionPolicy(ABC):
         is_recent = rank_BN >= (count_B - self.recent(budget_B))[:, None]
         forced_BN = valid & ((rank_BN < self.sink) | is_recent)
         lowest, highest = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
-        # before every finite score: what is forced; behind: padding only
+        # before every finite score: what is forced; after: padding only
         ranked = scores.float().nan_to_num(nan=lowest, neginf=lowest, posinf=highest)
         ranked = ranked.masked_fill(forced_BN[:, None], torch.inf).masked_fill(~valid[:, None], -torch.inf)
         best_first = n - 1 - ranked.flip(-1).argsort(dim=-1, descending=True, stable=True)
@@ -164,7 +164,7 @@ class EvictionPolicy(ABC):
             valid: bool ``[B, N]``, False for padding, which comes first; None: no padding.
 
         Raises:
-            ValueError: if shapes do not fit each other or ``budget`` has no room for what is always kept.
+            ValueError: if shapes do not match or ``budget`` has no room for what is always kept.
         """
         check_shapes(keys, queries, valid)
         self.check_entries(budget)
@@ -173,7 +173,7 @@ class EvictionPolicy(ABC):
         scores = self.scores(keys, queries, valid)
         self.check_scores(scores, keys)
         kept = self.keep(scores, budget, valid)
-        missing = budget - kept.shape[-1]  # more asked for than there are entries
+        missing = budget - kept.shape[-1]  # more than there are entries
         return torch.nn.functional.pad(kept, (missing, 0), value=-1) if missing > 0 else kept
 
 

@@ -59,5 +59,5 @@ def _hash(state: Tensor) -> Tensor:
 
 
 def _shift(state: Tensor, bits: int) -> Tensor:
-    """``state >> bits`` as of uint64: zeros come in, not copies of the sign."""
+    """``state >> bits`` as of uint64: fills with zeros, not with copies of the sign."""
     return (state >> bits) & (2 ** (64 - bits) - 1)

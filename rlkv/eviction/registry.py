@@ -1,4 +1,4 @@
-"""The one registry of eviction policies, and policies from a name and options."""
+"""The registry of eviction policies, and policies from a name and options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 
 
 def make_policy(name: str, **options: Any) -> EvictionPolicy:
-    """The policy ``name`` with the fields ``options``; ValueError for what does not exist and values it refuses."""
+    """The policy ``name`` with the fields ``options``; ValueError for unknown names and values that it refuses."""
     if name not in POLICIES:
         raise ValueError(f"there is no eviction policy {name!r}: choose one of {', '.join(POLICIES)}")
     known = inspect.signature(POLICIES[name]).parameters

@@ -25,13 +25,13 @@ from rlkv.eviction.registry import register
 VARIANTS = ("paper", "published")
 TILE = 128  # columns of similarities that should be computed at once
 FIXED = 2.0**40  # units of 1 in which similarities are added up
-EPSILON = 1e-8  # added to a key's norm: a key of zeros is similar to nothing
+EPSILON = 1e-8  # added to a key's norm: a key of zeros is not similar to any
 
 
 @register
 @dataclass(frozen=True)
 class RKV(EvictionPolicy):
-    """R-KV (arXiv 2505.24133): keep what the last queries look at and what is said only once.
+    """R-KV (arXiv 2505.24133): keep what the last queries attend to and what is not redundant.
 
     ``score = lam * I - (1 - lam) * R``, of the importance I (:func:`importance`) and the redundancy R
     (:func:`redundancy`), both ``[B, H, N]``.
@@ -103,7 +103,7 @@ def importance(keys: Tensor, queries: Tensor, valid: Tensor, observation: int, k
 
 
 def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: int, variant: str) -> Tensor:
-    """R, how much of an entry is said elsewhere: ``[B, H, N]``, a softmax over the entries of a row.
+    """R, how redundant an entry is: ``[B, H, N]``, a softmax over the entries of a row.
 
     Cosine similarity of all pairs of keys (section 3.3), observation tokens included, 0 on the diagonal.  In the row
     of each token the ``recent_similar`` last entries with a similarity above ``threshold`` are set to 0, wherever they
@@ -122,7 +122,7 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
     for heads in pieces(b * h, n * max(d, TILE)):
         unit = keys_LND[heads].float()
         unit = unit / (unit.norm(dim=-1, keepdim=True) + EPSILON)
-        unit = unit.masked_fill(~valid_LN[heads, :, None], 0)  # padding is similar to nothing
+        unit = unit.masked_fill(~valid_LN[heads, :, None], 0)  # padding is not similar to any key
         forgiven, found = _latest_similar(unit, valid_LN[heads], threshold, recent_similar)
         if variant == "published":
             column = unit.gather(1, first[heads, None, None].expand(-1, 1, d).clamp(max=n - 1))

@@ -1,4 +1,4 @@
-"""RPC, reasoning path compression: what the last queries of the whole layer look at (arXiv 2505.13866)."""
+"""RPC, reasoning path compression: what the last queries of the whole layer attend to (arXiv 2505.13866)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RPC(EvictionPolicy):
 
     @property
     def scheduled(self) -> bool:
-        """Whether P and c say when and how much, not a budget."""
+        """Whether P and c, not a budget, say when to evict and how much to keep."""
         return self.budget is None and self.ratio is None
 
     @property

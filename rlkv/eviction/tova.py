@@ -1,4 +1,4 @@
-"""TOVA, token omission via attention: what the last query looks at (arXiv 2401.06104)."""
+"""TOVA, token omission via attention: what the last query attends to (arXiv 2401.06104)."""
 
 from __future__ import annotations
 

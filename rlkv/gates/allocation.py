@@ -32,7 +32,7 @@ def num_full_heads(sparsity: float, total: int) -> int:
 def compression_order(gates: HeadGates) -> list[tuple[int, int]]:
     """All heads as (layer, head), least needed first.
 
-    Sorted by gate; equal gates by their mean over training; of heads equal in both the later one goes first.
+    Sorted by gate; equal gates by their mean over training; among heads equal in both, the later one goes first.
     """
     alpha, mean = gates.alpha.flatten().tolist(), gates.mean_alpha.flatten().tolist()
     order = sorted(range(len(alpha)), key=lambda i: (alpha[i], mean[i], -i))
@@ -138,14 +138,14 @@ class HeadAllocation:
 
     @property
     def sparsity(self) -> float:
-        """The actual share of compressible heads, which rounding may move away from the asked one."""
+        """The actual share of compressible heads; rounding may move it away from the requested one."""
         return self.num_compressible / self.full.numel()
 
     def overlap(self, other: HeadAllocation) -> float:
         """Share of full heads in common: their number over the larger of both numbers of full heads; 1 if none is full.
 
         Raises:
-            ValueError: if ``other`` is of another shape.
+            ValueError: if ``other`` has another shape.
         """
         if self.full.shape != other.full.shape:
             raise ValueError(

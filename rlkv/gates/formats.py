@@ -127,7 +127,7 @@ def _read_pt(path: Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # foreign bytes make the unpickler raise nearly anything
+    except Exception as error:  # arbitrary bytes make the unpickler raise almost any exception
         found = "truncated or damaged" if path.read_bytes()[:2] == b"PK" else "not a file written by torch.save"
         raise ValueError(f"{path}: {found}, expected gates as HeadGates.save writes them") from error
     return {**from_header(content, path), **_stored_tensors(content, path)}
@@ -152,7 +152,7 @@ def _read_tsv(path: Path) -> dict[str, Any]:
         text = path.read_text()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a text file, expected one row of tab-separated numbers per layer") from error
-    if not text.endswith("\n"):  # half of a number is a number too
+    if not text.endswith("\n"):  # a number that is cut in half is still a number
         raise ValueError(f"{path}: found no newline at its end, expected one as in any whole file: it may be truncated")
     rows: list[list[float]] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -184,7 +184,7 @@ def _read_sibling_config(path: Path, num_layers: int, num_kv_heads: int) -> dict
         return {}
     kwargs: dict[str, Any] = {}
     name = config.get("model_name") or config.get("_name_or_path")
-    if name:  # no more of the model's shape is known: the empty fields are not compared
+    if name:  # nothing else is known of the model's shape: empty fields are not compared
         kwargs["model"] = ModelShape(str(name), "", num_layers, num_kv_heads, 0, 0)
     sizes = {
         prefix + ours: config.get(f"{prefix}{theirs}_size")

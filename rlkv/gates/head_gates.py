@@ -122,7 +122,7 @@ class HeadGates:
     def save(self, path: str | Path) -> None:
         """Write by suffix: ``.pt``, ``.safetensors``, ``.tsv``; no suffix, or a folder, is a PEFT folder.
 
-        Each file is replaced atomically. All but ``.tsv``, which holds alpha alone, give back what was saved.
+        Each file is replaced atomically. All but ``.tsv``, which holds alpha alone, keep everything.
 
         Raises:
             ValueError: for another suffix, or a hub address.
@@ -136,7 +136,7 @@ class HeadGates:
     def check_model(self, config: Any) -> None:
         """Raise ``ValueError`` if these gates are not for a model of this transformers ``config``.
 
-        Compared are type, layers, KV heads, query heads and head size, as far as the file states them.
+        Compares type, layers, KV heads, query heads and head size, as far as the file states them.
         """
         found = ModelShape.from_config(config)
         stated = self.model or ModelShape("", "", self.num_layers, self.num_kv_heads, 0, 0)

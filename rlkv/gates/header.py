@@ -28,7 +28,7 @@ def from_header(header: Any, path: Path) -> dict[str, Any]:
     """Arguments of ``HeadGates`` from what :func:`to_header` gave.
 
     Raises:
-        ValueError: if it is none, of a newer version, or incomplete.
+        ValueError: if it is not such a header, of a newer version, or incomplete.
     """
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"{path}: not a gates file (it does not name the format {FORMAT!r}), {EXPECTED}")
@@ -47,7 +47,7 @@ def from_header(header: Any, path: Path) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """``(tensors by name, header)`` of a safetensors file; the header is None if it has none of ours.
+    """``(tensors by name, header)`` of a safetensors file; the header is None if the file was not written here.
 
     Raises:
         ValueError: if the file is truncated, damaged or of another kind.

@@ -1,1 +1,1 @@
-"""Room for Triton kernels (none yet): one per file, their fp32 references in the tests."""
+"""Triton kernels (none yet): one per file, with an fp32 reference in the tests."""

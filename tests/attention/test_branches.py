@@ -122,14 +122,14 @@ def test_mixing_is_float32_and_exact_at_the_ends() -> None:
 def test_a_row_with_a_hole_is_refused() -> None:
     padding = make_padding([(2, 2)], 20)
     padding[0, 9] = False
-    with pytest.raises(ValueError, match="between the tokens"):
+    with pytest.raises(ValueError, match="padding"):
         make_call(padding, 20).rows(padding.device)
 
 
 def test_a_mask_that_misses_the_cache_is_refused() -> None:
     call = mixed_mask(1, 1, 9, 8, attention_mask=torch.ones(1, 1, dtype=torch.bool))
     assert isinstance(call, MixedCall)
-    with pytest.raises(ValueError, match="in the cache included"):
+    with pytest.raises(ValueError, match=r"\(1, 1\).*9"):
         call.rows(torch.device("cpu"))
 
 

@@ -14,7 +14,7 @@ from rlkv.attention.mixed import GATE, Gate, mixed_attention
 def test_each_variant_is_named(name: str) -> None:
     refuse_variants({name: None, "is_causal": True, "position_ids": torch.zeros(1)}, "this")
     for value in (0, 8, 30.0, torch.zeros(4)):  # 0 is asked for as well
-        with pytest.raises(ValueError, match=rf"^this does not support attention with {name}: use another model$"):
+        with pytest.raises(ValueError, match=rf"^this .* {name}:"):
             refuse_variants({"is_causal": True, name: value}, "this")
 
 
@@ -37,5 +37,5 @@ def test_gated_layers_refuse_them(name: str) -> None:
     mixed_attention(layer, *states, call, **{name: None})
     setattr(layer, GATE, Holder())
     mixed_attention(layer, *states, call, **{name: None})
-    with pytest.raises(ValueError, match=f"gated attention does not support attention with {name}"):
+    with pytest.raises(ValueError, match=f"gated attention.*{name}"):
         mixed_attention(layer, *states, call, **{name: 4})

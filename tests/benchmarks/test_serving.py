@@ -192,7 +192,7 @@ def test_runs_are_resumed_and_compared_within_their_round(
     monkeypatch.setattr("rlkv.benchmarks.serving.subprocess", fake)
     config = serving(output_dir=tmp_path)
     gates = config.head_gates()
-    with pytest.raises(ValueError, match=r"memory-limited.*sparsity 0.5.*ValueError: no memory; its output is in"):
+    with pytest.raises(ValueError, match=r"memory-limited.*0.5.*no memory"):
         do_runs(config, gates)
     assert len(fake.tasks) == 4
     results = do_runs(config, gates)
@@ -229,7 +229,7 @@ def test_pools_must_be_equal(
     four_results[3] = result(160, 25, pool=1010)  # by a whole block of the full cache
     monkeypatch.setattr("rlkv.benchmarks.serving.subprocess", FakeProcesses(four_results))
     results = do_runs(serving(output_dir=tmp_path), TINY.random_gates())
-    with pytest.raises(ValueError, match="a pool of 1,010 bytes, but one of 1,000"):
+    with pytest.raises(ValueError, match=r"memory-limited.*1,010.*1,000"):
         summarize(TINY, TINY.random_gates(), results)
 
 
@@ -252,7 +252,7 @@ def test_a_folder_keeps_to_its_settings(
 def test_gates_must_fit_the_shape(tmp_path: Path) -> None:
     TINY.random_gates().save(tmp_path / "gates.pt")
     assert serving(gates=str(tmp_path / "gates.pt")).head_gates() == TINY.random_gates()
-    with pytest.raises(ValueError, match="gates of 3 x 2 heads, the model has 2 x 8"):
+    with pytest.raises(ValueError, match=r"3 x 2.*2 x 8"):
         ServingConfig(gates=str(tmp_path / "gates.pt")).head_gates()
 
 

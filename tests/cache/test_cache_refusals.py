@@ -36,12 +36,12 @@ def test_sizes_out_of_range(arguments: dict, message: str) -> None:
 
 @pytest.mark.parametrize("full", [torch.ones(4, dtype=torch.bool), torch.ones(3, 4)])
 def test_malformed_allocation(full: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="full must be bool"):
+    with pytest.raises(ValueError, match=r"^full .*torch\."):
         HeadReallocationCache(full)
 
 
 def test_allocation_of_another_model(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="2 KV heads a layer but the model has 4"):
+    with pytest.raises(ValueError, match=r"2 KV heads.*4"):
         model(IDS, past_key_values=HeadReallocationCache(torch.ones(3, 2, dtype=torch.bool)))
 
 
@@ -54,9 +54,9 @@ def test_crop(model: PreTrainedModel) -> None:
 
 
 def test_another_cache_or_none(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="needs a HeadReallocationCache"):
+    with pytest.raises(ValueError, match="HeadReallocationCache"):
         model(IDS, past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match="needs a HeadReallocationCache"):
+    with pytest.raises(ValueError, match="HeadReallocationCache"):
         model(IDS, use_cache=False)
 
 
@@ -68,7 +68,7 @@ def test_prepared_4d_mask(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("mask", [[1, 1, 1, 1, 0], [1, 0, 1, 1, 1], [0, 1, 0, 1, 1]])
 def test_padding_elsewhere_than_on_the_left(model: PreTrainedModel, mask: list[int]) -> None:
-    with pytest.raises(ValueError, match="left padding only"):
+    with pytest.raises(ValueError, match="padding_side"):
         model(IDS, attention_mask=torch.tensor([mask, [1] * 5]), past_key_values=HeadReallocationCache(MIXED))
 
 
@@ -76,23 +76,23 @@ def test_padding_that_changes_between_calls(model: PreTrainedModel) -> None:
     cache = HeadReallocationCache(MIXED)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1] * 5])
     model(IDS, attention_mask=mask, past_key_values=cache)
-    with pytest.raises(ValueError, match="the same in every call"):
+    with pytest.raises(ValueError, match="padding_side"):
         model(IDS[:, :1], attention_mask=torch.ones(2, 6), past_key_values=cache)
-    with pytest.raises(ValueError, match="2 columns but the cache will hold 6"):
+    with pytest.raises(ValueError, match=r"attention_mask.*2.*6"):
         model(IDS[:, :1], attention_mask=torch.ones(2, 2), past_key_values=cache)
 
 
 def test_padding_after_an_unpadded_prompt(model: PreTrainedModel) -> None:
     cache = HeadReallocationCache(MIXED)
     model(IDS, past_key_values=cache)
-    with pytest.raises(ValueError, match="left padding only"):
+    with pytest.raises(ValueError, match="padding_side"):
         model(IDS[:, :1], attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]] * 2), past_key_values=cache)
 
 
 def test_another_batch_size(model: PreTrainedModel) -> None:
     cache = HeadReallocationCache(MIXED)
     model(IDS, past_key_values=cache)
-    with pytest.raises(ValueError, match="holds 2 rows but the call has 1"):
+    with pytest.raises(ValueError, match=r"2 rows.*1"):
         model(IDS[:1, :1], past_key_values=cache)
 
 

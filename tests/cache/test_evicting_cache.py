@@ -14,16 +14,16 @@ from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
 from rlkv.eviction.base import EvictionPolicy
 from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids
 from tests.helpers.eviction_matrix import INSTANCES
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import FAMILIES, make_tiny_model
 from tests.helpers.naive_eviction import naive_logits
 
 ALL = torch.zeros(3, 4, dtype=torch.bool)
 
 
 CALLS = {
-    "prompt then tokens": [20] + [1] * 24,
-    "prompt shorter than the budget": [4] + [1] * 24,
-    "prompt of one token": [1] * 26,
+    "prompt then tokens": [20] + [1] * 14,
+    "prompt shorter than the budget": [4] + [1] * 16,
+    "prompt of one token": [1] * 18,
     "chat turns": [9, 1, 1, 1, 17, 1, 1, 6, 1, 1, 1, 1],
     "one call": [30],
 }
@@ -41,7 +41,7 @@ def test_left_padded_rows_equal_naive_runs(policy: EvictionPolicy, calls: list[i
 
 @pytest.mark.parametrize("policy", INSTANCES.values(), ids=INSTANCES)
 def test_without_full_heads(policy: EvictionPolicy) -> None:
-    check_against_naive_runs(policy, [20] + [1] * 16, ALL)
+    check_against_naive_runs(policy, [20] + [1] * 10, ALL)
 
 
 def check_against_naive_runs(policy: EvictionPolicy, calls: list[int], full: Tensor) -> None:
@@ -57,19 +57,21 @@ def check_against_naive_runs(policy: EvictionPolicy, calls: list[int], full: Ten
         held = cache.held(row)
         for layer, naive in run.layers.items():
             for head, entries in enumerate(naive.heads):
-                assert held[layer, head].nonzero()[:, 0].tolist() == [position for position, _, _ in entries]
+                assert held[layer, head].nonzero()[:, 0].tolist() == entries.positions
 
 
 @pytest.mark.parametrize("policy", INSTANCES.values(), ids=INSTANCES)
-def test_families(tiny_model: PreTrainedModel, policy: EvictionPolicy) -> None:
-    calls, padding = [20] + [1] * 16, [0, 6]
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])  # which is above
+def test_other_families(family: str, policy: EvictionPolicy) -> None:
+    model = make_tiny_model(family)
+    calls, padding = [20] + [1] * 10, [0, 6]
     ids = draw_ids(2, sum(calls))
-    tiny_model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(IMPLEMENTATION)
     cache = HeadReallocationCache(MIXED, eviction=policy)
-    got = cached_logits(tiny_model, ids, cache, calls, padded(ids, padding))
+    got = cached_logits(model, ids, cache, calls, padded(ids, padding))
     for row, pad in enumerate(padding):
         own = [calls[0] - pad, *calls[1:]]
-        want, _ = naive_logits(tiny_model, ids[row : row + 1, pad:], own, policy, MIXED)
+        want, _ = naive_logits(model, ids[row : row + 1, pad:], own, policy, MIXED)
         assert (got[row, pad:] - want[0]).abs().max() < TOLERANCE
 
 
@@ -268,7 +270,7 @@ def test_scores_of_ones_own_policy_are_checked() -> None:
     model = make_tiny_model("llama")
     model.set_attn_implementation(IMPLEMENTATION)
     assert OneForAll(budget=12).name == "oneforall"
-    with pytest.raises(ValueError, match=r"oneforall.scores gave \[1, 1, 30\] for keys \[1, 4, 30, 16\]"):
+    with pytest.raises(ValueError, match=r"oneforall.*\[1, 1, 30\]"):
         _fed(model, HeadReallocationCache(ALL, eviction=OneForAll(budget=12, buffer=4)), [30], draw_ids(1, 30))
     cache = HeadReallocationCache(ALL, eviction=NotANumber(budget=12, buffer=4, sink=2, observation=3), record=True)
     _fed(model, cache, [30], draw_ids(1, 30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -53,9 +54,8 @@ def test_only_our_lines_are_printed() -> None:
     assert run(["a"])[0] == ["warning: our warning in two lines", "error: our error"]
 
 
-@pytest.mark.parametrize("by_option", [True, False])
-def test_verbose_shows_everything_and_is_not_an_argument_of_the_program(by_option: bool) -> None:
-    lines, out = run(["a", "--verbose"]) if by_option else run(["a"], **{VERBOSE: "1"})
+def test_verbose_shows_everything_and_is_not_an_argument_of_the_program() -> None:
+    lines, out = run(["a", "--verbose"])  # which sets VERBOSE
     assert out == "['a']\n"
     for text in ("a bar", "a warning of a logger", "their warning", "our warning", "error: our error"):
         assert any(text in line for line in lines), text
@@ -120,6 +120,12 @@ def test_run_app_maps_errors_to_exit_codes(
     assert exit_code(raising(error)) == code
     if text is not None:
         assert capsys.readouterr().err == text
+
+
+def test_verbose_can_be_asked_for_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for verbose in (True, False):
+        (monkeypatch.setenv(VERBOSE, "1") if verbose else monkeypatch.delenv(VERBOSE))
+        assert exit_code(lambda verbose=verbose: sys.exit(verbose != (logging.root.manager.disable == 0))) == 0
 
 
 def test_run_app_leaves_bugs_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_pa
     [
         *[("modle: x\n", "modle"), ("- a\n", "list"), ("a: [", "YAML")],
         ("sparsities: [2]\noutput_dir: a\n", "sparsities"),
-        ("engine: jax\n", "unknown --engine 'jax': choose one of hf, vllm"),
+        ("engine: jax\n", "--engine 'jax'.*hf, vllm"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, match: str) -> None:
@@ -66,7 +66,7 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, match: str) -> None:
 
 @pytest.mark.parametrize("arguments", [["--engine", "jax"], ["--engine=jax"]])
 def test_a_value_that_is_not_a_choice_is_refused_in_one_sentence(arguments: list[str]) -> None:
-    with pytest.raises(ValueError, match="unknown --engine 'jax': choose one of hf, vllm"):
+    with pytest.raises(ValueError, match=r"--engine 'jax'.*hf, vllm"):
         parse(Config, arguments=["--output-dir", "a", *arguments])
     assert parse(Config, arguments=["--output-dir", "a", "--engine", "vllm"]).engine == "vllm"
 

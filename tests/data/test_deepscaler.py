@@ -50,13 +50,13 @@ def test_built_in_tasks(name: str, problems: Callable[..., list[dict[str, str]]]
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"problem": "a", "answer": "1"}', "{nonsense"], "line 2 is not JSON"),
-        (['{"problem": "a", "answer": "1"}', "[1]"], "line 2 is a list"),
-        (['{"question": "a", "answer": "1"}'], "line 1 has no field 'problem': it has answer, question"),
-        (['{"problem": "a"}'], "line 1 has no field 'answer'"),
-        (['{"problem": "a", "answer": ["1"]}'], "line 1: field 'answer' is a list"),
-        (['{"problem": " ", "answer": "1"}'], "line 1: field 'problem' is empty"),
-        ([], "holds no problems"),
+        (['{"problem": "a", "answer": "1"}', "{nonsense"], "line 2.*JSON"),
+        (['{"problem": "a", "answer": "1"}', "[1]"], "line 2.*list"),
+        (['{"question": "a", "answer": "1"}'], "line 1.*'problem'.*answer, question"),
+        (['{"problem": "a"}'], "line 1.*'answer'"),
+        (['{"problem": "a", "answer": ["1"]}'], "line 1.*'answer'.*list"),
+        (['{"problem": " ", "answer": "1"}'], "line 1.*'problem'"),
+        ([], "broken.jsonl"),
     ],
 )
 def test_broken_rows_name_file_and_line(tmp_path: Path, lines: list[str], message: str) -> None:
@@ -68,17 +68,17 @@ def test_broken_rows_name_file_and_line(tmp_path: Path, lines: list[str], messag
 
 
 def test_other_broken_sources(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"absent\.jsonl does not exist"):
+    with pytest.raises(ValueError, match=r"absent\.jsonl"):
         load_problems(str(tmp_path / "absent.jsonl"))
     (tmp_path / "p.csv").write_text("a")
-    with pytest.raises(ValueError, match=r"neither \.jsonl nor \.parquet"):
+    with pytest.raises(ValueError, match=r"p\.csv"):
         load_problems(str(tmp_path / "p.csv"))
     (tmp_path / "p.parquet").write_text("no parquet")
-    with pytest.raises(ValueError, match=r"p\.parquet is not a readable Parquet file"):
+    with pytest.raises(ValueError, match=r"p\.parquet"):
         load_problems(str(tmp_path / "p.parquet"))
 
 
 def test_no_network_names_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlkv.models.hub.connection_error", lambda *asked: f"no route to {asked}")
-    with pytest.raises(ValueError, match=r"no route to .*'dataset'.*--input FILE\.jsonl.*--model FOLDER.*--model tiny"):
+    with pytest.raises(ValueError, match=r"'dataset'.*--input.*--model"):
         load_problems("agentica-org/DeepScaleR-Preview-Dataset")

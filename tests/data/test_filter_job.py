@@ -100,9 +100,9 @@ def test_rebucketing_decodes_nothing(tmp_path: Path, model_folder: str, recorded
 
 def test_other_settings_are_refused(tmp_path: Path, model_folder: str, recorded: str) -> None:
     run_filter(config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150))
-    with pytest.raises(ValueError, match="max_new_tokens was 150 and is now 160"):
+    with pytest.raises(ValueError, match=r"max_new_tokens.*150.*160"):
         run_filter(config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=160))
-    with pytest.raises(ValueError, match='problems was "40 with hash'):
+    with pytest.raises(ValueError, match=r'problems.*"40 .*"10 '):
         run_filter(config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, limit=10))
 
 
@@ -163,17 +163,17 @@ def test_repeated_problems_take_their_outputs_in_order(tmp_path: Path, model_fol
 
 def test_outputs_of_other_problems_are_refused(tmp_path: Path, model_folder: str, recorded: str) -> None:
     settings = config(tmp_path, model=model_folder, input="tiny", num_problems=3, outputs=recorded)
-    with pytest.raises(ValueError, match=r"no recorded output in .* belongs to a problem"):
+    with pytest.raises(ValueError, match=r"outputs\.jsonl"):
         run_filter(settings)
 
 
 def test_no_room_for_prompts_names_the_numbers(tmp_path: Path, model_folder: str) -> None:
-    with pytest.raises(ValueError, match=r"max_new_tokens 7168 leaves no room.*128 positions"):
+    with pytest.raises(ValueError, match=r"max_new_tokens 7168.*128"):
         run_filter(config(tmp_path, model=model_folder, input="tiny", num_problems=3))
 
 
 def test_more_shards_than_problems(tmp_path: Path, model_folder: str) -> None:
-    with pytest.raises(ValueError, match="only 3 problems"):
+    with pytest.raises(ValueError, match=r"0/4.*3 problems"):
         run_filter(config(tmp_path, model=model_folder, input="tiny", num_problems=3, shard="0/4"))
 
 
@@ -201,10 +201,10 @@ def test_yaml_and_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--batch-size", "0"], "--batch-size must be at least 1"),
-        (["--buckets", "5"], "bucket '5' is not of the form"),
-        (["--engine", "sglang"], "unknown --engine 'sglang': choose one of hf, vllm"),
-        *[(["--shard", bad], "from 0 to n-1") for bad in ("4/4", "1", "a/b", "0/0", "")],
+        (["--batch-size", "0"], "--batch-size"),
+        (["--buckets", "5"], "bucket '5'"),
+        (["--engine", "sglang"], "--engine 'sglang'"),
+        *[(["--shard", bad], "shard") for bad in ("4/4", "1", "a/b", "0/0", "")],
     ],
 )
 def test_impossible_settings_are_named(options: list[str], message: str) -> None:
@@ -215,5 +215,5 @@ def test_impossible_settings_are_named(options: list[str], message: str) -> None
 def test_shard_numbers() -> None:
     assert parse_shard("0/1") == (0, 1)
     assert parse_shard("3/4") == (3, 4)
-    with pytest.raises(ValueError, match="from 0 to n-1"):
+    with pytest.raises(ValueError, match="shard"):
         parse_shard("-1/4")

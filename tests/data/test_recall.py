@@ -67,21 +67,21 @@ def test_generated_filler_is_made_of_whole_words(tokenizer: Any) -> None:
 
 
 def test_what_cannot_work_is_one_sentence(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"passkeys must lie in \[1, 16\], got 17"):
+    with pytest.raises(ValueError, match=r"passkeys.*\[1, 16\].*17"):
         TextRecall(tokenizer, [5], passkeys=17)
-    with pytest.raises(ValueError, match="leaves nothing of max_length=100"):
+    with pytest.raises(ValueError, match="max_length=100"):
         TextRecall(tokenizer, [5], passkeys=3, min_length=50, max_length=100)
-    with pytest.raises(ValueError, match=r"nowhere.txt cannot be read"):
+    with pytest.raises(ValueError, match=r"--haystack nowhere.txt"):
         read_haystack("nowhere.txt", tokenizer)
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match=r"empty.txt"):
         read_haystack(str(tmp_path / "empty.txt"), tokenizer)
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="cannot be read as a text file"):
+    with pytest.raises(ValueError, match=r"binary.txt"):
         read_haystack(str(tmp_path / "binary.txt"), tokenizer)
 
 
 def test_a_vocabulary_without_words_asks_for_a_haystack() -> None:
     backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
-    with pytest.raises(ValueError, match="pass --haystack FILE"):
+    with pytest.raises(ValueError, match="--haystack"):
         filler_words(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))

@@ -80,7 +80,7 @@ def test_rpc_head_needs_a_key_for_each_query_head():
     per_head = RPC(budget=24, R=10, aggregation="head").select(keys, queries, 24)
     assert (per_head == RPC(budget=24, R=10, aggregation="group").select(keys, queries, 24)).all()
     keys, queries = random_entries(1, 60, 2, 10, seed=0)
-    with pytest.raises(ValueError, match="2 of them share"):
+    with pytest.raises(ValueError, match="aggregation"):
         RPC(budget=24, R=10, aggregation="head").select(keys, queries, 24)
 
 
@@ -177,9 +177,9 @@ def test_select_refuses_what_does_not_fit():
     policy = RKV(budget=24)
     with pytest.raises(ValueError, match="budget is 4"):
         policy.select(keys, queries, 4)
-    with pytest.raises(ValueError, match="do not belong"):
+    with pytest.raises(ValueError, match=r"\[2, 4, 8, 16\]"):
         policy.select(keys, queries[:, :4], 24)
-    with pytest.raises(ValueError, match="valid must be bool"):
+    with pytest.raises(ValueError, match=r"valid.*\[2, 59\]"):
         policy.select(keys, queries, 24, torch.ones(2, 59, dtype=torch.bool))
-    with pytest.raises(ValueError, match="queries of the last entries"):
+    with pytest.raises(ValueError, match=r"8 queries.*5"):
         TOVA(budget=4).select(keys[:, :, :5], queries, 4)

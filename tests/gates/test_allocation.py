@@ -48,9 +48,9 @@ def test_sparsity_is_within_half_a_head(total: int) -> None:
 @pytest.mark.parametrize("sparsity", [-0.01, 1.01, 50, float("nan"), float("inf")])
 def test_a_sparsity_outside_0_1_is_refused(sparsity: float) -> None:
     for scope in ("global", "layer"):
-        with pytest.raises(ValueError, match=r"is not in \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"sparsity.*\[0, 1\]"):
             HeadAllocation.from_gates(make_gates(), sparsity, scope)
-    with pytest.raises(ValueError, match=r"is not in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"sparsity.*\[0, 1\]"):
         HeadAllocation.random(2, 2, sparsity, seed=0)
 
 
@@ -112,14 +112,14 @@ def test_an_order_names_the_heads_that_go_first() -> None:
     assert HeadAllocation.from_order(order, 2, 2, 0.5).full.tolist() == [[True, False], [False, True]]
     assert HeadAllocation.from_order([], 2, 2, 0.0).full.all()
     assert not HeadAllocation.from_order([*order, (1, 1)], 2, 2, 1.0).full.any()
-    with pytest.raises(ValueError, match=r"sparsity 1.0 makes 4 of 4 heads compressible, but the order names only 3"):
+    with pytest.raises(ValueError, match=r"4 of 4.*order.*3"):
         HeadAllocation.from_order(order, 2, 2, 1.0)
     for wrong in ((2, 0), (0, 2), (-1, 0)):
-        with pytest.raises(ValueError, match="the model has 2 layers x 2 KV heads, counted from 0"):
+        with pytest.raises(ValueError, match=f"layer {wrong[0]}, head {wrong[1]}"):
             HeadAllocation.from_order([wrong], 2, 2, 0.0)
-    with pytest.raises(ValueError, match="names layer 1, head 0 twice"):
+    with pytest.raises(ValueError, match="layer 1, head 0"):
         HeadAllocation.from_order([*order, (1, 0)], 2, 2, 0.25)
-    with pytest.raises(ValueError, match="at least one head"):
+    with pytest.raises(ValueError, match="0 layers"):
         HeadAllocation.from_order([], 0, 4, 0.5)
 
 
@@ -142,7 +142,7 @@ def test_random_draws_are_seeded_exact_and_nested() -> None:
     "full", [torch.ones(2, 2), torch.ones(4, dtype=torch.bool), torch.ones(0, 2, dtype=torch.bool), [[True]]]
 )
 def test_other_tensors_are_refused(full: object) -> None:
-    with pytest.raises(ValueError, match="an allocation needs a bool tensor"):
+    with pytest.raises(ValueError, match="bool tensor"):
         HeadAllocation(full)  # type: ignore[arg-type]
 
 

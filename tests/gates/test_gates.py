@@ -64,7 +64,7 @@ def test_a_config_next_to_a_tsv_names_model_and_sizes(tmp_path: Path) -> None:
     assert loaded.model == ModelShape("models/some", "", 4, 6, 0, 0)
     assert (loaded.sink, loaded.window, loaded.deploy_sink, loaded.deploy_window) == (7, 9, 16, 64)
     (tmp_path / "config.json").write_text("{")
-    with pytest.warns(UserWarning, match="not readable as JSON"):
+    with pytest.warns(UserWarning, match="JSON"):
         assert HeadGates.load(tmp_path / "gates.tsv").model is None
 
 
@@ -89,7 +89,7 @@ def test_gates_are_a_float32_copy_without_gradient() -> None:
 def test_a_summary_is_the_same_before_and_after_a_file() -> None:
     gates = make_gates(training={"pair": (1, 2), 3: "three"})
     assert gates.training == {"pair": [1, 2], "3": "three"}
-    with pytest.raises(ValueError, match="training summary cannot be written as JSON"):
+    with pytest.raises(ValueError, match=r"training.*JSON"):
         make_gates(training={"tensor": torch.zeros(1)})
 
 
@@ -126,7 +126,7 @@ def test_rounding_is_clipped_in_silence() -> None:
 
 
 def test_values_far_outside_are_clipped_with_a_count() -> None:
-    with pytest.warns(UserWarning, match=r"gates: 2 of 4 values of alpha lay outside \[0, 1\], by up to 0.5"):
+    with pytest.warns(UserWarning, match=r"2 of 4.*alpha.*0\.5"):
         gates = HeadGates(torch.tensor([[-0.5, 0.5], [-0.01, 1.25]]))
     assert gates.alpha.tolist() == [[0, 0.5], [0, 1]]
 
@@ -136,24 +136,22 @@ def test_values_far_outside_are_clipped_with_a_count() -> None:
 def test_values_that_are_no_numbers_are_refused(value: float, name: str) -> None:
     values = torch.full((4, 6), 0.5)
     values[2, 1] = values[3, 0] = value
-    with pytest.raises(
-        ValueError, match=f"{name} holds 2 values that are NaN or infinite .the first at layer 2, head 1"
-    ):
+    with pytest.raises(ValueError, match=f"gates: {name}.*layer 2, head 1"):
         make_gates(**{name: values})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"alpha": torch.rand(5)}, r"alpha has shape \[5\], expected \[num_layers, num_kv_heads\]"),
+        ({"alpha": torch.rand(5)}, r"alpha.*\[5\].*num_kv_heads"),
         ({"alpha": torch.rand(0, 6)}, r"alpha has shape \[0, 6\]"),
-        ({"mean_alpha": torch.rand(6, 4)}, r"mean_alpha has shape \[6, 4\], expected that of alpha, \[4, 6\]"),
+        ({"mean_alpha": torch.rand(6, 4)}, r"mean_alpha.*\[6, 4\].*\[4, 6\]"),
         (
             {"alpha": torch.rand(5, 6), "mean_alpha": None},
-            r"alpha is 5 layers x 6 KV heads, expected 4 x 6 of owner/model",
+            r"alpha.*5 layers.*4 x 6.*owner/model",
         ),
-        ({"sink": -1}, "sink is -1, expected a whole number of tokens >= 0"),
-        ({"window": 0}, "window is 0, expected a whole number of tokens >= 1"),
+        ({"sink": -1}, "sink is -1"),
+        ({"window": 0}, "window is 0"),
         ({"deploy_window": 1.5}, "deploy_window is 1.5"),
     ],
 )
@@ -175,8 +173,8 @@ def test_check_model_accepts_the_model_and_refuses_others(family: str) -> None:
         {"num_query_heads": 16},
         {"head_dim": 8},
     ):
-        with pytest.raises(ValueError, match=r"^g.pt: these gates are for own/name: .*3 layers x 4 KV heads"):
+        with pytest.raises(ValueError, match=r"^g.pt: .*own/name.*3 layers x 4 KV heads"):
             HeadGates(torch.rand(3, 4), model=replace(shape, **change), source="g.pt").check_model(config)
-    with pytest.raises(ValueError, match=r"other layers, KV heads\)"):
+    with pytest.raises(ValueError, match=r"gates: .*4 layers x 2 KV heads"):
         HeadGates(torch.rand(4, 2)).check_model(config)
     HeadGates(torch.rand(3, 4)).check_model(config)  # a .tsv states layers and heads only

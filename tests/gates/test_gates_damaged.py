@@ -69,7 +69,7 @@ def test_a_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "gates.pt"
     for write in (lambda: path.write_bytes(pickle.dumps(Payload(), protocol=2)), lambda: torch.save(Payload(), path)):
         write()
-        with pytest.raises(ValueError, match="expected gates as HeadGates"):
+        with pytest.raises(ValueError, match="HeadGates"):
             HeadGates.load(path)
     assert not (tmp_path / "executed").exists()
 
@@ -89,12 +89,12 @@ def test_other_files_are_named_for_what_they_are(tmp_path: Path) -> None:
     expected = {
         "other.pt": "not a gates file",
         "other.safetensors": "not a gates file",
-        "words.tsv": "line 1: could not convert string to float: 'layer'",
-        "ragged.tsv": "line 2: found 1 KV heads, expected 2",
+        "words.tsv": "line 1.*'layer'",
+        "ragged.tsv": "line 2.*KV heads",
         "cut.tsv": "may be truncated",
         "blank.tsv": "no rows",
-        "gates.bin": "unknown gates format '.bin'",
-        "absent.pt": "no such file or folder",
+        "gates.bin": "'.bin'",
+        "absent.pt": "absent.pt",
         "empty": "found no gates",
         "two": "found 2 .tsv files",
     }
@@ -110,7 +110,7 @@ def test_a_newer_version_asks_for_an_upgrade(tmp_path: Path, name: str, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(gates_header, "VERSION", 2)
         make_gates().save(tmp_path / name)
-    with pytest.raises(ValueError, match=r"gates format version 2, expected at most 1: upgrade rlkv"):
+    with pytest.raises(ValueError, match="version 2"):
         HeadGates.load(tmp_path / name)
 
 
@@ -120,17 +120,17 @@ def test_absent_fields_are_named(tmp_path: Path) -> None:
     whole = torch.load(path, weights_only=True)
     for key in ("alpha", "rank", "sink", "training", "model"):
         torch.save({k: v for k, v in whole.items() if k != key}, path)
-        with pytest.raises(ValueError, match=f"damaged gates file.*{key}"):
+        with pytest.raises(ValueError, match=f"gates.pt.*{key}"):
             HeadGates.load(path)
     torch.save({**whole, "model": {"model_id": "m"}}, path)
-    with pytest.raises(ValueError, match="damaged gates file"):
+    with pytest.raises(ValueError, match="ModelShape"):
         HeadGates.load(path)
 
 
 def test_nan_in_a_file_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "gates.tsv"
     path.write_text("0.5\tnan\n0.5\t0.5\n")
-    with pytest.raises(ValueError, match="alpha holds 1 values that are NaN") as raised:
+    with pytest.raises(ValueError, match=r"gates.tsv: alpha.*layer 0, head 1") as raised:
         HeadGates.load(path)
     assert str(raised.value).startswith(str(path))
     path.write_text("0.5\t1.5\n")
@@ -139,9 +139,9 @@ def test_nan_in_a_file_names_the_file(tmp_path: Path) -> None:
 
 
 def test_unknown_suffixes_and_hub_addresses_are_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown gates format '.ptt', expected .pt, .safetensors, .tsv"):
+    with pytest.raises(ValueError, match=r"'.ptt'"):
         make_gates().save(tmp_path / "gates.ptt")
-    with pytest.raises(ValueError, match="not to the hub"):
+    with pytest.raises(ValueError, match="hf://owner/name"):
         make_gates().save("hf://owner/name")
     assert not list(tmp_path.iterdir())
     make_gates().save(f"{tmp_path}/Model-3.1-8B/")

@@ -45,21 +45,21 @@ def test_other_adapters_are_refused(tmp_path: Path) -> None:
     gate = "base_model.model.model.layers.{}.self_attn.rlkv_gate"
     cases = [
         ({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2)}, "no adapter of KV head"),
-        ({gate.format(1): torch.ones(2)}, "for every layer from 0 without gaps"),
-        ({gate.format(0): torch.ones(2), gate.format(1): torch.ones(3)}, "as many for every layer"),
-        ({gate.format(0): torch.ones(2), gate.format(0) + ".b": torch.ones(2)}, "two tensors hold gates of layer 0"),
+        ({gate.format(1): torch.ones(2)}, "{1: 2}"),
+        ({gate.format(0): torch.ones(2), gate.format(1): torch.ones(3)}, "{0: 2, 1: 3}"),
+        ({gate.format(0): torch.ones(2), gate.format(0) + ".b": torch.ones(2)}, "layer 0"),
     ]
     for tensors, message in cases:
         with pytest.raises(ValueError, match=message):
             HeadGates.load(peft_folder(tmp_path / "a", tensors))
     folder = peft_folder(tmp_path / "b", {gate.format(0): torch.ones(2)})
-    with pytest.raises(ValueError, match="pass the folder that holds it"):
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors.*PEFT"):
         HeadGates.load(folder / "adapter_model.safetensors")
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"expected adapter_model\.safetensors"):
         HeadGates.load(folder)
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(ValueError, match="expected sink and window"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json.*sink"):
         HeadGates.load(folder)
 
 
@@ -93,7 +93,7 @@ def test_hub_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_gates(sink=5).save("owner/local/")
     assert HeadGates.load("owner/local").sink == 5  # a local path wins
     assert len(asked) == 4
-    with pytest.raises(ValueError, match="not a hub address, expected hf://owner/name"):
+    with pytest.raises(ValueError, match="hf://name:"):
         HeadGates.load("hf://name")
 
 
@@ -105,9 +105,9 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         raise LocalEntryNotFoundError("cannot connect\nlong explanation")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ValueError, match=r"^hf://owner/name: it could not be downloaded \(cannot connect\)"):
+    with pytest.raises(ValueError, match=r"^hf://owner/name: .*\(cannot connect\)"):
         HeadGates.load("hf://owner/name")
-    with pytest.raises(ValueError, match=r"^owner/name: no such local file or folder, and it could not be downloaded"):
+    with pytest.raises(ValueError, match=r"^owner/name: .*\(cannot connect\)"):
         HeadGates.load("owner/name")
 
 

@@ -63,7 +63,7 @@ def test_other_plots_share_the_style(tmp_path: Path) -> None:
     for suffix in (".png", ".svg", ".pdf"):
         save_figure(figure, tmp_path / f"curve{suffix}")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"no figure format 'txt', expected a name that ends with .png"):
+    with pytest.raises(ValueError, match=r"'txt'.*.png"):
         save_figure(figure, tmp_path / "curve.txt")
 
 

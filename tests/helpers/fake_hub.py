@@ -14,7 +14,10 @@ REPO = "owner/model"
 
 @dataclass
 class FakeHub:
-    """``folder`` None: every request gets ``status``.  ``requests`` lists method and path of each one."""
+    """``folder`` None: every request gets ``status``, or what the repository's name ends with (``owner/model-404``).
+
+    ``requests`` lists method and path of each one.
+    """
 
     folder: Path | None = None
     status: int = 404
@@ -38,7 +41,8 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             repo, _, name = self.path.partition("/resolve/main/")
             path = hub.folder / name if hub.folder and repo == f"/{REPO}" and name else None
             if path is None or not path.is_file():
-                self.send_response(404 if hub.folder else hub.status)
+                named = repo.rpartition("-")[2]
+                self.send_response(404 if hub.folder else int(named) if named.isdigit() else hub.status)
                 if hub.folder and path is not None:
                     self.send_header("X-Error-Code", "EntryNotFound")
                 self.send_header("Content-Length", "0")

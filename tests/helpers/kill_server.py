@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -60,7 +59,8 @@ class Server:
 
     def start(self) -> None:
         with self.log.open("a") as out:
-            self.process = subprocess.Popen(self.command, stdout=out, stderr=out)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=out, env=environment)
 
     def health(self) -> dict[str, Any] | None:
         try:
@@ -98,24 +98,17 @@ def outcome(folder: Path, steps: int) -> list[dict[str, Any]]:
     return [{name: record[name] for name in names} for record in records]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--engine", default="vllm", help="what the server samples with: vllm or hf")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    root = Path(tempfile.mkdtemp(prefix="rlkv-kill-server-"))
+def check_killed_server(root: Path, kills: int, steps: int, engine: str, seed: int = 0) -> float:
+    """Compare a training whose server is killed with an undisturbed one, in ``root``; the gates' difference."""
     model, tokenizer = random_run.make_policy()
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    options = [*OPTIONS, "--model", str(root / "model"), "--max_steps", str(arguments.steps)]
+    options = [*OPTIONS, "--model", str(root / "model"), "--max_steps", str(steps)]
     undisturbed = random_run.run(root / "undisturbed", options)
-    server = Server(root / "model", arguments.engine, root / "server.txt")
+    server = Server(root / "model", engine, root / "server.txt")
     hits: list[str] = []
     done = threading.Event()
-    ghost = threading.Thread(target=haunt, args=(server, arguments.kills, arguments.seed, done, hits))
+    ghost = threading.Thread(target=haunt, args=(server, kills, seed, done, hits))
     try:
         ghost.start()
         url = ["--rollout_url", server.url, "--rollout_patience", "120"]
@@ -124,15 +117,25 @@ def main() -> None:
         done.set()
         ghost.join()
         server.kill()
-    assert outcome(root / "disturbed", arguments.steps) == outcome(root / "undisturbed", arguments.steps)
+    assert outcome(root / "disturbed", steps) == outcome(root / "undisturbed", steps)
     difference = (found.alpha - undisturbed.alpha).abs().max().item()
     assert difference < 1e-4, f"the gates differ by {difference}"
-    assert len(hits) == len(set(hits)) == arguments.kills, (
-        f"only {len(hits)} kills before the training ended: give more --steps"
-    )
-    shutil.rmtree(root)
+    assert len(hits) == len(set(hits)) == kills, f"only {len(hits)} kills before the training ended: give more --steps"
+    return difference
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--engine", default="vllm", help="what the server samples with: vllm or hf")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="rlkv-kill-server-") as root:
+        difference = check_killed_server(Path(root), **vars(arguments))
     print(
-        f"{len(hits)} kills in as many rollouts, {arguments.steps} steps, no prompt lost, "
+        f"{arguments.kills} kills in as many rollouts, {arguments.steps} steps, no prompt lost, "
         f"gates within {difference:.1e} of the undisturbed run"
     )
 

@@ -16,12 +16,30 @@ from rlkv.eviction.base import EvictionPolicy
 
 
 @dataclass
-class _Layer:
-    """Entries of each head: (position, key, value), oldest first; queries ``[Q, D]`` of all tokens so far."""
+class _Head:
+    """Entries of a head, oldest first: positions ``[n]``, keys and values ``[n, D]``."""
 
-    heads: list[list[tuple[int, torch.Tensor, torch.Tensor]]]
+    positions: list[int]
+    keys: torch.Tensor
+    values: torch.Tensor
+    totals: torch.Tensor  # summed attention of each entry
+
+    def append(self, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.positions.append(position)
+        self.keys, self.values = torch.cat([self.keys, key[None]]), torch.cat([self.values, value[None]])
+        self.totals = torch.cat([self.totals, torch.zeros(1)])
+
+    def keep(self, index: list[int]) -> None:
+        self.positions = [self.positions[i] for i in index]
+        self.keys, self.values, self.totals = self.keys[index], self.values[index], self.totals[index]
+
+
+@dataclass
+class _Layer:
+    """Queries ``[Q, D]`` of all tokens so far."""
+
+    heads: list[_Head]
     queries: list[torch.Tensor] = field(default_factory=list)
-    totals: list[dict[int, float]] = field(default_factory=list)  # summed attention of each position, per head
     evictions: int = 0
 
 
@@ -41,37 +59,29 @@ _runs: list[NaiveRun] = []
 
 def _attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any) -> Any:
     run = _runs[-1]
-    heads, length, groups = key.shape[1], key.shape[2], query.shape[1] // key.shape[1]
+    heads, length, size = key.shape[1:]
+    groups = query.shape[1] // heads
+    empty = torch.zeros(0, size)
     layer = run.layers.setdefault(
-        module.layer_idx, _Layer([[] for _ in range(heads)], totals=[{} for _ in range(heads)])
+        module.layer_idx, _Layer([_Head([], empty, empty, torch.zeros(0)) for _ in range(heads)])
     )
-    out = torch.zeros(1, length, query.shape[1], value.shape[3])
+    protected = _protected(run)
+    out = torch.zeros(1, length, query.shape[1], size)
     for t in range(length):
         layer.queries.append(query[0, :, t])
-        for head in range(heads):
-            entries = layer.heads[head]
-            entries.append((run.start + t, key[0, head, t], value[0, head, t]))
-            keys, values = torch.stack([e[1] for e in entries]), torch.stack([e[2] for e in entries])
-            for g in range(groups):
-                weights = torch.softmax(keys @ query[0, head * groups + g, t] * scaling, 0)
-                out[0, t, head * groups + g] = weights @ values
-                if run.policy.accumulates:
-                    _add(layer.totals[head], entries, query[0, head * groups + g, t], scaling, _protected(run))
+        for index, head in enumerate(layer.heads):
+            head.append(run.start + t, key[0, index, t], value[0, index, t])
+            own = slice(index * groups, (index + 1) * groups)
+            logits = query[0, own, t] @ head.keys.T * scaling
+            out[0, t, own] = torch.softmax(logits, -1) @ head.values
+            if run.policy.accumulates and run.start + t >= protected:  # attention among what may be evicted
+                head.totals[protected:] += torch.softmax(logits[:, protected:], -1).sum(0)
     _evict(run, layer, module.layer_idx, scaling)
     return out, None
 
 
 def _protected(run: NaiveRun) -> int:
     return run.prompt if run.policy.protect_prompt else 0
-
-
-def _add(totals: dict[int, float], entries: list, query: torch.Tensor, scaling: float, protected: int) -> None:
-    """Attention among the entries that may be evicted."""
-    open_entries = [e for e in entries if e[0] >= protected]
-    if open_entries:
-        weights = torch.softmax(torch.stack([e[1] for e in open_entries]) @ query * scaling, 0)
-        for entry, weight in zip(open_entries, weights, strict=True):
-            totals[entry[0]] = totals.get(entry[0], 0.0) + weight
 
 
 def _evict(run: NaiveRun, layer: _Layer, layer_idx: int, scaling: float) -> None:
@@ -81,19 +91,19 @@ def _evict(run: NaiveRun, layer: _Layer, layer_idx: int, scaling: float) -> None
     chosen = [h for h in range(len(layer.heads)) if not run.full[layer_idx, h]]
     if not chosen or seen <= 0:
         return
-    count = len(layer.heads[chosen[0]]) - protected
+    heads = [layer.heads[h] for h in chosen]
+    count = len(heads[0].positions) - protected
     tensors = torch.tensor([seen]), torch.tensor([layer.evictions])
     if count < int(policy.capacity(*tensors)):
         return
     budget = min(int(policy.entries(*tensors)), count)
-    open_entries = [layer.heads[h][protected:] for h in chosen]
-    keys = torch.stack([torch.stack([e[1] for e in entries]) for entries in open_entries])[None]
+    keys = torch.stack([head.keys[protected:] for head in heads])[None]
     groups = layer.queries[0].shape[0] // len(layer.heads)
     index = [h * groups + g for h in chosen for g in range(groups)]
     recent = min(policy.observation, count)
     queries = torch.stack(layer.queries[-recent:], dim=1)[index][None] * scaling * keys.shape[-1] ** 0.5
     if policy.accumulates:
-        scores = torch.tensor([[float(layer.totals[h][e[0]]) for e in layer.heads[h][protected:]] for h in chosen])
+        scores = torch.stack([head.totals[protected:] for head in heads])
         kept = policy.keep(scores[None], budget, torch.ones(1, count, dtype=torch.bool))[0]
     elif policy.draws:
         valid = torch.ones(1, count, dtype=torch.bool)
@@ -101,8 +111,8 @@ def _evict(run: NaiveRun, layer: _Layer, layer_idx: int, scaling: float) -> None
         kept = policy.keep(policy.scores(keys, queries, valid, **draws), budget, valid)[0]
     else:
         kept = policy.select(keys, queries, budget)[0]
-    for head, entries, index_H in zip(chosen, open_entries, kept.tolist(), strict=True):
-        layer.heads[head] = layer.heads[head][:protected] + [entries[i] for i in index_H]
+    for head, index_H in zip(heads, kept.tolist(), strict=True):
+        head.keep([*range(protected), *(protected + i for i in index_H)])
     layer.evictions += 1
 
 

@@ -164,7 +164,7 @@ def test_nested_use_is_refused_and_leaves_the_outer_one_alone() -> None:
     [
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
-        ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache"),
+        ({"past_key_values": DynamicCache()}, "DynamicCache"),
         ({"use_cache": False}, "use_cache=False"),
         ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
         ({"assistant_model": make_tiny_model("llama")}, "assisted generation"),
@@ -182,9 +182,9 @@ def test_caches_of_another_compression_are_refused() -> None:
     model = make_tiny_model("llama")
     with rlkv.compress(model, MIXED) as session:
         model.generate(prompt(), **GREEDY)
-    with rlkv.compress(model, MIXED, window=9), pytest.raises(ValueError, match="another allocation, sink"):
+    with rlkv.compress(model, MIXED, window=9), pytest.raises(ValueError, match=r"past_key_values.*allocation"):
         model.generate(prompt(length=50), past_key_values=session.cache, **GREEDY)
-    with rlkv.compress(model, MIXED), pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
+    with rlkv.compress(model, MIXED), pytest.raises(ValueError, match="DynamicCache"):
         model(prompt(), past_key_values=DynamicCache())
 
 
@@ -211,7 +211,7 @@ def test_models_that_cannot_be_served_are_refused() -> None:
         MistralConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, sliding_window=4)
     ).eval()
     with (
-        pytest.raises(ValueError, match="every layer of this mistral has a sliding window"),
+        pytest.raises(ValueError, match="mistral"),
         rlkv.compress(mistral, MIXED),
     ):
         pass

@@ -93,7 +93,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(monkeypatch: pytest
     chat = Chat(engine, GREEDY)
     chat.say(QUESTIONS[0])
     messages = list(chat.messages)
-    with pytest.raises(ValueError, match="exceed the model's 512 positions"):
+    with pytest.raises(ValueError, match=r"max_new_tokens=15.*512"):
         chat.say("a=7 . " * 300)
     assert chat.messages == messages
 
@@ -123,7 +123,7 @@ def test_seeds_fix_samples_and_leave_the_global_state_alone() -> None:
 
 
 def test_empty_prompt() -> None:
-    with pytest.raises(ValueError, match="prompt is empty"):
+    with pytest.raises(ValueError, match="prompt"):
         make_engine().reply([], GREEDY)
 
 

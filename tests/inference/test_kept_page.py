@@ -72,7 +72,7 @@ def test_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--eviction", "rvk", "--budget", "64"], "no eviction policy 'rvk'"),
+        (["--eviction", "rvk", "--budget", "64"], "'rvk'"),
         (["--eviction", "rkv", "--budget", "4"], "budget is 4"),
         (["--eviction", "rkv", "--budget", "-1"], "budget is -1"),
         (["--eviction", "rkv"], "either a budget"),
@@ -80,24 +80,24 @@ def test_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["--eviction", "rkv", "--budget", "64", "--ratio", "0.5"], "both are given"),
         (["--eviction", "rkv", "--budget", "64", "--eviction-option", "variant"], "name=value"),
         (["--eviction", "rkv", "--budget", "64", "--eviction-option", "size=3"], "no option size"),
-        (["--eviction", "rkv", "--budget", "64", "--sparsity", "0.5"], "--sparsity needs --gates"),
-        (["--eviction", "rkv", "--budget", "64", "--sink", "4"], "--sink and --window do not apply"),
+        (["--eviction", "rkv", "--budget", "64", "--sparsity", "0.5"], "--sparsity"),
+        (["--eviction", "rkv", "--budget", "64", "--sink", "4"], "--sink and --window"),
         (["--eviction", "sink_window", "--budget", "20", "--eviction-option", "window=30"], "window"),
-        (["--budget", "64"], "need --eviction"),
-        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "budget=5"], "budget is given twice"),
-        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "lam=0.2", "lam=0.2"], "lam is given twice"),
-        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "lam=abc"], "lam is abc: it must be a number"),
+        (["--budget", "64"], "--budget, --ratio and --eviction-option"),
+        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "budget=5"], "budget is given"),
+        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "lam=0.2", "lam=0.2"], "option lam"),
+        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "lam=abc"], "lam is abc"),
         (
             ["--eviction", "rkv", "--budget", "64", "--eviction-option", "kernel=3.0"],
-            "kernel is 3.0: it must be a whole",
+            "kernel is 3.0",
         ),
-        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "protect_prompt=2"], "must be true or false"),
-        (["--eviction", "rpc", "--eviction-option", "P=100.5"], "P is 100.5: it must be a whole number"),
-        (["--eviction", "rpc", "--eviction-option", "c=NaN"], "c is nan: it must be a number"),
-        (["--eviction", "rpc", "--eviction-option", "R=[1]"], "R is [1]: it must be a whole number"),
-        (["--eviction", "rpc", "--budget", "64", "--eviction-option", "P=512"], "P belong to the schedule"),
+        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "protect_prompt=2"], "protect_prompt is 2"),
+        (["--eviction", "rpc", "--eviction-option", "P=100.5"], "P is 100.5"),
+        (["--eviction", "rpc", "--eviction-option", "c=NaN"], "c is nan"),
+        (["--eviction", "rpc", "--eviction-option", "R=[1]"], "R is [1]"),
+        (["--eviction", "rpc", "--budget", "64", "--eviction-option", "P=512"], "rpc: P"),
         (["--eviction", "rpc", "--eviction-option", "buffer=3"], "give P"),
-        (["--eviction", "sink_window", "--eviction-option", "window=abc"], "window is abc: it must be a whole number"),
+        (["--eviction", "sink_window", "--eviction-option", "window=abc"], "window is abc"),
         (["--eviction", "random", "--budget", "64", "--eviction-option", "seed=1.5"], "seed is 1.5"),
     ],
 )
@@ -114,5 +114,5 @@ def test_truth_values_are_read_as_such(text: str, value: bool) -> None:
 
 
 def test_show_kept_needs_a_prompt(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--show-kept needs --prompt"):
+    with pytest.raises(ValueError, match=r"--show-kept.*--prompt"):
         run("--eviction", "rkv", "--budget", "64", "--show-kept", tmp_path / "kept.html")

@@ -93,9 +93,15 @@ def test_the_other_programs_know_their_options(plan: Any, monkeypatch: pytest.Mo
         "inference/rerank_heads.py": RerankConfig,
         "inference/study.py": StudyConfig,
     }
+    seen = set()
     for stage in [*demo, *plan.stages]:
-        if stage.command[0] in kinds:
-            parse(kinds[stage.command[0]], arguments=stage.command[1:])
+        program, *options = stage.command
+        if program in kinds:
+            parsed = vars(parse(kinds[program], arguments=options))
+            written = {parsed[name] for name in ("output", "output_dir") if name in parsed}
+            assert any(path == stage.done or path in stage.done.parents for path in map(Path, written)), stage.name
+            seen.add(program)
+    assert seen == set(kinds)
 
 
 def test_seeds_differ(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,14 +43,14 @@ def test_shape_of_configs_that_leave_fields_out() -> None:
 def test_devices() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(ValueError, match="unknown device 'gpu9': use auto, cpu, cuda"):
+    with pytest.raises(ValueError, match=r"'gpu9'.*auto, cpu, cuda"):
         resolve_device("gpu9")
 
 
 def test_an_absent_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(ValueError, match="'cuda:1' was asked for, but torch sees no CUDA GPU: use --device cpu"):
+    with pytest.raises(ValueError, match=r"'cuda:1'.*--device"):
         resolve_device("cuda:1")
 
 
@@ -58,7 +58,7 @@ def test_dtypes() -> None:
     assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
     assert resolve_dtype("float16", torch.device("cpu")) == torch.float16
-    with pytest.raises(ValueError, match="unknown dtype 'int8': use auto, float32, bfloat16, float16"):
+    with pytest.raises(ValueError, match=r"'int8'.*auto, float32"):
         resolve_dtype("int8", torch.device("cpu"))
 
 
@@ -82,10 +82,10 @@ def test_a_tokenizer_without_padding_gets_its_eos(tmp_path: Path) -> None:
 
 def test_loading_what_is_no_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at import only
-    with pytest.raises(ValueError, match="cannot load a model from") as local:
+    with pytest.raises(ValueError, match=str(tmp_path)) as local:
         load_model(str(tmp_path))
     assert str(tmp_path) in str(local.value)
-    with pytest.raises(ValueError, match=r"'nobody/nothing': .* a built-in one") as hub:
+    with pytest.raises(ValueError, match="'nobody/nothing'") as hub:
         load_model("nobody/nothing")
     for raised in (local, hub):
         assert "\n" not in str(raised.value)
@@ -104,7 +104,7 @@ def test_tiny_carries_its_name_and_no_path(saved_model: Path, monkeypatch: pytes
 
 def test_require_gives_the_module_or_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert extras.require("json", "eval").__name__ == "json"
-    with pytest.raises(ValueError, match=r"needs the package no-such-package.*pip install 'rlkv\[vllm\]'"):
+    with pytest.raises(ValueError, match=r"no-such-package.*rlkv\[vllm\]"):
         extras.require("no_such_package.part", "vllm")
     (tmp_path / "half_installed.py").write_text("import its_absent_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -62,5 +62,5 @@ def test_ranking_lengths_and_seconds_of_two_runs(tmp_path: Path) -> None:
 def test_a_run_of_one_step_is_refused(tmp_path: Path) -> None:
     base = torch.rand(2, 3)
     run = write_run(tmp_path / "a", [base], [0.5], [1.0])
-    with pytest.raises(ValueError, match="fewer than two steps"):
+    with pytest.raises(ValueError, match="two steps"):
         PROGRAM.compare(run, run)

@@ -110,7 +110,7 @@ def test_samples_do_not_depend_on_the_batch(tokenizer: PreTrainedTokenizerBase, 
 def test_too_long_names_both_numbers(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> None:
     engine = HFEngine(make_tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=64), tokenizer)
     length = engine.prompt_lengths(prompts[:1])[0]
-    with pytest.raises(ValueError, match=rf"{length} tokens.*max_new_tokens=60.*64 positions"):
+    with pytest.raises(ValueError, match=rf"{length} .*max_new_tokens=60.*64"):
         engine.generate(prompts[:1], SamplingParams(60))
     assert len(engine.generate(prompts[:1], SamplingParams(64 - length))) == 1
 
@@ -118,7 +118,7 @@ def test_too_long_names_both_numbers(tokenizer: PreTrainedTokenizerBase, prompts
 def test_empty_inputs(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = HFEngine(make_tiny_model("llama", vocab_size=VOCAB), tokenizer)
     assert engine.generate([], SamplingParams(4)) == []
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
+    with pytest.raises(ValueError, match="prompt 1"):
         engine.generate(["a=1 .", ""], SamplingParams(4))
 
 

@@ -102,7 +102,7 @@ def test_samples_of_other_gates_are_thrown_away() -> None:
         engine.set_gates = lambda alpha_LH: version
         impatient = make_client(url, patience=0.3)
         impatient.set_gates(torch.zeros(1, 2))
-        with pytest.raises(ValueError, match="did not answer"):
+        with pytest.raises(ValueError, match="its gates"):
             dict(impatient.sample(ROWS, SAMPLING, [2]))
         assert impatient.stale > 0
 
@@ -120,7 +120,7 @@ def test_a_server_that_is_gone_is_named_after_the_patience() -> None:
     with serving(Scripted([])) as (_, url):
         pass
     client = make_client(url, patience=0.4)
-    with pytest.raises(ValueError, match=r"did not answer for 0 s \(ConnectionRefusedError.*start rollout/serve_vllm"):
+    with pytest.raises(ValueError, match=r"ConnectionRefusedError.*rollout/serve_vllm"):
         client.set_gates(torch.ones(1, 2))
     assert client.retries >= 2
 
@@ -182,18 +182,18 @@ def test_what_cannot_work_is_refused_at_once() -> None:
     engine = GatedHFEngine(make_tiny_model("llama"), LocalSizes(2, 6), pad_id=0)
     with serving(engine) as (_, url):
         client = make_client(url)
-        with pytest.raises(ValueError, match=r"refused the request: the model has gates \[3, 4\], got \[2, 2\]"):
+        with pytest.raises(ValueError, match=r"gates \[3, 4\].*\[2, 2\]"):
             client.set_gates(torch.ones(2, 2))
         with pytest.raises(ValueError, match="--sink 4 --window 6"):
             client.check(LocalSizes(4, 6), 10)
         with pytest.raises(ValueError, match="--max-positions 65"):
             client.check(LocalSizes(2, 6), 65)
-        with pytest.raises(ValueError, match="not a request for samples"):
+        with pytest.raises(ValueError, match="eos_ids"):
             next(client._lines("POST", "/sample", {"version": "x"}))
-        with pytest.raises(ValueError, match="no such page"):
+        with pytest.raises(ValueError, match="/metrics"):
             next(client._lines("GET", "/metrics"))
         assert client.retries == 0
-    with pytest.raises(ValueError, match="set_gates comes before sample"):
+    with pytest.raises(ValueError, match="set_gates"):
         RolloutClient(url)._send_gates()
     with pytest.raises(ValueError, match="http://host:port"):
         RolloutClient("localhost:8700")
@@ -202,10 +202,10 @@ def test_what_cannot_work_is_refused_at_once() -> None:
 def test_a_taken_port_and_an_unknown_engine_are_named() -> None:
     with (
         serving(Scripted([])) as (server, _),
-        pytest.raises(ValueError, match=rf"cannot listen at 127\.0\.0\.1:{server.server_port} .*--port"),
+        pytest.raises(ValueError, match=rf"127\.0\.0\.1:{server.server_port} .*--port"),
     ):
         RolloutServer(("127.0.0.1", server.server_port), Scripted([]), FACTS)
-    with pytest.raises(ValueError, match="unknown --engine 'sglang'"):
+    with pytest.raises(ValueError, match="--engine 'sglang'"):
         parse(ServeConfig, arguments=["--engine", "sglang"])
 
 

@@ -96,9 +96,9 @@ def test_a_stopped_run_goes_on_and_ends_the_same(tmp_path: Path, monkeypatch: py
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4]
     assert run(tmp_path / "run", *options) == whole  # a finished run is exported again, not trained on
-    with pytest.raises(ValueError, match=r"other settings \(l1_weight 0.5 -> 0.1\)"):
+    with pytest.raises(ValueError, match=r"\(l1_weight 0.5 -> 0.1\)"):
         run(tmp_path / "run", *options, "--l1_weight", "0.1")
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="--resume"):
         run(tmp_path / "run", *options, "--resume", "false")
 
 
@@ -179,8 +179,8 @@ def test_help_explains_the_tasks(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_traces_without_outputs_are_named(tmp_path: Path) -> None:
     for row, named in [
-        ({"problem": "p", "answer": "1"}, "line 1 has no fields problem and answer and output"),
-        ({"problem": "p", "answer": "1", "output": " "}, "the output of row 0 is empty"),
+        ({"problem": "p", "answer": "1"}, "line 1.*output"),
+        ({"problem": "p", "answer": "1", "output": " "}, "output of row 0"),
     ]:
         file = tmp_path / "a.jsonl"
         file.write_text(json.dumps(row) + "\n")

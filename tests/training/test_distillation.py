@@ -183,5 +183,5 @@ def test_logits_that_are_changed_after_the_head_are_refused() -> None:
         return outputs
 
     model.forward = scaled  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="use --data recall"):
+    with pytest.raises(ValueError, match="--data recall"):
         check_head(model, range(3, 20))

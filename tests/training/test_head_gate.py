@@ -104,7 +104,7 @@ def test_two_active_adapters_are_refused() -> None:
     model = get_peft_model(make_tiny_model("llama"), HeadGateConfig(sink=2, window=8))
     model.add_adapter("other", HeadGateConfig(sink=2, window=8))
     model.base_model.set_adapter(["default", "other"])
-    with pytest.raises(ValueError, match="one set of gates"):
+    with pytest.raises(ValueError, match="default, other"):
         logits(model)
 
 
@@ -121,7 +121,7 @@ def test_a_copy_of_a_gated_model_works_on_its_own() -> None:
 def test_merging_is_refused() -> None:
     model = get_peft_model(make_tiny_model("llama"), HeadGateConfig(sink=2, window=8))
     for merge in (model.merge_and_unload, model.merge_adapter):
-        with pytest.raises(ValueError, match="cannot be merged"):
+        with pytest.raises(ValueError, match="unload"):
             merge()
     assert len(gate_parameters(model)) == 3
 
@@ -177,7 +177,7 @@ def test_layers_with_a_sliding_window_are_left_alone() -> None:
     assert (logits(model) - expected).abs().max() > 1e-3
     assert torch.equal(gates_matrix(model)[2:], torch.ones(2, 4))
     all_sliding = MistralForCausalLM(MistralConfig(vocab_size=128, num_hidden_layers=2, sliding_window=8, **settings))
-    with pytest.raises(ValueError, match="no layer with full attention"):
+    with pytest.raises(ValueError, match="mistral"):
         get_peft_model(all_sliding, HeadGateConfig(sink=2, window=8))
 
 

@@ -46,7 +46,7 @@ def test_a_resumed_run_is_tied_to_the_values_not_to_the_path(tmp_path: Path) -> 
     random_run.run(tmp_path / "run", ["--init_gates", start, "--max_steps", "2"])
     other = save_start(tmp_path / "other.pt", START.flip(0))
     for options in (["--init_gates", other], []):
-        with pytest.raises(ValueError, match=r"holds a run with other settings \(init_gates"):
+        with pytest.raises(ValueError, match=r"\(init_gates"):
             random_run.run(tmp_path / "run", [*options, "--max_steps", "3"])
     moved = save_start(tmp_path / "moved.safetensors")
     assert random_run.run(tmp_path / "run", ["--init_gates", moved, "--max_steps", "3"]) == whole
@@ -55,8 +55,8 @@ def test_a_resumed_run_is_tied_to_the_values_not_to_the_path(tmp_path: Path) -> 
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
     save_start(tmp_path / "start.pt")
     HeadGates(alpha=torch.ones(3, 4)).save(tmp_path / "others.pt")
-    with pytest.raises(ValueError, match="these gates are for a model with 3 layers"):
+    with pytest.raises(ValueError, match=r"others\.pt.*3 layers"):
         random_run.run(tmp_path / "run", ["--init_gates", str(tmp_path / "others.pt")])
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match=r"init_gates and init_value=0.5"):
         parse_config(["--init_gates", "start.pt", "--init_value", "0.5", "--use_cpu", "true"])

@@ -192,11 +192,11 @@ def test_other_settings_or_no_resume_are_refused(tmp_path: Path) -> None:
     random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=11)
     with pytest.raises(ValueError, match="problems '"):
         random_run.run(tmp_path / "run", ["--max_steps", "1"])
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="--resume"):
         random_run.run(tmp_path / "run", ["--max_steps", "1", "--resume", "false"])
 
 
 def test_too_few_problems_are_named(tmp_path: Path) -> None:
     random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=3)
-    with pytest.raises(ValueError, match="has 3 problems, but one step takes 4"):
+    with pytest.raises(ValueError, match=r"3 problems.*prompts_per_step"):
         random_run.run(tmp_path / "run")

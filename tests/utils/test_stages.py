@@ -111,7 +111,7 @@ def test_threads_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thr
 def test_a_failure_names_the_stage_and_stops_the_others(tmp_path: Path) -> None:
     wait = "while not pathlib.Path('pid').exists(): time.sleep(0.01)\nprint('what went wrong')\nsys.exit(3)"
     endless = make_stage("endless", "pathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)")
-    with pytest.raises(ValueError, match=r"stage 'broken' failed with exit code 3.*\n.*what went wrong"):
+    with pytest.raises(ValueError, match=r"'broken'.* 3.*\n.*what went wrong"):
         run([endless, make_stage("broken", wait), make_stage("later", "", ("endless",))], tmp_path, jobs=2)
     assert not is_alive(int((tmp_path / "pid").read_text()))
     assert not (tmp_path / "later").exists()
@@ -127,7 +127,7 @@ def test_a_failed_stage_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_leaves_no_file_has_failed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="stage 'silent' failed with exit code 0"):
+    with pytest.raises(ValueError, match=r"'silent'.* 0"):
         run([Stage("silent", ["-c", "pass"], Path("absent"))], tmp_path)
 
 
@@ -145,7 +145,7 @@ def test_a_killed_list_takes_its_stage_with_it(
     stage = int(pid.read_text())
     assert is_alive(stage)
     monkeypatch.setattr(module, "LOCK_SECONDS", 0.5)
-    with pytest.raises(ValueError, match="another process is using"):
+    with pytest.raises(ValueError, match="--output-dir"):
         run([], tmp_path)
     os.kill(driver.pid, ending)
     driver.wait()
@@ -158,10 +158,10 @@ def test_other_settings_are_refused_and_nothing_starts(tmp_path: Path) -> None:
     run([make_stage("train", options=("--steps", "50"))], tmp_path)
     record = tmp_path / "results" / "stages.json"
     before = record.read_bytes()
-    refused = r'was started with other settings \(train\.options\.--steps was "50" and is now "60"\): .*FRESH=1'
+    refused = r'\(train\.options\.--steps.*"50".*"60"\).*FRESH=1'
     with pytest.raises(ValueError, match=refused):
         run([make_stage("train", options=("--steps", "60"))], tmp_path)
-    with pytest.raises(ValueError, match=r"other settings \(filter\)"):
+    with pytest.raises(ValueError, match=r"\(filter\)"):
         run([make_stage("filter"), make_stage("train", options=("--steps", "50"))], tmp_path)
     assert not (tmp_path / "filter").exists()
     assert record.read_bytes() == before
@@ -178,7 +178,7 @@ def test_another_content_of_a_config_file_is_refused_and_results_are_not_configs
         run(stages, tmp_path)
         (tmp_path / "results" / "facts.json").write_text(text)
     (tmp_path / "a.yaml").write_text("beta: 2")
-    with pytest.raises(ValueError, match=r"other settings \(train\.config files\.a\.yaml"):
+    with pytest.raises(ValueError, match=r"\(train\.config files\.a\.yaml"):
         run(stages, tmp_path)
 
 
@@ -193,7 +193,7 @@ def test_a_config_file_changed_while_the_list_runs_is_refused(tmp_path: Path) ->
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run([make_stage("train")], tmp_path)
     monkeypatch.setattr(module, "__version__", "99")
-    with pytest.raises(ValueError, match=r'version was ".*" and is now "99"'):
+    with pytest.raises(ValueError, match=r'version.*"99"'):
         run([make_stage("train")], tmp_path)
 
 
@@ -205,7 +205,7 @@ def test_the_record_is_there_before_a_stage_starts(tmp_path: Path) -> None:
 def test_files_of_something_else_are_left_alone(tmp_path: Path, fresh: bool) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "thesis.tex").touch()
-    with pytest.raises(ValueError, match=r"holds files but no stages\.json"):
+    with pytest.raises(ValueError, match=r"stages\.json"):
         run([make_stage("train")], tmp_path, fresh=fresh)
     assert [entry.name for entry in (tmp_path / "results").iterdir()] == ["thesis.tex"]
 

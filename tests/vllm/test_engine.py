@@ -148,11 +148,11 @@ def test_greedy_completions_as_any_engine_gives_them(served: tuple[Path, VLLMEng
 
 def test_wrong_use_is_named(served: tuple[Path, VLLMEngine]) -> None:
     _, engine = served
-    with pytest.raises(ValueError, match=rf"gates \[{LAYERS}, {KV_HEADS}\], got \[2, 2\]"):
+    with pytest.raises(ValueError, match=rf"gates \[{LAYERS}, {KV_HEADS}\].*\[2, 2\]"):
         engine.set_gates(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
+    with pytest.raises(ValueError, match="prompt 1"):
         next(engine.sample(Rows([[5], []], [0, 1], 0), SAMPLED))
-    with pytest.raises(ValueError, match="exceeds the 512 positions"):
+    with pytest.raises(ValueError, match="512 positions"):
         next(engine.sample(Rows([[5] * 500], [0], 0), SAMPLED))
     stream = engine.sample(make_rows(), SAMPLED)
     next(stream)
@@ -160,7 +160,7 @@ def test_wrong_use_is_named(served: tuple[Path, VLLMEngine]) -> None:
         engine.set_gates(random_gates(0))
     stream.close()  # drops the rest
     engine.set_gates(random_gates(0))
-    with pytest.raises(ValueError, match="one vLLM engine at a time"):
+    with pytest.raises(ValueError, match="one vLLM engine"):
         VLLMEngine("tiny")
-    with pytest.raises(ValueError, match="2 prompts, but 1 row"):
+    with pytest.raises(ValueError, match="2 prompts"):
         Rows([[1], [2]], [0], 0)

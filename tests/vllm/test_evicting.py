@@ -110,7 +110,7 @@ def test_a_pool_for_one_request(llama: Served) -> None:
 def test_what_would_never_be_dropped_is_refused(llama: Served) -> None:
     request = llama.request(0.5, eviction={"name": "rkv", "budget": 100, "buffer": 60})
     with (
-        pytest.raises(ValueError, match="never drop anything: a head holds up to 160 entries"),
+        pytest.raises(ValueError, match="160 entries"),
         engine(llama, request, max_model_len=160),
     ):
         pass
@@ -130,7 +130,7 @@ def test_a_request_that_goes_back_is_refused() -> None:
     assert manager.get_num_blocks_to_allocate("a", 30, [], 0, 0, 30) == 3
     assert len(manager.allocate_new_blocks("a", 30, 30)) == 3
     assert manager.get_num_blocks_to_allocate("a", 90, [], 30, 30, 90) == 0
-    with pytest.raises(RuntimeError, match="read again from token 29 on"):
+    with pytest.raises(RuntimeError, match="token 29"):
         manager.get_num_blocks_to_allocate("a", 91, [], 29, 29, 91)
     manager.free("a")
     assert manager.get_num_blocks_to_allocate("a", 91, [], 0, 0, 91) == 3  # preempted, or another one of that name

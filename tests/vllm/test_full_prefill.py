@@ -76,7 +76,7 @@ def test_prompts_are_read_whole_and_again(llama: Served) -> None:
 
 def test_prompts_that_do_not_fit_into_a_step_are_refused(llama: Served) -> None:
     for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
-        message = rf"a step has 300 tokens and a text up to 1,024: raise --{name.replace('_', '-')}"
+        message = rf"300 .*1,024.* --{name.replace('_', '-')}"
         with (
             pytest.raises(ValueError, match=message),
             engine(llama, llama.request(0.5, prefill="full"), **{name: 300}),
@@ -98,7 +98,7 @@ def test_where_prompts_end() -> None:
     assert prompt_lengths(step([0, 20, 47, 48, 48], [20, 27, 90, 0], [20, 20, 60])) == [20, 20, 0, 0]
     assert prompt_lengths(step([0, 20, 21], [20, 30], None)) == [20, 0]
     for lengths, queries in (([10], 10), ([20], 10), ([21], 1)):
-        with pytest.raises(RuntimeError, match="a prompt of 25 tokens is read in pieces"):
+        with pytest.raises(RuntimeError, match="25 tokens"):
             prompt_lengths(step([0, queries], lengths, [25]))
 
 

@@ -51,18 +51,18 @@ def fake_engine(**changes: Any) -> Any:
 
 
 def test_what_is_supported_passes() -> None:
-    check_engine(fake_engine())
+    assert check_engine(fake_engine()) is None
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("parallel_config__tensor_parallel_size", 2, "tensor parallelism .* one engine per GPU"),
+        ("parallel_config__tensor_parallel_size", 2, "tensor parallelism"),
         ("parallel_config__pipeline_parallel_size", 2, "pipeline parallelism"),
         ("parallel_config__decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config__prefill_context_parallel_size", 2, "context parallelism"),
         ("speculative_config", object(), "speculative decoding"),
-        ("cache_config__cache_dtype", "fp8", "quantised KV cache .* fp8"),
+        ("cache_config__cache_dtype", "fp8", "fp8"),
         ("quant_config", object(), "quantised weights"),
         ("lora_config", object(), "LoRA"),
         ("kv_transfer_config", object(), "KV connectors"),
@@ -70,7 +70,7 @@ def test_what_is_supported_passes() -> None:
         ("cache_config__sliding_window", 512, "sliding-window layers"),
         ("cache_config__kv_sharing_fast_prefill", True, "kv-sharing-fast-prefill"),
         ("cache_config__kv_offloading_size", 4.0, "offloading"),
-        ("model_config__hf_text_config", SimpleNamespace(model_type="gemma3"), "type gemma3: serve one of llama"),
+        ("model_config__hf_text_config", SimpleNamespace(model_type="gemma3"), "gemma3"),
         (
             "model_config__hf_text_config",
             SimpleNamespace(model_type="qwen2", dual_chunk_attention_config={"chunk_size": 8}),
@@ -96,7 +96,7 @@ def test_other_architectures(architecture: str, settings: dict[str, Any], refuse
     model = SimpleNamespace(architecture=architecture, hf_config=None)
     cache = SimpleNamespace(enable_prefix_caching=True)
     config = SimpleNamespace(model_config=model, additional_config=settings, cache_config=cache, scheduler_config=None)
-    with pytest.raises(ValueError, match=f"architecture {architecture}: serve") if refused else nullcontext():
+    with pytest.raises(ValueError, match=f"{architecture}") if refused else nullcontext():
         prepare_engine(config)
 
 
@@ -115,9 +115,9 @@ def test_an_engine_of_another_architecture_does_not_start(llama: Served, tmp_pat
 @pytest.mark.parametrize(
     ("options", "request_changes", "message"),
     [
-        ({"kv_cache_dtype": "fp8"}, {}, "quantised KV cache"),
+        ({"kv_cache_dtype": "fp8"}, {}, "fp8"),
         ({"disable_hybrid_kv_cache_manager": True}, {}, "disable-hybrid-kv-cache-manager"),
-        ({}, {"sparsity": 2}, "sparsity must be a number"),
+        ({}, {"sparsity": 2}, "sparsity"),
         ({}, {"gates": "nowhere.safetensors"}, "nowhere.safetensors"),
     ],
 )
@@ -131,14 +131,14 @@ def test_the_engine_does_not_start(
 
 def test_gates_of_another_model_are_refused(llama: Served, tmp_path: Any) -> None:
     other = make_served(tmp_path, "qwen3")
-    message = "these gates are for unknown: qwen3 with 4 layers"
+    message = "qwen3 with 4 layers"
     with pytest.raises(ValueError, match=message), engine(llama, other.request(0.5)):
         pass
 
 
 def test_another_version_is_refused(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlkv.vllm.plugin.installed_version", lambda: "0.99.0")
-    with pytest.raises(ValueError, match=r"vllm 0\.99\.0 is installed"), engine(llama, llama.request(0.5)):
+    with pytest.raises(ValueError, match=r"0\.99\.0"), engine(llama, llama.request(0.5)):
         pass
 
 

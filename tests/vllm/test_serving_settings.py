@@ -30,9 +30,9 @@ def test_configuration_goes_before_the_environment() -> None:
     ("config", "environment", "message"),
     [
         ({"rlkv": "gates"}, {}, "must be a mapping"),
-        ({}, {"RLKV_GATES": "gates"}, "RLKV_SPARSITY is missing"),
-        ({}, {"RLKV_SPARSITY": "0.5"}, "RLKV_GATES is missing"),
-        ({}, {"RLKV_GATES": "gates", "RLKV_SPARSITY": "half"}, "RLKV_SPARSITY must be a number"),
+        ({}, {"RLKV_GATES": "gates"}, "RLKV_SPARSITY"),
+        ({}, {"RLKV_SPARSITY": "0.5"}, "RLKV_GATES"),
+        ({}, {"RLKV_GATES": "gates", "RLKV_SPARSITY": "half"}, "RLKV_SPARSITY.*half"),
     ],
 )
 def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[str, str], message: str) -> None:
@@ -43,25 +43,25 @@ def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sparsity": 1.5}, "sparsity must be a number in"),
-        ({"sparsity": "0.5"}, "sparsity must be a number in"),
-        ({"sparsity": None}, "sparsity must be a number in"),
-        ({"gates": ""}, "gates must be the path"),
-        ({"sink": -1}, "sink must be an integer of at least 0"),
-        ({"window": 0}, "window must be an integer of at least 1"),
-        ({"scope": "head"}, "scope must be global or layer"),
-        ({"prefill": "none"}, "prefill must be local or full"),
-        ({"prefill": "full", "eviction": {"name": "rkv", "budget": 64}}, "not served together with eviction"),
-        ({"sparsty": 1}, "unknown setting 'sparsty'"),
-        ({"eviction": "rkv"}, "eviction must be a mapping"),
-        ({"eviction": {"budget": 9}}, "eviction must be a mapping"),
-        ({"eviction": {"name": "rkw"}}, "there is no eviction policy 'rkw'"),
-        ({"eviction": {"name": "rkv", "budgets": 9}}, "rkv has no option budgets"),
-        ({"eviction": {"name": "rkv", "budget": 3}}, "less than the 8 entries"),
-        ({"eviction": {"name": "h2o", "budget": 64}}, "eviction 'h2o' is not served"),
-        ({"eviction": {"name": "rkv", "ratio": 0.3}}, "eviction with ratio is not served"),
-        ({"eviction": {"name": "rkv", "budget": 64, "protect_prompt": True}}, "eviction with protect_prompt"),
-        ({"eviction": {"name": "rkv", "budget": 64}, "sink": 4}, "sink and window do not apply"),
+        ({"sparsity": 1.5}, "sparsity"),
+        ({"sparsity": "0.5"}, "sparsity"),
+        ({"sparsity": None}, "sparsity"),
+        ({"gates": ""}, "gates"),
+        ({"sink": -1}, "sink"),
+        ({"window": 0}, "window"),
+        ({"scope": "head"}, "scope"),
+        ({"prefill": "none"}, "prefill"),
+        ({"prefill": "full", "eviction": {"name": "rkv", "budget": 64}}, "prefill.*eviction"),
+        ({"sparsty": 1}, "'sparsty'"),
+        ({"eviction": "rkv"}, "eviction"),
+        ({"eviction": {"budget": 9}}, "eviction"),
+        ({"eviction": {"name": "rkw"}}, "'rkw'"),
+        ({"eviction": {"name": "rkv", "budgets": 9}}, "budgets"),
+        ({"eviction": {"name": "rkv", "budget": 3}}, "budget is 3"),
+        ({"eviction": {"name": "h2o", "budget": 64}}, "'h2o'"),
+        ({"eviction": {"name": "rkv", "ratio": 0.3}}, "ratio"),
+        ({"eviction": {"name": "rkv", "budget": 64, "protect_prompt": True}}, "protect_prompt"),
+        ({"eviction": {"name": "rkv", "budget": 64}, "sink": 4}, "sink and window"),
     ],
 )
 def test_wrong_settings_are_named(change: dict[str, Any], message: str) -> None:
@@ -71,7 +71,7 @@ def test_wrong_settings_are_named(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("absent", ["gates", "sparsity"])
 def test_missing_settings_are_named(absent: str) -> None:
-    with pytest.raises(ValueError, match=f"{absent} is missing"):
+    with pytest.raises(ValueError, match=absent):
         parse_settings({key: value for key, value in REQUEST.items() if key != absent})
 
 
@@ -84,7 +84,7 @@ def test_settings_are_read_back() -> None:
     assert described.policy() == make_policy("rkv", budget=64)
 
 
-@pytest.mark.parametrize(("found", "message"), [("0.30.1", r"vllm 0\.30\.1 is installed"), (None, "not installed")])
+@pytest.mark.parametrize(("found", "message"), [("0.30.1", r"0\.30\.1"), (None, "not installed")])
 def test_other_versions_are_errors(found: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "installed_version", lambda: TESTED)
     check_version()
@@ -105,5 +105,5 @@ def test_an_installation_without_the_plugin_is_an_error(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="VLLM_PLUGINS"):
         check_installed()
     monkeypatch.setattr(plugin, "entry_points", lambda group: [])
-    with pytest.raises(ValueError, match="does not announce"):
+    with pytest.raises(ValueError, match="egg-info"):
         check_installed()

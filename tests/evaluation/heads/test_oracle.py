@@ -34,12 +34,12 @@ def test_a_ground_truth_is_read_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [None, 3, [], LOST[:1], [[0.1, 0.2], [0.3, 0.4]], [LOST[0], ["a", 0, 0]], [1, 2]])
 def test_a_ground_truth_without_single_heads_is_refused(tmp_path: Path, lost: object) -> None:
-    with pytest.raises(ValueError, match="accuracy_lost_by_single_head must be 2 lists of 3 numbers"):
+    with pytest.raises(ValueError, match="accuracy_lost_by_single_head"):
         read_truth(truth_file(tmp_path, accuracy_lost_by_single_head=lost), SHAPE)
 
 
 def test_a_head_goes_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="eliminates a head twice"):
+    with pytest.raises(ValueError, match=r"--oracle.*twice"):
         read_truth(truth_file(tmp_path, elimination=[{"layer": 0, "head": 1}] * 2), SHAPE)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +17,11 @@ from rlkv.evaluation.run.evaluation import EvalConfig
 from rlkv.evaluation.run.methods import deployed_sizes, parse_methods
 from rlkv.evaluation.tasks import find_tasks
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models import hub
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import load
 from rlkv.utils.progress import ProgressBar
-from tests.helpers.paths import ROOT
+from tests.helpers.programs import load_program
 
 SMALL = ("--limit", "6", "--max-new-tokens", "60", "--sink", "4", "--window", "16", "--batch-size", "4")
 
@@ -65,7 +64,7 @@ def test_files_report_and_resuming(gates_file: Path, tmp_path: Path, capsys: pyt
     want = [json.loads(line) for line in before.splitlines()]
     assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in want]
 
-    with pytest.raises(ValueError, match="batch_size was 4 and is now 3"):
+    with pytest.raises(ValueError, match=r"batch_size.*4.*3"):
         run(tmp_path, *options, "--batch-size", "3")
 
 
@@ -116,17 +115,21 @@ def test_sizes_come_from_the_gates(gates_file: Path, tmp_path: Path) -> None:
     assert deployed_sizes({"a": gates}, None, None) == (4, 16)
     assert deployed_sizes({"a": gates}, 8, None) == (8, 16)
     assert deployed_sizes({"a": gates, "b": other}, 8, 32) == (8, 32)
-    with pytest.raises(ValueError, match=r"a 4 \+ 16, b 16 \+ 64\): pass --sink and --window"):
+    with pytest.raises(ValueError, match=r"a 4 \+ 16, b 16 \+ 64.*--sink"):
         deployed_sizes({"a": gates, "b": other}, 8, None)
 
 
-def test_without_hub_and_file_the_program_ends_with_one_sentence(tmp_path: Path) -> None:
-    program = ROOT / "inference" / "evaluate.py"
-    command = [sys.executable, str(program), "--tasks", "mmlu_pro:law", "--output-dir", str(tmp_path / "out")]
-    done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-    assert done.returncode == 2
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
+def test_without_hub_and_file_the_program_ends_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub, "connection_error", lambda *args: "no route")
+    options = ["--tasks", "mmlu_pro:law", "--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["inference/evaluate.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        load_program("inference/evaluate.py").main()
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
     assert lines[0].startswith("error: cannot load task 'mmlu_pro:law' (TIGER-Lab/MMLU-Pro) from the hub")
     assert lines[0].endswith("or a folder that holds mmlu_pro.jsonl")
     assert not (tmp_path / "out").exists()
@@ -139,7 +142,7 @@ def test_defaults_from_yaml(gates_file: Path, tmp_path: Path) -> None:
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert [row["method"] for row in results] == ["full", "mine@0.25"]
     config.write_text("method: full\n")
-    with pytest.raises(ValueError, match="unknown keys method"):
+    with pytest.raises(ValueError, match=r"study.yaml.* method:"):
         run(tmp_path / "out", "--config", str(config))
 
 
@@ -148,9 +151,9 @@ def test_defaults_from_yaml(gates_file: Path, tmp_path: Path) -> None:
     [
         (["--methods", "foo@1"], "is not understood"),
         (["--methods", "rlkv@0.5"], "is not understood"),
-        (["--methods", "random-heads@0.5", "full", "random-heads@0.50"], "names 'random-heads@0.50' twice"),
+        (["--methods", "random-heads@0.5", "full", "random-heads@0.50"], "--methods.*'random-heads@0.50'"),
         (["--tasks", "math501"], "unknown task"),
-        (["--num-samples", "4"], "all the same"),
+        (["--num-samples", "4"], "greedy"),
         (["--limit", "0"], "--limit"),
         (["--repetition", "40", "400"], "--repetition"),
         (["--config", "absent.yaml"], "--config absent.yaml"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,10 @@ def test_names(name, ranking, sparsity, policy) -> None:
     [
         ("", "is not understood"),
         ("foo@0.5", "of full, rlkv, random-heads, .*sink_window"),
-        ("rlkv", "'' is not a number: write rlkv@0.5"),
-        ("rlkv@x", "'x' is not a number"),
-        ("rlkv@1.5", "sparsity 1.5 is not in"),
-        ("rkv@2.5", "'2.5' is not a number of entries"),
+        ("rlkv", "'rlkv'.*rlkv@0.5"),
+        ("rlkv@x", "'rlkv@x'"),
+        ("rlkv@1.5", "sparsity 1.5"),
+        ("rkv@2.5", "'rkv@2.5'"),
         ("rkv@ratio=2", "ratio is 2.0"),
         ("rkv@256:variant", "name=value"),
         ("rkv@256:size=3", "no option size"),
@@ -85,5 +86,5 @@ def test_a_whole_file_may_have_an_equals_sign(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", " ", "a/b", "a+b", "a@0.5", "a,b", "a:b"])
 def test_names_that_methods_and_folders_cannot_have(name: str) -> None:
-    with pytest.raises(ValueError, match="cannot name a ranking: give NAME=FILE"):
+    with pytest.raises(ValueError, match=re.escape(f"--gates: {name!r}")):
         named_gates([f"{name}=gates.tsv"])

@@ -91,7 +91,7 @@ def test_rows_are_written_while_their_batch_is_decoded(model_and_tokenizer, tmp_
             raise OSError("the disk is full")
 
     model, tokenizer = model_and_tokenizer
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(OSError, match="disk"):
         run_method(model, tokenizer, problems(tokenizer), HALF, GREEDY, path, {}, stop)
     before = path.read_text()
     assert len(before.splitlines()) >= 2, "what had ended stays"
@@ -139,16 +139,16 @@ def test_repetitive_texts_may_be_ended(model_and_tokenizer, tmp_path: Path) -> N
         else:
             assert without_seconds([after]) == without_seconds([before])
     assert 0 < ended < 7
-    with pytest.raises(ValueError, match=r"stop_repetitive was true and is now false"):
+    with pytest.raises(ValueError, match=r"\(stop_repetitive\)"):
         run(model_and_tokenizer, tmp_path / "s.jsonl", replace(GREEDY, rule=rule))
 
 
 def test_other_settings_are_refused_by_name(model_and_tokenizer, tmp_path: Path) -> None:
     run(model_and_tokenizer, tmp_path / "rows.jsonl", data="a")
     before = (tmp_path / "rows.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"other settings \(data\)"):
+    with pytest.raises(ValueError, match=r"\(data\)"):
         run(model_and_tokenizer, tmp_path / "rows.jsonl", data="b")
-    with pytest.raises(ValueError, match=r"\(batch_size\): batch_size was 3 and is now 2;"):
+    with pytest.raises(ValueError, match=r"\(batch_size\).*3.*2"):
         run(model_and_tokenizer, tmp_path / "rows.jsonl", replace(GREEDY, batch_size=2), data="a")
     other = replace(GREEDY, cache=CacheSettings(eviction=RKV(budget=40)))
     with pytest.raises(ValueError, match=r"\(cache.eviction, cache.sink, cache.window\)"):
@@ -186,11 +186,11 @@ def test_what_a_run_depends_on_may_not_change(
     elif name == "library":
         changed = fingerprint.library_facts() | {"torch": "1.0"}
         monkeypatch.setattr(runner, "library_facts", lambda: changed)
-        expected = r"libraries.torch\): libraries.torch was \"[^\"]*\" and is now \"1.0\""
+        expected = r"libraries.torch\).*\"1.0\""
     else:
         allocation = HeadAllocation.random(4, 6, 0.5, seed=2)
         expected = "full_heads"
-    with pytest.raises(ValueError, match=rf"other settings \({expected}"):
+    with pytest.raises(ValueError, match=rf"\({expected}"):
         again()
     assert path.read_bytes() == before
 
@@ -239,7 +239,7 @@ def test_another_number_of_processes_takes_the_rows_over(model_and_tokenizer, tm
     check_same_rows([row for part in parts for row in part], want)
     assert not any((tmp_path / f"rows-{rank}-of-3.jsonl").read_text() for rank in range(3))
     other = replace(GREEDY, batch_size=2)
-    with pytest.raises(ValueError, match=r"rows-0-of-2.jsonl holds rows made with other settings \(batch_size\)"):
+    with pytest.raises(ValueError, match=r"rows-0-of-2.jsonl.*\(batch_size\)"):
         run_method(
             model, tokenizer, problems(tokenizer), HALF, other, tmp_path / "new.jsonl", {}, lambda *_: None, [first]
         )
@@ -253,7 +253,7 @@ def test_samples_differ_and_repeat(model_and_tokenizer, tmp_path: Path) -> None:
     texts = {(row["key"], row["sample"]): row["text"] for row in first}
     assert len(texts) == 14
     assert any(texts[f"p{i}", 0] != texts[f"p{i}", 1] for i in range(7))
-    with pytest.raises(ValueError, match="all the same"):
+    with pytest.raises(ValueError, match="greedy"):
         RunSettings(CacheSettings(), SamplingParams(30), num_samples=2)
 
 

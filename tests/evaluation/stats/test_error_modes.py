@@ -42,5 +42,5 @@ def test_modes_in_their_order() -> None:
 
 def test_impossible_rules_are_refused() -> None:
     assert RepetitionRule(8, 8)
-    with pytest.raises(ValueError, match="never holds 400 distinct ones"):
+    with pytest.raises(ValueError, match="--repetition 40 400"):
         RepetitionRule(40, 400)

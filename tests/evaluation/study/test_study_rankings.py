@@ -76,9 +76,9 @@ def test_references() -> None:
 def test_files_of_one_name_are_seeds() -> None:
     assert group_by_name(["a=1.pt", "b=2.pt", "a=3.pt"], "--gates") == {"a": ["1.pt", "3.pt"], "b": ["2.pt"]}
     for text in ("a.pt", "=a.pt", "a="):
-        with pytest.raises(ValueError, match="must be NAME=FILE"):
+        with pytest.raises(ValueError, match=f"--gates {text!r}"):
             group_by_name([text], "--gates")
-    with pytest.raises(ValueError, match="--ablation: the name 'a' is taken"):
+    with pytest.raises(ValueError, match=r"--ablation.*'a'"):
         group_by_name(["a=1.pt"], "--ablation", ["a"])
 
 
@@ -88,5 +88,5 @@ def test_gates_of_another_model_are_refused(tmp_path: Path) -> None:
     HeadGates(torch.rand(2, 3)).save(tmp_path / "other.pt")
     (found,) = gates_rankings({"a": [str(tmp_path / "fits.pt")]}, model.config)
     assert found.shape == (4, 6)
-    with pytest.raises(ValueError, match=r"other layers, KV heads"):
+    with pytest.raises(ValueError, match=r"other.pt.*2 layers x 3 KV heads"):
         gates_rankings({"a": [str(tmp_path / "fits.pt"), str(tmp_path / "other.pt")]}, model.config)

@@ -114,7 +114,7 @@ def test_mmlu_pro_takes_its_category(tmp_path: Path) -> None:
     assert problem.answer == "B"
     assert "LETTER is one of ABC." in problem.prompt
     assert problem.prompt.endswith("q2?\n\nA: w\nB: x\nC: y\n\nAnswer:")
-    with pytest.raises(ValueError, match="no row has the category 'physics': found computer science, law"):
+    with pytest.raises(ValueError, match=r"'physics'.*computer science, law"):
         load_task("mmlu_pro:physics", file)
 
 
@@ -147,14 +147,14 @@ def test_padded_options_are_dropped(tmp_path: Path) -> None:
         (
             "gsm8k",
             {"problem": "p", "answer": "1"},
-            "line 1 has none of the fields question, prompt: it has answer, problem",
+            "line 1.*question, prompt.*answer, problem",
         ),
-        ("math500", {"problem": "p", "answer": ""}, "line 1: the problem or its answer is empty"),
-        ("mbpp", {"prompt": "p", "code": "c", "test": []}, "line 1: the tests must be a list"),
-        ("mmlu_pro:law", mmlu_row(1, answer="Z"), "line 1: answer 'Z' and answer_index 1 do not name one of ABC"),
-        ("mmlu_pro:law", mmlu_row(1, answer="A"), "answer 'A' and answer_index 1 do not name"),
-        ("mmlu_pro:law", mmlu_row(1, answer_index=3), "answer_index 3 is not one of the 3 options"),
-        ("mmlu_pro:law", mmlu_row(1, options="abc"), "'options' must be a list"),
+        ("math500", {"problem": "p", "answer": ""}, "line 1.*problem"),
+        ("mbpp", {"prompt": "p", "code": "c", "test": []}, "line 1.*tests"),
+        ("mmlu_pro:law", mmlu_row(1, answer="Z"), "line 1.*'Z'.*answer_index 1.*ABC"),
+        ("mmlu_pro:law", mmlu_row(1, answer="A"), "'A'.*answer_index 1"),
+        ("mmlu_pro:law", mmlu_row(1, answer_index=3), "answer_index 3"),
+        ("mmlu_pro:law", mmlu_row(1, options="abc"), "'options'"),
     ],
 )
 def test_broken_rows_are_named(tmp_path: Path, name: str, row: dict, message: str) -> None:
@@ -164,7 +164,7 @@ def test_broken_rows_are_named(tmp_path: Path, name: str, row: dict, message: st
 
 def test_ids_must_differ(tmp_path: Path) -> None:
     row = {"id": 1, "problem": "p", "answer": "1"}
-    with pytest.raises(ValueError, match="line 2: the id '1' was that of an earlier row"):
+    with pytest.raises(ValueError, match=r"line 2.*'1'"):
         load_task("aime24", write(tmp_path / "x.jsonl", row, row))
 
 
@@ -180,9 +180,7 @@ def test_without_hub_and_file_the_error_says_what_to_give(monkeypatch: pytest.Mo
     monkeypatch.setattr(hub, "connection_error", lambda *args: "no route")
     for name in TASKS:
         if name != "tiny":
-            with pytest.raises(
-                ValueError, match=r"from the hub \(no route\): give a local copy with --data, a .jsonl"
-            ) as e:
+            with pytest.raises(ValueError, match=r"\(no route\).*--data") as e:
                 load_task(name)
             assert str(e.value).startswith(f"cannot load task {name!r} ({TASKS[name].hub.id}) from")  # type: ignore[union-attr]
 
@@ -201,19 +199,19 @@ def test_the_hub_is_asked_for_the_documented_set(monkeypatch: pytest.MonkeyPatch
 
 
 def test_names_and_paths_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown task 'gsm9k': choose one of gsm8k, math500"):
+    with pytest.raises(ValueError, match=r"'gsm9k'.*gsm8k, math500"):
         load_task("gsm9k")
     for name in ("ifeval", "livecodebench"):
-        with pytest.raises(ValueError, match=r"not built in: .* docs/evaluate.md says what"):
+        with pytest.raises(ValueError, match=rf"{name!r}.*docs/evaluate.md"):
             find_task(name)
-    with pytest.raises(ValueError, match=r"absent.jsonl does not exist: give a local copy with --data"):
+    with pytest.raises(ValueError, match=r"absent.jsonl.*--data"):
         load_task("gsm8k", tmp_path / "absent.jsonl")
-    with pytest.raises(ValueError, match=r"holds no gsm8k_test.jsonl or gsm8k_test.parquet"):
+    with pytest.raises(ValueError, match=r"gsm8k_test.jsonl or gsm8k_test.parquet"):
         load_task("gsm8k", tmp_path)
-    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"limit.* 0"):
         load_task("tiny", limit=0)
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match="holds no problems"):
+    with pytest.raises(ValueError, match=r"empty.jsonl"):
         load_task("gsm8k", tmp_path / "empty.jsonl")
 
 
@@ -228,7 +226,7 @@ def test_braces_in_problems_stay() -> None:
 
 def test_one_file_is_not_the_data_of_two_tasks(tmp_path: Path) -> None:
     file = write(tmp_path / "aime24.jsonl", {"problem": "1 + 1 ?", "answer": "2"})
-    with pytest.raises(ValueError, match=r"aime24\.jsonl is one file, but --tasks names 2 tasks: give a folder"):
+    with pytest.raises(ValueError, match=r"aime24\.jsonl.*--tasks"):
         find_tasks(["aime24", "math500"], file)
     assert [task.name for task in find_tasks(["aime24", "math500"], tmp_path)] == ["aime24", "math500"]
     assert [task.name for task in find_tasks(["aime24"], file)] == ["aime24"]
@@ -236,7 +234,7 @@ def test_one_file_is_not_the_data_of_two_tasks(tmp_path: Path) -> None:
 
 
 def test_a_task_is_named_once() -> None:
-    with pytest.raises(ValueError, match="names a task twice"):
+    with pytest.raises(ValueError, match="--tasks tiny tiny"):
         find_tasks(["tiny", "tiny"], None)
 
 

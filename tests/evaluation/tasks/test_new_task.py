@@ -50,10 +50,10 @@ def test_a_new_maths_task_works_in_every_command(data: Path, monkeypatch: pytest
         with pytest.raises(ValueError, match="'chains' already"), registered(CHAINS):
             pass
     assert "chains" not in TASKS
-    with pytest.raises(ValueError, match="unknown task 'chains'"):
+    with pytest.raises(ValueError, match=r"'chains'.*gsm8k"):
         load_task("chains", data)
 
 
 def test_a_task_of_local_files_says_what_to_give() -> None:
-    with registered(math_task("mine")), pytest.raises(ValueError, match=r"'mine' has no data on the hub: .*--data"):
+    with registered(math_task("mine")), pytest.raises(ValueError, match=r"'mine'.*--data"):
         load_task("mine")
