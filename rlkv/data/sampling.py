@@ -51,11 +51,11 @@ class SampleConfig(DecodeOptions):
             raise ValueError(
                 f"--samples {self.samples} at temperature 0 would give equal completions: set --temperature above 0"
             )
-        self.sampling(0)
+        self.sampling()
 
-    def sampling(self, finished: int) -> SamplingParams:
-        """How to decode; a run that is resumed after ``finished`` completions takes new draws."""
-        return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed + finished)
+    def sampling(self) -> SamplingParams:
+        """How to decode."""
+        return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
 
 def sample(config: SampleConfig) -> None:
@@ -81,7 +81,8 @@ def sample(config: SampleConfig) -> None:
         bar = progress_bar("sample", "completions", len(problems) * config.samples)
         with bar as progress, closing(Verifier()) as verifier:
             progress.resume(Counter(VERDICTS[row["correct"]] for row in store.rows))
-            for place, completion in engine.stream(prompts, config.sampling(len(store.done))):
+            numbers = [i * config.samples + s for i, s in wanted]
+            for place, completion in engine.stream(prompts, config.sampling(), numbers=numbers):
                 index, number = wanted[place]
                 problem = problems[index]
                 correct = verifier.is_correct(completion.text, problem.answer) if problem.answer else None

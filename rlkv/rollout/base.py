@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -12,7 +12,7 @@ class SamplingParams:
     """How to decode.
 
     ``temperature`` 0 is greedy decoding (``top_p``, ``top_k`` and ``seed`` then have no effect); ``top_k`` 0
-    means no limit.  ``seed`` fixes the draws of one call for the same prompts and batch size.
+    means no limit.  ``seed`` fixes the draws of every prompt, whatever is decoded next to it.
     """
 
     max_new_tokens: int
@@ -68,8 +68,14 @@ class RolloutEngine(Protocol):
         """Tokens of each prompt."""
         ...
 
-    def stream(self, prompts: list[str], sampling: SamplingParams) -> Iterator[tuple[int, Completion]]:
-        """Yield ``(index into prompts, completion)`` as completions finish, in any order, each index once."""
+    def stream(
+        self, prompts: list[str], sampling: SamplingParams, *, numbers: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Completion]]:
+        """Yield ``(index into prompts, completion)`` as completions finish, in any order, each index once.
+
+        Args:
+            numbers: one of each prompt, which with the seed fixes its draws; default: its index.
+        """
         ...
 
     def generate(self, prompts: list[str], sampling: SamplingParams) -> list[Completion]:
