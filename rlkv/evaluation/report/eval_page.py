@@ -5,11 +5,14 @@ Measured and published numbers are in separate tables, one below the other.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rlkv.evaluation.report.eval_report import NGRAMS, Summary, summarize
 from rlkv.evaluation.report.page import MARKS_LEGEND, Cell, Page, provenance_facts, sign_of
+from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.evaluation.report.published import write_published
 from rlkv.evaluation.run.evaluation import Evaluation
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod
@@ -18,7 +21,6 @@ from rlkv.evaluation.stats.metrics import FEW_CHANGED
 from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import provenance
 
-FULL_CACHE = "full cache"
 COARSE = 0.05  # a task whose smallest provable difference is larger proves little: the report says so in bold
 HOW_TO_READ = (
     "Accuracy is pass@1 in percent, with its 95% interval for the full cache. For a method, in parentheses: the "
@@ -86,15 +88,16 @@ def _what_it_proves(page: Page, summary: Summary) -> None:
 
 def _accuracy_table(page: Page, task: str, methods: list[CompressionMethod], found: dict[str, Summary]) -> None:
     """Rankings of heads down, sparsities across; methods without a sparsity get a table of their own."""
-    by_heads = [m for m in methods if m.sparsity is not None]
     others = [m.name for m in methods if m.sparsity is None and m.name != FULL]
     full: list[list[Cell | str]] = [[FULL_CACHE, _cell(found[FULL])]] if FULL in found else []
-    if by_heads or not others:
-        levels = sorted({0.0, *(m.sparsity for m in by_heads if m.sparsity is not None)})
+    groups: dict[str, dict[float, Cell]] = defaultdict(dict)
+    for method in methods:
+        if method.sparsity is not None:
+            groups[_group(method)][method.sparsity] = _cell(found[method.name])
+    if groups or not others:
+        levels = sorted({0.0, *chain(*groups.values())})
         rows = [[*row, *[""] * (len(levels) - 1)] for row in full]
-        for group in dict.fromkeys(map(_group, by_heads)):
-            own = {m.sparsity: _cell(found[m.name]) for m in by_heads if _group(m) == group}
-            rows.append([group, *(own.get(s, "") for s in levels)])
+        rows += [[group, *(own.get(s, "") for s in levels)] for group, own in groups.items()]
         columns = ["heads", *(f"s = {s:g}" for s in levels)]
         page.table(columns, rows, f"{task}, measured: which heads stay full, by sparsity.")
     if others:
@@ -108,28 +111,31 @@ def _group(method: CompressionMethod) -> str:
     return "+".join([str(method.ranking), *policies])
 
 
+def _percent(mean: float, low: float, high: float) -> str:
+    return f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
 def _cell(summary: Summary) -> Cell:
-    accuracy, low, high = (100 * summary[name] for name in ("accuracy", "ci_low", "ci_high"))
     if "difference" not in summary:
-        return Cell(f"{accuracy:.1f} [{low:.1f}, {high:.1f}]")
+        return Cell(_percent(summary["accuracy"], summary["ci_low"], summary["ci_high"]))
     change, low, high = (100 * summary[name] for name in ("difference", "difference_low", "difference_high"))
     sign = sign_of(change, summary["p_value"])
     mark = "" if sign == "same" else "*"
     share = summary["kv_bytes"] / summary["kv_bytes_full"]
-    return Cell(f"{accuracy:.1f} ({change:+.1f}{mark} [{low:+.1f}, {high:+.1f}]) KV {share:.0%}", sign)
+    text = f"{100 * summary['accuracy']:.1f} ({change:+.1f}{mark} [{low:+.1f}, {high:+.1f}]) KV {share:.0%}"
+    return Cell(text, sign)
 
 
 def _pass_at_table(page: Page, found: dict[str, Summary]) -> None:
     samples = sorted({s["samples"] for s in found.values()})
     if samples == [1]:
         return
-    rows = []
-    for name, summary in found.items():
-        estimates = [[100 * e[part] for part in ("mean", "low", "high")] for e in summary["pass_at_k"].values()]
-        rows.append([name, *(f"{mean:.1f} [{low:.1f}, {high:.1f}]" for mean, low, high in estimates)])
     page.table(
         ["method", *(f"k = {k}" for k in next(iter(found.values()))["pass_at_k"])],
-        rows,
+        [
+            [name, *(_percent(of["mean"], of["low"], of["high"]) for of in summary["pass_at_k"].values())]
+            for name, summary in found.items()
+        ],
         f"pass@k in percent from {', '.join(map(str, samples))} samples of each problem: the probability that one of "
         "k is right, without bias (arXiv 2107.03374, equation 1), with 95% intervals over problems (Wilson where all "
         "scores are 0 or 1, else bootstrap).",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from itertools import groupby
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -25,10 +26,8 @@ Summary = dict[str, Any]
 
 def by_problem(rows: list[Row]) -> dict[str, list[bool]]:
     """Verdicts on the samples of each problem, in the order of their keys."""
-    found: dict[str, list[bool]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row["key"]):
-        found[row["key"]].append(row["correct"])
-    return dict(found)
+    groups = groupby(sorted(rows, key=itemgetter("key")), itemgetter("key"))
+    return {key: [row["correct"] for row in samples] for key, samples in groups}
 
 
 def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | None) -> Summary:
@@ -70,12 +69,9 @@ def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | No
 
 def pass_at(verdicts: list[list[bool]]) -> dict[str, dict[str, float]]:
     """pass@k for k = 1, 2, 4, ... up to the samples of each problem, with 95% intervals over problems."""
-    most = min(map(len, verdicts))
-    found = {}
-    for k in (2**i for i in range(most.bit_length())):
-        estimate = mean_with_interval(problem_scores(verdicts, k))
-        found[str(k)] = {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
-    return found
+    powers = (2**i for i in range(min(map(len, verdicts)).bit_length()))
+    estimates = {str(k): mean_with_interval(problem_scores(verdicts, k)) for k in powers}
+    return {k: {"mean": of.mean, "low": of.low, "high": of.high} for k, of in estimates.items()}
 
 
 def _texts(rows: list[Row]) -> Row:

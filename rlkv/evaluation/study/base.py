@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.report.page import Page
-from rlkv.evaluation.report.plots import FULL_CACHE
+from rlkv.evaluation.report.plots import FULL_CACHE, Panel, plot_curves
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements
 from rlkv.evaluation.study.outcomes import Metrics, Outcome
@@ -46,6 +46,11 @@ class Study:
         return self.rankings[0]
 
     @property
+    def variants(self) -> tuple[Ranking, ...]:
+        """The first ranking and its ablations."""
+        return self.first, *self.ablations
+
+    @property
     def tasks(self) -> list[str]:
         return list(self.measurements.tasks)
 
@@ -60,12 +65,9 @@ class Study:
 
     def conditions(self, rankings: Iterable[Ranking], sparsities: Iterable[float]) -> ConditionRequests:
         """All seeds of ``rankings`` at ``sparsities``, on every task."""
-        levels = list(sparsities)
-        for ranking in rankings:
-            for task in self.tasks:
-                for sparsity in levels:
-                    for allocation in ranking.allocations(sparsity):
-                        yield f"{ranking.name} @ {sparsity:g}", Condition(task, allocation)
+        for ranking, task, sparsity in product(rankings, self.tasks, sparsities):
+            for allocation in ranking.allocations(sparsity):
+                yield f"{ranking.name} @ {sparsity:g}", Condition(task, allocation)
 
     def full(self, task: str) -> Outcome:
         return self.measurements.outcome(self.measurements.full_condition(task, self.first.shape))
@@ -83,11 +85,11 @@ class Study:
         }
 
 
-class Analysis(ABC):
+class Analysis:
     """From conditions to metrics, sentences, tables and plots.
 
-    Metrics are JSON-able; what is written to the report is made from them alone, so that every number of the report is
-    in ``results.json`` too.  Each step is written once for a task, as ``*_task`` or ``task_*``.
+    Metrics are JSON-able; the report is made from them alone, so that every number of it is in ``results.json`` too.
+    Each step is written once for a task, as ``*_task`` or ``task_*``.
     """
 
     name: ClassVar[str]
@@ -101,9 +103,9 @@ class Analysis(ABC):
         """What all tasks have in common."""
         return {"sparsities": list(study.sparsities), "first": study.first.name}
 
-    @abstractmethod
     def task_metrics(self, study: Study, task: str) -> Metrics:
         """The numbers of one task."""
+        raise NotImplementedError
 
     def metrics(self, study: Study) -> Metrics:
         """All numbers of the analysis: its settings, and ``tasks``."""
@@ -117,9 +119,9 @@ class Analysis(ABC):
         """The sentences of all tasks."""
         return [line for task, found in metrics["tasks"].items() for line in self.task_findings(task, found, metrics)]
 
-    @abstractmethod
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
         """Add the tables and plots of a task; files of plots go to ``folder``."""
+        raise NotImplementedError
 
     def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
         """Add to the page, below the heading."""
@@ -128,3 +130,7 @@ class Analysis(ABC):
 
     def plot_file(self, folder: Path, task: str) -> Path:
         return folder / f"{self.name}-{task.replace(':', '_')}.png"
+
+    def add_plot(self, page: Page, folder: Path, task: str, caption: str, *panels: Panel) -> None:
+        """Add curves, which go to a file of ``folder``."""
+        page.picture(plot_curves(self.plot_file(folder, task), *panels), caption)

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rlkv.evaluation.heads.oracle import agreement
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.plots import Panel, plot_curves
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.measurements import ConditionRequests
 from rlkv.evaluation.study.outcomes import Metrics
-from rlkv.evaluation.study.rankings import Ranking
+from rlkv.evaluation.study.rankings import Ranking, agreement
 from rlkv.evaluation.study.text import NOT_AVAILABLE
 from rlkv.gates.plots import COLORS
 from rlkv.utils.figures import TEXT_SIZE, TITLE_SIZE, save_figure
@@ -55,12 +54,6 @@ class GateDistribution(Analysis):
 
     def conditions(self, study: Study) -> ConditionRequests:
         return ()
-
-    def task_metrics(self, study: Study, task: str) -> Metrics:
-        return {}
-
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
-        """Gates do not depend on a task."""
 
     def metrics(self, study: Study) -> Metrics:
         methods = {ranking.name: seeds_metrics(ranking, study) for ranking in study.rankings if ranking.gates}

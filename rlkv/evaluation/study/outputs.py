@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlkv.evaluation.report.page import Cell, Page
-from rlkv.evaluation.report.plots import FULL_CACHE, SPARSITY, Panel, curve, plot_curves, plot_stacked, point
+from rlkv.evaluation.report.plots import FULL_CACHE, SPARSITY, Panel, curve, plot_stacked, point
 from rlkv.evaluation.stats.error_modes import MODES
 from rlkv.evaluation.stats.metrics import (
     bootstrap_mean,
@@ -169,12 +169,12 @@ class Lengths(Analysis):
             both = [(s, of["both_right"]) for s, of in zip(sparsities, lengths, strict=True)]
             common[name] = [point(s, of["difference"]) for s, of in both if of is not None]
         tokens, mean = "output tokens", full["all"]["mean"]
-        plot = plot_curves(
-            self.plot_file(folder, task),
+        panels = (
             Panel(f"{task}: all problems", SPARSITY, every, tokens, reference=mean, limits=None),
             Panel(f"{task}: both right", SPARSITY, common, f"{tokens}, minus the full cache's", limits=None),
         )
-        page.picture(plot, f"{task}: output tokens with 95% intervals, of all problems and where both are right.")
+        caption = f"{task}: output tokens with 95% intervals, of all problems and where both are right."
+        self.add_plot(page, folder, task, caption, *panels)
 
 
 def _length_cell(metrics: Metrics) -> Cell:

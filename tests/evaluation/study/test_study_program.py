@@ -18,7 +18,7 @@ from rlkv.cli.options import parse
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.matching import kv_share
 from rlkv.evaluation.study.run import ANALYSES, run_study
-from rlkv.evaluation.study.sensitivity import top_heads
+from rlkv.evaluation.study.sweep import top_heads
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
