@@ -21,7 +21,8 @@ from rlkv.cli.options import parse
 from rlkv.data.deepscaler import Problem
 from rlkv.evaluation.report.checks import Check, accepted, check_verifier, share_of, write_checks
 from rlkv.evaluation.report.page import Page
-from rlkv.evaluation.tasks import TASKS, EvalProblem, load_task
+from rlkv.evaluation.tasks.base import EvalProblem
+from rlkv.evaluation.tasks.registry import TASKS, load_task
 from rlkv.inference.options import check_positive
 from rlkv.utils.progress import progress_bar
 from rlkv.verifier.verifier import Verifier, last_box

@@ -18,7 +18,7 @@ from rlkv.cli.options import parse
 
 
 def main() -> None:
-    from rlkv.evaluation.heads.reranking import RerankConfig, rerank_file
+    from rlkv.evaluation.elimination import RerankConfig, rerank_file
 
     rerank_file(parse(RerankConfig, __doc__))
 

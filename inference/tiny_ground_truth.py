@@ -22,7 +22,7 @@ import torch
 from rlkv.cache import CacheSettings
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.evaluation.heads.elimination import Trace, TraceScorer, backward_elimination, num_scores, without_head
+from rlkv.evaluation.elimination import Trace, TraceScorer, backward_elimination, num_scores, without_head
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import ModelOptions, check_positive

@@ -12,7 +12,7 @@ import torch
 from rlkv.cli.options import parse
 from rlkv.data.draw import DrawConfig
 from rlkv.data.filter_config import FilterConfig
-from rlkv.evaluation.heads.reranking import RerankConfig
+from rlkv.evaluation.elimination import RerankConfig
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training.config import parse_config

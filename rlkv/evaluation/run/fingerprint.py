@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -53,8 +54,6 @@ def library_facts() -> dict[str, str]:
     """Versions of this package and of the libraries that decode and grade; absent ones are left out."""
     found = {"rlkv": __version__}
     for name in LIBRARIES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found

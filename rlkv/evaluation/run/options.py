@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlkv.evaluation.stats.error_modes import RepetitionRule
-from rlkv.evaluation.tasks import EvalProblem, EvalTask, find_tasks, load_task
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
+from rlkv.evaluation.tasks.registry import find_tasks, load_task
 from rlkv.inference.options import CacheOptions, ModelOptions, check_positive
 
 

@@ -15,10 +15,7 @@ from rlkv.cache.accounting import EntrySize, entries_by_step, nbytes_of_entries
 
 
 class BatchClock:
-    """Divides the time of a batch among its rows: every moment goes in equal parts to the rows that are still decoded.
-
-    So the seconds of the rows add up to those of the batch, and each is known when its row ends.
-    """
+    """Divides every moment of a batch among the rows still decoded: their seconds add up to those of the batch."""
 
     def __init__(self, rows: int, now: Callable[[], float] = time.perf_counter) -> None:
         self.active, self.share, self._now = rows, 0.0, now

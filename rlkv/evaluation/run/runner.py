@@ -21,7 +21,7 @@ from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.run.fingerprint import digest_of, library_facts, model_facts
 from rlkv.evaluation.run.row_accounting import Background, BatchBytes, BatchClock
 from rlkv.evaluation.stats.error_modes import RepetitionRule
-from rlkv.evaluation.tasks import EvalProblem, EvalTask
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import check_positive
@@ -40,10 +40,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """``key`` in the files, rendered ``prompt``, and the grader of the text.
-
-    ``reference`` is all that the verdict depends on (answer, tests): a resumed run must have the same.
-    """
+    """``key`` in the files, rendered ``prompt``, grader of texts, and what verdicts depend on (answer, tests)."""
 
     key: str
     prompt: str
@@ -56,11 +53,8 @@ class RunSettings:
     """How a method decodes a task.
 
     Attributes:
-        cache: what compressible heads keep; sampling: per unit, its seed numbers the run; num_samples: per problem.
-        batch_size: units decoded together.
-        rule: what counts as repetitive.
+        rule: what counts as repetitive; with ``stop_repetitive`` such texts are ended.
         rank, ranks: which share of the batches this process takes; rows do not depend on it.
-        stop_repetitive: end a text when it is repetitive by ``rule``.
     """
 
     cache: CacheSettings
@@ -124,9 +118,7 @@ def run_method(
         earlier: files of the same run with another number of processes, whose rows are taken over.
 
     Returns:
-        Rows of key, sample, text, token_ids, finish_reason, correct, repetitive, kv_bytes, kv_bytes_full (at the end of
-        that text alone), seconds (each moment of a batch in equal parts to the rows that are still decoded); in the
-        order of the batches.
+        Rows in the order of the batches; their fields are in docs/evaluate.md.
 
     Raises:
         ValueError: if one of the files was written with other settings; the differences are named.
@@ -145,8 +137,9 @@ def run_method(
         right = sum(row["correct"] for row in done.values())
         on_rows(len(done), len(run.units), right / max(1, len(done)))
 
-        def write(row: Row) -> None:
+        def write(make_row: Callable[[], Row]) -> None:
             nonlocal right
+            row = make_row()
             store.append(row)
             done[row["key"], row["sample"]] = row
             right += row["correct"]
@@ -156,7 +149,7 @@ def run_method(
             for number, batch in run.batches.items():
                 missing = {unit for unit in batch if run.key(unit) not in done}
                 if missing:
-                    run.decode(number, missing, lambda row: background.submit(lambda: write(row())))
+                    run.decode(number, missing, lambda make_row: background.submit(partial(write, make_row)))
     return [done[unit] for unit in run.units]
 
 

@@ -8,14 +8,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.plots import FULL_CACHE, Panel, plot_curves
 from rlkv.evaluation.study.config import StudyConfig
-from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements
-from rlkv.evaluation.study.outcomes import Metrics, Outcome
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements, Metrics, Outcome
 from rlkv.evaluation.study.rankings import Ranking
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.gates.allocation import HeadAllocation
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Study:
 
     def full_conditions(self) -> ConditionRequests:
         """The full cache on every task: measured first, since matched budgets are computed from its texts."""
-        return [(FULL_CACHE, self.measurements.full_condition(task, self.first.shape)) for task in self.tasks]
+        return [(FULL_CACHE, self.full_condition(task)) for task in self.tasks]
 
     def conditions(self, rankings: Iterable[Ranking], sparsities: Iterable[float]) -> ConditionRequests:
         """All seeds of ``rankings`` at ``sparsities``, on every task."""
@@ -69,8 +71,11 @@ class Study:
             for allocation in ranking.allocations(sparsity):
                 yield f"{ranking.name} @ {sparsity:g}", Condition(task, allocation)
 
+    def full_condition(self, task: str) -> Condition:
+        return Condition(task, HeadAllocation(torch.ones(self.first.shape, dtype=torch.bool)))
+
     def full(self, task: str) -> Outcome:
-        return self.measurements.outcome(self.measurements.full_condition(task, self.first.shape))
+        return self.measurements.outcome(self.full_condition(task))
 
     def runs(self, task: str, ranking: Ranking, sparsity: float) -> list[Outcome]:
         """One outcome per seed; seeds with the same heads have the same one."""
@@ -101,7 +106,8 @@ class Analysis:
 
     def settings(self, study: Study) -> Metrics:
         """What all tasks have in common."""
-        return {"sparsities": list(study.sparsities), "first": study.first.name}
+        runs = {ranking.name: ranking.run for ranking in study.rankings}
+        return {"sparsities": list(study.sparsities), "first": study.first.name, "runs": runs}
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         """The numbers of one task."""

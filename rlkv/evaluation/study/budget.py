@@ -16,8 +16,7 @@ from rlkv.evaluation.stats.error_modes import MODES
 from rlkv.evaluation.stats.metrics import paired_difference
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.matching import FIXED, Match, matched_methods
-from rlkv.evaluation.study.measurements import Condition, ConditionRequests
-from rlkv.evaluation.study.outcomes import Metrics, Outcome, accuracy_of, compare
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Metrics, Outcome, accuracy_of, compare
 from rlkv.evaluation.study.outputs import mode_shares
 from rlkv.evaluation.study.text import (
     BYTES_NOTE,

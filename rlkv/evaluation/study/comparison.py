@@ -10,8 +10,7 @@ from typing import Any
 from rlkv.evaluation.report.page import Cell, Page
 from rlkv.evaluation.report.plots import SPARSITY, Panel, curve
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.measurements import ConditionRequests
-from rlkv.evaluation.study.outcomes import Metrics, compare
+from rlkv.evaluation.study.measurements import ConditionRequests, Metrics, compare
 from rlkv.evaluation.study.rankings import Ranking
 from rlkv.evaluation.study.text import (
     INTERVAL_NOTE,

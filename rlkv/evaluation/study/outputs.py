@@ -20,7 +20,7 @@ from rlkv.evaluation.stats.metrics import (
     repetition_rate,
 )
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome
+from rlkv.evaluation.study.measurements import Floats, Metrics, Outcome
 from rlkv.evaluation.study.text import estimate, interval, levels
 
 COLOURS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}
@@ -138,12 +138,9 @@ class Lengths(Analysis):
 
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
         full, sparsities = found["full"], metrics["sparsities"]
-        n = full["all"]["n"]
-        rows = [(FULL_CACHE, full)] + [
-            (f"{name}, {level}", of)
-            for name, lengths in found["methods"].items()
-            for level, of in zip(levels(sparsities), lengths, strict=True)
-        ]
+        n, rows = full["all"]["n"], [(FULL_CACHE, full)]
+        for name, lengths in found["methods"].items():
+            rows += [(f"{name}, {level}", of) for level, of in zip(levels(sparsities), lengths, strict=True)]
         page.table(
             ["heads", *levels(sparsities)],
             [
@@ -179,11 +176,9 @@ class Lengths(Analysis):
 
 def _length_cell(metrics: Metrics) -> Cell:
     both = metrics["both_right"]
-    lines = [interval(metrics["all"], 1)]
-    if both is None:
-        lines.append("both right: none")
-    else:
+    note = "none"
+    if both is not None:
         test = both["difference"]
-        lines.append(f"both right: {estimate(both['own'], 1)}")
-        lines.append(f"{test['mean']:+.1f} [{test['low']:+.1f}, {test['high']:+.1f}], n = {test['n']}")
-    return Cell(f"{metrics['all']['mean']:.1f}", "", "\n".join(lines))
+        change = f"{test['mean']:+.1f} [{test['low']:+.1f}, {test['high']:+.1f}], n = {test['n']}"
+        note = f"{estimate(both['own'], 1)}\n{change}"
+    return Cell(f"{metrics['all']['mean']:.1f}", "", f"{interval(metrics['all'], 1)}\nboth right: {note}")

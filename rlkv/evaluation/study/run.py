@@ -17,15 +17,16 @@ from rlkv.evaluation.study.matching import policy_templates
 from rlkv.evaluation.study.measurements import Measurements, StudyTask
 from rlkv.evaluation.study.outputs import ErrorModes, Lengths
 from rlkv.evaluation.study.rankings import gates_rankings, read_truth, reference_rankings
-from rlkv.evaluation.study.report import write_measured, write_report
+from rlkv.evaluation.study.report import write_report
 from rlkv.evaluation.study.sweep import Sensitivity, Sweep, top_heads
 from rlkv.evaluation.study.threshold import NearLossless
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
+from rlkv.utils.atomic import write_json
+from rlkv.utils.provenance import provenance
 
-KINDS: list[type[Analysis]] = [Sweep, Comparison, NearLossless, Sensitivity, ErrorModes, Lengths, Budget]
-KINDS += [GateDistribution, Ablations]
-ANALYSES = {kind.name: kind for kind in KINDS}  # in the order of the report
+_KINDS = (Sweep, Comparison, NearLossless, Sensitivity, ErrorModes, Lengths, Budget, GateDistribution, Ablations)
+ANALYSES: dict[str, type[Analysis]] = {kind.name: kind for kind in _KINDS}  # in the order of the report
 
 
 def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]:
@@ -88,7 +89,8 @@ def run_study(config: StudyConfig) -> list[str] | None:
     study = load_study(config)
     measure(study, analyses)
     if config.measure_only:
-        write_measured(config.output_dir, study)
+        content = {"conditions": study.measurements.describe(), **provenance()}
+        write_json(config.output_dir / "measured.json", content)
         return None
     metrics = {analysis.name: analysis.metrics(study) for analysis in analyses}
     title = f"Study of KV heads: {ModelShape.from_config(study.measurements.model.config).model_id}"

@@ -14,8 +14,7 @@ from rlkv.evaluation.report.published import write_published
 from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.comparison import cost_metrics, cost_text
-from rlkv.evaluation.study.measurements import Condition, ConditionRequests
-from rlkv.evaluation.study.outcomes import Metrics, accuracy_of, mean_scores
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Metrics, accuracy_of, mean_scores
 from rlkv.evaluation.study.text import (
     BYTES_NOTE,
     INTERVAL_NOTE,
@@ -43,7 +42,6 @@ class Sweep(Analysis):
         return {
             **super().settings(study),
             "published": study.published,
-            "runs": {ranking.name: ranking.run for ranking in study.rankings},
             "costs": {ranking.name: cost_metrics(ranking) for ranking in study.rankings if ranking.files},
         }
 
@@ -116,12 +114,8 @@ class Sensitivity(Analysis):
                 yield f"{ranking.name}, top {heads} gone", Condition(task, allocation)
 
     def settings(self, study: Study) -> Metrics:
-        return {
-            "first": study.first.name,
-            "top_heads": list(study.top_heads),
-            "total_heads": study.first.shape[0] * study.first.shape[1],
-            "runs": {ranking.name: ranking.run for ranking in study.rankings},
-        }
+        total = study.first.shape[0] * study.first.shape[1]
+        return {**super().settings(study), "top_heads": list(study.top_heads), "total_heads": total}
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)

@@ -12,7 +12,7 @@ from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.published import find_published
 from rlkv.evaluation.stats.metrics import AT_ONCE, RESAMPLES, wilson_interval
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.outcomes import Floats, Metrics, mean_scores
+from rlkv.evaluation.study.measurements import Floats, Metrics, mean_scores
 from rlkv.evaluation.study.text import NOT_AVAILABLE
 
 ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is not more than the margin
@@ -20,9 +20,7 @@ ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is not mo
 
 @dataclass(frozen=True)
 class Threshold:
-    """The largest sparsity up to which no measured one loses more than ``margin``, with its 95% interval.
-
-    A sparsity of 0: already the first measured one loses more.
+    """The largest sparsity up to which no measured one loses more than ``margin``, 0 if all do; its 95% interval.
 
     Attributes:
         support: share of resamples with the same threshold; near 1 where methods tie, however few the problems.

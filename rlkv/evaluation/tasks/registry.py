@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,22 +13,9 @@ from rlkv.evaluation.tasks.code import MBPP
 from rlkv.evaluation.tasks.maths import MATHS, TINY
 from rlkv.models.hub import dataset_rows
 
-_TASKS: dict[str, EvalTask] = {task.name: task for task in (*MATHS, MBPP, *MMLU_PRO, TINY)}
-TASKS: Mapping[str, EvalTask] = MappingProxyType(_TASKS)
+TASKS = MappingProxyType({task.name: task for task in (*MATHS, MBPP, *MMLU_PRO, TINY)})
 ELSEWHERE = ("ifeval", "livecodebench")  # why: docs/evaluate.md
 DRAWN = 400  # problems of a task without data
-
-
-@contextmanager
-def registered(task: EvalTask) -> Iterator[EvalTask]:
-    """Add a task of your own, whose name is not taken, to :data:`TASKS` while the block runs."""
-    if task.name in _TASKS:
-        raise ValueError(f"there is a task {task.name!r} already: take another name")
-    _TASKS[task.name] = task
-    try:
-        yield task
-    finally:
-        del _TASKS[task.name]
 
 
 def find_task(name: str) -> EvalTask:

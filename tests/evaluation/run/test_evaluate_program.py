@@ -18,7 +18,7 @@ from rlkv.cli.eval import run as evaluate
 from rlkv.cli.options import parse
 from rlkv.evaluation.run.evaluation import EvalConfig
 from rlkv.evaluation.run.methods import parse_methods
-from rlkv.evaluation.tasks import find_tasks
+from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions
 from rlkv.models.shape import ModelShape

@@ -5,7 +5,7 @@ import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
-from rlkv.evaluation.heads.elimination import Trace, TraceScorer, backward_elimination, without_head
+from rlkv.evaluation.elimination import Trace, TraceScorer, backward_elimination, without_head
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
 from tests.helpers.plain_decoding import decode
