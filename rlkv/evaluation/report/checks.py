@@ -20,11 +20,7 @@ def check_verifier(problems: list[Problem], verifier: Verifier, source: str) -> 
     Returns:
         ``own``: solutions compared with their own answer, of which ``refused`` were not accepted.  ``next``: solutions
         compared with the answer of the following problem (the first one's after the last), where it is another text,
-        of which ``accepted`` were accepted.  Problems without solution or answer are ``left_out``.  A wrong verdict
-        has the ``index`` of its problem, the ``extracted`` answer and the ``answer`` that it was compared with.
-
-    Raises:
-        ValueError: if no problem has a solution and an answer.
+        of which ``accepted`` were accepted.  Problems without solution or answer are ``left_out``.
     """
     rows = [(i, p) for i, p in enumerate(problems) if p.solution.strip() and p.answer.strip()]
     if not rows:

@@ -14,9 +14,10 @@ from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.evaluation.report.published import write_published
 from rlkv.evaluation.run.evaluation import Evaluation
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod
-from rlkv.evaluation.stats.error_modes import MODES, error_mode
 from rlkv.evaluation.stats.metrics import (
     FEW_CHANGED,
+    MODES,
+    error_mode,
     mean_with_interval,
     ngram_entropy,
     paired_difference,

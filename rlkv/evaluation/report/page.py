@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -119,10 +120,7 @@ class Page:
 
     def markdown(self, folder: Path) -> str:
         """The page with links to its pictures from ``folder``, and with marks (:data:`MARKS`) instead of colours."""
-
-        def relative(picture: Path) -> str:
-            return Path(os.path.relpath(picture, folder)).as_posix()
-
+        relative = partial(os.path.relpath, start=folder)
         return self._render("page.md", line=_line, cell=_cell, marked=_marked, relative=relative)
 
     def write(self, path: Path) -> None:

@@ -83,10 +83,10 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         earlier = [file for file, count in _files(folder).items() if count != processes.count]
         file = folder / f"rows-{processes.rank}-of-{processes.count}.jsonl"
         heads = allocations[method.name]
-        with progress_bar(title, "texts", disable=not processes.is_main) as bar:
+        with progress_bar(title, "texts", disable=processes.rank > 0) as bar:
             run_method(model, tokenizer, problems[task], heads, own, file, {}, partial(_show, bar), earlier)
     processes.wait_for_all()
-    if not processes.is_main:
+    if processes.rank > 0:
         return None
     rows = {}
     for (task, name), folder in folders.items():

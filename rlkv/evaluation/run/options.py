@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlkv.evaluation.stats.error_modes import RepetitionRule
+from rlkv.evaluation.stats.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.evaluation.tasks.registry import find_tasks, load_task
 from rlkv.inference.options import CacheOptions, ModelOptions, check_positive

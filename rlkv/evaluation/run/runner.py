@@ -7,7 +7,11 @@ and ends with the rows of an uninterrupted one.  Each of several processes takes
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +20,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlkv import __version__
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.run.fingerprint import digest_of, library_facts, model_facts
 from rlkv.evaluation.run.row_accounting import Background, BatchBytes, BatchClock
-from rlkv.evaluation.stats.error_modes import RepetitionRule
+from rlkv.evaluation.stats.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
@@ -28,12 +32,14 @@ from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.watch import RowHooks
-from rlkv.utils.provenance import commit
+from rlkv.utils.provenance import commit, digest
 from rlkv.utils.store import open_store, read_store
 
 SEED_STEP = 1_000_003  # seeds of two batches differ by at least this
 UNGRADED = 64  # rows that may wait for their verdict before decoding does: what a kill can cost besides a batch
 KEY = ("key", "sample")
+LIBRARIES = ("torch", "transformers", "math-verify", "sympy")  # a resumed run must have the same versions
+SAMPLED = 1024  # elements of each parameter that its digest sees
 Unit = tuple[int, int]  # problem, sample
 Row = dict[str, Any]
 
@@ -213,3 +219,40 @@ class _Run:
             "text": completion.text,
             "token_ids": completion.token_ids,
         }
+
+
+def digest_of(value: Any) -> str:
+    """A digest of ``value`` as JSON, whatever the order of its keys."""
+    return digest(json.dumps(value, sort_keys=True, default=str).encode())
+
+
+def model_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """Config, kind of device, number type and a hash over up to 1,024 evenly spaced elements of each parameter.
+
+    Another training, merge or quantization is seen, a change of single elements may not be.
+    """
+    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    config.pop("transformers_version", None)
+    weights = bytearray()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().flatten()
+        places = torch.linspace(0, flat.numel() - 1, min(SAMPLED, flat.numel()), dtype=torch.float64).long()
+        sample = flat[places.to(flat.device)].cpu()
+        weights += f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
+        weights += sample.contiguous().view(torch.uint8).numpy().tobytes()
+    return {
+        "config": digest_of(config),
+        "weights": digest(bytes(weights)),
+        "dtype": str(model.dtype),
+        "device": model.device.type,
+    }
+
+
+@functools.cache
+def library_facts() -> dict[str, str]:
+    """Versions of this package and of the libraries that decode and grade; absent ones are left out."""
+    found = {"rlkv": __version__}
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

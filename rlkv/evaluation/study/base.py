@@ -12,7 +12,7 @@ import torch
 
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.report.page import Page
-from rlkv.evaluation.report.plots import FULL_CACHE, Panel, plot_curves
+from rlkv.evaluation.report.plots import Panel, plot_curves
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements, Metrics, Outcome
 from rlkv.evaluation.study.rankings import Ranking
@@ -60,10 +60,6 @@ class Study:
     def sparsities(self) -> tuple[float, ...]:
         """Of the sweep, ascending."""
         return self.config.ascending("sparsities")
-
-    def full_conditions(self) -> ConditionRequests:
-        """The full cache on every task: measured first, since matched budgets are computed from its texts."""
-        return [(FULL_CACHE, self.full_condition(task)) for task in self.tasks]
 
     def conditions(self, rankings: Iterable[Ranking], sparsities: Iterable[float]) -> ConditionRequests:
         """All seeds of ``rankings`` at ``sparsities``, on every task."""

@@ -12,8 +12,7 @@ import numpy as np
 
 from rlkv.evaluation.report.page import LEVEL, Cell, Page
 from rlkv.evaluation.report.plots import Panel, point
-from rlkv.evaluation.stats.error_modes import MODES
-from rlkv.evaluation.stats.metrics import paired_difference
+from rlkv.evaluation.stats.metrics import MODES, paired_difference
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.matching import FIXED, Match, matched_methods
 from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Metrics, Outcome, accuracy_of, compare

@@ -165,10 +165,8 @@ def cost_metrics(ranking: Ranking) -> Metrics:
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for file, gates in zip(ranking.files, ranking.gates, strict=True):
         log = Path(file).parent / "log.jsonl"
-        records = {
-            "training": read_log(log) if log.is_file() else [],
-            "re-ranking": [gates.training.get("reranked") or {}],
-        }
+        training = read_log(log) if log.is_file() else []
+        records = {"training": training, "re-ranking": [gates.training.get("reranked") or {}]}
         for step, fields in COST_FIELDS.items():
             for unit, field in fields:
                 seconds: list[Any] = [record.get(field) for record in records[step]]

@@ -26,7 +26,7 @@ def seeds_metrics(ranking: Ranking, study: Study) -> list[Metrics]:
     levels, rows = study.config.ascending("compare_at"), []
     for seed, gates in enumerate(ranking.gates):
         alpha = gates.alpha
-        shared = [ranking.allocations(s)[seed].overlap(study.first.allocations(s)[0]) for s in levels]
+        shared = {s: ranking.allocations(s)[seed].overlap(study.first.allocations(s)[0]) for s in levels}
         rows.append(
             {
                 "file": Path(ranking.files[seed]).name,
@@ -36,9 +36,7 @@ def seeds_metrics(ranking: Ranking, study: Study) -> list[Metrics]:
                 "at_1": int((alpha == 1).sum()),
                 "between": int(((alpha > BETWEEN[0]) & (alpha < BETWEEN[1])).sum()),
                 "heads": alpha.numel(),
-                "overlap_with_first": [
-                    {"sparsity": s, "share": share} for s, share in zip(levels, shared, strict=True)
-                ],
+                "overlap_with_first": [{"sparsity": s, "share": share} for s, share in shared.items()],
                 "agreement": None if study.truth is None else agreement(gates, study.truth),
             }
         )
@@ -78,10 +76,8 @@ class GateDistribution(Analysis):
             "alone costs.",
         )
         first_alphas = {name: seeds[0]["alpha"] for name, seeds in metrics["methods"].items()}
-        page.picture(
-            plot_distributions(first_alphas, folder / "gates.png"),
-            "Gates in ascending order and their histogram: first seed of each method.",
-        )
+        caption = "Gates in ascending order and their histogram: first seed of each method."
+        page.picture(plot_distributions(first_alphas, folder / "gates.png"), caption)
         plot_heat_maps(first_alphas, folder / "heat-maps.png")
         page.picture(folder / "heat-maps.png", "Gates by layer and KV head: first seed of each method.")
 

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.evaluation.run.runner import Problem, RunSettings, run_method
-from rlkv.evaluation.stats.error_modes import error_mode
-from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference
+from rlkv.evaluation.stats.metrics import error_mode, mean_with_interval, paired_difference
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.provenance import digest
 from rlkv.utils.store import StoreInUseError
 
+POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
 Floats = NDArray[np.float64]
 Metrics = dict[str, Any]  # JSON-able
 
@@ -38,7 +38,7 @@ class Outcome:
     Attributes:
         key: of the condition; seeds that keep the same heads share one outcome.
         correct: 1.0 or 0.0.
-        modes: how the answer failed (:data:`rlkv.evaluation.stats.error_modes.MODES`), None where it is right.
+        modes: how the answer failed (:data:`rlkv.evaluation.stats.metrics.MODES`), None where it is right.
         tokens: the output tokens.
         kv_bytes, kv_bytes_full: bytes of KV in use at the end of each text, and of the full cache for the same tokens.
         seconds: that decoding took.
@@ -106,22 +106,19 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
     ``per_seed`` has the difference of each set of heads to the other's mean over seeds, seeds with the same heads once.
     """
     means = [float(mean_scores(runs).mean()) for runs in (first, second)]
-    distinct = [{run.key: float(run.correct.mean()) for run in runs}.values() for runs in (first, second)]
+    distinct = [{run.key: float(run.correct.mean()) for run in runs} for runs in (first, second)]
     test = paired_difference(mean_scores(second), mean_scores(first))
     return {
         "first": accuracy_of(first),
         "second": accuracy_of(second),
         "difference": asdict(test),
         "per_seed": {
-            "first": [accuracy - means[1] for accuracy in distinct[0]],
-            "second": [means[0] - accuracy for accuracy in distinct[1]],
+            "first": [accuracy - means[1] for accuracy in distinct[0].values()],
+            "second": [means[0] - accuracy for accuracy in distinct[1].values()],
         },
         # means over seeds may differ where the same sets of heads occur, but not equally often
-        "same_heads": {run.key for run in first} == {run.key for run in second} and not test.changed,
+        "same_heads": distinct[0].keys() == distinct[1].keys() and not test.changed,
     }
-
-
-POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from rlkv.evaluation.report.page import Cell, Page
 from rlkv.evaluation.report.plots import FULL_CACHE, SPARSITY, Panel, curve, plot_stacked, point
-from rlkv.evaluation.stats.error_modes import MODES
 from rlkv.evaluation.stats.metrics import (
+    MODES,
     bootstrap_mean,
     mean_with_interval,
     ngram_entropy,

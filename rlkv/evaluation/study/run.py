@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from rlkv.cache.accounting import EntrySize
+from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.evaluation.report.published import published_name
 from rlkv.evaluation.run.runner import RunSettings, render_problems
 from rlkv.evaluation.study.base import Analysis, Study
@@ -75,19 +76,15 @@ def load_study(config: StudyConfig) -> Study:
     )
 
 
-def measure(study: Study, analyses: Sequence[Analysis]) -> None:
-    """Decode all conditions that the analyses need, the full cache first: matched budgets need its texts."""
-    study.measurements.measure("full cache", study.full_conditions())
-    requests = (request for analysis in analyses for request in analysis.conditions(study))
-    study.measurements.measure("conditions", requests)
-
-
 def run_study(config: StudyConfig) -> list[str] | None:
     """Measure and report; the findings, or None with ``measure_only``."""
     started = time.monotonic()
     analyses = choose_analyses(config.analyses, bool(config.ablation))
     study = load_study(config)
-    measure(study, analyses)
+    # the full cache first: matched budgets need its texts
+    study.measurements.measure(FULL_CACHE, [(FULL_CACHE, study.full_condition(task)) for task in study.tasks])
+    requests = (request for analysis in analyses for request in analysis.conditions(study))
+    study.measurements.measure("conditions", requests)
     if config.measure_only:
         content = {"conditions": study.measurements.describe(), **provenance()}
         write_json(config.output_dir / "measured.json", content)
