@@ -1,7 +1,6 @@
-"""In which order heads can go: scores of allocations on recorded solutions, backward elimination, and re-ranked gates.
+"""In which order heads can go: scores on recorded solutions, backward elimination, and gates that are re-ranked by it.
 
-A gate says how much of a head is needed while the others are open too, not what is lost when the head goes: re-ranking
-measures the order among the heads that the gates keep, as a closing step after training.
+A gate says how much of a head is needed while the others are open too, not what is lost when the head goes.
 """
 
 from __future__ import annotations

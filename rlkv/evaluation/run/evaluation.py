@@ -16,11 +16,11 @@ from typing import Any
 from rlkv.evaluation.run.distributed import join_processes
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod, named_gates, parse_methods
 from rlkv.evaluation.run.options import TaskOptions
-from rlkv.evaluation.run.runner import KEY, Row, RunSettings, render_problems, run_method
+from rlkv.evaluation.run.runner import KEY, RunSettings, render_problems, run_method
 from rlkv.eviction import POLICIES
 from rlkv.inference.options import SamplingOptions
 from rlkv.utils.progress import ProgressBar, progress_bar
-from rlkv.utils.store import iter_rows
+from rlkv.utils.store import Row, iter_rows
 
 _ROWS = re.compile(r"rows-\d+-of-(\d+)\.jsonl")
 

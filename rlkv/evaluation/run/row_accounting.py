@@ -61,10 +61,9 @@ class BatchBytes:
 
 
 class Background:
-    """Jobs run in order on one other thread, so that slow ones do not hold up the caller.
+    """Jobs run in order on one other thread; ``submit`` waits while ``capacity`` are open, and raises what one raised.
 
-    ``submit`` waits while ``capacity`` jobs are open, and raises what an earlier job raised; leaving the context waits
-    for all, or, after an error, drops those that have not begun.
+    Leaving the context waits for all jobs or, after an error, drops those that have not begun.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -33,7 +33,7 @@ from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.watch import RowHooks
 from rlkv.utils.provenance import commit, digest
-from rlkv.utils.store import open_store, read_store
+from rlkv.utils.store import Row, open_store, read_store
 
 SEED_STEP = 1_000_003  # seeds of two batches differ by at least this
 UNGRADED = 64  # rows that may wait for their verdict before decoding does: what a kill can cost besides a batch
@@ -41,7 +41,6 @@ KEY = ("key", "sample")
 LIBRARIES = ("torch", "transformers", "math-verify", "sympy")  # a resumed run must have the same versions
 SAMPLED = 1024  # elements of each parameter that its digest sees
 Unit = tuple[int, int]  # problem, sample
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

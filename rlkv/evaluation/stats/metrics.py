@@ -173,8 +173,7 @@ def repetition_rate(tokens: Sequence[Hashable], n: int) -> float:
 def ngram_frequency(tokens: Sequence[Hashable], n: int) -> float:
     """How often the n-gram at a random position occurs in the text: sum c^2 / sum c over the counts c of n-grams.
 
-    Our reading of the "average n-gram frequency" of R-KV (arXiv 2505.24133, figure 2), which has no formula: compare
-    its values with each other only.  0 without n-grams.
+    Our reading of the "average n-gram frequency" of R-KV (arXiv 2505.24133, figure 2, without a formula).
     """
     counts = _ngrams(tokens, n)
     return sum(c * c for c in counts.values()) / counts.total() if counts else 0.0

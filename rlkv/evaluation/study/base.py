@@ -90,7 +90,6 @@ class Analysis:
     """From conditions to metrics, sentences, tables and plots.
 
     Metrics are JSON-able; the report is made from them alone, so that every number of it is in ``results.json`` too.
-    Each step is written once for a task, as ``*_task`` or ``task_*``.
     """
 
     name: ClassVar[str]

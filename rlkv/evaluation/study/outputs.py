@@ -97,8 +97,7 @@ def repetition_of(tokens: Sequence[NDArray[np.int32]]) -> Floats:
 def both_right(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
     """Output tokens where a run and the full cache are both right; None if there is no such problem.
 
-    A problem counts once, with the mean over the seeds that solve it, so that a method that solves only easy problems
-    is compared with the full cache on those.
+    A problem counts once, with the mean over the seeds that solve it.
     """
     right = np.stack([run.correct for run in runs]) * full.correct
     kept = right.sum(axis=0) > 0

@@ -98,10 +98,7 @@ def seeds_text(accuracy: Metrics, run: str = "seed") -> str:
 
 
 def accuracy_cell(accuracy: Metrics, run: str = "seed") -> Cell:
-    """As the paper's tables 4 to 6: accuracy, the difference to full in brackets, coloured; below interval and seeds.
-
-    Without a difference (of the full cache itself, or where the table has another one) it is the accuracy alone.
-    """
+    """As RLKV's tables 4 to 6: accuracy, any difference to full in brackets, coloured; below, interval and seeds."""
     test, seeds = accuracy["versus_full"], seeds_text(accuracy, run)
     note = interval(accuracy) + (f"\n{seeds}" if seeds else "")
     if test is None:
