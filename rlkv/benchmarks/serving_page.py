@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from rlkv.benchmarks.common import add_table, write_result
+from rlkv.benchmarks.common import write_result
 from rlkv.benchmarks.serving import ServingConfig, do_runs, summarize
 from rlkv.benchmarks.workload import Workload
 from rlkv.evaluation.report.page import Page
@@ -58,8 +58,8 @@ def serving_page(work: Workload, rows: list[dict[str, Any]]) -> Page:
             f"{pool // work.bytes_per_token:,} tokens of the full cache; S={work.sink}, W={work.window}, with eviction "
             f"{work.budget} entries and a buffer of {work.buffer}; blocks of {work.block_size}."
         )
-        add_table(page, own, SPEED)
-        add_table(page, own, MEMORY)
+        page.records(own, SPEED)
+        page.records(own, MEMORY)
     page.paragraph(NOTE)
     return page
 

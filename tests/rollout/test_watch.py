@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlkv import tiny
-from rlkv.evaluation.stats.error_modes import RepetitionRule
+from rlkv.evaluation.stats.metrics import RepetitionRule
 from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlkv.evaluation.tasks import TASKS, find_task, find_tasks, load_task
 from rlkv.evaluation.tasks.base import fill
+from rlkv.evaluation.tasks.registry import TASKS, find_task, find_tasks, load_task
 from rlkv.models import hub
 from rlkv.models.prompts import fill_template
 from tests.helpers.paths import SHARED
