@@ -10,7 +10,7 @@ holds, and a request that is read again in other chunks evicts at the same token
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,39 +20,38 @@ from rlkv.eviction.base import EvictionPolicy
 NOWHERE = -1  # the slot of a state that is not kept
 
 
-class BlockDemand(Protocol):
-    """Blocks that the bins of full and of compressible heads take for a request."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    def full(self, tokens: int) -> int: ...
-
-    def compressible(self, tokens: int) -> int: ...
-
-
 @dataclass(frozen=True)
-class SinkWindowDemand:
-    """Blocks that one bin takes for a request; compressible heads keep sinks and a window."""
+class BlockDemand:
+    """Blocks that one bin takes for a request."""
 
     block_size: int
-    sink: int
-    window: int
 
     def full(self, tokens: int) -> int:
+        """Of full heads."""
         return -(-tokens // self.block_size)
 
     def compressible(self, tokens: int) -> int:
-        """While decoding: the sinks' blocks, and the window's, which may begin anywhere in a block."""
+        """Of compressible heads, while decoding."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SinkWindowDemand(BlockDemand):
+    """Compressible heads keep sinks and a window."""
+
+    sink: int
+    window: int
+
+    def compressible(self, tokens: int) -> int:
+        """The sinks' blocks, and the window's, which may begin anywhere in a block."""
         kept = self.full(self.sink) + self.full(self.window - 1) + 1
         return min(self.full(tokens), kept)
 
 
 @dataclass(frozen=True)
-class BufferDemand:
-    """Blocks of one bin under an eviction policy with a budget; ``observation`` queries judge the entries."""
+class BufferDemand(BlockDemand):
+    """Compressible heads are under an eviction policy with a budget; ``observation`` queries judge the entries."""
 
-    block_size: int
     budget: int
     buffer: int
     observation: int
@@ -76,9 +75,6 @@ class BufferDemand:
     @property
     def query_blocks(self) -> int:
         return self.full(self.observation * self.entries_per_query)
-
-    def full(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
 
     def compressible(self, tokens: int) -> int:
         return self.query_blocks + self.full(min(tokens, self.capacity))

@@ -53,11 +53,6 @@ class PlacedRound:
     reads: list[Reads] = field(default_factory=list)
 
 
-@dataclass
-class EvictingMetadata:
-    rounds: list[PlacedRound]
-
-
 def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
     """``plan`` on the device of the block table ``table_RM`` of the step's requests."""
     device = table_RM.device
@@ -84,13 +79,13 @@ class _EvictingBuilder:
     def eviction(self) -> Eviction:
         return layers_of(self.vllm_config, self.layer_names)[0].eviction
 
-    def begin(self, parts: list[PlacedRound]) -> EvictingMetadata:
-        """The step's metadata, after what is due before its first tokens was done in every layer."""
+    def begin(self, parts: list[PlacedRound]) -> list[PlacedRound]:
+        """The step's metadata ``parts``, after what is due before its first tokens was done in every layer."""
         layers = layers_of(self.vllm_config, self.layer_names)
         check_block_bytes(layers[0])
         for layer in layers:
             layer.impl.evict(layer.kv_cache, parts[0], layer.eviction)
-        return EvictingMetadata(parts)
+        return parts
 
 
 class _EvictingImpl(AttendingImpl):
@@ -108,7 +103,7 @@ class _EvictingImpl(AttendingImpl):
     def attend(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
     ) -> None:
-        for number, part in enumerate(step.rounds):
+        for number, part in enumerate(step):
             if number > 0:  # what was due before the first round is done
                 self.evict(kv_cache, part, layer.eviction)
             if part.tokens is None:
@@ -135,7 +130,7 @@ class _EvictingImpl(AttendingImpl):
 
 
 class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> EvictingMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> list[PlacedRound]:
         demand, table_RM = self.eviction.demand, common_attn_metadata.block_table_tensor
         everything = SinkWindowDemand(demand.block_size, 0, demand.capacity)
         parts = []
@@ -192,7 +187,7 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         part = self._decoding(common_attn_metadata)
         self.lengths_R.fill_(1)  # as the stock builder does: longer requests make the capture slow
-        return EvictingMetadata([part])
+        return [part]
 
     def _decoding(self, common: Any) -> PlacedRound:
         demand, table_RM, rows = self.eviction.demand, common.block_table_tensor, common.num_reqs
