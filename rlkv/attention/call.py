@@ -33,7 +33,10 @@ class LocalSizes:
 
     def __post_init__(self) -> None:
         if self.sink < 0 or self.window < 1:
-            raise ValueError(f"sink must be 0 or more and window 1 or more, got sink={self.sink}, window={self.window}")
+            raise ValueError(
+                f"sink is {self.sink} and window is {self.window}: they must be at least 0 and 1 tokens (the window "
+                "holds the current one)"
+            )
 
 
 class Rows:

@@ -59,15 +59,6 @@ def entries_by_step(policy: EvictionPolicy, prompts: Tensor, prefill: str = "ful
         seen += 1
 
 
-def evicting_entries(policy: EvictionPolicy, prompts: Tensor, tokens: Tensor, prefill: str = "full") -> Tensor:
-    """As :func:`entries_by_step`, when ``tokens`` int64 ``[B]`` tokens of each row are cached in all."""
-    entries = torch.zeros_like(prompts)
-    steps = range(int((tokens - prompts).max()) + 1)
-    for step, held in zip(steps, entries_by_step(policy, prompts, prefill), strict=False):
-        entries = torch.where(tokens - prompts >= step, held, entries)
-    return entries
-
-
 def kv_nbytes(
     settings: CacheSettings, full: Tensor, size: EntrySize, prompts: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -75,10 +66,13 @@ def kv_nbytes(
 
     Args:
         settings: what compressible heads keep; full: bool ``[layers, KV heads]``.
-        prompts, tokens: as of :func:`evicting_entries`.
+        prompts, tokens: int64 ``[B]``, tokens of the first call and of all calls.
     """
-    policy = settings.eviction
-    entries = None if policy is None else evicting_entries(policy, prompts, tokens, settings.prefill)
+    entries = None
+    if settings.eviction is not None:
+        entries, steps = torch.zeros_like(prompts), range(int((tokens - prompts).max()) + 1)
+        for step, held in zip(steps, entries_by_step(settings.eviction, prompts, settings.prefill), strict=False):
+            entries = torch.where(tokens - prompts >= step, held, entries)
     return nbytes_of_entries(settings, full, size, tokens, entries)
 
 

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from rlkv.attention.call import refuse_variants
 from rlkv.cache.layer import NewStates
-from rlkv.cache.plan import CacheState, CallLayout, read_padding
+from rlkv.cache.plan import CacheState, CallLayout
 from rlkv.cache.schedule import Segment
 
 IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
@@ -31,12 +31,11 @@ class CachedCall:
 
     def plan(self, state: CacheState, device: torch.device) -> CallLayout:
         """The plan on ``device``; the first layer of the call notes padding and counts in ``state``."""
+        span = (self.start, self.length)
         if not self._plans:
-            padding = read_padding(self.attention_mask, state.padding, self.start, self.length)
-            self._segments = state.begin_call(padding, self.start, self.length, self.rows)
+            self._segments = state.begin_call(self.attention_mask, *span, self.rows)
         if device not in self._plans:
-            padding, segments = state.padding, self._segments
-            self._plans[device] = CallLayout(state.settings, self.start, self.length, padding, device, segments)
+            self._plans[device] = CallLayout(state.settings, *span, state.padding, device, self._segments)
         return self._plans[device]
 
 

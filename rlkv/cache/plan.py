@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from rlkv.attention import LocalSizes
 from rlkv.cache.schedule import RowCounts, Segment, SegmentTensors, plan_segments
 from rlkv.eviction.base import EvictionPolicy
 
@@ -21,7 +22,7 @@ BLOCK = 512  # queries of a local prompt that attend in one go: its cost is line
 
 
 @dataclass(frozen=True)
-class CacheSettings:
+class CacheSettings(LocalSizes):
     """What the compressible heads keep: ``sink`` first and ``window`` last real tokens of each row.
 
     With ``eviction`` they keep what that policy chooses instead, and ``sink`` and ``window`` have no effect.
@@ -33,10 +34,7 @@ class CacheSettings:
     eviction: EvictionPolicy | None = None
 
     def __post_init__(self) -> None:
-        if self.sink < 0:
-            raise ValueError(f"sink is {self.sink}: it must be 0 or more tokens")
-        if self.window < 1:
-            raise ValueError(f"window is {self.window}: it must be 1 or more tokens (the current one counts)")
+        super().__post_init__()
         if self.prefill not in PREFILL_MODES:
             raise ValueError(f"unknown prefill {self.prefill!r}: choose one of {', '.join(PREFILL_MODES)}")
         if self.eviction is not None and not isinstance(self.eviction, EvictionPolicy):
@@ -114,35 +112,31 @@ class CacheState:
     row_counts: RowCounts | None = None
     record: bool = False
 
-    def begin_call(self, padding: Padding | None, start: int, length: int, rows: int) -> list[Segment]:
+    def begin_call(self, mask: torch.Tensor | None, start: int, length: int, rows: int) -> list[Segment]:
         """Note the padding and plan how an eviction policy stores the call (without one: no segments)."""
-        self.padding = padding
+        self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
         if policy is None:
             return []
         before = RowCounts.start(rows) if self.row_counts is None else self.row_counts
-        padded = padding.counts if padding is not None else None
+        padded = self.padding.counts if self.padding is not None else None
         segments = plan_segments(policy, before, padded, start, length, self.settings.prefill == "full")
         self.row_counts = segments[-1].after
         return segments
 
 
 @dataclass(frozen=True)
-class RingWrite:
-    """Which of several new tokens each slot takes (``source`` int64 [B or 1, R]), if any (``fresh``, bool)."""
-
-    source: torch.Tensor
-    fresh: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Block:
-    """Tokens ``begin <= i < end`` of a call, attending to the R ring entries and to themselves."""
+    """Tokens ``begin <= i < end`` of a call, attending to the R ring entries and to themselves.
+
+    Each slot then takes the new token ``source`` int64 ``[B or 1, R]``, if it is ``fresh`` (bool).
+    """
 
     begin: int
     end: int
     mask: torch.Tensor  # bool [B or 1, 1, end - begin, R + end - begin]
-    write: RingWrite
+    source: torch.Tensor
+    fresh: torch.Tensor
 
 
 class CallLayout:
@@ -220,8 +214,8 @@ class CallLayout:
     # Several tokens: read first (what was cached and the call's own tokens), written after.
 
     @cached_property
-    def whole_write(self) -> RingWrite:
-        """The ring write of all tokens of the call at once."""
+    def whole_write(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``source`` and ``fresh`` (see :class:`Block`) of all tokens of the call at once."""
         return self._write(self.start, self.end)
 
     @cached_property
@@ -230,8 +224,8 @@ class CallLayout:
         step, blocks = self.length if self.settings.prefill == "full" else BLOCK, []
         for begin in range(self.start, self.end, step):
             end = min(begin + step, self.end)
-            write = self._write(begin, end)
-            blocks.append(Block(begin - self.start, end - self.start, self._block_mask(begin, end), write))
+            span = (begin - self.start, end - self.start)
+            blocks.append(Block(*span, self._block_mask(begin, end), *self._write(begin, end)))
         return blocks
 
     @cached_property
@@ -254,10 +248,10 @@ class CallLayout:
         seen[:, :, ring:] |= torch.eye(end - begin, dtype=torch.bool, device=self.device)
         return seen[:, None]
 
-    def _write(self, begin: int, end: int) -> RingWrite:
+    def _write(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         after = self._ring_positions(end - self._counts)
-        fresh = after >= (begin - self._counts).clamp(min=0)
-        return RingWrite((after + self._counts - begin).clamp(0, end - begin - 1), fresh)
+        source = (after + self._counts - begin).clamp(0, end - begin - 1)
+        return source, after >= (begin - self._counts).clamp(min=0)
 
     def _ring_positions(self, held: torch.Tensor) -> torch.Tensor:
         """int64 ``[B, R]``: the position in each slot once ``held`` ``[B, 1]`` tokens were cached; -1 if empty."""

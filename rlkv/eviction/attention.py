@@ -86,9 +86,3 @@ def attention_received(keys: Tensor, queries: Tensor, valid: Tensor, hidden: int
             logits = attention_logits(keys_LND, flat.queries[heads, :, rows])
             received[heads] += sum_rows(masked_softmax(logits, mask[:, None]))
     return received.unflatten(0, keys.shape[:2])
-
-
-def check_kernel(name: str, kernel: int) -> None:
-    """Raise ValueError unless a pooling window of ``kernel`` entries has a middle."""
-    if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"{name}: kernel is {kernel}: a pooling window has an odd number of entries")

@@ -61,10 +61,13 @@ class EvictionPolicy(ABC):
         for field in fields(self):
             check_type(f"{self.name}: {field.name}", getattr(self, field.name), str(field.type))
         for name, least in (("buffer", 1), ("observation", 1), ("sink", 0), ("extra", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{self.name}: {name} is {value}: it must be {least} or more tokens")
+            self.require(getattr(self, name) >= least, name, f"{least} or more tokens")
         self._check_budget()
+
+    def require(self, fits: bool, field: str, what: str) -> None:
+        """Raise ValueError unless ``fits``: the field must be ``what``."""
+        if not fits:
+            raise ValueError(f"{self.name}: {field} is {getattr(self, field)!r}: it must be {what}")
 
     def _check_budget(self) -> None:
         if (self.budget is None) == (self.ratio is None):
@@ -73,8 +76,7 @@ class EvictionPolicy(ABC):
                 f"{self.name} needs either a budget (entries per head) or a ratio (share of the tokens read): {given} "
                 "given"
             )
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise ValueError(f"{self.name}: ratio is {self.ratio}: it is the share of tokens to keep, from 0 to 1")
+        self.require(self.ratio is None or 0 <= self.ratio <= 1, "ratio", "the share of tokens to keep, from 0 to 1")
         self.check_entries(self.budget if self.budget is not None else self.extra)
 
     def check_entries(self, entries: int) -> None:

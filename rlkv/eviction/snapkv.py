@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rlkv.eviction.attention import check_kernel
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.eviction.registry import register
-from rlkv.eviction.rkv import check_variant, importance
+from rlkv.eviction.rkv import VARIANTS, importance
 
 
 @register
@@ -32,8 +31,8 @@ class SnapKV(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_kernel(self.name, self.kernel)
-        check_variant(self.name, self.variant)
+        self.require(self.kernel > 0 and self.kernel % 2 == 1, "kernel", "an odd number of entries")
+        self.require(self.variant in VARIANTS, "variant", f"one of {', '.join(VARIANTS)}")
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         return importance(keys, queries, valid, self.observation, self.kernel, self.variant)

@@ -96,5 +96,5 @@ def test_padding_slots_are_not_written() -> None:
 
 
 def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="window 1 or more"):
+    with pytest.raises(ValueError, match="window is 0"):
         LocalSizes(4, 0)
