@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.gated import Rows, Sample, gate_version
-from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts
+from rlkv.rollout.gated import HEARTBEAT_SECONDS, EngineFacts, Rows, Sample, gate_version
 
 SILENCE = 15 * HEARTBEAT_SECONDS  # seconds without a byte after which a server counts as dead
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.gated import GatedEngine, Rows
-from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts
+from rlkv.rollout.gated import HEARTBEAT_SECONDS, EngineFacts, GatedEngine, Rows
 
 _END = object()
 
