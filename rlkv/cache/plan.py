@@ -8,6 +8,7 @@ slot j of a row whose newest position is t is in use exactly if j <= t.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,18 +144,13 @@ class CallLayout:
     """Indices and masks that all layers of one forward call share; each is built once, when first asked for."""
 
     def __init__(
-        self,
-        settings: CacheSettings,
-        start: int,
-        length: int,
-        padding: Padding | None,
-        device: torch.device,
-        segments: list[Segment] | None = None,
+        self, call: tuple[int, int], state: CacheState, device: torch.device, segments: Sequence[Segment] = ()
     ) -> None:
-        self.settings, self.start, self.length, self.end = settings, start, length, start + length
-        self.segments = [SegmentTensors(segment, device) for segment in segments or []]
-        self.padding = padding.to(device) if padding is not None else None
-        self.device = device
+        """``call``: cached tokens before it, and its own."""
+        self.settings, self.device, (self.start, self.length) = state.settings, device, call
+        self.end = self.start + self.length
+        self.segments = [SegmentTensors(segment, device) for segment in segments]
+        self.padding = state.padding.to(device) if state.padding is not None else None
 
     @property
     def is_prompt(self) -> bool:

@@ -94,7 +94,7 @@ class HeadReallocationCache(Cache):
 
     def fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """For measurements: store the states ``[B, H, T, D]`` of a prompt in every layer of an empty cache."""
-        plan = CallLayout(self.settings, 0, key.shape[2], None, key.device)
+        plan = CallLayout((0, key.shape[2]), self.state, key.device)
         if self.settings.eviction is not None:
             raise ValueError("fill() has no queries to give an eviction policy: let the model read a prompt instead")
         for layer in self._layers.values():

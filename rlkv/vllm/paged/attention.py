@@ -102,12 +102,7 @@ def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], 
         _attend(query_TXD, cache, part, scale, out)
 
 
-@dataclass(frozen=True)
-class MixedReads:
-    """What the queries of one step read in either branch."""
-
-    full: list[Reads]
-    local: list[Reads]
+MixedReads = tuple[list[Reads], list[Reads]]  # of the full and of the local branch
 
 
 def plan_mixed_reads(table_RM: Tensor, starts: Tensor, lengths_R: Tensor, gap_remover: GapRemover) -> MixedReads:
@@ -116,7 +111,7 @@ def plan_mixed_reads(table_RM: Tensor, starts: Tensor, lengths_R: Tensor, gap_re
     most = int((starts[1:] - starts[:-1]).max())
     table_RC, shorter_R = gap_remover(table_RM, lengths_R, starts, most)
     everything = SinkWindowDemand(gap_remover.demand.block_size, 0, EVERYTHING)
-    return MixedReads(
+    return (
         plan_reads(table_RM, begins, lengths_R.tolist(), everything),
         plan_reads(table_RC, begins, shorter_R.tolist(), gap_remover.demand),
     )
@@ -126,10 +121,10 @@ def paged_mixed_attention(
     query_TXD: Tensor, cache: Tensor, reads: MixedReads, alpha_H: Tensor, scale: float, out: Tensor
 ) -> None:
     """As :func:`paged_local_attention`: ``alpha * full + (1 - alpha) * local`` per KV head, mixed in float32."""
-    full, local = torch.zeros(2, *query_TXD.shape)
-    paged_local_attention(query_TXD, cache, reads.full, scale, full)
-    paged_local_attention(query_TXD, cache, reads.local, scale, local)
-    out.copy_(mix_tokens(full, local, alpha_H))
+    branches = torch.zeros(2, *query_TXD.shape)
+    for own, branch in zip(reads, branches, strict=True):
+        paged_local_attention(query_TXD, cache, own, scale, branch)
+    out.copy_(mix_tokens(branches[0], branches[1], alpha_H))
 
 
 def mix_tokens(full_TXD: Tensor, local_TXD: Tensor, alpha_H: Tensor) -> Tensor:

@@ -77,24 +77,21 @@ class AttendingImpl(AttentionImpl):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
+        kv: Tensor,
+        step: Any,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        **scales: Any,
     ) -> Tensor:
-        if attn_metadata is None:  # the engine's profiling run
+        if step is None:  # the engine's profiling run
             return output.zero_()
-        self.attend(layer, query, key, value, kv_cache, attn_metadata, output)
+        self.attend(layer, query, key, value, kv, step, output)
         return output
 
     @abstractmethod
-    def attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
-    ) -> None:
-        """Write the attention of ``query`` ``[tokens, query heads, size]`` to ``output``; ``step``: the metadata.
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+        """Write the attention of ``query`` ``[tokens, query heads, size]`` to ``out``; ``step``: the metadata.
 
-        Keys and values are in the cache, unless ``forward_includes_kv_cache_update``.
+        Keys and values are in the cache ``kv``, unless ``forward_includes_kv_cache_update``.
         """
 
 

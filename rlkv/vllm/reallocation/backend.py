@@ -93,10 +93,8 @@ class LocalTorchBuilder(TorchBuilder):
 
 
 class LocalTorchImpl(TorchImpl):
-    def attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
-    ) -> None:
-        paged_local_attention(query, kv_cache, step, self.scale, output)
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+        paged_local_attention(query, kv, step, self.scale, out)
 
 
 class LocalTorchBackend(TorchBackend):

@@ -100,21 +100,19 @@ class _EvictingImpl(AttendingImpl):
             # the policies' logit is query . key / sqrt(D), whatever the model's scale
             evict(kv_cache, *part.due, eviction, self.scale * (kv_cache.shape[-1] // 2) ** 0.5)
 
-    def attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
-    ) -> None:
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
         for number, part in enumerate(step):
             if number > 0:  # what was due before the first round is done
-                self.evict(kv_cache, part, layer.eviction)
+                self.evict(kv, part, layer.eviction)
             if part.tokens is None:
-                self._store(layer, query, key, value, kv_cache, part)
-                self.attend_round(layer, query, kv_cache, part, output)
+                self._store(layer, query, key, value, kv, part)
+                self.attend_round(layer, query, kv, part, out)
             else:
                 own = query[part.tokens]
-                self._store(layer, own, key[part.tokens], value[part.tokens], kv_cache, part)
-                found = torch.empty_like(own, dtype=output.dtype)
-                self.attend_round(layer, own, kv_cache, part, found)
-                output[part.tokens] = found
+                self._store(layer, own, key[part.tokens], value[part.tokens], kv, part)
+                found = torch.empty_like(own, dtype=out.dtype)
+                self.attend_round(layer, own, kv, part, found)
+                out[part.tokens] = found
 
     def _store(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound
