@@ -1,7 +1,6 @@
 """What the layers of one forward call share: where each row's tokens lie, and the masks made from that.
 
-The mask function of transformers runs once per forward call, decode steps included, and whatever it returns reaches
-the attention function untouched.  It returns a :class:`MixedCall`; masks are made when the first layer asks.
+transformers calls the mask function once per forward call and hands its result, a :class:`MixedCall`, to each layer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The attention implementation ``rlkv_mixed``: ``alpha * full + (1 - alpha) * local`` per KV head.
+"""The attention implementation ``rlkv_mixed`` (arXiv 2510.08525, equation of the mixed attention).
 
-Source: arXiv 2510.08525, equation of the mixed attention; local = the first S tokens and the last W tokens.
-It serves any decoder that goes through ``AttentionInterface``.  Layers without a gate, and all layers while the
-adapter is disabled, run the stock ``sdpa`` attention with the stock mask.
+Layers without a gate, and all layers while the adapter is disabled, run the stock ``sdpa`` attention and mask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What an eviction costs: its time against one decode step, and its memory high-water mark.
+"""What an eviction costs: its time in all layers against one decode step, and its memory high-water mark.
 
-States are random.  An eviction happens in every layer, so *layers x one eviction / one step of the whole model* is
-compared; a policy with a buffer pays that once per ``buffer`` tokens.
+A policy with a buffer pays that once per ``buffer`` tokens. States are random.
 """
 
 from __future__ import annotations

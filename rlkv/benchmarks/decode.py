@@ -1,7 +1,6 @@
 """How long a decode step takes and how many bytes of KV it reads, against transformers' DynamicCache.
 
-Caches are filled with random states instead of reading a prompt: the time of a decode step depends on how much is
-cached, not on what.  All variants take turns within one run, so that a machine that slows down slows all of them.
+Caches hold random states. All variants take turns, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One run of the serving benchmark, in a process of its own: one vLLM engine lives per process.
-
-python -m rlkv.benchmarks.engine_run TASK.json RESULT.json
-"""
+"""One run of the serving benchmark, in its own process: python -m rlkv.benchmarks.engine_run TASK.json RESULT.json"""
 
 from __future__ import annotations
 

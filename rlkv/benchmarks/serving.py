@@ -1,7 +1,6 @@
 """Offline throughput of the vLLM plugin: the full cache and head reallocation in turns, each run in its own process.
 
-All requests arrive at once, with the same prompts and forced output lengths, and all modes have pools of the same
-bytes. The full cache is the stock model; the plugin is loaded there too, and idle. Weights are random.
+All requests arrive at once, with forced output lengths, and all modes have pools of the same bytes. Weights are random.
 """
 
 from __future__ import annotations

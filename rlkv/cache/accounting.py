@@ -1,8 +1,4 @@
-"""How many bytes of KV a cache has in use after a text, computed from lengths alone.
-
-It runs the cache's own bookkeeping (:mod:`rlkv.cache.schedule`) without states: budgets can be chosen before anything
-is decoded, and every row of a batch is counted at its own end.
-"""
+"""How many bytes of KV a cache has in use after a text: its own bookkeeping, without states."""
 
 from __future__ import annotations
 
@@ -30,13 +26,13 @@ class EntrySize:
     @classmethod
     def of(cls, model: PreTrainedModel) -> EntrySize:
         """The sizes of a model; ValueError if it has layers without full attention."""
-        shape = ModelShape.from_config(model.config)
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(
                 f"{model.config.model_type} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}: bytes "
                 "of KV can be computed for models with full attention in every layer only"
             )
+        shape = ModelShape.from_config(model.config)
         return cls(shape.head_dim, shape.num_query_heads // shape.num_kv_heads, model.dtype.itemsize)
 
     @property

@@ -1,7 +1,7 @@
 """The attention implementation ``rlkv_realloc`` for transformers: one attention call per group of heads.
 
-It works with any decoder that goes through ``AttentionInterface``: the cache's ``update`` returns the new states with
-the cache's layer, the attention module hands them on, and the mask function passes the 2D padding mask.
+The cache's ``update`` returns the new states with the cache's layer, the attention module hands them on unread, and the
+mask function passes the 2D padding mask.
 """
 
 from __future__ import annotations

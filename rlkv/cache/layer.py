@@ -23,10 +23,7 @@ class NewStates(NamedTuple):
 
 
 class ReallocationLayer(CacheLayerMixin):
-    """KV of one layer.
-
-    ``update`` only hands the new states on: the attention function, which knows the padding, calls
-    :meth:`attend_and_store`.
+    """KV of one layer; the attention function, which knows the padding, stores the states that ``update`` hands on.
 
     Args:
         full_heads: bool ``[H]``.
@@ -53,8 +50,6 @@ class ReallocationLayer(CacheLayerMixin):
         if len(others):
             self.stores.append((others, compressible(others.tolist())))
         self.length = 0
-
-    # transformers' interface
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the batch, device and dtype of the first states ``[B, H, n, D]``."""
@@ -107,8 +102,6 @@ class ReallocationLayer(CacheLayerMixin):
                 store.select_rows(rows)
             self.batch_size = len(rows)
 
-    # memory, once initialized
-
     def tensors(self) -> list[torch.Tensor]:
         """All tensors held for the sake of the KV cache."""
         return [tensor for _, store in self.stores for tensor in store.tensors()]
@@ -125,8 +118,6 @@ class ReallocationLayer(CacheLayerMixin):
         """Which of a row's ``tokens`` real tokens each head holds: bool ``[H, tokens]`` on the CPU."""
         parts = [store.held(row, tokens) for _, store in self.stores]
         return torch.cat(parts).index_select(0, self.restore.cpu())
-
-    # storing and attending
 
     def attend_and_store(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float

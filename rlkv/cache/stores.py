@@ -1,7 +1,6 @@
 """Stores of a layer's KV, and the two simple ones: a growing buffer for full heads, a ring for compressible ones.
 
-Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, T tokens cached, R = S + W ring entries,
-D size of a head.
+Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, R = S + W ring entries, D head size.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 - ``.pt``: a versioned dict of tensors and plain values, loaded with ``weights_only=True`` (no code is run);
 - ``.safetensors``: tensors ``alpha`` and ``rank`` (the gates' means over training), the rest as JSON in the header;
 - ``.tsv``: alpha alone, one row per layer, tab separated: the published layout;
-- a PEFT folder (:mod:`rlkv.gates.adapter`), and a repository on the Hugging Face hub that holds one of these.
+- a PEFT folder, and a repository on the Hugging Face hub that holds one of these.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The trainer's end of a rollout server: it outlives the server, and loses no prompt.
 
-A server that dies takes its gates and the unfinished rows along.  The client keeps what has arrived, waits, sends the
-gates again and asks for the missing rows; a row sampled again gets the same tokens, as its draws belong to it.
+When a server dies, it sends the gates again and asks for the missing rows, which get the same tokens as before.
 """
 
 from __future__ import annotations

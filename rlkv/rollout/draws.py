@@ -1,7 +1,4 @@
-"""Sampling whose draws belong to the row, not to the batch: the same on one process or many, before or after a resume.
-
-Token t of row r in rollout g is drawn by one number in [0, 1) that depends on (seed, g, r, t) alone.
-"""
+"""Sampling by one number in [0, 1) per (seed, rollout, row, token): the same on any number of processes and resumes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A rollout engine behind HTTP, for the layout in which one GPU trains and another one samples.
-
-It holds nothing that the trainer needs, so it may be killed and started again at any moment.
-"""
+"""A rollout engine behind HTTP: one GPU trains, another one samples.  It may be killed and restarted at any moment."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model of its own.
-
-    engine = VLLMEngine("tiny", LocalSizes(4, 16), dtype="float32")
-    engine.set_gates(gates.alpha)  # L x H numbers, in place; everything cached under older gates is dropped
-    engine.generate(prompts, SamplingParams(max_new_tokens=200, temperature=1.0))
-
-Without ``sizes`` the model is the stock one, with full attention, and has no gates.
-"""
+"""Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model of its own."""
 
 from __future__ import annotations
 

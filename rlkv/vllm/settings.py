@@ -1,8 +1,6 @@
 """What the user asked the plugin to do: ``--additional-config '{"rlkv": {...}}'``, or two environment variables.
 
-The variables (``RLKV_GATES``, ``RLKV_SPARSITY``) are for launchers whose arguments cannot be changed. A request is
-resolved once, when the engine's configuration is made: the allocation takes the place of gates and sparsity, so that
-no other process needs the gates file.
+A request is resolved once, with the engine's configuration: no other process needs the gates file.
 """
 
 from __future__ import annotations

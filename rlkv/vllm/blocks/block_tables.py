@@ -1,12 +1,7 @@
 """Block tables without the gap between sinks and window, so that a kernel reads only what is kept.
 
-The gap is a whole number of blocks. Cut out of table and length it moves the window's keys and the queries by the
-same distance, and leaves the sinks where they are: "the first S or the last W" selects the same keys as before.
-Entries of the gap are never read: the engine may have given these blocks to another request.
-
-With ``prefill: full`` a token of a prompt sees all tokens before it, in every head, so prompts are read in one step. A
-preempted request is read again together with what it has written, which must see no more than it did: so it has to be
-known where its prompt ends.
+The gap is a whole number of blocks: without it the window's keys and the queries move by the same distance, so "the
+first S or the last W" selects the same keys as before. Its blocks may belong to another request now: never read them.
 """
 
 from __future__ import annotations

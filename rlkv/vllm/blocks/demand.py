@@ -1,10 +1,8 @@
 """How many blocks a request takes, and where the entries of a head that evicts tokens lie in them.
 
-Under an eviction policy a request holds, for all heads of a bin, first the blocks of its observed queries (one per
-head and token, in the pool like keys and values), then those of at most ``budget + buffer`` entries.  Everything
-follows from the position of a token: the first ``budget + buffer`` tokens lie in a row; before the next one an
-eviction keeps ``budget`` entries, and so before every ``buffer``-th after it.  So the scheduler knows what a request
-holds, and a request that is read again in other chunks evicts at the same tokens.
+Under an eviction policy a bin holds first the observed queries of a request, then its entries. All follows from a
+token's position: the first ``budget + buffer`` lie in a row; before the next token, and every ``buffer``-th after it,
+an eviction keeps ``budget``. So the scheduler knows what is held, and other chunks of a text evict at the same tokens.
 """
 
 from __future__ import annotations

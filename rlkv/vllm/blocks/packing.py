@@ -1,9 +1,8 @@
 """Which heads share a block, so that a pool of equal blocks is filled without waste.
 
-Every *bin* of heads has its own block table: a block of it holds ``block_size`` tokens of all its heads. Full bins
-take a block for every ``block_size`` tokens, compressible bins only for what they keep. All blocks are as large as the
-largest bin, so what a smaller bin leaves is lost; therefore heads are dealt into bins of (nearly) equal size, as few as
-possible, because each one costs a block table and metadata in every step. A layer may be split over two bins.
+A block holds ``block_size`` tokens of all heads of a *bin*, which has its own block table. All blocks are as large as
+the largest bin, so heads are dealt into bins of (nearly) equal size; few of them, as each costs a block table and
+metadata in every step.
 """
 
 from __future__ import annotations

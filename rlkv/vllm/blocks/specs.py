@@ -1,8 +1,7 @@
 """Blocks of compressible heads, for the engine's memory management; importing this registers them in a process.
 
-Sinks and window: blocks that fall out of the window are given back, and replaced by the null block in the request's
-block table; the kernels skip the gap (:mod:`rlkv.vllm.blocks.block_tables`).
-Eviction: as many blocks as the buffer has, for as long as the request runs (:mod:`rlkv.vllm.blocks.demand`).
+Blocks that fall out of a window are replaced by the null block in the request's block table; the kernels skip this gap
+(:mod:`rlkv.vllm.blocks.block_tables`). Under eviction a request keeps as many blocks as its buffer has.
 """
 
 from __future__ import annotations

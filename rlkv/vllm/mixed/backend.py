@@ -1,8 +1,4 @@
-"""vLLM attention backends of mixed attention.
-
-A mixed layer has one ordinary paged cache of all its KV heads, so the engine's block management, chunked prefill,
-prefix caching and preemption are the stock ones.
-"""
+"""vLLM attention backends of mixed attention: the blocks are the stock ones, of all KV heads of a layer."""
 
 from __future__ import annotations
 

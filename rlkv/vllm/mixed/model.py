@@ -1,7 +1,6 @@
 """Models of vLLM whose attention is mixed: the engine's own classes with other attention layers, and their gates.
 
-A model becomes mixed by its architecture name (``RLKVMixedLlamaForCausalLM`` instead of ``LlamaForCausalLM``, set with
-``hf_overrides``) and finds S and W in the engine's ``additional_config``; other models of the process stay stock.
+They are chosen by name with ``hf_overrides``; S and W are in the engine's ``additional_config``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Local and mixed attention over a paged cache in plain torch: the CPU path, and the reference of the CUDA path.
 
 Shapes: R requests, Q queries of each, T query tokens of all requests one after the other, H KV heads, G query heads
-per KV head, C blocks that a request reads, D size of a head; the cache is ``[blocks, H, N, 2 * D]``: N tokens per
-block, keys then values.
+per KV head, C blocks of a request, D head size; cache ``[blocks, H, N, 2 * D]``: N tokens a block, keys then values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """vLLM attention backends of head reallocation.
 
-Full heads: the engine's own backend. Compressible heads: the engine's Triton kernels on a GPU, plain torch on a CPU,
-both over block tables without gaps. All need the layout in which a block holds all its layers side by side
-(``BLHNC``), because parts differ in their number of heads.
+Full heads: the engine's own. Compressible heads: the engine's Triton kernels on a GPU, plain torch on a CPU. All need
+the layout ``BLHNC``, in which a block holds its layers side by side, because parts differ in their number of heads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """vLLM attention backends of compressible heads under an eviction policy.
 
-A step is cut where its requests evict (:mod:`rlkv.vllm.blocks.demand`). Evictions before the first tokens, all there
-are while decoding, are done while the step's metadata are built, for every layer, so that a captured graph never holds
-one; those in the middle of a prompt wait for the layer's own keys and are done in its forward pass.
+A step is cut where its requests evict. What is due before its first tokens is done while the metadata are built, so
+that a captured graph never holds an eviction; in the middle of a prompt it waits for the layer's own keys.
 """
 
 from __future__ import annotations
