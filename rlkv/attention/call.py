@@ -40,18 +40,10 @@ class LocalSizes:
 
 
 class Rows:
-    """The real tokens of every row: positions ``first <= k < end`` of K, without holes.
-
-    Shapes: B rows, K key positions.  ``first`` and ``end`` are int64 ``[B]``; ``left`` and ``right`` say whether any
-    row is padded on that side.
-    """
+    """The real tokens of every row, ``first <= k < end`` (int64 ``[B]``), and on which sides any row is padded."""
 
     def __init__(self, padding_BK: Tensor | None, batch_size: int, kv_length: int, device: torch.device) -> None:
-        """``padding_BK`` is bool, True for real tokens; None means no padding.
-
-        Raises:
-            ValueError: if a row has padding between its tokens, or the mask does not cover all keys.
-        """
+        """``padding_BK``: bool, True for real tokens; ValueError for padding between tokens or another size."""
         if padding_BK is not None and padding_BK.shape != (batch_size, kv_length):
             raise ValueError(
                 f"the attention_mask has shape {tuple(padding_BK.shape)}, but the call has {batch_size} rows of "
@@ -142,8 +134,7 @@ class MixedCall:
 def mixed_mask(*, q_length: int, kv_length: int, q_offset: int | Tensor, **kwargs: Any) -> MixedCall | Tensor | None:
     """The mask function of ``rlkv_mixed``.  Sliding-window and chunked layers (``local_size``) get their usual mask.
 
-    Raises:
-        ValueError: with a static cache, whose keys do not end at the query.
+    ValueError with a static cache, whose keys do not end at the query.
     """
     stock_mask = partial(sdpa_mask, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs)
     if kwargs.get("local_size") is not None:

@@ -70,12 +70,8 @@ def draw_states(config: CompactionConfig, name: str, entries: int) -> tuple[Evic
     keys, values = (torch.randn(config.rows, config.kv_heads, entries, size, **config.options) for _ in "kv")
     if name == ALIKE:  # keys share more than half
         keys += 1.2 * torch.randn(config.rows, config.kv_heads, 1, size, **config.options)
-    return (
-        policy,
-        keys,
-        values,
-        torch.randn(config.rows, config.query_heads, policy.observation, size, **config.options),
-    )
+    queries = torch.randn(config.rows, config.query_heads, policy.observation, size, **config.options)
+    return policy, keys, values, queries
 
 
 @torch.inference_mode()

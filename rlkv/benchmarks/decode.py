@@ -79,10 +79,7 @@ class DecodeConfig(TimingConfig):
 
 @dataclass
 class Variant:
-    """One cache that takes its turns.
-
-    ``times`` are seconds per step; ``kv_bytes`` is held when ``context`` tokens are cached, before decoding.
-    """
+    """One cache that takes its turns: seconds per step, and bytes held when ``context`` tokens are cached."""
 
     name: str
     implementation: str
@@ -92,7 +89,7 @@ class Variant:
     kv_bytes: int = 0
 
     def milliseconds(self) -> float:
-        """Median time per step (one token of every row)."""
+        """Median time per step."""
         return 1000 * statistics.median(self.times)
 
 

@@ -52,10 +52,9 @@ class Watch:
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
-    """Serve all requests at once and say how it went.
+    """Serve all requests at once and say how it went, in seconds; they all arrive at the start.
 
     ``task``: ``workload``, ``setting``, ``model`` (a folder with a config), ``rlkv`` (settings of the plugin or None).
-    Times are in seconds; percentiles of ``ttft`` and ``latency`` are over requests, from the start, when all arrive.
     """
     work = Workload.from_dict(task["workload"])
     engine = _start_engine(work, task)

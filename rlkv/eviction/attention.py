@@ -50,10 +50,7 @@ def attention_logits(keys: Tensor, queries: Tensor) -> Tensor:
 
 
 def visible(valid: Tensor, queries: slice, hidden: int = 0) -> Tensor:
-    """Which entries the queries of the entries ``queries`` attend to: valid bool ``[L, N]`` -> bool ``[L, a, N]``.
-
-    Each sees the entries up to its own, but not padding and not the last ``hidden`` ones.
-    """
+    """Entries up to each query's own, without padding and the last ``hidden``: valid ``[L, N]`` -> ``[L, a, N]``."""
     n = valid.shape[-1]
     entry = torch.arange(n, device=valid.device)
     seen = (entry <= entry[queries, None]) & (entry < n - hidden)

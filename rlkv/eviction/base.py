@@ -151,7 +151,7 @@ class EvictionPolicy(ABC):
         return best_first.masked_fill(~taken_BK[:, None], -1).sort(dim=-1).values
 
     def check_scores(self, scores: Tensor, keys: Tensor) -> None:
-        """Raise ValueError unless there is a score for each entry ``[B, H, N]`` of ``keys`` ``[B, H, N, D]``."""
+        """Raise ValueError unless there is a score for each entry of ``keys``."""
         if scores.shape != keys.shape[:3]:
             raise ValueError(
                 f"{self.name}.scores gave {list(scores.shape)} for keys {list(keys.shape)}: it must give one score for "
@@ -161,12 +161,7 @@ class EvictionPolicy(ABC):
     def select(self, keys: Tensor, queries: Tensor, budget: int, valid: Tensor | None = None) -> Tensor:
         """The entries that an eviction down to ``budget`` keeps: int64 ``[B, H, budget]``, ascending, -1 in front.
 
-        Args:
-            keys: ``[B, H, N, D]``; queries: ``[B, Q, a, D]``, of the last a entries.
-            valid: bool ``[B, N]``, False for padding, which comes first; None: no padding.
-
-        Raises:
-            ValueError: if shapes do not fit each other or ``budget`` has no room for what is always kept.
+        Arguments as of :meth:`scores`; ValueError for shapes that do not fit each other or too small a budget.
         """
         check_shapes(keys, queries, valid)
         self.check_entries(budget)

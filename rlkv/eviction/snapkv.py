@@ -17,11 +17,7 @@ from rlkv.eviction.rkv import VARIANTS, importance
 class SnapKV(EvictionPolicy):
     """SnapKV (arXiv 2404.14469, section 4) at decode, as the R-KV paper compares with it: R-KV with lambda 1.
 
-    The score is the importance I of :func:`rlkv.eviction.rkv.importance`, ``[B, H, N]``; similarities are not computed.
-
-    Attributes:
-        kernel: entries of the pooling window.
-        variant: "paper" or "published", in which order softmax, maxima and mean are taken.
+    The score is :func:`rlkv.eviction.rkv.importance`, ``[B, H, N]``; ``kernel`` and ``variant`` as of R-KV.
     """
 
     kernel: int = 7

@@ -35,11 +35,7 @@ def to_header(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_header(header: Any, path: Path) -> dict[str, Any]:
-    """Arguments of ``HeadGates`` from what :func:`to_header` gave.
-
-    Raises:
-        ValueError: if it is none, of a newer version, or incomplete.
-    """
+    """Arguments of ``HeadGates`` from what :func:`to_header` gave; ValueError if it is another or incomplete."""
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"{path}: not a gates file (it does not name the format {FORMAT!r}), {EXPECTED}")
     version = header.get("version")
@@ -57,11 +53,7 @@ def from_header(header: Any, path: Path) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """``(tensors by name, header)`` of a safetensors file; the header is None if it has none of ours.
-
-    Raises:
-        ValueError: if the file is truncated, damaged or of another kind.
-    """
+    """``(tensors by name, header or None)`` of a safetensors file; ValueError if it is damaged or another kind."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -104,11 +96,7 @@ def _stack(tensors: dict[str, Tensor], path: Path) -> Tensor:
 
 
 def read_peft(folder: Path) -> dict[str, Any]:
-    """Arguments of ``HeadGates`` from an adapter folder, written here or by PEFT.
-
-    Raises:
-        ValueError: if it is incomplete, damaged or another adapter.
-    """
+    """Arguments of ``HeadGates`` from an adapter folder; ValueError if it is damaged or another adapter."""
     weights, config_path = folder / ADAPTER_WEIGHTS, folder / ADAPTER_CONFIG
     try:
         config = json.loads(config_path.read_text())

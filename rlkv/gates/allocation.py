@@ -19,21 +19,14 @@ if TYPE_CHECKING:
 
 
 def num_full_heads(sparsity: float, total: int) -> int:
-    """``round((1 - sparsity) * total)`` in decimal arithmetic, half away from zero: on a tie the head stays full.
-
-    Raises:
-        ValueError: if ``sparsity`` is outside [0, 1].
-    """
+    """``round((1 - sparsity) * total)`` in decimal arithmetic, half away from zero: on a tie the head stays full."""
     if not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity {sparsity} is not in [0, 1]: it is the share of KV heads that are compressible")
     return math.floor((1 - Fraction(str(float(sparsity)))) * total + Fraction(1, 2))
 
 
 def compression_order(gates: HeadGates) -> list[tuple[int, int]]:
-    """All heads as (layer, head), least needed first.
-
-    Sorted by gate; equal gates by their mean over training; of heads equal in both the later one goes first.
-    """
+    """All heads as (layer, head), by gate, then mean over training; of heads equal in both the later one first."""
     alpha, mean = gates.alpha.flatten().tolist(), gates.mean_alpha.flatten().tolist()
     order = sorted(range(len(alpha)), key=lambda i: (alpha[i], mean[i], -i))
     return [divmod(i, gates.num_kv_heads) for i in order]
@@ -48,14 +41,7 @@ def random_order(num_layers: int, num_kv_heads: int, seed: int) -> list[tuple[in
 
 @dataclass(frozen=True, eq=False)
 class HeadAllocation:
-    """Which heads are full.
-
-    Attributes:
-        full: bool ``[num_layers, num_kv_heads]`` on the CPU; True keeps everything, False is compressible.
-
-    Raises:
-        ValueError: if ``full`` is not a non-empty bool matrix.
-    """
+    """Which heads are full: bool ``[num_layers, num_kv_heads]`` on the CPU, False for compressible heads."""
 
     full: Tensor
 
@@ -89,13 +75,9 @@ class HeadAllocation:
     def from_order(
         cls, order: Sequence[tuple[int, int]], num_layers: int, num_kv_heads: int, sparsity: float
     ) -> HeadAllocation:
-        """The first heads of ``order`` are compressible, as many as the sparsity asks for.
+        """The first heads of ``order``, (layer, head) pairs, are compressible, as many as the sparsity asks for.
 
-        Args:
-            order: (layer, head) pairs, least needed first; at least as many as this sparsity takes.
-
-        Raises:
-            ValueError: for a head outside the model or named twice, and if ``order`` is too short.
+        ValueError for a head outside the model or named twice, and if ``order`` is too short.
         """
         if min(num_layers, num_kv_heads) < 1:
             raise ValueError(
@@ -142,11 +124,7 @@ class HeadAllocation:
         return self.num_compressible / self.full.numel()
 
     def overlap(self, other: HeadAllocation) -> float:
-        """Share of full heads in common: their number over the larger of both numbers of full heads; 1 if none is full.
-
-        Raises:
-            ValueError: if ``other`` is of another shape.
-        """
+        """Full heads in common over the larger of both numbers of full heads; 1 if neither has any."""
         if self.full.shape != other.full.shape:
             raise ValueError(
                 f"allocations of different models: {_by(self.full)} and {_by(other.full)} (layers x KV heads)"

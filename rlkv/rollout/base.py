@@ -11,11 +11,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to decode.
-
-    ``temperature`` 0 is greedy decoding (``top_p``, ``top_k`` and ``seed`` then have no effect); ``top_k`` 0
-    means no limit.  ``seed`` fixes the draws of one call for the same prompts and batch size.
-    """
+    """How to decode; ``temperature`` 0: greedy; ``top_k`` 0: no limit; ``seed``: of the draws of one call."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -40,11 +36,9 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One decoded answer.
+    """One decoded answer: ``token_ids`` include the end token, ``text`` is without special tokens.
 
-    ``token_ids`` hold no padding and include the end token; ``text`` is without special tokens; ``finish_reason`` is
-    ``stop`` if the model ended the text itself, ``length`` if it was cut at the limit, and ``repetition`` if a rule
-    ended it (:class:`rlkv.rollout.watch.RowHooks`).
+    ``finish_reason``: the model ended it, the limit, or a rule (:class:`rlkv.rollout.watch.RowHooks`).
     """
 
     token_ids: list[int]
@@ -103,11 +97,7 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one call cost.
-
-    ``kv_bytes`` is held by the cache at its end, ``kv_bytes_full`` what the full cache would hold for the same
-    tokens; ``seconds`` is wall time with the reading of the prompt.
-    """
+    """What one call cost: wall seconds, bytes of KV at its end, and those that the full cache would hold."""
 
     tokens: int
     seconds: float

@@ -28,12 +28,7 @@ class _Failure(Exception):
 
 
 class RolloutClient:
-    """A :class:`~rlkv.rollout.gated.GatedEngine` that lives behind ``url``.
-
-    Attributes:
-        retries: requests that failed and were repeated.
-        stale: answers from other gates, which were discarded.
-    """
+    """A :class:`~rlkv.rollout.gated.GatedEngine` behind ``url``; counts repeated requests and ``stale`` answers."""
 
     def __init__(
         self, url: str, patience: float = 600.0, report: Callable[[str], None] = lambda text: print(text, flush=True)
@@ -58,8 +53,7 @@ class RolloutClient:
     def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
         """Yield ``(index into rows.prompts, sample)``, each index once, all of the client's gates.
 
-        Raises:
-            ValueError: if the server refuses the request, or nothing arrives for longer than the patience.
+        ValueError if the server refuses the request, or nothing arrives for longer than the patience.
         """
         missing = dict(enumerate(rows.prompts))
         waiting = _Waiting(self.patience)

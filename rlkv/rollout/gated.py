@@ -41,11 +41,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Rows:
-    """Prompts (token ids) of one rollout, and which rows of it they are.
-
-    A row that is sampled again, by another engine or in another batch, gets the same tokens, up to float rounding
-    (:mod:`rlkv.rollout.draws`).
-    """
+    """Prompts (token ids) of one rollout, and which rows of it they are, on which their draws depend."""
 
     prompts: list[list[int]]
     numbers: list[int]
@@ -61,11 +57,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled completion.
-
-    ``token_ids`` include the end token; ``logprobs`` are those of its tokens in the tempered distribution, before
-    top-k and top-p; ``version`` names the gates that it was sampled under.
-    """
+    """A sampled completion with its end token, ``logprobs`` before top-k and top-p, and the version of its gates."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -17,11 +17,10 @@ from rlkv.rollout.watch import RowHooks, RowWatch
 
 
 class HFEngine(RolloutEngine):
-    """Decodes with a transformers model, as it is patched at the time of the call.
+    """Decodes with a transformers model, as it is patched at the time of the call, in batches of similar length.
 
-    Batches hold prompts of similar length, the longest first (what does not fit into memory fails at once).  Greedy
-    results do not depend on the batch, up to float rounding.  Penalties and sampling defaults of the model's own
-    generation config are not applied.
+    The longest come first (what does not fit into memory fails at once).  Sampling defaults and penalties
+    of the model's own generation config are not applied.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 16) -> None:
@@ -40,13 +39,9 @@ class HFEngine(RolloutEngine):
     def stream(
         self, prompts: list[str], sampling: SamplingParams, hooks: RowHooks | None = None
     ) -> Iterator[tuple[int, Completion]]:
-        """Yield ``(index into prompts, completion)``, batch by batch.
+        """Yield ``(index into prompts, completion)``, batch by batch; ValueError as :meth:`check_prompts`.
 
-        Args:
-            hooks: sees each completion when its row ends, before its batch does, and may end rows early.
-
-        Raises:
-            ValueError: before anything is decoded, as :meth:`check_prompts`.
+        ``hooks`` see each completion when its row ends, before its batch does, and may end rows early.
         """
         encoded = self.tokenize(prompts)
         self.check_prompts(encoded, sampling)

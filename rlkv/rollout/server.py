@@ -22,11 +22,7 @@ _END = object()
 class RolloutServer(ThreadingHTTPServer):
     """Serves ``engine`` until :meth:`shutdown`; requests for samples run one after the other.
 
-    Args:
-        address: host and port; port 0 takes a free one, see ``server_port``.
-
-    Raises:
-        ValueError: if it cannot listen at the address.
+    ``address``: host and port, 0 for a free one (``server_port``); ValueError if it cannot listen there.
     """
 
     daemon_threads = True

@@ -94,8 +94,6 @@ class VLLMEngine(RolloutEngine):
         """Give the engine's memory back; it cannot be used afterwards."""
         self.llm.llm_engine.engine_core.shutdown()
 
-    # ---- gates ----
-
     def gates(self) -> Tensor:
         """The gates that the engine's layers read, float32 ``[num_layers, num_kv_heads]``."""
         return torch.tensor(self._call_worker("rlkv_gates"))
@@ -103,8 +101,7 @@ class VLLMEngine(RolloutEngine):
     def set_gates(self, alpha_LH: Tensor) -> str:
         """Overwrite the gates in place and drop everything that was cached under the old ones.
 
-        Raises:
-            ValueError: for another shape, a model without gates, or while completions are being sampled.
+        ValueError for another shape, a model without gates, or while completions are being sampled.
         """
         if not self.has_gates:
             raise ValueError("this engine was loaded without mixed attention: give it sizes=LocalSizes(sink, window)")
@@ -126,16 +123,10 @@ class VLLMEngine(RolloutEngine):
     def _call_worker(self, method: str, *args: Any) -> Any:
         return self.llm.llm_engine.collective_rpc(method, args=args)[0]
 
-    # ---- sampling ----
-
     def sample(
         self, rows: Rows, sampling: SamplingParams, eos_ids: list[int] | None = None
     ) -> Iterator[tuple[int, Sample]]:
-        """Yield ``(index into rows.prompts, sample)`` as completions finish.
-
-        Raises:
-            ValueError: before anything is sampled, if a prompt is empty or too long.
-        """
+        """Yield ``(index into rows.prompts, sample)`` as completions finish; ValueError as :meth:`check_prompts`."""
         self.check_prompts(rows.prompts, sampling)
         engine, ends = self.llm.llm_engine, self.eos_ids if eos_ids is None else eos_ids
         self._calls += 1
@@ -154,8 +145,6 @@ class VLLMEngine(RolloutEngine):
         finally:
             if indices:  # the caller stopped early
                 engine.abort_request(list(indices), internal=False)
-
-    # ---- as any rollout engine ----
 
     def stream(self, prompts: list[str], sampling: SamplingParams) -> Iterator[tuple[int, Completion]]:
         """Yield ``(index into prompts, completion)`` as completions finish; errors as :meth:`sample`."""

@@ -71,7 +71,7 @@ def test_wrong_settings_are_named(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("absent", ["gates", "sparsity"])
 def test_missing_settings_are_named(absent: str) -> None:
-    with pytest.raises(ValueError, match=f"{absent} is missing"):
+    with pytest.raises(ValueError, match=f"{absent} must be"):
         parse_settings({key: value for key, value in REQUEST.items() if key != absent})
 
 

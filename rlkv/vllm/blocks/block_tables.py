@@ -51,11 +51,8 @@ class GapRemover:
     def __call__(self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, queries: int) -> tuple[Tensor, Tensor]:
         """The table ``[R, C]`` and the lengths ``[R]`` without the gaps.
 
-        Args:
-            table_RM: block ``m`` of request ``r``, with gaps.
-            lengths_R: tokens of each request, those of this step included.
-            starts: ``[R + 1]``, the first query of each request.
-            queries: the largest number of queries of a request.
+        ``lengths_R``: tokens of each request, those of this step included; ``starts``: ``[R + 1]``, the first query of
+        each request; ``queries``: the largest number of them.
         """
         demand = self.demand
         sinks = demand.full(demand.sink)
@@ -71,9 +68,7 @@ def prompt_lengths(common: Any) -> list[int]:
     """For each request of a step the length of its prompt, if the prompt is read in this step, else 0.
 
     The first step of all states no prompt lengths: no request can have been preempted, so what it reads is a prompt.
-
-    Raises:
-        RuntimeError: if a prompt is read in several steps, which the engine's settings rule out.
+    A preempted request is read again with what it has written, which must see no more than it did.
     """
     starts = common.query_start_loc_cpu.tolist()
     stated = None if common.rswa_prefix_lens is None else common.rswa_prefix_lens.tolist()
@@ -98,8 +93,7 @@ def prompt_lengths(common: Any) -> list[int]:
 class SteadyTables:
     """Tables without gaps at the same addresses in every step, as a captured CUDA graph needs them.
 
-    Every builder has its own: the engine may cut a bin into several block tables, and it builds the metadata of all of
-    them before it uses one.
+    Every builder has its own: the engine builds the metadata of all before it uses one.
     """
 
     def __init__(self, rows: int) -> None:

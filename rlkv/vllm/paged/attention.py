@@ -67,12 +67,9 @@ class Reads:
 def plan_reads(
     table_RC: Tensor, starts: list[int], lengths: list[int], demand: SinkWindowDemand, prompts: list[int] | None = None
 ) -> list[Reads]:
-    """What the queries of a step read.
+    """What the queries ``starts[r] <= t < starts[r + 1]`` of each request read; tables and lengths are without gaps.
 
-    Args:
-        table_RC, lengths: block tables and lengths without gaps (:mod:`rlkv.vllm.blocks.block_tables`).
-        starts: ``R + 1`` numbers: request r has the queries ``starts[r] <= t < starts[r + 1]``, its last tokens.
-        prompts: how many first tokens of each request see everything before them; None: none.
+    ``prompts``: how many first tokens of each request see everything before them; None: none.
     """
     queries = [end - start for start, end in pairwise(starts)]
     decoding = sorted((row for row, number in enumerate(queries) if number == 1), key=lambda row: lengths[row])

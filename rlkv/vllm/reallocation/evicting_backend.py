@@ -35,13 +35,9 @@ def evicting_backend() -> type[AttentionBackend]:
 
 @dataclass
 class PlacedRound:
-    """A round with its places in the cache.
+    """A round with its places in the cache: ``slots_T`` of keys and values, ``queries_ET`` of observed queries.
 
-    Attributes:
-        tokens: the step's tokens that take part; None: all of them.
-        slots_T, queries_ET: where keys and values go, and the queries; longer than the tokens, or shorter by padding.
-        due: blocks and next positions of the requests that evict first; None: there are none.
-        stock: what the engine's own kernel needs; ``reads``: what attention in torch needs.
+    ``due``: blocks and next positions of the requests that evict first; attention needs ``stock`` or ``reads``.
     """
 
     tokens: Tensor | None
