@@ -61,9 +61,7 @@ def mixed_attention(
 ) -> tuple[Tensor, None]:
     """The attention function: query ``[B, H * G, Q, D]``, key, value ``[B, H, K, D]`` -> ``([B, Q, H * G, D], None)``.
 
-    Raises:
-        ValueError: if a gated layer gets a call that would bypass its gate (a prepared 4D mask, packed sequences,
-            dropout, another attention variant).
+    ValueError if a gated layer gets a call that would bypass its gate.
     """
     holder = getattr(module, GATE, None)
     gate: Gate | None = holder.current() if holder is not None else None

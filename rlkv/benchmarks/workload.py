@@ -173,8 +173,7 @@ def theoretical_speedup(sparsity: float, kept: int, length: float) -> float:
 def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | None = None) -> dict[str, float]:
     """What ``sparsity`` should bring where memory is the limit, from lengths alone; ``eviction``: name of a policy.
 
-    The exact sparsity; ``theory``: :func:`theoretical_speedup`; ``by_blocks``: bytes times tokens that requests hold over
-    their lives, full cache over this allocation, in whole blocks.
+    ``by_blocks``: bytes times tokens that requests hold over their lives, full cache over this allocation.
     """
     allocation = HeadAllocation.from_gates(gates, sparsity)
     plan = plan_packing(allocation.full, work.demand(eviction), round(work.mean_length))

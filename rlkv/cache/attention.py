@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
@@ -26,7 +27,7 @@ IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it:
 class CachedCall:
     """One forward call, as the mask function sees it; its layers share one :class:`CallLayout` per device."""
 
-    attention_mask: torch.Tensor | None
+    attention_mask: Tensor | None
     start: int
     length: int
     rows: int
@@ -52,18 +53,17 @@ def realloc_mask(**call: Any) -> Any:
 
 def realloc_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
+    query: Tensor,
     key: Any,
     value: Any,
     attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The attention function: query ``[B, H * G, n, D]`` -> ``([B, n, H * G, D], None)``.
 
-    Raises:
-        ValueError: if the call would bypass the allocation (no or another cache, a 4D mask, dropout).
+    ValueError if the call would bypass the allocation.
     """
     if not isinstance(key, NewStates) and kwargs.get("sliding_window") is not None:
         # a layer that is left alone: the cache gave its own states, the mask function its own mask

@@ -25,9 +25,8 @@ class KeptTokens:
     """What one eviction kept in the compressible heads of one layer of one row.
 
     Attributes:
-        row: its number at that time (rows may be reordered later).
+        row, seen: its number at that time (rows may be reordered later), and tokens of it that had been read.
         heads: the H KV heads of the layer that are compressible.
-        seen: tokens of the row that had been read.
         positions: int64 ``[H, K]``, ascending positions of the kept tokens in their row (padding does not count).
         scores: float32 ``[H, K]``, their scores (of tokens that are always kept: whatever the policy gave them).
     """

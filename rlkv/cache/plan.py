@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from rlkv.attention import LocalSizes
 from rlkv.cache.schedule import RowCounts, Segment, SegmentTensors, plan_segments
@@ -54,28 +55,28 @@ class CacheSettings(LocalSizes):
 class Padding:
     """Left padding of a batch: ``counts`` int64 ``[B]``, and the extremes as plain ints."""
 
-    counts: torch.Tensor
+    counts: Tensor
     smallest: int
     largest: int
 
     @classmethod
-    def of(cls, counts: torch.Tensor) -> Padding | None:
+    def of(cls, counts: Tensor) -> Padding | None:
         """None if no row is padded."""
         smallest, largest = (int(x) for x in torch.aminmax(counts))
         return cls(counts, smallest, largest) if largest else None
 
-    def select(self, rows: torch.Tensor) -> Padding | None:
+    def select(self, rows: Tensor) -> Padding | None:
         return Padding.of(self.counts.index_select(0, rows.to(self.counts.device)))
 
     def to(self, device: torch.device) -> Padding:
         return Padding(self.counts.to(device), self.smallest, self.largest)
 
-    def real(self, num_tokens: int) -> torch.Tensor:
+    def real(self, num_tokens: int) -> Tensor:
         """bool [B, num_tokens]: which columns are no padding."""
         return torch.arange(num_tokens, device=self.counts.device) >= self.counts[:, None]
 
 
-def read_padding(attention_mask: torch.Tensor | None, known: Padding | None, start: int, length: int) -> Padding | None:
+def read_padding(attention_mask: Tensor | None, known: Padding | None, start: int, length: int) -> Padding | None:
     """The padding that a 2D mask ``[B, start + length]`` describes; ``known`` is that of the cache if start > 0.
 
     Raises:
@@ -113,7 +114,7 @@ class CacheState:
     row_counts: RowCounts | None = None
     record: bool = False
 
-    def begin_call(self, mask: torch.Tensor | None, start: int, length: int, rows: int) -> list[Segment]:
+    def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[Segment]:
         """Note the padding and plan how an eviction policy stores the call (without one: no segments)."""
         self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
@@ -135,9 +136,9 @@ class Block:
 
     begin: int
     end: int
-    mask: torch.Tensor  # bool [B or 1, 1, end - begin, R + end - begin]
-    source: torch.Tensor
-    fresh: torch.Tensor
+    mask: Tensor  # bool [B or 1, 1, end - begin, R + end - begin]
+    source: Tensor
+    fresh: Tensor
 
 
 class CallLayout:
@@ -163,7 +164,7 @@ class CallLayout:
         return self.start == 0 and self.length > 1 and self.padding is None
 
     @cached_property
-    def full_mask(self) -> torch.Tensor | None:
+    def full_mask(self) -> Tensor | None:
         """What full heads see: bool ``[B or 1, 1, n, T]``, or None where nothing is to be hidden but by causality."""
         if self.is_causal or (self.length == 1 and self.padding is None):
             return None
@@ -181,7 +182,7 @@ class CallLayout:
     # One token: written first, read after.
 
     @cached_property
-    def ring_slot(self) -> int | torch.Tensor:
+    def ring_slot(self) -> int | Tensor:
         """Slot of the new token: one int, or int64 ``[B]`` where rows are padded differently."""
         sink, window = self.settings.sink, self.settings.window
         if self.padding is not None and self.padding.largest > self.padding.smallest:
@@ -196,7 +197,7 @@ class CallLayout:
         return min(self.settings.ring, max(1, self.end - self._least_padding))
 
     @cached_property
-    def ring_mask(self) -> torch.Tensor | None:
+    def ring_mask(self) -> Tensor | None:
         """bool ``[B, 1, 1, ring_view]``, only while some row has empty slots."""
         if self.padding is None or self.end - self.padding.largest >= self.ring_view:
             return None
@@ -210,7 +211,7 @@ class CallLayout:
     # Several tokens: read first (what was cached and the call's own tokens), written after.
 
     @cached_property
-    def whole_write(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_write(self) -> tuple[Tensor, Tensor]:
         """``source`` and ``fresh`` (see :class:`Block`) of all tokens of the call at once."""
         return self._write(self.start, self.end)
 
@@ -225,13 +226,13 @@ class CallLayout:
         return blocks
 
     @cached_property
-    def _counts(self) -> torch.Tensor:
+    def _counts(self) -> Tensor:
         """int64 ``[B or 1, 1]``: padding of each row."""
         if self.padding is None:
             return torch.zeros(1, 1, dtype=torch.long, device=self.device)
         return self.padding.counts[:, None]
 
-    def _block_mask(self, begin: int, end: int) -> torch.Tensor:
+    def _block_mask(self, begin: int, end: int) -> Tensor:
         ring, sink, window = self.settings.ring, self.settings.sink, self.settings.window
         query = torch.arange(begin, end, device=self.device) - self._counts
         key = torch.cat([self._ring_positions(begin - self._counts), query], dim=1)[:, None, :]
@@ -244,12 +245,12 @@ class CallLayout:
         seen[:, :, ring:] |= torch.eye(end - begin, dtype=torch.bool, device=self.device)
         return seen[:, None]
 
-    def _write(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _write(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         after = self._ring_positions(end - self._counts)
         source = (after + self._counts - begin).clamp(0, end - begin - 1)
         return source, after >= (begin - self._counts).clamp(min=0)
 
-    def _ring_positions(self, held: torch.Tensor) -> torch.Tensor:
+    def _ring_positions(self, held: Tensor) -> Tensor:
         """int64 ``[B, R]``: the position in each slot once ``held`` ``[B, 1]`` tokens were cached; -1 if empty."""
         slot = torch.arange(self.settings.ring, device=self.device)
         newest = held - 1

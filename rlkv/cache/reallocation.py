@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from rlkv.cache.evicting import EvictingStore, KeptTokens
@@ -44,14 +45,11 @@ class HeadReallocationCache(Cache):
         eviction: the policy of the compressible heads; None: ``sink`` and ``window``.
         record: note the positions of cached tokens: ``kept`` lists what each eviction kept, ``held`` what is cached.
         stock_layers: makes transformers' own cache for the layers, by number, that are left alone (sliding windows).
-
-    Raises:
-        ValueError: for a malformed allocation, sizes out of range or an unknown ``prefill``.
     """
 
     def __init__(
         self,
-        full: torch.Tensor,
+        full: Tensor,
         sink: int = 16,
         window: int = 64,
         prefill: str = "full",
@@ -86,7 +84,7 @@ class HeadReallocationCache(Cache):
     def settings(self) -> CacheSettings:
         return self.state.settings
 
-    def fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def fill(self, key: Tensor, value: Tensor) -> None:
         """For measurements: store the states ``[B, H, T, D]`` of a prompt in every layer of an empty cache."""
         plan = CallLayout((0, key.shape[2]), self.state, key.device)
         if self.settings.eviction is not None:
@@ -116,7 +114,7 @@ class HeadReallocationCache(Cache):
         tensors = (tensor for layer in self._stock.values() for tensor in (layer.keys, layer.values))
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def held(self, row: int) -> torch.Tensor:
+    def held(self, row: int) -> Tensor:
         """Which tokens of a row each head holds: bool ``[layers, KV heads, real tokens of the row]``.
 
         Under an eviction policy it needs a cache made with ``record=True``.
@@ -136,7 +134,7 @@ class HeadReallocationCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, int64 ``[B']``."""
         for layer in self._layers.values():
             layer.select_rows(indices)

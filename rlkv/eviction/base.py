@@ -24,8 +24,8 @@ class EvictionPolicy(ABC):
     them.  A new policy only needs :meth:`scores`.
 
     Attributes:
-        budget: entries per head and sequence that an eviction keeps.
-        ratio: instead of ``budget``: an eviction keeps ``floor(ratio * tokens read so far) + extra`` entries, the
+        budget: entries per head and sequence that an eviction keeps; exactly one of it and ``ratio`` is given.
+        ratio: an eviction keeps ``floor(ratio * tokens read so far) + extra`` entries, the
             dynamic budget of RLKV (arXiv 2510.08525), appendix F.
         buffer: new entries that gather between two evictions.
         observation: a, the most recent entries, which are always kept; their queries judge the others.
@@ -33,10 +33,6 @@ class EvictionPolicy(ABC):
         extra: entries on top of ``ratio`` (S + W in appendix F).
         protect_prompt: the prompt (the first call's tokens; later chat turns are not protected) stays whole: the policy
             sees, and ``budget`` counts, only what came after it.
-
-    Raises:
-        ValueError: for values of the wrong type or out of range, or unless exactly one of ``budget`` and ``ratio`` is
-            given.
     """
 
     budget: int | None = None
@@ -180,15 +176,15 @@ def check_type(what: str, value: Any, annotation: str) -> None:
     if value is None and optional:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = {
-        "bool": isinstance(value, bool),
-        "int": number and isinstance(value, int),
-        "float": number and isfinite(value),
-        "str": isinstance(value, str),
+    kinds = {
+        "bool": (isinstance(value, bool), "true or false"),
+        "int": (number and isinstance(value, int), "a whole number"),
+        "float": (number and isfinite(value), "a number"),
+        "str": (isinstance(value, str), "a word"),
     }
-    words = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a word"}
-    if not fits.get(kind, True):
-        raise ValueError(f"{what} is {value}: it must be {words[kind]}")
+    fits, word = kinds.get(kind, (True, ""))
+    if not fits:
+        raise ValueError(f"{what} is {value}: it must be {word}")
 
 
 def check_shapes(keys: Tensor, queries: Tensor, valid: Tensor | None) -> None:

@@ -1,8 +1,6 @@
 """What the training loop asks of an engine outside its own model: take these gates, complete these prompts.
 
-Only ``num_layers * num_kv_heads`` numbers go to the engine per step: the rest of the model is frozen.
-
-Server and client exchange them as HTTP with JSON; answers are lines of JSON.
+Rollout server and client exchange it over HTTP; answers are lines of JSON.
 
     GET  /health   -> the fields of EngineFacts, "version" of the gates, "busy"
     POST /gates    {"alpha": [[...]]} -> {"version"}

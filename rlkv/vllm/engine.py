@@ -47,10 +47,6 @@ class VLLMEngine(RolloutEngine):
             kv_gib: memory of the KV cache in GiB; rows that do not fit wait.
             max_rows: completions decoded at once.
             engine_options: further options of ``vllm.LLM``.
-
-        Raises:
-            ValueError: if vLLM is not installed or of an untested version, the model cannot be loaded, or mixed
-                attention does not serve it.
         """
         check_version()
         for name, value in _ENVIRONMENT.items():

@@ -68,7 +68,7 @@ def check_version() -> None:
 
 
 def check_installed() -> None:
-    """As :func:`check_version`, and if the engine would not load this plugin, and so silently serve the full cache."""
+    """As :func:`check_version`, and if the engine would not load this plugin and serve the full cache."""
     check_version()
     if not any(entry.value == ENTRY_POINT for entry in entry_points(group=GROUP)):
         raise ValueError(

@@ -39,9 +39,6 @@ class ServingSettings:
         reference_tokens: the length of a request for which memory is planned and reported.
         eviction: instead of sinks and a window: name and fields of a policy, as :func:`rlkv.eviction.make_policy`
             takes them, such as ``{"name": "rkv", "budget": 256}``.
-
-    Raises:
-        ValueError: for impossible values.
     """
 
     gates: str | None = None

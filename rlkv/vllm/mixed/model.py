@@ -91,5 +91,5 @@ class GateWorker:
         return self._gates().cpu().tolist()
 
     def rlkv_set_gates(self, alpha: list[list[float]]) -> None:
-        """Overwrite the gates in place; the layers read them from now on."""
+        """Overwrite the gates in place."""
         self._gates().copy_(torch.tensor(alpha, dtype=torch.float32))

@@ -40,10 +40,10 @@ class Reads:
 
     Attributes:
         token_RQ, position_RQ: the queries, by their place in the step and in their text.
-        block_RC: the blocks that are read; ``column_K``: the position of each slot in them.
+        block_RC, column_K: the blocks that are read, and the position of each slot in them.
         prompt: so many first tokens see everything before them.
         unwritten: row, column and slot of each slot that is read but may not have been written yet.
-        seen_RQK: bool ``[R, Q, C * N]``; None if it is made again for each layer, because all together may be large.
+        seen_RQK: bool ``[R, Q, C * N]``; None: made for each layer, because all together may be large.
     """
 
     token_RQ: Tensor
