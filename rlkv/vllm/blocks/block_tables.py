@@ -17,7 +17,7 @@ from rlkv.vllm.blocks.demand import SinkWindowDemand
 
 @dataclass
 class GapRemover:
-    """Removes the gaps from the block tables of one bin; all layers of the bin share it."""
+    """Removes the gaps from the block tables of one bin; ``full_prefill``: its prompts are read in full."""
 
     demand: SinkWindowDemand
     full_prefill: bool = False

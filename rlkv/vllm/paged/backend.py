@@ -72,15 +72,7 @@ class AttendingImpl(AttentionImpl):
     """One layer; subclasses write its attention."""
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv: Tensor,
-        step: Any,
-        output: Tensor,
-        **scales: Any,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, output: Tensor, **kw: Any
     ) -> Tensor:
         if step is None:  # the engine's profiling run
             return output.zero_()
@@ -101,10 +93,8 @@ class TorchImpl(AttendingImpl):
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
 
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        write_cache(key, value, kv_cache, slot_mapping)
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
+        write_cache(key, value, kv_cache, slots_T)
 
 
 class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
