@@ -20,7 +20,7 @@ from rlkv.cache.schedule import RowCounts, Segment, SegmentTensors, plan_segment
 from rlkv.eviction.base import EvictionPolicy
 
 PREFILL_MODES = ("full", "local")
-BLOCK = 512  # queries of a local prompt that attend in one go: its cost is linear in the prompt
+BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class CallLayout:
             return real[:, None, None, :]
         columns = torch.arange(self.end, device=self.device)
         queries = columns[self.start :, None]
-        # a padding query sees itself: a row of nothing but -inf would be NaN in some kernels
+        # a padding query sees itself: a row of -inf alone would be NaN in some kernels
         return ((real[:, None, :] & (columns <= queries)) | (columns == queries))[:, None]
 
     # One token: written first, read after.

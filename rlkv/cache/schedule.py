@@ -57,7 +57,7 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens ``begin <= i < end`` of a call, which are stored and attended to in one go.
+    """Tokens ``begin <= i < end`` of a call, which are stored and attended to together.
 
     ``before``: the rows when they arrive; ``stored``: with them; ``after``: the same, or after an eviction, when
     rows have ``kept`` ``[B]`` evictable entries (None: no row evicts).
@@ -147,7 +147,7 @@ class SegmentTensors:
         column = torch.arange(self.total, device=self.device)
         query = column[self.columns_before :, None]
         real = column >= (self.total - held.to(self.device))[:, None]
-        # a padding query sees itself: a row of nothing but -inf would be NaN in some kernels
+        # a padding query sees itself: a row of -inf alone would be NaN in some kernels
         return ((real[:, None, :] & (column <= query)) | (column == query))[:, None]
 
     @cached_property
