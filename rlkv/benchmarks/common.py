@@ -122,10 +122,7 @@ def write_result(
     panels: list[Panel],
     **facts: Any,
 ) -> None:
-    """Write NAME.json, NAME.md and NAME.png, and print the page.
-
-    ``facts`` join the JSON file; ``versions`` among them are added to the installed ones.
-    """
+    """Write NAME.json (with ``facts``; their ``versions`` join the installed ones), .md and .png; print the page."""
     found = provenance()
     found["versions"] |= facts.pop("versions", {})
     content = {"config": asdict(config), "title": title, **facts, **found, "results": results}

@@ -12,10 +12,7 @@ GROWTH = 1.5
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values ``[B, H, capacity, D]``, of which the first T are in use; grows by half when full.
-
-    Rows may be selected, repeated and reordered, and the end cropped, as with transformers' own layer.
-    """
+    """Keys and values ``[B, H, capacity, D]``, of which the first T are in use; grows by half when full."""
 
     keys: Any
     values: Any
@@ -32,14 +29,13 @@ class GrowingLayer(DynamicLayer):
         start = self.get_seq_length()
         end = start + key_states.shape[2]
         if self._store is None or end > self._store[0].shape[2]:
-            self._grow(end, key_states, value_states)
-        assert self._store is not None
+            self._store = self._grown(end, key_states, value_states)
         for store, new in zip(self._store, (key_states, value_states), strict=True):
             store[:, :, start:end] = new
         self.keys, self.values = (store[:, :, :end] for store in self._store)
         return self.keys, self.values
 
-    def _grow(self, end: int, *like: Tensor) -> None:
+    def _grown(self, end: int, *like: Tensor) -> tuple[Tensor, Tensor]:
         capacity = int(end * GROWTH)
         if self.limit is not None:
             capacity = max(end, min(capacity, self.limit))
@@ -47,7 +43,7 @@ class GrowingLayer(DynamicLayer):
         used = self.get_seq_length()
         if used:
             key[:, :, :used], value[:, :, :used] = self.keys, self.values
-        self._store = (key, value)
+        return key, value
 
     # any change of the rows drops the buffer, which is allocated again at the next token
 

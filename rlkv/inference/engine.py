@@ -104,13 +104,7 @@ class InferenceEngine(HFEngine):
         Raises:
             ValueError: if there is nothing to complete or the text exceeds the model's positions.
         """
-        if not ids:
-            raise ValueError("the prompt is empty: there is nothing to complete")
-        if len(ids) + sampling.max_new_tokens > self.max_positions:
-            raise ValueError(
-                f"{len(ids)} tokens of prompt and max_new_tokens={sampling.max_new_tokens} exceed the model's "
-                f"{self.max_positions} positions: shorten the prompt or lower max_new_tokens"
-            )
+        self.check_prompts([ids], sampling)
         input_ids = torch.tensor([ids], device=self.model.device)
         generate: Any = self.model.generate
         devices = [self.model.device] if self.model.device.type == "cuda" else []

@@ -12,26 +12,23 @@ from transformers import Cache, GenerationConfig, PreTrainedModel, PreTrainedTok
 
 from rlkv.cache import IMPLEMENTATION as COMPRESSED
 from rlkv.cache.growing import growing_cache
-from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.rollout.base import Completion, RolloutEngine, SamplingParams, end_tokens
 from rlkv.rollout.watch import RowHooks, RowWatch
 
 
-class HFEngine:
-    """Decodes with a transformers model, as it is patched at the time of the call.
+class HFEngine(RolloutEngine):
+    """Decodes with a transformers model, as it is patched at the time of the call, in batches of similar length.
 
-    Batches hold prompts of similar length, the longest first (what does not fit into memory fails at once).  Greedy
-    results do not depend on the batch, up to float rounding.  Penalties and sampling defaults of the model's own
-    generation config are not applied.
+    The longest come first (what does not fit into memory fails at once).  Sampling defaults and penalties
+    of the model's own generation config are not applied.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 16) -> None:
         """``model`` should be in eval mode, on its device; model or tokenizer must name an end token."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.model = model
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.eos_ids = _end_tokens(model, tokenizer)
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.eos_ids = end_tokens(model.generation_config, tokenizer)
         self.pad_id = self.eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     @property
@@ -39,43 +36,19 @@ class HFEngine:
         """The model's ``max_position_embeddings`` (no limit if its config has none)."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
-    def prompt_lengths(self, prompts: list[str]) -> list[int]:
-        """Tokens of each prompt."""
-        return [len(ids) for ids in self._encode(prompts)]
-
     def stream(
         self, prompts: list[str], sampling: SamplingParams, hooks: RowHooks | None = None
     ) -> Iterator[tuple[int, Completion]]:
-        """Yield ``(index into prompts, completion)``, batch by batch.
+        """Yield ``(index into prompts, completion)``, batch by batch; ValueError as :meth:`check_prompts`.
 
-        Args:
-            hooks: sees each completion when its row ends, before its batch does, and may end rows early.
-
-        Raises:
-            ValueError: before anything is decoded, if a prompt is empty or does not fit into the model's
-                positions together with ``max_new_tokens``.
+        ``hooks`` see each completion when its row ends, before its batch does, and may end rows early.
         """
-        encoded = self._encode(prompts)
-        for index, ids in enumerate(encoded):
-            if not ids:
-                raise ValueError(f"prompt {index} is empty: there is nothing to complete")
-            if len(ids) + sampling.max_new_tokens > self.max_positions:
-                raise ValueError(
-                    f"prompt {index} has {len(ids)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
-                    f"exceeds the model's {self.max_positions} positions: shorten the prompt or lower max_new_tokens"
-                )
+        encoded = self.tokenize(prompts)
+        self.check_prompts(encoded, sampling)
         order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
             yield from self._decode({i: encoded[i] for i in rows}, sampling, start, hooks or RowHooks()).items()
-
-    def generate(self, prompts: list[str], sampling: SamplingParams, hooks: RowHooks | None = None) -> list[Completion]:
-        """The completions in the order of ``prompts``; otherwise as :meth:`stream`."""
-        found = dict(self.stream(prompts, sampling, hooks))
-        return [found[i] for i in range(len(prompts))]
-
-    def _encode(self, prompts: list[str]) -> list[list[int]]:
-        return self.tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
 
     def _decode(
         self, rows: dict[int, list[int]], sampling: SamplingParams, draw: int, hooks: RowHooks
@@ -139,12 +112,3 @@ class HFEngine:
         kept = ids if end is None else ids[: end + 1]
         text = str(self.tokenizer.decode(kept, skip_special_tokens=True))
         return Completion(kept, text, "length" if end is None else "stop")
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        eos = tokenizer.eos_token_id
-    if eos is None:
-        raise ValueError("neither the model's generation config nor its tokenizer names an end token (eos_token_id)")
-    return [eos] if isinstance(eos, int) else list(eos)

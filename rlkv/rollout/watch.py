@@ -26,10 +26,8 @@ class StopRule(Protocol):
 class RowHooks:
     """Callbacks while a batch is decoded.
 
-    Attributes:
-        on_end: called with the index of the prompt and its completion as soon as the row has ended.
-        stop: ends a row whose last ``stop.window`` tokens it refuses; the completion's finish reason is then
-            ``repetition``.  The other rows are decoded as without it.
+    ``on_end`` gets the index of a prompt and its completion as soon as its row has ended; ``stop`` ends rows, whose
+    finish reason is then ``repetition``.
     """
 
     on_end: Callable[[int, Completion], None] | None = None
@@ -37,13 +35,9 @@ class RowHooks:
 
 
 class RowWatch(StoppingCriteria):
-    """Looks at the rows of one batch after every token.
+    """Looks at the rows of one batch after every token; prompts have ``width`` columns, ``limit``: most new tokens.
 
-    It reads one small tensor a token from the device, where ``generate`` waits for the device itself.
-
-    Args:
-        width: columns of the prompts; limit: most new tokens.
-        on_end: called with row, new tokens (end token included) and whether the rule ended it.
+    ``on_end`` is called with row, new tokens (end token included) and whether the rule ended it.
     """
 
     def __init__(
