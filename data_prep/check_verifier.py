@@ -17,7 +17,8 @@ from pathlib import Path
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
 from rlkv.data.deepscaler import load_problems
-from rlkv.evaluation.report.checks import check_verifier, verifier_page, write_checks
+from rlkv.evaluation.report.checks import Check, accepted, check_verifier, write_checks
+from rlkv.evaluation.report.page import Page
 from rlkv.verifier.verifier import Verifier
 
 
@@ -29,6 +30,22 @@ class VerifierConfig:
     """where verifier.json and verifier.md go"""
     timeout: float = 5.0
     """CPU seconds that one comparison may take"""
+
+
+def verifier_page(rows: list[Check]) -> Page:
+    """The counts of :func:`check_verifier`, a row per ``input`` with its ``seconds``."""
+    page = Page("Verifier")
+    page.table(
+        ["solutions of", "own answer accepted", "next problem's answer accepted", "left out", "seconds"],
+        [
+            [
+                *(Path(row["input"]).name, accepted(row), f"{len(row['accepted'])} of {row['next']}"),
+                *(str(row["left_out"]), f"{row['seconds']:.1f}"),
+            ]
+            for row in rows
+        ],
+    )
+    return page
 
 
 def main() -> None:

@@ -13,16 +13,125 @@ Three measurements with sink 4 and window 16 over chains of 3 to 12 definitions 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from rlkv.cache import CacheSettings
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
+from rlkv.evaluation.elimination import Trace, TraceScorer, backward_elimination, num_scores, without_head
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.inference.engine import InferenceEngine
+from rlkv.inference.options import ModelOptions, check_positive
+from rlkv.models.prompts import render_prompt
+from rlkv.models.shape import ModelShape
+from rlkv.rollout.base import SamplingParams
+from rlkv.tiny import GROUND_TRUTH, problems
+from rlkv.tiny.task import MIN_DEFINITIONS, longest_solution
 from rlkv.utils.atomic import write_json
+from rlkv.utils.progress import progress_bar
+from rlkv.utils.provenance import provenance
+from rlkv.verifier.verifier import are_correct
+
+SEEDS = {"accuracy": 4_000_003, "traces": 3_000_003}  # of the problems
+REMOVABLE = 0.95  # accuracy below which heads are needed
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroundTruthConfig(ModelOptions):
+    """Measure which KV heads the built-in model needs."""
+
+    output: Path = GROUND_TRUTH
+    """the JSON file to write"""
+    num_problems: int = 200
+    """problems per decoded accuracy"""
+    num_traces: int = 200
+    """problems whose solutions are teacher-forced"""
+    longest: int = 12
+    """most definitions of a problem"""
+    random_draws: int = 10
+    """random halves of the heads"""
+    sink: int = 4
+    """first tokens that compressible heads keep"""
+    window: int = 16
+    """last tokens that they keep"""
+    dtype: str = "float32"
+    """of the model"""
+
+    def check(self) -> None:
+        check_positive(self, "num_problems", "num_traces", "random_draws")
+
+
+def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
+    """All measurements, JSON-able; the order of the heads is under ``elimination``."""
+    model, tokenizer = config.load()
+    shape = ModelShape.from_config(model.config)
+    layers, heads = shape.num_layers, shape.num_kv_heads
+    total, limit = layers * heads, longest_solution(config.longest)
+    everything = HeadAllocation(torch.ones(layers, heads, dtype=torch.bool))
+    engine = InferenceEngine(model, tokenizer, everything, config.sink, config.window, batch_size=100)
+    numbers = {"accuracy": config.num_problems, "traces": config.num_traces}
+    drawn = {kind: problems(numbers[kind], seed, max_definitions=config.longest) for kind, seed in SEEDS.items()}
+    rendered = {kind: [render_prompt(tokenizer, p["problem"]) for p in of] for kind, of in drawn.items()}
+
+    def decode(kind: str) -> tuple[list[list[int]], list[bool]]:
+        """Tokens and verdict of every problem under the engine's allocation."""
+        completions, _ = engine.batch(rendered[kind], SamplingParams(limit))
+        pairs = zip(completions, drawn[kind], strict=True)
+        return [c.token_ids for c in completions], are_correct((c.text, p["answer"]) for c, p in pairs)
+
+    def accuracies(title: str, allocations: list[HeadAllocation]) -> list[float]:
+        found = []
+        with progress_bar(title, "allocations", len(allocations)) as bar:
+            for allocation in allocations:
+                engine.allocation = allocation
+                found.append(sum(decode("accuracy")[1]) / config.num_problems)
+                bar.advance()
+        engine.allocation = everything
+        return found
+
+    halves = [HeadAllocation.random(layers, heads, 0.5, seed) for seed in range(config.random_draws)]
+    full_accuracy, *half_accuracy = accuracies("random halves", [everything, *halves])
+    single = [without_head(everything.full, layer, head) for layer in range(layers) for head in range(heads)]
+    lost = [full_accuracy - found for found in accuracies("single heads", single)]
+    solved = zip(rendered["traces"], *decode("traces"), strict=True)
+    traces = [Trace(tuple(engine.encode(prompt)), tuple(output)) for prompt, output, right in solved if right]
+    with progress_bar("elimination", "scores", num_scores(total, total)) as bar:
+        scorer = TraceScorer(model, traces, config.sink, config.window)
+        steps = backward_elimination(scorer, everything, bar.advance)
+    order = [(step.layer, step.head) for step in steps]
+    partial = [HeadAllocation.from_order(order, layers, heads, k / total) for k in range(1, total + 1)]
+    curve = accuracies("accuracy after every step", partial)
+    settings = {**asdict(CacheSettings(config.sink, config.window)), "max_new_tokens": limit}
+    return {
+        "model": shape.to_dict(),
+        "settings": {name: value for name, value in settings.items() if value is not None},
+        "num_problems": config.num_problems,
+        "definitions": [MIN_DEFINITIONS, config.longest],
+        "problem_seeds": SEEDS,
+        "num_traces": len(traces),
+        "full_accuracy": full_accuracy,
+        "random_half_accuracy": half_accuracy,
+        "random_half_mean": sum(half_accuracy) / len(half_accuracy),
+        "accuracy_lost_by_single_head": [lost[i : i + heads] for i in range(0, total, heads)],
+        "elimination": [
+            {
+                "layer": step.layer,
+                "head": step.head,
+                "accuracy": decoded,
+                "traces_reproduced": step.score[0],
+                "mean_log_probability": step.score[1],
+            }
+            for step, decoded in zip(steps, curve, strict=True)
+        ],
+        "heads_removable_before_0.95": next((k for k, a in enumerate(curve) if a < REMOVABLE), total),
+    }
 
 
 def main() -> None:
-    from rlkv.evaluation.heads.ground_truth import GroundTruthConfig, measure_ground_truth
-    from rlkv.utils.provenance import provenance
-
     config = parse(GroundTruthConfig, __doc__)
     result = measure_ground_truth(config)
     write_json(config.output, {**result, **provenance()})

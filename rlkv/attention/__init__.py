@@ -1,8 +1,4 @@
-"""Mixed attention for transformers: ``alpha * full + (1 - alpha) * local`` per KV head, with no patch of the model.
-
-Importing this package registers the attention implementation :data:`IMPLEMENTATION`; the gates themselves come
-from :class:`rlkv.training.head_gate.HeadGateConfig`.
-"""
+"""Mixed attention: ``alpha * full + (1 - alpha) * local`` per KV head; registers ``rlkv_mixed`` with transformers."""
 
 from rlkv.attention.call import LocalSizes
 from rlkv.attention.mixed import IMPLEMENTATION, Gate

@@ -19,12 +19,17 @@ from rlkv.attention.call import MixedCall, local_rule
 MIN_BLOCK = 64  # queries per block of the banded form; below it the matrix products are too small to be fast
 
 
+def one_query_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One query per row: the group takes the place of the queries, and no key is copied per head."""
+    grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).view_as(query)
+
+
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """The plain form: ``mask`` is bool ``[B, 1, Q, K]``."""
+    if query.shape[2] == 1:
+        return one_query_attention(query, key, value, mask, scale)
     groups = query.shape[1] // key.shape[1]
-    if query.shape[2] == 1:  # one query: the group takes the place of the queries, and no key is copied per head
-        grouped = query.reshape(*key.shape[:2], groups, query.shape[-1])
-        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).view_as(query)
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
@@ -33,8 +38,7 @@ def full_attention(query: Tensor, key: Tensor, value: Tensor, call: MixedCall, s
     """Causal attention over everything; without left padding it needs no mask."""
     rows = call.rows(query.device)
     if call.q_length == 1 and not rows.left and not rows.right:
-        grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])
-        return F.scaled_dot_product_attention(grouped, key, value, scale=scale).view_as(query)
+        return one_query_attention(query, key, value, None, scale)
     if call.q_length == call.kv_length and not rows.left:
         # padding on the right is later than every real token, which therefore never sees it
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -86,9 +90,7 @@ def decode_local_attention(
     def kept(states: Tensor) -> Tensor:
         return torch.cat([_take_sinks(states, position_BS, sink), states[:, :, start:]], dim=2)
 
-    grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])
-    mixed = F.scaled_dot_product_attention(grouped, kept(key), kept(value), attn_mask=mask, scale=scale)
-    return mixed.view_as(query)
+    return one_query_attention(query, kept(key), kept(value), mask, scale)
 
 
 def banded_local_attention(

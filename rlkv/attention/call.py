@@ -1,13 +1,13 @@
 """What the layers of one forward call share: where each row's tokens lie, and the masks made from that.
 
-The mask function of transformers runs once per forward call, decode steps included, and whatever it returns reaches
-the attention function untouched.  It returns a :class:`MixedCall`; masks are made when the first layer asks.
+transformers calls the mask function once per forward call and hands its result, a :class:`MixedCall`, to each layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,22 +33,17 @@ class LocalSizes:
 
     def __post_init__(self) -> None:
         if self.sink < 0 or self.window < 1:
-            raise ValueError(f"sink must be 0 or more and window 1 or more, got sink={self.sink}, window={self.window}")
+            raise ValueError(
+                f"sink is {self.sink} and window is {self.window}: they must be at least 0 and 1 tokens (the window "
+                "holds the current one)"
+            )
 
 
 class Rows:
-    """The real tokens of every row: positions ``first <= k < end`` of K, without holes.
-
-    Shapes: B rows, K key positions.  ``first`` and ``end`` are int64 ``[B]``; ``left`` and ``right`` say whether any
-    row is padded on that side.
-    """
+    """The real tokens of every row, ``first <= k < end`` (int64 ``[B]``), and on which sides any row is padded."""
 
     def __init__(self, padding_BK: Tensor | None, batch_size: int, kv_length: int, device: torch.device) -> None:
-        """``padding_BK`` is bool, True for real tokens; None means no padding.
-
-        Raises:
-            ValueError: if a row has padding between its tokens, or the mask does not cover all keys.
-        """
+        """``padding_BK``: bool, True for real tokens; ValueError for padding between tokens or another size."""
         if padding_BK is not None and padding_BK.shape != (batch_size, kv_length):
             raise ValueError(
                 f"the attention_mask has shape {tuple(padding_BK.shape)}, but the call has {batch_size} rows of "
@@ -88,25 +83,22 @@ def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, A
     return visible
 
 
+@dataclass
 class MixedCall:
     """One forward call: ``q_length`` queries that start at position ``q_offset``, over ``kv_length`` keys.
 
-    ``sink`` and ``window`` come from each layer's gate, so that adapters with different sizes can coexist.
+    ``padding_BK`` is the 2D mask; ``make_stock_mask`` makes the mask of the implementation ``sdpa``.  ``sink`` and
+    ``window`` come from each layer's gate, so that adapters with different sizes can coexist.
     """
 
-    def __init__(
-        self,
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int,
-        padding_BK: Tensor | None,
-        causal: bool,
-        stock_mask: Callable[[], Tensor | None],
-    ) -> None:
-        self.batch_size, self.q_length, self.kv_length, self.q_offset = batch_size, q_length, kv_length, q_offset
-        self.causal, self._padding_BK, self._stock_mask = causal, padding_BK, stock_mask
-        self._made: dict[Any, Any] = {}
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int
+    padding_BK: Tensor | None
+    causal: bool
+    make_stock_mask: Callable[[], Tensor | None]
+    _made: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """``make()``, computed by the first layer that asks for ``key`` and shared by the others."""
@@ -116,13 +108,13 @@ class MixedCall:
 
     def stock_mask(self) -> Tensor | None:
         """The mask that the implementation ``sdpa`` gets: bool ``[B, 1, Q, K]``, or None for plain causal."""
-        return self.once("stock", self._stock_mask)
+        return self.once("stock", self.make_stock_mask)
 
     def rows(self, device: torch.device) -> Rows:
         """Where each row's real tokens lie, on ``device``."""
 
         def make() -> Rows:
-            padding = None if self._padding_BK is None else self._padding_BK.to(device)
+            padding = None if self.padding_BK is None else self.padding_BK.to(device)
             return Rows(padding, self.batch_size, self.kv_length, device)
 
         return self.once(("rows", device), make)
@@ -139,42 +131,18 @@ class MixedCall:
         return self.once(("local", sink, window, device), make)
 
 
-def mixed_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    **kwargs: Any,
-) -> MixedCall | Tensor | None:
+def mixed_mask(*, q_length: int, kv_length: int, q_offset: int | Tensor, **kwargs: Any) -> MixedCall | Tensor | None:
     """The mask function of ``rlkv_mixed``.  Sliding-window and chunked layers (``local_size``) get their usual mask.
 
-    Raises:
-        ValueError: with a static cache, whose keys do not end at the query.
+    ValueError with a static cache, whose keys do not end at the query.
     """
-
-    def stock_mask() -> Tensor | None:
-        return sdpa_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            **kwargs,
-        )
-
-    if local_size is not None:
+    stock_mask = partial(sdpa_mask, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs)
+    if kwargs.get("local_size") is not None:
         return stock_mask()
-    if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
+    if isinstance(q_offset, Tensor) or kwargs.get("kv_offset") or q_offset + q_length != kv_length:
         raise ValueError(
             "gated attention does not work with a static or offloaded static cache (cache_implementation='static'): "
             "leave cache_implementation at its default"
         )
-    causal = mask_function is causal_mask_function
-    return MixedCall(batch_size, q_length, kv_length, q_offset, attention_mask, causal, stock_mask)
+    causal = kwargs["mask_function"] is causal_mask_function
+    return MixedCall(kwargs["batch_size"], q_length, kv_length, q_offset, kwargs["attention_mask"], causal, stock_mask)

@@ -1,8 +1,7 @@
-"""The attention implementation ``rlkv_mixed``: ``alpha * full + (1 - alpha) * local`` per KV head.
+"""The attention implementation ``rlkv_mixed`` (arXiv 2510.08525, equation of the mixed attention).
 
-Source: arXiv 2510.08525, equation of the mixed attention; local = the first S tokens and the last W tokens.
-It serves any decoder that goes through ``AttentionInterface``.  Layers without a gate, and all layers while the
-adapter is disabled, run the stock ``sdpa`` attention with the stock mask, except where one token is decoded.
+Layers without a gate, and all layers while the adapter is disabled, run the stock ``sdpa`` attention and mask, except
+where one token is decoded.
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ def mixed_attention(
 ) -> tuple[Tensor, None]:
     """The attention function: query ``[B, H * G, Q, D]``, key, value ``[B, H, K, D]`` -> ``([B, Q, H * G, D], None)``.
 
-    Raises:
-        ValueError: if a gated layer gets a call that would bypass its gate (a prepared 4D mask, packed sequences,
-            dropout, another attention variant).
+    ValueError if a gated layer gets a call that would bypass its gate.
     """
     holder = getattr(module, GATE, None)
     gate: Gate | None = holder.current() if holder is not None else None

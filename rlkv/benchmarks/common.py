@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,13 +92,13 @@ class TimingConfig(LlamaSizes):
         return model.to(**self.options).eval()
 
     def write(self, name: str, results: list[dict[str, Any]], columns: Mapping[str, str], panels: list[Panel]) -> None:
-        """The files of a benchmark, with a table (:func:`add_table`) and a title that names model and machine."""
+        """The files of a benchmark, with a table (:meth:`Page.records`) and a title that names model and machine."""
         device, dtype = self.options["device"], str(self.options["dtype"])[6:]
         with torch.device("meta"):
             parameters = LlamaForCausalLM(self.llama(1024)).num_parameters()
         machine = hardware_line() + (f", {hardware()['torch_threads']} threads" if device.type == "cpu" else "")
         title, page = f"Llama of {parameters / 1e6:.0f} M parameters, {dtype}, {machine}", Page(f"rlkv-bench {name}")
-        add_table(page, results, columns)
+        page.records(results, columns)
         facts = {"parameters": parameters, "dtype": dtype, "device": str(device)}
         write_result(self.output_dir, name, title, self, results, page, panels, **facts)
 
@@ -112,18 +112,6 @@ def at_least(least: float, **options: float | tuple[float, ...]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {shown}: give numbers of {least:g} or more")
 
 
-def add_table(page: Page, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str = "") -> None:
-    """Add a table of ``rows``; ``columns``: the format of a cell by the column's title, empty where a row lacks it."""
-
-    def cell(form: str, row: Mapping[str, Any]) -> str:
-        try:
-            return form.format(**row)
-        except (KeyError, TypeError):
-            return ""
-
-    page.table(list(columns), [[cell(form, row) for form in columns.values()] for row in rows], caption)
-
-
 def write_result(
     folder: Path,
     name: str,
@@ -134,10 +122,7 @@ def write_result(
     panels: list[Panel],
     **facts: Any,
 ) -> None:
-    """Write NAME.json, NAME.md and NAME.png, and print the page.
-
-    ``facts`` join the JSON file; ``versions`` among them are added to the installed ones.
-    """
+    """Write NAME.json (with ``facts``; their ``versions`` join the installed ones), .md and .png; print the page."""
     found = provenance()
     found["versions"] |= facts.pop("versions", {})
     content = {"config": asdict(config), "title": title, **facts, **found, "results": results}

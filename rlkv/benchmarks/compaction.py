@@ -1,7 +1,6 @@
-"""What an eviction costs: its time against one decode step, and its memory high-water mark.
+"""What an eviction costs: its time in all layers against one decode step, and its memory high-water mark.
 
-States are random.  An eviction happens in every layer, so *layers x one eviction / one step of the whole model* is
-compared; a policy with a buffer pays that once per ``buffer`` tokens.
+A policy with a buffer pays that once per ``buffer`` tokens. States are random.
 """
 
 from __future__ import annotations
@@ -71,12 +70,8 @@ def draw_states(config: CompactionConfig, name: str, entries: int) -> tuple[Evic
     keys, values = (torch.randn(config.rows, config.kv_heads, entries, size, **config.options) for _ in "kv")
     if name == ALIKE:  # keys share more than half
         keys += 1.2 * torch.randn(config.rows, config.kv_heads, 1, size, **config.options)
-    return (
-        policy,
-        keys,
-        values,
-        torch.randn(config.rows, config.query_heads, policy.observation, size, **config.options),
-    )
+    queries = torch.randn(config.rows, config.query_heads, policy.observation, size, **config.options)
+    return policy, keys, values, queries
 
 
 @torch.inference_mode()

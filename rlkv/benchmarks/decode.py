@@ -1,7 +1,6 @@
 """How long a decode step takes and how many bytes of KV it reads, against transformers' DynamicCache.
 
-Caches are filled with random states instead of reading a prompt: the time of a decode step depends on how much is
-cached, not on what.  All variants take turns within one run, so that a machine that slows down slows all of them.
+Caches hold random states. All variants take turns, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ class DecodeConfig(TimingConfig):
 
 @dataclass
 class Variant:
-    """One cache that takes its turns.
-
-    ``times`` are seconds per step; ``kv_bytes`` is held when ``context`` tokens are cached, before decoding.
-    """
+    """One cache that takes its turns: seconds per step, and bytes held when ``context`` tokens are cached."""
 
     name: str
     implementation: str
@@ -93,7 +89,7 @@ class Variant:
     kv_bytes: int = 0
 
     def milliseconds(self) -> float:
-        """Median time per step (one token of every row)."""
+        """Median time per step."""
         return 1000 * statistics.median(self.times)
 
 

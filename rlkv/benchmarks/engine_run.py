@@ -1,7 +1,4 @@
-"""One run of the serving benchmark, in a process of its own: one vLLM engine lives per process.
-
-python -m rlkv.benchmarks.engine_run TASK.json RESULT.json
-"""
+"""One run of the serving benchmark, in its own process: python -m rlkv.benchmarks.engine_run TASK.json RESULT.json"""
 
 from __future__ import annotations
 
@@ -55,10 +52,9 @@ class Watch:
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
-    """Serve all requests at once and say how it went.
+    """Serve all requests at once and say how it went, in seconds; they all arrive at the start.
 
     ``task``: ``workload``, ``setting``, ``model`` (a folder with a config), ``rlkv`` (settings of the plugin or None).
-    Times are in seconds; percentiles of ``ttft`` and ``latency`` are over requests, from the start, when all arrive.
     """
     work = Workload.from_dict(task["workload"])
     engine = _start_engine(work, task)

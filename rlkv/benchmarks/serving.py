@@ -1,7 +1,6 @@
 """Offline throughput of the vLLM plugin: the full cache and head reallocation in turns, each run in its own process.
 
-All requests arrive at once, with the same prompts and forced output lengths, and all modes have pools of the same
-bytes. The full cache is the stock model; the plugin is loaded there too, and idle. Weights are random.
+All requests arrive at once, with forced output lengths, and all modes have pools of the same bytes. Weights are random.
 """
 
 from __future__ import annotations
@@ -186,11 +185,7 @@ class Spread(list[float]):
 def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per setting and mode: a :class:`Spread` of every metric over the rounds.
 
-    ``speedup`` and ``step_ratio`` compare a run with the full cache's of the same round; ``theory`` and ``by_blocks``
-    are what the lengths let expect where memory is the limit (:func:`rlkv.benchmarks.workload.expect`).
-
-    Raises:
-        ValueError: if pools differ by more than one block.
+    ``speedup`` and ``step_ratio`` compare a run with the full cache's of the same round.  ValueError if pools differ.
     """
     full = {(row["setting"], row["round"]): row for row in results if row["sparsity"] is None}
     rows: list[dict[str, Any]] = []

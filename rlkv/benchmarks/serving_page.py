@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from rlkv.benchmarks.common import add_table, write_result
+from rlkv.benchmarks.common import write_result
 from rlkv.benchmarks.serving import ServingConfig, do_runs, summarize
 from rlkv.benchmarks.workload import Workload
 from rlkv.evaluation.report.page import Page
@@ -15,14 +15,12 @@ from rlkv.utils.provenance import hardware_line
 from rlkv.vllm.plugin import check_installed, installed_version
 
 NOTE = (
-    "Figures are medians over the rounds, in brackets the least and the greatest. x full: tokens/s over those of the "
-    "full cache in the same round. Theory: 1 / ((1-s) + s K/L) with the mean length L and room for K entries, S+W or "
-    "budget and buffer. By blocks: the same for the blocks that these requests hold over their lives. Both are about "
-    "how many requests fit, so they do not apply where memory is not the limit. KV bytes per token: bytes of the "
-    "blocks in use over the tokens of the running requests, mean over all steps, with the steps that are in flight. "
-    "Pool: KV tokens by the engine's own count for requests of the longest length, with the blocks that it reserves "
-    "for a step in flight. Times are from the start, when all requests arrive. Every run is a process of its own, "
-    "with the scheduler in it."
+    "Medians over the rounds, in brackets the least and the greatest. x full: tokens/s over those of the full cache in "
+    "the same round. Theory: 1 / ((1-s) + s K/L) with the mean length L and room for K entries, S+W or budget and "
+    "buffer. By blocks: the same for the blocks that these requests hold over their lives. Both apply where memory is "
+    "the limit. KV bytes per token: bytes of the blocks in use over the tokens of the running requests, mean over all "
+    "steps. Pool: KV tokens by the engine's own count for requests of the longest length. Times are from the start, "
+    "when all requests arrive. Every run is a process of its own, with the scheduler in it."
 )
 SPEED = {
     "mode": "{mode}",
@@ -58,8 +56,8 @@ def serving_page(work: Workload, rows: list[dict[str, Any]]) -> Page:
             f"{pool // work.bytes_per_token:,} tokens of the full cache; S={work.sink}, W={work.window}, with eviction "
             f"{work.budget} entries and a buffer of {work.buffer}; blocks of {work.block_size}."
         )
-        add_table(page, own, SPEED)
-        add_table(page, own, MEMORY)
+        page.records(own, SPEED)
+        page.records(own, MEMORY)
     page.paragraph(NOTE)
     return page
 

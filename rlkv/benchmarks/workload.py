@@ -139,12 +139,9 @@ class Workload(LlamaSizes):
         return (sum(map(len, self.prompts)) + sum(self.output_lengths)) / self.requests
 
     def pool_bytes(self, setting: str) -> int:
-        """The same for every mode: whole blocks of the full cache, and the one that the engine sets aside.
-
-        A roomy pool holds the longest requests at once, with a tenth more for blocks that packing does not fill.
-        """
+        """The same for every mode: whole blocks of the full cache, and the one that the engine sets aside."""
         blocks = -(-self.pool_tokens // self.block_size)
-        if setting == ROOMY:
+        if setting == ROOMY:  # the longest requests at once, and a tenth more for what packing leaves empty
             blocks = math.ceil(1.1 * self.roomy_rows * (-(-self.positions // self.block_size) + 1))
         return (blocks + 1) * self.block_size * self.bytes_per_token
 
@@ -176,8 +173,7 @@ def theoretical_speedup(sparsity: float, kept: int, length: float) -> float:
 def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | None = None) -> dict[str, float]:
     """What ``sparsity`` should bring where memory is the limit, from lengths alone; ``eviction``: name of a policy.
 
-    ``sparsity`` is the exact share of compressible heads; ``theory`` is :func:`theoretical_speedup`; ``by_blocks``:
-    bytes times tokens that the requests hold over their lives, full cache over this allocation, in whole blocks.
+    ``by_blocks``: bytes times tokens that requests hold over their lives, full cache over this allocation.
     """
     allocation = HeadAllocation.from_gates(gates, sparsity)
     plan = plan_packing(allocation.full, work.demand(eviction), round(work.mean_length))

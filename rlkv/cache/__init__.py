@@ -1,7 +1,4 @@
-"""The serving cache: full heads keep everything, compressible heads keep sinks and a window.
-
-Importing this package registers the attention implementation ``rlkv_realloc`` with transformers.
-"""
+"""The serving cache; importing it registers the attention implementation ``rlkv_realloc`` with transformers."""
 
 from rlkv.cache.attention import IMPLEMENTATION
 from rlkv.cache.plan import PREFILL_MODES, CacheSettings

@@ -1,8 +1,4 @@
-"""How many bytes of KV a cache has in use after a text, computed from lengths alone.
-
-It runs the cache's own bookkeeping (:mod:`rlkv.cache.schedule`) without states: budgets can be chosen before anything
-is decoded, and every row of a batch is counted at its own end.
-"""
+"""How many bytes of KV a cache has in use after a text: its own bookkeeping, without states."""
 
 from __future__ import annotations
 
@@ -30,13 +26,13 @@ class EntrySize:
     @classmethod
     def of(cls, model: PreTrainedModel) -> EntrySize:
         """The sizes of a model; ValueError if it has layers without full attention."""
-        shape = ModelShape.from_config(model.config)
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(
                 f"{model.config.model_type} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}: bytes "
                 "of KV can be computed for models with full attention in every layer only"
             )
+        shape = ModelShape.from_config(model.config)
         return cls(shape.head_dim, shape.num_query_heads // shape.num_kv_heads, model.dtype.itemsize)
 
     @property
@@ -59,15 +55,6 @@ def entries_by_step(policy: EvictionPolicy, prompts: Tensor, prefill: str = "ful
         seen += 1
 
 
-def evicting_entries(policy: EvictionPolicy, prompts: Tensor, tokens: Tensor, prefill: str = "full") -> Tensor:
-    """As :func:`entries_by_step`, when ``tokens`` int64 ``[B]`` tokens of each row are cached in all."""
-    entries = torch.zeros_like(prompts)
-    steps = range(int((tokens - prompts).max()) + 1)
-    for step, held in zip(steps, entries_by_step(policy, prompts, prefill), strict=False):
-        entries = torch.where(tokens - prompts >= step, held, entries)
-    return entries
-
-
 def kv_nbytes(
     settings: CacheSettings, full: Tensor, size: EntrySize, prompts: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -75,10 +62,13 @@ def kv_nbytes(
 
     Args:
         settings: what compressible heads keep; full: bool ``[layers, KV heads]``.
-        prompts, tokens: as of :func:`evicting_entries`.
+        prompts, tokens: int64 ``[B]``, tokens of the first call and of all calls.
     """
-    policy = settings.eviction
-    entries = None if policy is None else evicting_entries(policy, prompts, tokens, settings.prefill)
+    entries = None
+    if settings.eviction is not None:
+        entries, steps = torch.zeros_like(prompts), range(int((tokens - prompts).max()) + 1)
+        for step, held in zip(steps, entries_by_step(settings.eviction, prompts, settings.prefill), strict=False):
+            entries = torch.where(tokens - prompts >= step, held, entries)
     return nbytes_of_entries(settings, full, size, tokens, entries)
 
 

@@ -1,84 +1,69 @@
 """The attention implementation ``rlkv_realloc`` for transformers: one attention call per group of heads.
 
-It works with any decoder that goes through ``AttentionInterface``: the cache's ``update`` returns the new states with
-the cache's layer, the attention module hands them on, and the mask function passes the 2D padding mask.
+The cache's ``update`` returns the new states with the cache's layer, the attention module hands them on unread, and the
+mask function passes the 2D padding mask.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from rlkv.attention.call import refuse_variants
 from rlkv.cache.layer import NewStates
-from rlkv.cache.plan import CacheState, CallLayout, read_padding
+from rlkv.cache.plan import CacheState, CallLayout
 from rlkv.cache.schedule import Segment
 
 IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 
 
+@dataclass
 class CachedCall:
     """One forward call, as the mask function sees it; its layers share one :class:`CallLayout` per device."""
 
-    def __init__(self, attention_mask: torch.Tensor | None, start: int, length: int, rows: int) -> None:
-        self.attention_mask, self.start, self.length, self.rows = attention_mask, start, length, rows
-        self._plans: dict[torch.device, CallLayout] = {}
-        self._segments: list[Segment] = []
+    attention_mask: Tensor | None
+    start: int
+    length: int
+    rows: int
+    _plans: dict[torch.device, CallLayout] = field(default_factory=dict)
+    _segments: list[Segment] = field(default_factory=list)
 
     def plan(self, state: CacheState, device: torch.device) -> CallLayout:
         """The plan on ``device``; the first layer of the call notes padding and counts in ``state``."""
+        span = (self.start, self.length)
         if not self._plans:
-            padding = read_padding(self.attention_mask, state.padding, self.start, self.length)
-            self._segments = state.begin_call(padding, self.start, self.length, self.rows)
+            self._segments = state.begin_call(self.attention_mask, *span, self.rows)
         if device not in self._plans:
-            padding, segments = state.padding, self._segments
-            self._plans[device] = CallLayout(state.settings, self.start, self.length, padding, device, segments)
+            self._plans[device] = CallLayout(span, state, device, self._segments)
         return self._plans[device]
 
 
-def realloc_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
+def realloc_mask(**call: Any) -> Any:
     """The mask function: keeps the 2D mask ``[B, T]``; masks of sliding-window layers are made as for sdpa."""
-    if mask_function is not causal_mask_function:
-        return sdpa_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
-    return CachedCall(attention_mask, int(q_offset), q_length, batch_size)
+    if call["mask_function"] is not causal_mask_function:
+        return sdpa_mask(**call)
+    return CachedCall(call["attention_mask"], int(call["q_offset"]), call["q_length"], call["batch_size"])
 
 
 def realloc_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
+    query: Tensor,
     key: Any,
     value: Any,
     attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The attention function: query ``[B, H * G, n, D]`` -> ``([B, n, H * G, D], None)``.
 
-    Raises:
-        ValueError: if the call would bypass the allocation (no or another cache, a 4D mask, dropout).
+    ValueError if the call would bypass the allocation.
     """
     if not isinstance(key, NewStates) and kwargs.get("sliding_window") is not None:
         # a layer that is not changed: the cache gave its own states, the mask function its own mask

@@ -25,9 +25,8 @@ class KeptTokens:
     """What one eviction kept in the compressible heads of one layer of one row.
 
     Attributes:
-        layer, row: where (the row's number at that time: rows may be reordered later).
+        row, seen: its number at that time (rows may be reordered later), and tokens of it that had been read.
         heads: the H KV heads of the layer that are compressible.
-        seen: tokens of the row that had been read.
         positions: int64 ``[H, K]``, ascending positions of the kept tokens in their row (padding does not count).
         scores: float32 ``[H, K]``, their scores (of tokens that are always kept: as the policy gave them).
     """
@@ -41,11 +40,7 @@ class KeptTokens:
 
 
 class EvictingStore(Store):
-    """KV of the compressible heads of one layer.
-
-    Also held, and counted, are the queries that the policy observes and the scores that it accumulates.  Positions of
-    the entries are held only if the cache records what is kept, and not counted.
-    """
+    """KV of the compressible heads of one layer; positions of the entries are held only to record what is kept."""
 
     def __init__(
         self, heads: Sequence[int], layer: int, state: CacheState, policy: EvictionPolicy, records: list[KeptTokens]
@@ -194,16 +189,9 @@ class EvictingStore(Store):
         assert segment.due is not None
         for i, row in enumerate(segment.due.nonzero()[:, 0].tolist()):
             index = kept[i, :, kept.shape[2] - int(segment.budgets[i]) :]
-            self.records.append(
-                KeptTokens(
-                    self.layer,
-                    row,
-                    self.heads,
-                    seen=int(segment.seen[i]),
-                    positions=positions[i].gather(1, index).cpu(),
-                    scores=scores[i].float().gather(1, index).cpu(),
-                )
-            )
+            kept_positions, kept_scores = (plane[i].gather(1, index).cpu() for plane in (positions, scores.float()))
+            seen = int(segment.seen[i])
+            self.records.append(KeptTokens(self.layer, row, self.heads, seen, kept_positions, kept_scores))
 
     def _make_room(self, needed: int, used: int) -> None:
         """Make room for ``needed`` entries of each row; the first ``used`` are kept."""

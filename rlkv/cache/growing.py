@@ -14,10 +14,7 @@ GROWTH = 1.5
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values ``[B, H, capacity, D]``, of which the first T are in use; grows by half when full.
-
-    Rows may be selected, repeated and reordered, and the end cropped, as with transformers' own layer.
-    """
+    """Keys and values ``[B, H, capacity, D]``, of which the first T are in use; grows by half when full."""
 
     keys: Any
     values: Any
@@ -34,20 +31,19 @@ class GrowingLayer(DynamicLayer):
         start = self.get_seq_length()
         end = start + key_states.shape[2]
         if self._store is None or end > self._store[0].shape[2]:
-            self._grow(end, key_states, value_states)
-        assert self._store is not None
+            self._store = self._grown(end, key_states, value_states)
         for store, new in zip(self._store, (key_states, value_states), strict=True):
             store[:, :, start:end] = new
         self.keys, self.values = (store[:, :, :end] for store in self._store)
         return self.keys, self.values
 
-    def _grow(self, end: int, *like: Tensor) -> None:
+    def _grown(self, end: int, *like: Tensor) -> tuple[Tensor, Tensor]:
         capacity = self._capacity(end)
         key, value = (new.new_empty(*new.shape[:2], capacity, new.shape[3]) for new in like)
         used = self.get_seq_length()
         if used:
             key[:, :, :used], value[:, :, :used] = self.keys, self.values
-        self._store = (key, value)
+        return key, value
 
     def _capacity(self, needed: int) -> int:
         capacity = int(needed * GROWTH)

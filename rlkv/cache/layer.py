@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
@@ -19,14 +20,11 @@ class NewStates(NamedTuple):
     """What :meth:`ReallocationLayer.update` hands to the attention function instead of one tensor."""
 
     layer: ReallocationLayer
-    states: torch.Tensor  # [B, H, n, D], the new tokens only
+    states: Tensor  # [B, H, n, D], the new tokens only
 
 
 class ReallocationLayer(CacheLayerMixin):
-    """KV of one layer.
-
-    ``update`` only hands the new states on: the attention function, which knows the padding, calls
-    :meth:`attend_and_store`.
+    """KV of one layer; the attention function, which knows the padding, stores the states that ``update`` hands on.
 
     Args:
         full_heads: bool ``[H]``.
@@ -40,23 +38,21 @@ class ReallocationLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, full_heads: torch.Tensor, state: CacheState, compressible: Callable[[list[int]], Store], reserve: int = 0
+        self, full_heads: Tensor, state: CacheState, compressible: Callable[[list[int]], Store], reserve: int = 0
     ) -> None:
         super().__init__()
         self.state = state
         self.num_heads = full_heads.numel()
         full, others = full_heads.nonzero().flatten(), (~full_heads).nonzero().flatten()
         self.restore = torch.cat([full, others]).argsort()
-        self.stores: list[tuple[torch.Tensor, Store]] = []  # each with its heads
+        self.stores: list[tuple[Tensor, Store]] = []  # each with its heads
         if len(full):
             self.stores.append((full, FullStore(len(full), state, reserve)))
         if len(others):
             self.stores.append((others, compressible(others.tolist())))
         self.length = 0
 
-    # transformers' interface
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the batch, device and dtype of the first states ``[B, H, n, D]``."""
         found = key_states.shape[1]
         if found != self.num_heads:
@@ -68,9 +64,7 @@ class ReallocationLayer(CacheLayerMixin):
             store.allocate(key_states, value_states)
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """The new states, for the attention function ``rlkv_realloc`` to store and attend to."""
         return NewStates(self, key_states), NewStates(self, value_states)
 
@@ -99,7 +93,7 @@ class ReallocationLayer(CacheLayerMixin):
     def offload(self) -> None:
         raise ValueError("HeadReallocationCache does not offload: use the default cache implementation")
 
-    def select_rows(self, rows: torch.Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keep (or repeat, or reorder) the rows ``rows`` int64 ``[B']`` of the batch."""
         if self.is_initialized:
             rows = rows.to(self.device)
@@ -114,9 +108,7 @@ class ReallocationLayer(CacheLayerMixin):
         self.batch_size += other.batch_size
         self.length = layout.columns
 
-    # memory, once initialized
-
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All tensors that the KV cache holds."""
         return [tensor for _, store in self.stores for tensor in store.tensors()]
 
@@ -128,16 +120,12 @@ class ReallocationLayer(CacheLayerMixin):
         """Bytes that the full cache would hold for the same tokens."""
         return self.num_heads * self.batch_size * self.length * self.stores[0][1].entry_nbytes
 
-    def held(self, row: int, tokens: int) -> torch.Tensor:
+    def held(self, row: int, tokens: int) -> Tensor:
         """Which of a row's ``tokens`` real tokens each head holds: bool ``[H, tokens]`` on the CPU."""
         parts = [store.held(row, tokens) for _, store in self.stores]
         return torch.cat(parts).index_select(0, self.restore.cpu())
 
-    # storing and attending
-
-    def attend_and_store(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
-    ) -> torch.Tensor:
+    def attend_and_store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
         """Cache the n new tokens and attend: query ``[B, H * G, n, D]`` -> ``[B, n, H * G, D]``."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
@@ -157,9 +145,7 @@ class ReallocationLayer(CacheLayerMixin):
         self.length = plan.end
         return out.flatten(1, 2).transpose(1, 2).contiguous()
 
-    def store(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: CallLayout, scale: float
-    ) -> None:
+    def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
         """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending to anything."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
@@ -167,5 +153,5 @@ class ReallocationLayer(CacheLayerMixin):
             store.store(self._pick(query, index), self._pick(key, index), self._pick(value, index), plan, scale)
         self.length = plan.end
 
-    def _pick(self, states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def _pick(self, states: Tensor, index: Tensor) -> Tensor:
         return states if len(index) == self.num_heads else states.index_select(1, index)

@@ -8,20 +8,23 @@ slot j of a row whose newest position is t is in use exactly if j <= t.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
+from rlkv.attention import LocalSizes
 from rlkv.cache.schedule import RowCounts, Segment, SegmentTensors, plan_segments
 from rlkv.eviction.base import EvictionPolicy
 
 PREFILL_MODES = ("full", "local")
-BLOCK = 512  # queries of a local prompt that attend together: its cost is linear in the prompt
+BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
 
 
 @dataclass(frozen=True)
-class CacheSettings:
+class CacheSettings(LocalSizes):
     """What the compressible heads keep: ``sink`` first and ``window`` last real tokens of each row.
 
     With ``eviction`` they keep what that policy chooses instead, and ``sink`` and ``window`` have no effect.
@@ -33,10 +36,7 @@ class CacheSettings:
     eviction: EvictionPolicy | None = None
 
     def __post_init__(self) -> None:
-        if self.sink < 0:
-            raise ValueError(f"sink is {self.sink}: it must be 0 or more tokens")
-        if self.window < 1:
-            raise ValueError(f"window is {self.window}: it must be 1 or more tokens (the current one counts)")
+        super().__post_init__()
         if self.prefill not in PREFILL_MODES:
             raise ValueError(f"unknown prefill {self.prefill!r}: choose one of {', '.join(PREFILL_MODES)}")
         if self.eviction is not None and not isinstance(self.eviction, EvictionPolicy):
@@ -55,28 +55,28 @@ class CacheSettings:
 class Padding:
     """Left padding of a batch: ``counts`` int64 ``[B]``, and the extremes as plain ints."""
 
-    counts: torch.Tensor
+    counts: Tensor
     smallest: int
     largest: int
 
     @classmethod
-    def of(cls, counts: torch.Tensor) -> Padding | None:
+    def of(cls, counts: Tensor) -> Padding | None:
         """None if no row is padded."""
         smallest, largest = (int(x) for x in torch.aminmax(counts))
         return cls(counts, smallest, largest) if largest else None
 
-    def select(self, rows: torch.Tensor) -> Padding | None:
+    def select(self, rows: Tensor) -> Padding | None:
         return Padding.of(self.counts.index_select(0, rows.to(self.counts.device)))
 
     def to(self, device: torch.device) -> Padding:
         return Padding(self.counts.to(device), self.smallest, self.largest)
 
-    def real(self, num_tokens: int) -> torch.Tensor:
+    def real(self, num_tokens: int) -> Tensor:
         """bool [B, num_tokens]: which columns hold real tokens."""
         return torch.arange(num_tokens, device=self.counts.device) >= self.counts[:, None]
 
 
-def read_padding(attention_mask: torch.Tensor | None, known: Padding | None, start: int, length: int) -> Padding | None:
+def read_padding(attention_mask: Tensor | None, known: Padding | None, start: int, length: int) -> Padding | None:
     """The padding that a 2D mask ``[B, start + length]`` describes; ``known`` is that of the cache if start > 0.
 
     Raises:
@@ -114,14 +114,14 @@ class CacheState:
     row_counts: RowCounts | None = None
     record: bool = False
 
-    def begin_call(self, padding: Padding | None, start: int, length: int, rows: int) -> list[Segment]:
+    def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[Segment]:
         """Note the padding and plan how an eviction policy stores the call (without one: no segments)."""
-        self.padding = padding
+        self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
         if policy is None:
             return []
         before = RowCounts.start(rows) if self.row_counts is None else self.row_counts
-        padded = padding.counts if padding is not None else None
+        padded = self.padding.counts if self.padding is not None else None
         segments = plan_segments(policy, before, padded, start, length, self.settings.prefill == "full")
         self.row_counts = segments[-1].after
         return segments
@@ -150,39 +150,30 @@ class JoinLayout:
 
 
 @dataclass(frozen=True)
-class RingWrite:
-    """Which of several new tokens each slot takes (``source`` int64 [B or 1, R]), if any (``fresh``, bool)."""
-
-    source: torch.Tensor
-    fresh: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Block:
-    """Tokens ``begin <= i < end`` of a call, attending to the R ring entries and to themselves."""
+    """Tokens ``begin <= i < end`` of a call, attending to the R ring entries and to themselves.
+
+    Each slot then takes the new token ``source`` int64 ``[B or 1, R]``, if it is ``fresh`` (bool).
+    """
 
     begin: int
     end: int
-    mask: torch.Tensor  # bool [B or 1, 1, end - begin, R + end - begin]
-    write: RingWrite
+    mask: Tensor  # bool [B or 1, 1, end - begin, R + end - begin]
+    source: Tensor
+    fresh: Tensor
 
 
 class CallLayout:
     """Indices and masks that all layers of one forward call share; each is built once, when first asked for."""
 
     def __init__(
-        self,
-        settings: CacheSettings,
-        start: int,
-        length: int,
-        padding: Padding | None,
-        device: torch.device,
-        segments: list[Segment] | None = None,
+        self, call: tuple[int, int], state: CacheState, device: torch.device, segments: Sequence[Segment] = ()
     ) -> None:
-        self.settings, self.start, self.length, self.end = settings, start, length, start + length
-        self.segments = [SegmentTensors(segment, device) for segment in segments or []]
-        self.padding = padding.to(device) if padding is not None else None
-        self.device = device
+        """``call``: cached tokens before it, and its own."""
+        self.settings, self.device, (self.start, self.length) = state.settings, device, call
+        self.end = self.start + self.length
+        self.segments = [SegmentTensors(segment, device) for segment in segments]
+        self.padding = state.padding.to(device) if state.padding is not None else None
 
     @property
     def is_prompt(self) -> bool:
@@ -195,7 +186,7 @@ class CallLayout:
         return self.start == 0 and self.length > 1 and self.padding is None
 
     @cached_property
-    def full_mask(self) -> torch.Tensor | None:
+    def full_mask(self) -> Tensor | None:
         """What full heads see: bool ``[B or 1, 1, n, T]``, or None where a causal mask is enough."""
         if self.is_causal or (self.length == 1 and self.padding is None):
             return None
@@ -213,7 +204,7 @@ class CallLayout:
     # One token: written first, read after.
 
     @cached_property
-    def ring_slot(self) -> int | torch.Tensor:
+    def ring_slot(self) -> int | Tensor:
         """Slot of the new token: one int, or int64 ``[B]`` where rows are padded differently."""
         sink, window = self.settings.sink, self.settings.window
         if self.padding is not None and self.padding.largest > self.padding.smallest:
@@ -228,7 +219,7 @@ class CallLayout:
         return min(self.settings.ring, max(1, self.end - self._least_padding))
 
     @cached_property
-    def ring_mask(self) -> torch.Tensor | None:
+    def ring_mask(self) -> Tensor | None:
         """bool ``[B, 1, 1, ring_view]``, only while some row has empty slots."""
         if self.padding is None or self.end - self.padding.largest >= self.ring_view:
             return None
@@ -242,8 +233,8 @@ class CallLayout:
     # Several tokens: read first (what was cached and the call's own tokens), written after.
 
     @cached_property
-    def whole_write(self) -> RingWrite:
-        """The ring write of all tokens of the call at once."""
+    def whole_write(self) -> tuple[Tensor, Tensor]:
+        """``source`` and ``fresh`` (see :class:`Block`) of all tokens of the call at once."""
         return self._write(self.start, self.end)
 
     @cached_property
@@ -252,18 +243,18 @@ class CallLayout:
         step, blocks = self.length if self.settings.prefill == "full" else BLOCK, []
         for begin in range(self.start, self.end, step):
             end = min(begin + step, self.end)
-            write = self._write(begin, end)
-            blocks.append(Block(begin - self.start, end - self.start, self._block_mask(begin, end), write))
+            span = (begin - self.start, end - self.start)
+            blocks.append(Block(*span, self._block_mask(begin, end), *self._write(begin, end)))
         return blocks
 
     @cached_property
-    def _counts(self) -> torch.Tensor:
+    def _counts(self) -> Tensor:
         """int64 ``[B or 1, 1]``: padding of each row."""
         if self.padding is None:
             return torch.zeros(1, 1, dtype=torch.long, device=self.device)
         return self.padding.counts[:, None]
 
-    def _block_mask(self, begin: int, end: int) -> torch.Tensor:
+    def _block_mask(self, begin: int, end: int) -> Tensor:
         ring, sink, window = self.settings.ring, self.settings.sink, self.settings.window
         query = torch.arange(begin, end, device=self.device) - self._counts
         key = torch.cat([self._ring_positions(begin - self._counts), query], dim=1)[:, None, :]
@@ -276,12 +267,12 @@ class CallLayout:
         seen[:, :, ring:] |= torch.eye(end - begin, dtype=torch.bool, device=self.device)
         return seen[:, None]
 
-    def _write(self, begin: int, end: int) -> RingWrite:
+    def _write(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         after = self._ring_positions(end - self._counts)
-        fresh = after >= (begin - self._counts).clamp(min=0)
-        return RingWrite((after + self._counts - begin).clamp(0, end - begin - 1), fresh)
+        source = (after + self._counts - begin).clamp(0, end - begin - 1)
+        return source, after >= (begin - self._counts).clamp(min=0)
 
-    def _ring_positions(self, held: torch.Tensor) -> torch.Tensor:
+    def _ring_positions(self, held: Tensor) -> Tensor:
         """int64 ``[B, R]``: the position in each slot once ``held`` ``[B, 1]`` tokens were cached; -1 if empty."""
         slot = torch.arange(self.settings.ring, device=self.device)
         newest = held - 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from rlkv.cache.evicting import EvictingStore, KeptTokens
@@ -17,21 +19,17 @@ from rlkv.eviction.base import EvictionPolicy
 class HeadReallocationCache(Cache):
     """A transformers cache in which compressible heads hold a constant number of tokens.
 
-    It needs the attention implementation ``rlkv_realloc`` (``rlkv.compress`` sets both).
-
-    *Memory.*  With B rows, F full and C compressible heads over all layers, heads of D elements of e bytes, and
-    T tokens (left padding counts), the KV tensors hold exactly ::
+    It needs the attention implementation ``rlkv_realloc`` (``rlkv.compress`` sets both).  With B rows, F full and C
+    compressible heads over all layers, heads of D elements of e bytes, and T tokens (left padding counts) it holds ::
 
         nbytes      = 2 * B * D * e * (F * capacity + C * (S + W))
         full_nbytes = 2 * B * D * e * (F + C) * T
 
-    where ``capacity = T`` if ``reserve=T`` was asked for, and otherwise is the length of the first call rounded
-    up to a multiple of 16, growing by a sixteenth (again rounded up to 16) whenever it is used up; ``generate``
-    under ``rlkv.compress`` cuts the headroom at the length at which generation must end.
+    where ``capacity`` is T with ``reserve=T``, and otherwise grows by a sixteenth, in multiples of 16, up to the length
+    at which ``generate`` must end.
 
-    *What a token sees.*  Full heads: everything before it.  Compressible heads: the first S real tokens of its row
-    and the last W, itself included; in a call of several tokens (a prompt, or a later chat turn) with
-    ``prefill="full"`` additionally all earlier tokens of that same call, which is compressed when it has been read.
+    Full heads see everything before a token; compressible heads the first S real tokens of its row and the last W,
+    itself included, and with ``prefill="full"`` all earlier tokens of the same call, which is compressed afterwards.
 
     *Eviction.*  With a policy, compressible heads keep what it chooses instead: up to ``budget + buffer`` entries of
     each row (more for policies without a fixed budget).  ``nbytes`` then also counts the queries and scores that the
@@ -42,8 +40,7 @@ class HeadReallocationCache(Cache):
 
     Args:
         full: bool ``[num_layers, num_kv_heads]``, True for full heads (``HeadAllocation.full``).
-        sink: S, real tokens at the start of each row that compressible heads keep.
-        window: W, last tokens that they keep; the current one counts.
+        sink, window: S first and W last real tokens of each row that compressible heads keep.
         prefill: ``"full"`` or ``"local"``.
         reserve: tokens for which full heads get memory up front, exactly; 0: grow with the text.
         eviction: the policy of the compressible heads; None: ``sink`` and ``window``.
@@ -56,7 +53,7 @@ class HeadReallocationCache(Cache):
 
     def __init__(
         self,
-        full: torch.Tensor,
+        full: Tensor,
         sink: int = 16,
         window: int = 64,
         prefill: str = "full",
@@ -75,26 +72,25 @@ class HeadReallocationCache(Cache):
         self.kept: list[KeptTokens] = []
         self._make_stock, self._stock = stock_layers, stock_layers()
         self._layers = {
-            layer: ReallocationLayer(heads, self.state, self._compressible_store(layer), reserve)
+            layer: ReallocationLayer(heads, self.state, partial(self._compressible_store, layer), reserve)
             for layer, heads in enumerate(self.full)
             if layer not in self._stock
         }
         every: dict[int, CacheLayerMixin] = {**self._stock, **self._layers}
         super().__init__(layers=[every[layer] for layer in sorted(every)])
 
-    def _compressible_store(self, layer: int) -> Callable[[list[int]], Store]:
-        policy = self.settings.eviction
-        if policy is None:
-            return lambda heads: RingStore(len(heads), self.state)
-        return lambda heads: EvictingStore(heads, layer, self.state, policy, self.kept)
+    def _compressible_store(self, layer: int, heads: list[int]) -> Store:
+        if self.settings.eviction is None:
+            return RingStore(len(heads), self.state)
+        return EvictingStore(heads, layer, self.state, self.settings.eviction, self.kept)
 
     @property
     def settings(self) -> CacheSettings:
         return self.state.settings
 
-    def fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def fill(self, key: Tensor, value: Tensor) -> None:
         """For measurements: store the states ``[B, H, T, D]`` of a prompt in every layer of an empty cache."""
-        plan = CallLayout(self.settings, 0, key.shape[2], None, key.device)
+        plan = CallLayout((0, key.shape[2]), self.state, key.device)
         if self.settings.eviction is not None:
             raise ValueError("fill() has no queries to give an eviction policy: let the model read a prompt instead")
         for layer in self._layers.values():
@@ -114,20 +110,15 @@ class HeadReallocationCache(Cache):
         """Bytes that the full cache would hold for the same tokens (as transformers' DynamicCache does)."""
         return self._stock_nbytes() + sum(layer.full_nbytes() for layer in self._allocated())
 
-    def num_heads(self) -> tuple[int, int]:
-        """(full heads, compressible heads) over all layers."""
-        num_full = int(self.full.sum())
-        return num_full, self.full.numel() - num_full
-
     def _allocated(self) -> list[ReallocationLayer]:
         return [layer for layer in self._layers.values() if layer.is_initialized]
 
     def _stock_nbytes(self) -> int:
         """Bytes of the layers that are not changed: they are always held, so they count on both sides."""
-        held = [layer for layer in self._stock.values() if layer.is_initialized]
-        return sum(tensor.nbytes for layer in held for tensor in (layer.keys, layer.values) if tensor is not None)
+        tensors = (tensor for layer in self._stock.values() for tensor in (layer.keys, layer.values))
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def held(self, row: int) -> torch.Tensor:
+    def held(self, row: int) -> Tensor:
         """Which tokens of a row each head holds: bool ``[layers, KV heads, real tokens of the row]``.
 
         Under an eviction policy it needs a cache made with ``record=True``.
@@ -147,7 +138,7 @@ class HeadReallocationCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, int64 ``[B']``."""
         for layer in self._layers.values():
             layer.select_rows(indices)

@@ -1,10 +1,8 @@
 """When the rows of a batch evict, and down to how many entries: bookkeeping that all layers share.
 
-Shapes: B rows, n tokens of a call.  All tensors here are small, int64 ``[B]`` and on the CPU: nothing waits for a GPU.
-
-The entries of a row are contiguous and end at a common column, as left-padded tokens do: row b of a store that uses M
-columns holds its ``held[b]`` entries in the columns ``M - held[b]`` to ``M - 1``, and ``M`` is the largest ``held``.
-So a new token goes to the same column in all rows, also when rows evict at different times.
+Its tensors are int64 ``[B]``, of B rows, on the CPU: nothing waits for a GPU.  Rows end at a common column, as
+left-padded tokens do: of the M columns in use, row b holds the last ``held[b]``; M is the largest ``held``.  So a new
+token goes to the same column in all rows.
 """
 
 from __future__ import annotations

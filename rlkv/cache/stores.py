@@ -1,7 +1,6 @@
 """Stores of a layer's KV, and the two simple ones: a growing buffer for full heads, a ring for compressible ones.
 
-Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, T tokens cached, R = S + W ring entries,
-D size of a head.
+Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, R = S + W ring entries, D head size.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.cache.plan import CacheState, CallLayout, JoinLayout, RingWrite
+from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 
 # A buffer grows by 1/16 of its entries, rounded up to a multiple of 16: little headroom, and copying 16 entries a token
 # (on average) costs little compared with reading all of them in each step.
@@ -174,13 +173,13 @@ class RingStore(Store):
             keys = torch.cat([self.keys, key[:, :, span]], dim=2)
             values = torch.cat([self.values, value[:, :, span]], dim=2)
             parts.append(attend(query[:, :, :, span], keys, values, block.mask, False, scale))
-            _write_tokens(self.keys, key[:, :, span], block.write)
-            _write_tokens(self.values, value[:, :, span], block.write)
+            _write_tokens(self.keys, key[:, :, span], block.source, block.fresh)
+            _write_tokens(self.values, value[:, :, span], block.source, block.fresh)
         return torch.cat(parts, dim=3)
 
     def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
-        _write_tokens(self.keys, key, plan.whole_write)
-        _write_tokens(self.values, value, plan.whole_write)
+        _write_tokens(self.keys, key, *plan.whole_write)
+        _write_tokens(self.values, value, *plan.whole_write)
 
     def join(self, other: RingStore, layout: JoinLayout) -> None:
         # slots follow from a token's position in its row, which padding does not change
@@ -204,6 +203,6 @@ def _write_token(ring: Tensor, states: Tensor, slot: int | Tensor) -> None:
         ring.scatter_(2, slot[:, None, None, None].expand_as(states), states)
 
 
-def _write_tokens(ring: Tensor, states: Tensor, write: RingWrite) -> None:
-    index = write.source[:, None, :, None].expand(*ring.shape[:3], states.shape[3])
-    ring.copy_(torch.where(write.fresh[:, None, :, None], states.gather(2, index), ring))
+def _write_tokens(ring: Tensor, states: Tensor, source: Tensor, fresh: Tensor) -> None:
+    index = source[:, None, :, None].expand(*ring.shape[:3], states.shape[3])
+    ring.copy_(torch.where(fresh[:, None, :, None], states.gather(2, index), ring))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.evaluation.report.eval_page import write_report
+from rlkv.evaluation.report.eval_report import write_report
 from rlkv.evaluation.run.evaluation import EvalConfig, evaluate
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from rlkv.data.deepscaler import load_problems
 from rlkv.data.filter_config import DecodeOptions
 from rlkv.data.filter_job import problems_digest
-from rlkv.inference.options import check_positive
+from rlkv.inference.options import SamplingOptions, check_positive
 from rlkv.models.builtin import TINY
 from rlkv.models.prompts import choose_template, render_prompt
-from rlkv.rollout.base import SamplingParams
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import commit
 from rlkv.utils.store import open_store
@@ -24,7 +23,7 @@ VERDICTS = {None: "unknown", True: "correct", False: "wrong"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleConfig(DecodeOptions):
+class SampleConfig(SamplingOptions, DecodeOptions):
     """What to sample."""
 
     output: Path
@@ -37,12 +36,6 @@ class SampleConfig(DecodeOptions):
     """completions per problem"""
     max_new_tokens: int = 440
     """tokens of a completion"""
-    temperature: float = 0.0
-    """0 is greedy decoding"""
-    top_p: float = 1.0
-    """share of probability that may be drawn from"""
-    top_k: int = 0
-    """0 means no limit"""
 
     def check(self) -> None:
         super().check()
@@ -51,11 +44,7 @@ class SampleConfig(DecodeOptions):
             raise ValueError(
                 f"--samples {self.samples} at temperature 0 would give equal completions: set --temperature above 0"
             )
-        self.sampling()
-
-    def sampling(self) -> SamplingParams:
-        """How to decode."""
-        return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
+        self.sampling_params(self.max_new_tokens)
 
 
 def sample(config: SampleConfig) -> None:
@@ -77,12 +66,13 @@ def sample(config: SampleConfig) -> None:
         if not wanted:
             return
         engine = config.load_engine()
+        sampling = config.sampling_params(config.max_new_tokens)
         prompts = [render_prompt(engine.tokenizer, problems[i].problem, template) for i, _ in wanted]
+        numbers = [i * config.samples + s for i, s in wanted]
         bar = progress_bar("sample", "completions", len(problems) * config.samples)
         with bar as progress, closing(Verifier()) as verifier:
             progress.resume(Counter(VERDICTS[row["correct"]] for row in store.rows))
-            numbers = [i * config.samples + s for i, s in wanted]
-            for place, completion in engine.stream(prompts, config.sampling(), numbers=numbers):
+            for place, completion in engine.stream(prompts, sampling, numbers):
                 index, number = wanted[place]
                 problem = problems[index]
                 correct = verifier.is_correct(completion.text, problem.answer) if problem.answer else None

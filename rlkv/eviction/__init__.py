@@ -1,7 +1,6 @@
 """Token eviction: what a compressible head keeps.
 
-One policy per file.  A new one is a file with a ``@register`` class (:mod:`rlkv.eviction.base` is the contract) and
-its import here, one line.
+A new policy is one file with a ``@register`` class (:mod:`rlkv.eviction.base`) and its import here.
 """
 
 from rlkv.eviction.base import EvictionPolicy as EvictionPolicy

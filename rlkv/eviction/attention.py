@@ -50,10 +50,7 @@ def attention_logits(keys: Tensor, queries: Tensor) -> Tensor:
 
 
 def visible(valid: Tensor, queries: slice, hidden: int = 0) -> Tensor:
-    """Which entries the queries of the entries ``queries`` attend to: valid bool ``[L, N]`` -> bool ``[L, a, N]``.
-
-    Each sees the entries up to its own, but not padding and not the last ``hidden`` ones.
-    """
+    """Entries up to each query's own, without padding and the last ``hidden``: valid ``[L, N]`` -> ``[L, a, N]``."""
     n = valid.shape[-1]
     entry = torch.arange(n, device=valid.device)
     seen = (entry <= entry[queries, None]) & (entry < n - hidden)
@@ -86,9 +83,3 @@ def attention_received(keys: Tensor, queries: Tensor, valid: Tensor, hidden: int
             logits = attention_logits(keys_LND, flat.queries[heads, :, rows])
             received[heads] += sum_rows(masked_softmax(logits, mask[:, None]))
     return received.unflatten(0, keys.shape[:2])
-
-
-def check_kernel(name: str, kernel: int) -> None:
-    """Raise ValueError unless a pooling window of ``kernel`` entries has a middle."""
-    if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"{name}: kernel is {kernel}: a pooling window has an odd number of entries")

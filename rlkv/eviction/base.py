@@ -24,8 +24,8 @@ class EvictionPolicy(ABC):
     them.  A new policy only needs :meth:`scores`.
 
     Attributes:
-        budget: entries per head and sequence that an eviction keeps.
-        ratio: instead of ``budget``: an eviction keeps ``floor(ratio * tokens read so far) + extra`` entries, the
+        budget: entries per head and sequence that an eviction keeps; exactly one of it and ``ratio`` is given.
+        ratio: an eviction keeps ``floor(ratio * tokens read so far) + extra`` entries, the
             dynamic budget of RLKV (arXiv 2510.08525), appendix F.
         buffer: new entries that gather between two evictions.
         observation: a, the most recent entries, which are always kept; their queries judge the others.
@@ -33,10 +33,6 @@ class EvictionPolicy(ABC):
         extra: entries on top of ``ratio`` (S + W in appendix F).
         protect_prompt: the prompt (the first call's tokens; later chat turns are not protected) stays whole: the policy
             sees, and ``budget`` counts, only what came after it.
-
-    Raises:
-        ValueError: for values of the wrong type or out of range, or unless exactly one of ``budget`` and ``ratio`` is
-            given.
     """
 
     budget: int | None = None
@@ -61,10 +57,13 @@ class EvictionPolicy(ABC):
         for field in fields(self):
             check_type(f"{self.name}: {field.name}", getattr(self, field.name), str(field.type))
         for name, least in (("buffer", 1), ("observation", 1), ("sink", 0), ("extra", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{self.name}: {name} is {value}: it must be {least} or more tokens")
+            self.require(getattr(self, name) >= least, name, f"{least} or more tokens")
         self._check_budget()
+
+    def require(self, fits: bool, field: str, what: str) -> None:
+        """Raise ValueError unless ``fits``: the field must be ``what``."""
+        if not fits:
+            raise ValueError(f"{self.name}: {field} is {getattr(self, field)!r}: it must be {what}")
 
     def _check_budget(self) -> None:
         if (self.budget is None) == (self.ratio is None):
@@ -73,8 +72,7 @@ class EvictionPolicy(ABC):
                 f"{self.name} needs either a budget (entries per head) or a ratio (share of the tokens read): {given} "
                 "given"
             )
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise ValueError(f"{self.name}: ratio is {self.ratio}: it is the share of tokens to keep, from 0 to 1")
+        self.require(self.ratio is None or 0 <= self.ratio <= 1, "ratio", "the share of tokens to keep, from 0 to 1")
         self.check_entries(self.budget if self.budget is not None else self.extra)
 
     def check_entries(self, entries: int) -> None:
@@ -149,7 +147,7 @@ class EvictionPolicy(ABC):
         return best_first.masked_fill(~taken_BK[:, None], -1).sort(dim=-1).values
 
     def check_scores(self, scores: Tensor, keys: Tensor) -> None:
-        """Raise ValueError unless there is a score for each entry ``[B, H, N]`` of ``keys`` ``[B, H, N, D]``."""
+        """Raise ValueError unless there is a score for each entry of ``keys``."""
         if scores.shape != keys.shape[:3]:
             raise ValueError(
                 f"{self.name}.scores gave {list(scores.shape)} for keys {list(keys.shape)}: it must give one score for "
@@ -183,15 +181,15 @@ def check_type(what: str, value: Any, annotation: str) -> None:
     if value is None and optional:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = {
-        "bool": isinstance(value, bool),
-        "int": number and isinstance(value, int),
-        "float": number and isfinite(value),
-        "str": isinstance(value, str),
+    kinds = {
+        "bool": (isinstance(value, bool), "true or false"),
+        "int": (number and isinstance(value, int), "a whole number"),
+        "float": (number and isfinite(value), "a number"),
+        "str": (isinstance(value, str), "a word"),
     }
-    words = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a word"}
-    if not fits.get(kind, True):
-        raise ValueError(f"{what} is {value}: it must be {words[kind]}")
+    fits, word = kinds.get(kind, (True, ""))
+    if not fits:
+        raise ValueError(f"{what} is {value}: it must be {word}")
 
 
 def check_shapes(keys: Tensor, queries: Tensor, valid: Tensor | None) -> None:

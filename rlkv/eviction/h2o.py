@@ -32,11 +32,8 @@ class H2O(EvictionPolicy):
 
     def check_entries(self, entries: int) -> None:
         super().check_entries(entries)
-        if self.sink > entries - entries // 2:
-            raise ValueError(
-                f"{self.name}: sink is {self.sink}, but half of {entries} entries are for the most recent ones: lower "
-                "sink or raise the budget"
-            )
+        room = entries - entries // 2
+        self.require(self.sink <= room, "sink", f"at most {room}: half of {entries} entries are the most recent ones")
 
     def recent(self, budget: Tensor) -> Tensor:
         return torch.clamp(budget // 2, min=self.observation)

@@ -35,8 +35,7 @@ class RandomEviction(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"{self.name}: seed is {self.seed}: it must be from 0 to 2**63 - 1")
+        self.require(0 <= self.seed < 2**63, "seed", "from 0 to 2**63 - 1")
 
     def scores(
         self, keys: Tensor, queries: Tensor, valid: Tensor, seen: Tensor | None = None, layer: int = 0

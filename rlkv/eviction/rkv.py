@@ -12,7 +12,6 @@ from torch import Tensor
 from rlkv.eviction.attention import (
     FlatHeads,
     attention_logits,
-    check_kernel,
     items_at_once,
     masked_softmax,
     pieces,
@@ -54,16 +53,13 @@ class RKV(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_kernel(self.name, self.kernel)
-        check_variant(self.name, self.variant)
+        self.require(self.kernel > 0 and self.kernel % 2 == 1, "kernel", "an odd number of entries")
+        self.require(self.variant in VARIANTS, "variant", f"one of {', '.join(VARIANTS)}")
         for field in ("lam", "threshold"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"{self.name}: {field} is {getattr(self, field)}: it must be from 0 to 1")
-        if self.recent_similar < 1:
-            raise ValueError(f"{self.name}: recent_similar is {self.recent_similar}: it must be 1 or more tokens")
-        if self.variant == "published" and self.recent_similar != 1:
-            found = self.recent_similar
-            raise ValueError(f'{self.name}: recent_similar must be 1 with variant="published", got {found}')
+            self.require(0 <= getattr(self, field) <= 1, field, "from 0 to 1")
+        self.require(self.recent_similar >= 1, "recent_similar", "1 or more tokens")
+        fits = self.variant != "published" or self.recent_similar == 1
+        self.require(fits, "recent_similar", '1 with variant="published"')
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         important = importance(keys, queries, valid, self.observation, self.kernel, self.variant)
@@ -165,12 +161,6 @@ def _latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -
         missing[:, rows] = missing_LR
         rows, end = rows[(missing_LR > 0).any(dim=0)], begin
     return (sums.double() / FIXED).float(), torch.where(valid, count - missing, 0)
-
-
-def check_variant(name: str, variant: str) -> None:
-    """Raise ValueError for an unknown variant."""
-    if variant not in VARIANTS:
-        raise ValueError(f"{name}: variant is {variant!r}: it must be one of {', '.join(VARIANTS)}")
 
 
 def _max_pool(values: Tensor, kernel: int) -> Tensor:

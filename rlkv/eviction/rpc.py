@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.eviction.attention import attention_received, check_kernel, sum_rows
+from rlkv.eviction.attention import attention_received, sum_rows
 from rlkv.eviction.base import EvictionPolicy, check_type
 from rlkv.eviction.registry import register
 
@@ -35,7 +35,6 @@ class RPC(EvictionPolicy):
         aggregation: over which query heads the mean is taken.  "all": those of the layer, so that all heads keep the
             same tokens; "group": those of a KV head; "head": none, which is refused for models with grouped queries.
         kernel: entries of the pooling window.
-        observation: R; not an option.
     """
 
     observation: int = field(init=False)
@@ -50,8 +49,7 @@ class RPC(EvictionPolicy):
 
     def __post_init__(self) -> None:
         check_type(f"{self.name}: R", self.R, "int")
-        if self.R < 1:
-            raise ValueError(f"{self.name}: R is {self.R}: the selector window must have 1 or more tokens")
+        self.require(self.R >= 1, "R", "1 or more tokens")
         object.__setattr__(self, "observation", self.R)
         super().__post_init__()
         changed = [name for name in ("P", "c") if getattr(self, name) != getattr(RPC, name)]
@@ -60,13 +58,10 @@ class RPC(EvictionPolicy):
                 f"{self.name}: {' and '.join(changed)} belong to the schedule, which a budget or a ratio replaces: "
                 "give one or the other"
             )
-        if self.scheduled and self.buffer != RPC.buffer:
-            raise ValueError(f"{self.name}: buffer is {self.buffer}, but P says when the schedule evicts: give P")
-        check_kernel(self.name, self.kernel)
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(
-                f"{self.name}: aggregation is {self.aggregation!r}: it must be one of {', '.join(AGGREGATIONS)}"
-            )
+        own = self.buffer == RPC.buffer or not self.scheduled
+        self.require(own, "buffer", "left out without a budget or a ratio: P says when the schedule evicts")
+        self.require(self.kernel > 0 and self.kernel % 2 == 1, "kernel", "an odd number of entries")
+        self.require(self.aggregation in AGGREGATIONS, "aggregation", f"one of {', '.join(AGGREGATIONS)}")
 
     @property
     def scheduled(self) -> bool:
@@ -81,14 +76,10 @@ class RPC(EvictionPolicy):
     def _check_budget(self) -> None:
         if not self.scheduled:
             return super()._check_budget()
-        if self.c < 1:
-            raise ValueError(f"{self.name}: c is {self.c}: the compression ratio must be 1 or more")
-        if self.step + self.R >= self.P:
-            raise ValueError(
-                f"{self.name}: P is {self.P}: the first eviction would keep all of it (int(P/c) {self.step} + R "
-                f"{self.R}): raise P or c, or lower R"
-            )
-        self.check_entries(self.step + self.R)
+        self.require(self.c >= 1, "c", "1 or more")
+        kept = self.step + self.R
+        self.require(kept < self.P, "P", f"more than what the first eviction keeps, int(P/c) + R = {kept}")
+        self.check_entries(kept)
 
     def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
         if not self.scheduled:

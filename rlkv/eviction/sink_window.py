@@ -17,10 +17,7 @@ from rlkv.eviction.registry import register
 class SinkWindow(EvictionPolicy):
     """StreamingLLM (arXiv 2309.17453): keep the first ``sink`` entries and the most recent ones.
 
-    The score of an entry is its place in the sequence, ``[B, H, N]``: the later, the higher.
-
-    Attributes:
-        window: the most recent entries that are kept: another way to say ``budget = sink + window``.
+    The score of an entry is its place, ``[B, H, N]``.  ``window`` is another way to say ``budget = sink + window``.
     """
 
     buffer: int = 1

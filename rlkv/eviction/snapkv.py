@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rlkv.eviction.attention import check_kernel
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.eviction.registry import register
-from rlkv.eviction.rkv import check_variant, importance
+from rlkv.eviction.rkv import VARIANTS, importance
 
 
 @register
@@ -18,11 +17,7 @@ from rlkv.eviction.rkv import check_variant, importance
 class SnapKV(EvictionPolicy):
     """SnapKV (arXiv 2404.14469, section 4) at decode, as the R-KV paper compares with it: R-KV with lambda 1.
 
-    The score is the importance I of :func:`rlkv.eviction.rkv.importance`, ``[B, H, N]``; similarities are not computed.
-
-    Attributes:
-        kernel: entries of the pooling window.
-        variant: "paper" or "published", in which order softmax, maxima and mean are taken.
+    The score is :func:`rlkv.eviction.rkv.importance`, ``[B, H, N]``; ``kernel`` and ``variant`` as of R-KV.
     """
 
     kernel: int = 7
@@ -32,8 +27,8 @@ class SnapKV(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_kernel(self.name, self.kernel)
-        check_variant(self.name, self.variant)
+        self.require(self.kernel > 0 and self.kernel % 2 == 1, "kernel", "an odd number of entries")
+        self.require(self.variant in VARIANTS, "variant", f"one of {', '.join(VARIANTS)}")
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         return importance(keys, queries, valid, self.observation, self.kernel, self.variant)

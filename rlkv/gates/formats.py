@@ -3,7 +3,7 @@
 - ``.pt``: a versioned dict of tensors and plain values, loaded with ``weights_only=True`` (no code is run);
 - ``.safetensors``: tensors ``alpha`` and ``rank`` (the gates' means over training), the rest as JSON in the header;
 - ``.tsv``: alpha alone, one row per layer, tab separated: the published layout;
-- a PEFT folder (:mod:`rlkv.gates.peft_folder`), and a repository on the Hugging Face hub that holds one of these.
+- a PEFT folder, and a repository on the Hugging Face hub that holds one of these.
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkv.gates.header import EXPECTED, from_header, read_safetensors, to_header, write_safetensors
-from rlkv.gates.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_peft_weights, read_peft, write_peft
+from rlkv.gates.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    EXPECTED,
+    from_header,
+    is_peft_weights,
+    read_peft,
+    read_safetensors,
+    to_header,
+    write_peft,
+    write_safetensors,
+)
 from rlkv.models.builtin import TINY
 from rlkv.models.loading import TINY_GATES
 from rlkv.models.shape import ModelShape

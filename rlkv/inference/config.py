@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rlkv.inference.options import CacheOptions, ModelOptions
+from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
-    from rlkv.rollout.base import SamplingParams
 
 TINY = "tiny"
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferConfig(ModelOptions, CacheOptions):
+class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     """What to answer, with which model, and what its heads keep."""
 
     gates: str | None = None
@@ -49,12 +48,6 @@ class InferConfig(ModelOptions, CacheOptions):
     """heads compete in the whole model, or in each layer"""
     max_new_tokens: int = 512
     """longest answer, in tokens"""
-    temperature: float = 0.0
-    """0 is greedy"""
-    top_p: float = 1.0
-    """nucleus sampling"""
-    seed: int = 0
-    """seed of the sampling"""
     batch_size: int = 8
     """problems of --input that are decoded together"""
     compare_full: bool = False
@@ -138,9 +131,3 @@ class InferConfig(ModelOptions, CacheOptions):
         if twice:
             raise ValueError(f"{twice[0]} is given twice: by --{twice[0]} and by --eviction-option")
         return make_policy(self.eviction, **given, **sizes)
-
-    def sampling(self) -> SamplingParams:
-        """How to decode."""
-        from rlkv.rollout.base import SamplingParams
-
-        return SamplingParams(self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed)

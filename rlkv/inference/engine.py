@@ -105,13 +105,7 @@ class InferenceEngine(HFEngine):
         Raises:
             ValueError: if there is nothing to complete or the text exceeds the model's positions.
         """
-        if not ids:
-            raise ValueError("the prompt is empty: there is nothing to complete")
-        if len(ids) + sampling.max_new_tokens > self.max_positions:
-            raise ValueError(
-                f"{len(ids)} tokens of prompt and max_new_tokens={sampling.max_new_tokens} exceed the model's "
-                f"{self.max_positions} positions: shorten the prompt or lower max_new_tokens"
-            )
+        self.check_prompts([ids], sampling)
         input_ids = torch.tensor([ids], device=self.model.device)
         generate: Any = self.model.generate
         devices = [self.model.device] if self.model.device.type == "cuda" else []
@@ -153,7 +147,7 @@ class InferenceEngine(HFEngine):
 
         start = time.perf_counter()
         with self._caches(full):
-            for index, completion in self.stream(prompts, sampling, stop, before_change=before_change):
+            for index, completion in self.stream(prompts, sampling, stop=stop, before_change=before_change):
                 found[index] = completion
                 if on_end is not None:
                     on_end(index, completion)

@@ -62,14 +62,13 @@ def render_kept_page(tokenizer: Any, ids: list[int], prompt_tokens: int, cache: 
         marks = f"{'answer' if position == prompt_tokens else ''} {mark}".strip()
         spans.append({"text": text, "marks": marks, "title": title, "colours": colours})
     policy, sizes = cache.settings.eviction, cache.settings
-    num_full, num_compressible = cache.num_heads()
     return Template(TEMPLATE.read_text(), autoescape=True, keep_trailing_newline=True).render(
         spans=spans,
         tokens=len(counts),
         gone=counts.count(0),
         heads=heads,
-        num_full=num_full,
-        num_compressible=num_compressible,
+        num_full=int(cache.full.sum()),
+        num_compressible=int((~cache.full).sum()),
         kind=policy.name if policy is not None else f"sinks {sizes.sink} and window {sizes.window}",
         used=cache.used_nbytes(),
         full=cache.full_nbytes(),

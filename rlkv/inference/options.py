@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlkv.cache import CacheSettings
+    from rlkv.eviction.base import EvictionPolicy
+    from rlkv.gates.head_gates import HeadGates
+    from rlkv.rollout.base import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +43,40 @@ class CacheOptions:
     """last tokens that a compressible head keeps; default: what the gates file says, else 64"""
     prefill: Literal["full", "local"] = "full"
     """full: every head reads the whole prompt and is compressed afterwards; local: as in training"""
+
+    def cache_settings(self, gates: Mapping[str, HeadGates], eviction: EvictionPolicy | None = None) -> CacheSettings:
+        """Sink and window as given, else what the gates files say (all the same), else 16 and 64."""
+        from rlkv.cache import CacheSettings
+
+        sizes = {(g.deploy_sink, g.deploy_window) for g in gates.values()} or {
+            (CacheSettings.sink, CacheSettings.window)
+        }
+        if len(sizes) > 1 and None in (self.sink, self.window):
+            found = ", ".join(f"{name} {g.deploy_sink} + {g.deploy_window}" for name, g in gates.items())
+            raise ValueError(f"the gates files are for different sinks and windows ({found}): pass --sink and --window")
+        sink, window = next(iter(sizes))
+        sink = sink if self.sink is None else self.sink
+        return CacheSettings(sink, window if self.window is None else self.window, self.prefill, eviction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are drawn."""
+
+    temperature: float = 0.0
+    """0 is greedy decoding"""
+    top_p: float = 1.0
+    """nucleus sampling: share of probability that may be drawn from"""
+    top_k: int = 0
+    """most likely tokens that may be drawn; 0: no limit"""
+    seed: int = 0
+    """of everything that is drawn: samples, random heads, new problems"""
+
+    def sampling_params(self, max_new_tokens: int) -> SamplingParams:
+        """How to decode."""
+        from rlkv.rollout.base import SamplingParams
+
+        return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
 
 def check_positive(config: Any, *names: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class InferSession:
     def open(cls, config: InferConfig) -> InferSession:
         """Load the model; whatever does not depend on it is checked before."""
         config.check()
-        policy, sampling = config.policy(), config.sampling()
+        policy, sampling = config.policy(), config.sampling_params(config.max_new_tokens)
         problems = read_problems(config.input) if config.input else []
         gates = None if config.gates_source is None else HeadGates.load(config.gates_source)
         sparsity, allocation = config.sparsity, None
@@ -67,7 +67,8 @@ class InferSession:
         if gates is not None:
             sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
             allocation = HeadAllocation.from_gates(gates, sparsity, config.scope)
-        cache = _cache_settings(config, gates, policy)
+        prefill = config.prefill or ("local" if config.backend == "vllm" else "full")
+        cache = replace(config, prefill=prefill).cache_settings({} if gates is None else {"": gates}, policy)
         model = config.model or (gates.model.model_id if gates is not None and gates.model is not None else None)
         if model is None:
             raise ValueError(f"{config.gates} does not name its model: pass --model")
@@ -94,14 +95,6 @@ class InferSession:
 
     def render(self, problem: str) -> str:
         return render_prompt(self.engine.tokenizer, problem, self.template)
-
-
-def _cache_settings(config: InferConfig, gates: HeadGates | None, policy: Any) -> CacheSettings:
-    prefill = config.prefill or ("local" if config.backend == "vllm" else "full")
-    default = (CacheSettings.sink, CacheSettings.window) if gates is None else (gates.deploy_sink, gates.deploy_window)
-    sink = default[0] if config.sink is None else config.sink
-    window = default[1] if config.window is None else config.window
-    return CacheSettings(sink, window, prefill, policy)
 
 
 def _open_hf(

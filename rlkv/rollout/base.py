@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from operator import itemgetter
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to decode.
+    """How to decode; ``temperature`` 0: greedy; ``top_k`` 0: no limit.
 
-    ``temperature`` 0 is greedy decoding (``top_p``, ``top_k`` and ``seed`` then have no effect); ``top_k`` 0
-    means no limit.  ``seed`` fixes the draws of every prompt, whatever is decoded next to it.
+    ``seed`` fixes the draws of every prompt, whatever is decoded next to it.
     """
 
     max_new_tokens: int
@@ -41,11 +42,9 @@ FinishReason = Literal["stop", "length", "repetition"]
 
 @dataclass(frozen=True)
 class Completion:
-    """One decoded answer.
+    """One decoded answer: ``token_ids`` include the end token, ``text`` is without special tokens.
 
-    ``token_ids`` hold no padding and include the end token; ``text`` is without special tokens; ``finish_reason`` is
-    ``stop`` if the model ended the text itself, ``length`` if it was cut at the limit, and ``repetition`` if a rule
-    ended it (:class:`rlkv.rollout.decoding.StopRule`).
+    ``finish_reason``: the model ended it, the limit, or a rule (:class:`rlkv.rollout.decoding.StopRule`).
     """
 
     token_ids: list[int]
@@ -53,43 +52,63 @@ class Completion:
     finish_reason: FinishReason
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(ABC):
     """Decodes rendered prompts (see :func:`rlkv.models.prompts.render_prompt`); no special tokens are added to them."""
 
-    @property
-    def tokenizer(self) -> Any: ...
+    tokenizer: Any
+    eos_ids: list[int]
 
     @property
+    @abstractmethod
     def max_positions(self) -> int:
         """Most tokens of a prompt and its completion together."""
-        ...
 
-    def prompt_lengths(self, prompts: list[str]) -> list[int]:
-        """Tokens of each prompt."""
-        ...
-
+    @abstractmethod
     def stream(
-        self, prompts: list[str], sampling: SamplingParams, *, numbers: Sequence[int] | None = None
+        self, prompts: list[str], sampling: SamplingParams, numbers: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Completion]]:
         """Yield ``(index into prompts, completion)`` as completions finish, in any order, each index once.
 
-        Args:
-            numbers: one of each prompt, which with the seed fixes its draws; default: its index.
+        ``numbers``: one of each prompt, which with the seed fixes its draws; default: its index.
         """
-        ...
 
-    def generate(self, prompts: list[str], sampling: SamplingParams) -> list[Completion]:
-        """The completions in the order of ``prompts``."""
-        ...
+    def generate(self, prompts: list[str], sampling: SamplingParams, **options: Any) -> list[Completion]:
+        """The completions in the order of ``prompts``; otherwise as :meth:`stream`."""
+        return [completion for _, completion in sorted(self.stream(prompts, sampling, **options), key=itemgetter(0))]
+
+    def tokenize(self, prompts: list[str]) -> list[list[int]]:
+        """Token ids of each prompt."""
+        return self.tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
+
+    def prompt_lengths(self, prompts: list[str]) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(ids) for ids in self.tokenize(prompts)]
+
+    def check_prompts(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
+        """Raise ValueError if a prompt is empty, or does not fit together with ``max_new_tokens``."""
+        for index, ids in enumerate(prompts):
+            name = f"prompt {index}" if len(prompts) > 1 else "the prompt"
+            if not ids:
+                raise ValueError(f"{name} is empty: there is nothing to complete")
+            if len(ids) + sampling.max_new_tokens > self.max_positions:
+                raise ValueError(
+                    f"{name} has {len(ids)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
+                    f"exceeds the model's {self.max_positions} positions: shorten the prompt or lower max_new_tokens"
+                )
+
+
+def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
+    """The end tokens that the generation config names, or else the tokenizer's; ValueError if neither names one."""
+    eos = getattr(generation_config, "eos_token_id", None)
+    eos = tokenizer.eos_token_id if eos is None else eos
+    if eos is None:
+        raise ValueError("neither the model's generation config nor its tokenizer names an end token (eos_token_id)")
+    return [eos] if isinstance(eos, int) else list(eos)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one call cost.
-
-    ``kv_bytes`` is held by the cache at its end, ``kv_bytes_full`` what the full cache would hold for the same
-    tokens; ``seconds`` is wall time with the reading of the prompt.
-    """
+    """What one call cost: wall seconds, bytes of KV at its end, and those that the full cache would hold."""
 
     tokens: int
     seconds: float

@@ -1,7 +1,6 @@
 """The trainer's end of a rollout server: it outlives the server, and loses no prompt.
 
-A server that dies takes its gates and the unfinished rows along.  The client keeps what has arrived, waits, sends the
-gates again and asks for the missing rows; a row sampled again gets the same tokens, as its draws belong to it.
+When a server dies, it sends the gates again and asks for the missing rows, which get the same tokens as before.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from torch import Tensor
 
 from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.gated import Rows, Sample, gate_version
-from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts
+from rlkv.rollout.gated import HEARTBEAT_SECONDS, EngineFacts, Rows, Sample, gate_version
 
 SILENCE = 15 * HEARTBEAT_SECONDS  # seconds without a byte after which a server counts as dead
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
@@ -30,12 +28,7 @@ class _Failure(Exception):
 
 
 class RolloutClient:
-    """A :class:`~rlkv.rollout.gated.GatedEngine` that lives behind ``url``.
-
-    Attributes:
-        retries: requests that failed and were repeated.
-        stale: answers from other gates, which were discarded.
-    """
+    """A :class:`~rlkv.rollout.gated.GatedEngine` behind ``url``; counts repeated requests and ``stale`` answers."""
 
     def __init__(
         self, url: str, patience: float = 600.0, report: Callable[[str], None] = lambda text: print(text, flush=True)
@@ -60,8 +53,7 @@ class RolloutClient:
     def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
         """Yield ``(index into rows.prompts, sample)``, each index once, all of the client's gates.
 
-        Raises:
-            ValueError: if the server refuses the request, or nothing arrives for longer than the patience.
+        ValueError if the server refuses the request, or nothing arrives for longer than the patience.
         """
         missing = dict(enumerate(rows.prompts))
         waiting = _Waiting(self.patience)

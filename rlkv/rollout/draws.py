@@ -1,7 +1,4 @@
-"""Sampling whose draws belong to the row, not to the batch: the same on one process or many, before or after a resume.
-
-Token t of row r in rollout g is drawn by one number in [0, 1) that depends on (seed, g, r, t) alone.
-"""
+"""Sampling by one number in [0, 1) per (seed, rollout, row, token): the same on any number of processes and resumes."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ def row_draws(seed: int, rollout: int, rows: Sequence[int], tokens: int) -> Tens
 def draw_tokens(logits_RV: Tensor, draw_R: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
     """One token per row by inverting the cumulative distribution: int64 ``[R]``.
 
-    Temperature, then the ``top_k`` most likely (0: all), then the smallest set whose mass reaches ``top_p``, in the
-    order of transformers.
+    In the order of transformers: temperature, then ``top_k`` (0: all), then ``top_p``.
     """
     probs = torch.softmax(logits_RV.double() / temperature, dim=-1)
     token_RV = None
@@ -41,9 +37,6 @@ def draw_tokens(logits_RV: Tensor, draw_R: Tensor, temperature: float, top_p: fl
 
 
 def token_logprobs(logits_RV: Tensor, token_R: Tensor, temperature: float) -> Tensor:
-    """``log softmax(logits / temperature)`` of the tokens, before top-k and top-p: float32 ``[R]``.
-
-    It is the distribution whose log-probabilities the loss takes; truncation only says which of its tokens are drawn.
-    """
+    """``log softmax(logits / temperature)`` of the tokens, before top-k and top-p, as in the loss: float32 ``[R]``."""
     logprobs = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
     return logprobs.gather(1, token_R[:, None])[:, 0]

@@ -1,6 +1,13 @@
 """What the training loop asks of an engine outside its own model: take these gates, complete these prompts.
 
-Only ``num_layers * num_kv_heads`` numbers go to the engine per step: the rest of the model is frozen.
+Rollout server and client exchange it over HTTP; answers are lines of JSON.
+
+    GET  /health   -> the fields of EngineFacts, "version" of the gates, "busy"
+    POST /gates    {"alpha": [[...]]} -> {"version"}
+    POST /sample   {"version", "rows", "sampling", "eos_ids"} -> one line per sample as it finishes, an empty line as a
+                   heartbeat every few seconds, {"done": n} at the end; {"stale": version} if the gates are others
+
+A malformed request gets status 400 with {"error"}; one that failed on the server 500.
 """
 
 from __future__ import annotations
@@ -14,14 +21,25 @@ from torch import Tensor
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.provenance import digest
 
+HEARTBEAT_SECONDS = 2.0
+DEFAULT_PORT = 8700
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a server says about its engine."""
+
+    model: str
+    sink: int
+    window: int
+    max_positions: int
+    num_layers: int
+    num_kv_heads: int
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Prompts (token ids) of one rollout, and which rows of it they are.
-
-    A row that is sampled again, by another engine or in another batch, gets the same tokens, up to float rounding
-    (:mod:`rlkv.rollout.draws`).
-    """
+    """Prompts (token ids) of one rollout, and which rows of it they are, on which their draws depend."""
 
     prompts: list[list[int]]
     numbers: list[int]
@@ -37,11 +55,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled completion.
-
-    ``token_ids`` include the end token; ``logprobs`` are those of its tokens in the tempered distribution, before
-    top-k and top-p; ``version`` names the gates that it was sampled under.
-    """
+    """A sampled completion with its end token, ``logprobs`` before top-k and top-p, and the version of its gates."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -1,7 +1,4 @@
-"""A rollout engine behind HTTP, for the layout in which one GPU trains and another one samples.
-
-It holds nothing that the trainer needs, so it may be killed and started again at any moment.
-"""
+"""A rollout engine behind HTTP: one GPU trains, another one samples.  It may be killed and restarted at any moment."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from typing import Any
 import torch
 
 from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.gated import GatedEngine, Rows
-from rlkv.rollout.protocol import HEARTBEAT_SECONDS, EngineFacts
+from rlkv.rollout.gated import HEARTBEAT_SECONDS, EngineFacts, GatedEngine, Rows
 
 _END = object()
 
@@ -26,11 +22,7 @@ _END = object()
 class RolloutServer(ThreadingHTTPServer):
     """Serves ``engine`` until :meth:`shutdown`; requests for samples run one after the other.
 
-    Args:
-        address: host and port; port 0 takes a free one, see ``server_port``.
-
-    Raises:
-        ValueError: if it cannot listen at the address.
+    ``address``: host and port, 0 for a free one (``server_port``); ValueError if it cannot listen there.
     """
 
     daemon_threads = True

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from rlkv.attention import LocalSizes
 from rlkv.inference.options import ModelOptions, check_positive
-from rlkv.rollout.gated import GatedEngine
-from rlkv.rollout.protocol import DEFAULT_PORT, EngineFacts
+from rlkv.rollout.gated import DEFAULT_PORT, EngineFacts, GatedEngine
 from rlkv.rollout.server import RolloutServer
 
 

@@ -51,6 +51,10 @@ class Stage:
     done: Path
     needs: tuple[Path, ...] = ()
 
+    def has_ended(self, root: Path) -> bool:
+        done = root / self.done
+        return done.exists() and all((root / n).stat().st_mtime_ns <= done.stat().st_mtime_ns for n in self.needs)
+
 
 def run_stages(
     stages: Sequence[Stage], root: Path, folder: Path, jobs: int = 1, threads: int | None = None, fresh: bool = False
@@ -68,14 +72,46 @@ def run_stages(
         ValueError: if a stage fails (the others are stopped), ``folder`` was started with other settings or
             holds something else, or another process is using it.
     """
-    with _results_folder(folder, {stage.name: _facts(stage, root, folder) for stage in stages}, fresh):
-        runner = _Runner(stages, root, folder, threads)
+    started_with = {stage.name: _facts(stage, root, folder) for stage in stages}
+    environment = {**KEEP_MEMORY, **os.environ, **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+    waiting = dict(enumerate(stages, start=1))
+    running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
+
+    def say(number: int, text: str) -> None:
+        print(f"[{number}/{len(stages)}] {stages[number - 1].name}: {text}", flush=True)
+
+    def log(number: int) -> Path:
+        name = re.sub(r"[^\w.-]+", "_", stages[number - 1].name)
+        return folder / "logs" / f"{number}_{name}.log"
+
+    with _results_folder(folder, started_with, fresh):
+        (folder / "logs").mkdir(exist_ok=True)
         # a terminated list must stop its running stages, as Ctrl-C does
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
-            runner.run(jobs)
+            while waiting or running:
+                for number, stage in list(waiting.items()):
+                    if {stages[other - 1].done for other in (*waiting, *running)} & set(stage.needs):
+                        continue
+                    if stage.has_ended(root):
+                        say(number, "done before")
+                    elif len(running) < jobs:
+                        # a config file may have changed since
+                        _check(folder, started_with[stage.name], _facts(stage, root, folder))
+                        say(number, "python " + shlex.join(stage.command))
+                        running[number] = _start(stage, root, log(number), environment), time.monotonic()
+                    else:
+                        continue
+                    del waiting[number]
+                for number, (process, started) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[number]
+                        _end(stages[number - 1], root, log(number), process.returncode)
+                        say(number, f"done in {time.monotonic() - started:.0f} s")
+                if running:
+                    time.sleep(POLL_SECONDS)
         finally:
-            for process, _ in runner.running.values():
+            for process, _ in running.values():
                 process.terminate()
                 process.wait()
             signal.signal(signal.SIGTERM, before)
@@ -91,17 +127,35 @@ def below(root: Path, folder: Path) -> Path:
     return folder.relative_to(root) if folder.is_relative_to(root) else folder
 
 
+def _start(stage: Stage, root: Path, log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    die = partial(_die_with, os.getpid(), ctypes.CDLL(None)) if sys.platform == "linux" else None
+    command, both = [sys.executable, *stage.command], subprocess.STDOUT
+    with log.open("w") as out:
+        return subprocess.Popen(command, stdout=out, stderr=both, cwd=root, env=environment, preexec_fn=die)
+
+
+def _die_with(parent: int, library: Any) -> None:
+    library.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG outlives exec
+    if os.getppid() != parent:  # killed before the call
+        os._exit(1)
+
+
+def _end(stage: Stage, root: Path, log: Path, code: int) -> None:
+    if code != 0 or not (root / stage.done).exists():
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise ValueError(f"stage '{stage.name}' failed with exit code {code}; end of {log}:\n{tail}")
+    if not stage.has_ended(root):  # it found nothing to do for what it needs now
+        (root / stage.done).touch()
+
+
 def _facts(stage: Stage, root: Path, folder: Path) -> dict[str, Any]:
     """What the results of a stage depend on; YAML and JSON files outside of ``folder`` are its config files."""
-    options: dict[str, str] = {}
-    name = "program"
-    for word in stage.command:
-        name = word if word.startswith("--") else name
-        options[name] = f"{options.get(name, '')} {'' if word == name else word}".strip()
+    program, *options = " ".join(stage.command).split(" --")
+    named = {f"--{name}": value for name, _, value in (option.partition(" ") for option in options)}
     paths = [(root / word).resolve() for word in stage.command if word.endswith(CONFIG_SUFFIXES)]
     files = [path for path in paths if path.is_file() and not path.is_relative_to(folder.resolve())]
     digests = {path.name: digest(path.read_bytes()) for path in files}
-    return {"options": options, "config files": digests, "version": __version__}
+    return {"options": {"program": program, **named}, "config files": digests, "version": __version__}
 
 
 @contextmanager
@@ -142,83 +196,3 @@ def _acquire(lock: Any, folder: Path) -> None:
         except BlockingIOError:
             time.sleep(POLL_SECONDS)
     raise ValueError(f"another process is using {folder}: wait for it, or take another --output-dir")
-
-
-def _die_with(parent: int, library: Any) -> None:
-    library.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG outlives exec
-    if os.getppid() != parent:  # killed before the call
-        os._exit(1)
-
-
-class _Runner:
-    """The state of one run: what waits, what runs."""
-
-    def __init__(self, stages: Sequence[Stage], root: Path, folder: Path, threads: int | None) -> None:
-        self.stages, self.root, self.folder = list(stages), root, folder
-        self.waiting = list(stages)
-        self.running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
-        self.environment = {**KEEP_MEMORY, **os.environ}
-        self.environment |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-        (folder / "logs").mkdir(exist_ok=True)
-
-    def run(self, jobs: int) -> None:
-        while self.waiting or self.running:
-            ready = [stage for stage in self.waiting if self._is_ready(stage)]
-            assert ready or self.running, "stages need files that no stage makes"
-            for stage in ready:
-                if self._has_ended(stage):
-                    self._say(stage, "done before")
-                elif len(self.running) < jobs:
-                    self._start(stage)
-                else:
-                    continue
-                self.waiting.remove(stage)
-            for stage in [stage for stage in self.stages if stage.name in self.running]:
-                if self.running[stage.name][0].poll() is not None:
-                    self._end(stage)
-            if self.running:
-                time.sleep(POLL_SECONDS)
-
-    def _is_ready(self, stage: Stage) -> bool:
-        """Whether all that it needs exists and will not be made again."""
-        open_files = {other.done for other in self.stages if other in self.waiting or other.name in self.running}
-        return all(need not in open_files and (self.root / need).exists() for need in stage.needs)
-
-    def _has_ended(self, stage: Stage) -> bool:
-        if not (self.root / stage.done).exists():
-            return False
-        ended = (self.root / stage.done).stat().st_mtime_ns
-        return all((self.root / need).stat().st_mtime_ns <= ended for need in stage.needs)
-
-    def _start(self, stage: Stage) -> None:
-        begun = json.loads((self.folder / RECORD).read_text())[stage.name]
-        _check(self.folder, begun, _facts(stage, self.root, self.folder))  # a config file may have changed since
-        self._say(stage, "python " + shlex.join(stage.command))
-        die = partial(_die_with, os.getpid(), ctypes.CDLL(None)) if sys.platform == "linux" else None
-        with self._log(stage).open("w") as out:
-            process = subprocess.Popen(
-                [sys.executable, *stage.command],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=self.root,
-                env=self.environment,
-                preexec_fn=die,
-            )
-        self.running[stage.name] = process, time.monotonic()
-
-    def _end(self, stage: Stage) -> None:
-        process, started = self.running.pop(stage.name)
-        if process.returncode != 0 or not (self.root / stage.done).exists():
-            tail = "\n".join(self._log(stage).read_text(errors="replace").splitlines()[-15:])
-            log = self._log(stage)
-            raise ValueError(f"stage '{stage.name}' failed with exit code {process.returncode}; end of {log}:\n{tail}")
-        if not self._has_ended(stage):  # it found nothing to do for what it needs now
-            (self.root / stage.done).touch()
-        self._say(stage, f"done in {time.monotonic() - started:.0f} s")
-
-    def _log(self, stage: Stage) -> Path:
-        name = re.sub(r"[^\w.-]+", "_", stage.name)
-        return self.folder / "logs" / f"{self.stages.index(stage) + 1}_{name}.log"
-
-    def _say(self, stage: Stage, text: str) -> None:
-        print(f"[{self.stages.index(stage) + 1}/{len(self.stages)}] {stage.name}: {text}", flush=True)

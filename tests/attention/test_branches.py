@@ -24,9 +24,7 @@ TOLERANCE = 2e-6  # float32 sums of at most 300 terms of size ~1
 
 def make_call(padding: torch.Tensor, q_length: int) -> MixedCall:
     batch, length = padding.shape
-    call = mixed_mask(batch, q_length, length, length - q_length, attention_mask=padding)
-    assert isinstance(call, MixedCall)
-    return call
+    return MixedCall(batch, q_length, length, length - q_length, padding, True, lambda: None)
 
 
 def make_states(batch: int, length: int, q_length: int, groups: int = 2) -> list[torch.Tensor]:
@@ -127,14 +125,12 @@ def test_a_row_with_a_hole_is_refused() -> None:
 
 
 def test_a_mask_that_misses_the_cache_is_refused() -> None:
-    call = mixed_mask(1, 1, 9, 8, attention_mask=torch.ones(1, 1, dtype=torch.bool))
-    assert isinstance(call, MixedCall)
+    call = MixedCall(1, 1, 9, 8, torch.ones(1, 1, dtype=torch.bool), True, lambda: None)
     with pytest.raises(ValueError, match=r"\(1, 1\).*9"):
         call.rows(torch.device("cpu"))
 
 
 def test_a_static_cache_is_refused() -> None:
-    with pytest.raises(ValueError, match="static"):
-        mixed_mask(1, 4, 32, torch.tensor(0), mask_function=causal_mask_function)
-    with pytest.raises(ValueError, match="static"):
-        mixed_mask(1, 4, 32, 0)
+    for offset in (torch.tensor(0), 0):
+        with pytest.raises(ValueError, match="static"):
+            mixed_mask(batch_size=1, q_length=4, kv_length=32, q_offset=offset, mask_function=causal_mask_function)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlkv.attention.call import VARIANTS, mixed_mask, refuse_variants
+from rlkv.attention.call import VARIANTS, MixedCall, refuse_variants
 from rlkv.attention.mixed import GATE, Gate, mixed_attention
 
 
@@ -33,7 +33,7 @@ def test_gated_layers_refuse_them(name: str) -> None:
     states = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
     layer = nn.Module()
     layer.is_causal, layer.num_key_value_groups = True, 1
-    call = mixed_mask(1, 5, 5)
+    call = MixedCall(1, 5, 5, 0, None, True, lambda: None)
     mixed_attention(layer, *states, call, **{name: None})
     setattr(layer, GATE, Holder())
     mixed_attention(layer, *states, call, **{name: None})

@@ -143,7 +143,7 @@ REFUSED = [
     ("rkv", {"budget": 64, "lam": 1.5}, "lam is 1.5"),
     ("rkv", {"budget": 64, "threshold": -0.5}, "threshold is -0.5"),
     ("rkv", {"budget": 64, "recent_similar": 0}, "recent_similar is 0"),
-    ("rkv", {"budget": 64, "recent_similar": 2, "variant": "published"}, "recent_similar must be 1"),
+    ("rkv", {"budget": 64, "recent_similar": 2, "variant": "published"}, "recent_similar is 2"),
     ("rkv", {"budget": 64, "variant": "mine"}, "variant is 'mine'.* paper, published"),
     ("snapkv", {"budget": 64, "variant": "mine"}, "variant is 'mine'"),
     ("snapkv", {"budget": 64, "kernel": 4}, "kernel is 4"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlkv.gates import header as gates_header
+from rlkv.gates import adapter
 from rlkv.gates.head_gates import HeadGates
 from tests.helpers.gates import make_gates
 
@@ -108,7 +108,7 @@ def test_other_files_are_named_for_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gates.pt", "gates.safetensors", "adapter"])
 def test_a_newer_version_asks_for_an_upgrade(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(gates_header, "VERSION", 2)
+        patched.setattr(adapter, "VERSION", 2)
         make_gates().save(tmp_path / name)
     with pytest.raises(ValueError, match="version 2"):
         HeadGates.load(tmp_path / name)

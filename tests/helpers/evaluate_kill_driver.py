@@ -22,7 +22,7 @@ import torch
 from rlkv import tiny
 from rlkv.cli.eval import run as evaluate
 from rlkv.evaluation.run.runner import render_problems
-from rlkv.evaluation.tasks import TASKS, load_task
+from rlkv.evaluation.tasks.registry import TASKS, load_task
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 

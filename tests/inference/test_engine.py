@@ -93,7 +93,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(monkeypatch: pytest
     chat = Chat(engine, GREEDY)
     chat.say(QUESTIONS[0])
     messages = list(chat.messages)
-    with pytest.raises(ValueError, match=r"max_new_tokens=15.*512"):
+    with pytest.raises(ValueError, match="512"):
         chat.say("a=7 . " * 300)
     assert chat.messages == messages
 

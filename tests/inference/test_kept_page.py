@@ -96,7 +96,7 @@ def test_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["--eviction", "rpc", "--eviction-option", "c=NaN"], "c is nan"),
         (["--eviction", "rpc", "--eviction-option", "R=[1]"], "R is [1]"),
         (["--eviction", "rpc", "--budget", "64", "--eviction-option", "P=512"], "rpc: P"),
-        (["--eviction", "rpc", "--eviction-option", "buffer=3"], "give P"),
+        (["--eviction", "rpc", "--eviction-option", "buffer=3"], "buffer is 3"),
         (["--eviction", "sink_window", "--eviction-option", "window=abc"], "window is abc"),
         (["--eviction", "random", "--budget", "64", "--eviction-option", "seed=1.5"], "seed is 1.5"),
     ],

@@ -12,13 +12,13 @@ import torch
 from rlkv.cli.options import parse
 from rlkv.data.draw import DrawConfig
 from rlkv.data.filter_config import FilterConfig
-from rlkv.evaluation.heads.reranking import RerankConfig
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training.config import parse_config
 from rlkv.training.distill_config import parse_distill_config
 from rlkv.utils.stages import Stage
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import load_program
 
 PROGRAM = runpy.run_path(str(ROOT / "inference" / "tiny_study.py"))
 FOLDER = Path("results/a study")
@@ -90,7 +90,7 @@ def test_the_other_programs_know_their_options(plan: Any, monkeypatch: pytest.Mo
     kinds = {
         "data_prep/filter_deepscaler.py": FilterConfig,
         "data_prep/draw_problems.py": DrawConfig,
-        "inference/rerank_heads.py": RerankConfig,
+        "inference/rerank_heads.py": load_program("inference/rerank_heads.py").RerankConfig,
         "inference/study.py": StudyConfig,
     }
     seen = set()

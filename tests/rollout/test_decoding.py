@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlkv import tiny
-from rlkv.evaluation.stats.error_modes import RepetitionRule
+from rlkv.evaluation.stats.metrics import RepetitionRule
 from rlkv.eviction import H2O, RKV
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
@@ -55,7 +55,7 @@ def check_is_cut(free: list[Completion], stopped: list[Completion], engine: HFEn
 @pytest.mark.parametrize("sampling", [SamplingParams(60), SamplingParams(60, temperature=4.0, seed=4)])
 def test_texts_before_the_stop_are_those_without_it(engine: HFEngine, sampling: SamplingParams) -> None:
     free = engine.generate(prompts(engine), sampling)
-    stopped = engine.generate(prompts(engine), sampling, RULE)
+    stopped = engine.generate(prompts(engine), sampling, stop=RULE)
     assert 0 < check_is_cut(free, stopped, engine) < len(free), "the rule must end some texts and leave some"
 
 
@@ -129,7 +129,7 @@ def test_pad_tokens_after_a_stop_are_not_part_of_the_text() -> None:
     engine = HFEngine(model, build_tokenizer(), batch_size=4)
     texts = [render_prompt(engine.tokenizer, p["problem"]) for p in PROBLEMS[:4]]
     free = engine.generate(texts, SamplingParams(24))
-    stopped = engine.generate(texts, SamplingParams(24), RepetitionRule(6, 6))
+    stopped = engine.generate(texts, SamplingParams(24), stop=RepetitionRule(6, 6))
     for before, after in zip(free, stopped, strict=True):
         assert after.token_ids == before.token_ids[: len(after.token_ids)]
         assert after.finish_reason != "repetition" or len(after.token_ids) % 6 == 0

@@ -15,8 +15,7 @@ from rlkv.cli.options import parse
 from rlkv.rollout import client as client_module
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.client import RolloutClient
-from rlkv.rollout.gated import Rows, Sample, gate_version
-from rlkv.rollout.protocol import EngineFacts
+from rlkv.rollout.gated import EngineFacts, Rows, Sample, gate_version
 from rlkv.rollout.server import RolloutServer
 from rlkv.training.rollout import GatedHFEngine
 from rlkv.training.serve import ServeConfig, load_gated_engine

@@ -16,7 +16,7 @@ import torch
 
 from rlkv.attention import LocalSizes
 from rlkv.gates.head_gates import HeadGates
-from rlkv.rollout.protocol import EngineFacts
+from rlkv.rollout.gated import EngineFacts
 from rlkv.rollout.server import RolloutServer
 from rlkv.training.rollout import GatedHFEngine
 from tests.helpers import random_run

@@ -29,7 +29,7 @@ from vllm.v1.core.block_pool import BlockPool  # noqa: E402  (after the environm
 
 from rlkv.vllm.blocks.demand import SinkWindowDemand  # noqa: E402
 from rlkv.vllm.blocks.packing import plan_packing  # noqa: E402
-from rlkv.vllm.blocks.specs import PackedFullSpec, SinkWindowSpec  # noqa: E402
+from rlkv.vllm.blocks.specs import PackedFullSpec, SinkWindowManager, SinkWindowSpec  # noqa: E402
 
 HEAD_BLOCK = BLOCK * 2 * HEAD_SIZE * ELEMENT  # bytes of one head in one block
 DEMAND = SinkWindowDemand(BLOCK, SINK, WINDOW)
@@ -156,8 +156,6 @@ class FakePool:
     ],
 )
 def test_cache_hits_need_sinks_and_a_window(cached: set[int], hit: int) -> None:
-    from rlkv.vllm.blocks.manager import SinkWindowManager
-
     pool: Any = FakePool(cached)
     hashes: Any = list(range(12))
     tables, tokens = SinkWindowManager.find_longest_cache_hit(hashes, 12 * 16 + 5, [4, 7], pool, spec(), False, 16)
@@ -169,8 +167,6 @@ def test_cache_hits_need_sinks_and_a_window(cached: set[int], hit: int) -> None:
 
 
 def test_hits_are_aligned_to_the_scheduler() -> None:
-    from rlkv.vllm.blocks.manager import SinkWindowManager
-
     pool: Any = FakePool({0, 1, 4, 5, 6, 7, 8})
     hashes: Any = list(range(12))
     _, tokens = SinkWindowManager.find_longest_cache_hit(hashes, 12 * 16, [0], pool, spec(), False, 32)
@@ -178,8 +174,6 @@ def test_hits_are_aligned_to_the_scheduler() -> None:
 
 
 def test_blocks_between_sinks_and_window_are_given_back() -> None:
-    from rlkv.vllm.blocks.manager import SinkWindowManager
-
     pool = BlockPool(num_gpu_blocks=50, enable_caching=False, hash_block_size=16)
     manager = SinkWindowManager(
         spec(), block_pool=pool, enable_caching=False, kv_cache_group_id=0, scheduler_block_size=16

@@ -1,21 +1,13 @@
-"""A report of text, tables and plots: one HTML file that loads nothing, and the same as Markdown.
-
-    page = Page("Evaluation of tiny")
-    page.heading("Accuracy")
-    page.table(["method", "math500"], [["full", "0.91"], ["rlkv@0.5", Cell("0.90 (-0.01)", "same")]], "pass@1, n = 500")
-    page.picture(Path("accuracy.png"), "Accuracy against sparsity")
-    page.write(Path("report.html"))
-
-The layout is in ``templates/``.
-"""
+"""A report of text, tables and plots: one HTML file that loads nothing, and the same as Markdown (``templates/``)."""
 
 from __future__ import annotations
 
 import base64
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -107,6 +99,17 @@ class Page:
         cells = tuple(tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in row) for row in rows)
         self.blocks.append(Table(tuple(columns), cells, caption))
 
+    def records(self, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], caption: str = "") -> None:
+        """Add a table of ``rows``; ``columns``: the format of a cell by its title, empty where a row lacks a value."""
+
+        def cell(form: str, row: Mapping[str, Any]) -> str:
+            try:
+                return form.format(**row)
+            except (KeyError, TypeError):
+                return ""
+
+        self.table(list(columns), [[cell(form, row) for form in columns.values()] for row in rows], caption)
+
     def picture(self, path: Path, caption: str) -> None:
         """Add a PNG file, which must exist when the page is written."""
         self.blocks.append(Picture(path, caption))
@@ -117,10 +120,7 @@ class Page:
 
     def markdown(self, folder: Path) -> str:
         """The page with links to its pictures from ``folder``, and with marks (:data:`MARKS`) instead of colours."""
-
-        def relative(picture: Path) -> str:
-            return Path(os.path.relpath(picture, folder)).as_posix()
-
+        relative = partial(os.path.relpath, start=folder)
         return self._render("page.md", line=_line, cell=_cell, marked=_marked, relative=relative)
 
     def write(self, path: Path) -> None:

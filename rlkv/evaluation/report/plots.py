@@ -24,18 +24,12 @@ Point = tuple[float, float, float, float]  # x, mean, low, high
 Styles = Mapping[str, Mapping[str, Any]]  # options of matplotlib for each name
 
 
-def default_styles(names: Iterable[str]) -> Styles:
-    """A colour per method; the oracle is black and random heads grey, both dashed."""
-    free = count()
-    return {name: FIXED_STYLES.get(name) or {"color": f"C{next(free) % 10}"} for name in names}
-
-
 @dataclass(frozen=True)
 class Panel:
     """One pair of axes with a curve per name.
 
     Attributes:
-        styles: where they differ from :func:`default_styles`.
+        styles: options of matplotlib by name; default: a colour per name.
         reference: height of a dotted line, the full cache.
         ticks: the x values are labelled one by one.
         log: both axes are logarithmic.
@@ -66,7 +60,8 @@ def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = Fals
     """Curves with intervals as error bars, side by side; points at one x are set apart a little."""
     figure, axes_list = _figure(WIDTH if len(panels) == 1 else WIDTH + 3, HEIGHT, len(panels), sharey)
     for axes, panel in zip(axes_list, panels, strict=True):
-        styles = default_styles(panel.curves)
+        free = count()
+        styles = {name: FIXED_STYLES.get(name) or {"color": f"C{next(free) % 10}"} for name in panel.curves}
         xs = sorted({x for points in panel.curves.values() for x, *_ in points})
         even = panel.ticks and not panel.log
         gap = min((b - a for a, b in pairwise(xs)), default=1.0) if even else 0.0

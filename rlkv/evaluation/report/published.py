@@ -1,8 +1,7 @@
 """Numbers that papers published, as data with their sources, to print next to your own run; never mixed with it.
 
-``published.json`` holds only what was read in a paper's text or its authors' result files.  Models and tasks have the
-names that they have here; methods are named by family (``rlkv``, ``duo``, ``kvzip``, ``rkv``, ``h2o``, ``rpc``,
-``full``), with ``@`` and settings where a table compares settings.
+``published.json`` holds only what was read in a paper's text or its authors' result files.  Methods are named by family
+(``rlkv``, ``duo``, ``kvzip``, ``rkv``, ``h2o``, ``rpc``, ``full``), with ``@`` and settings where a table has several.
 """
 
 from __future__ import annotations

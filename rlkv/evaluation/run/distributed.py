@@ -20,10 +20,6 @@ class Processes:
     count: int
     device: str
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     def wait_for_all(self) -> None:
         """Return when every process has come here; a ``ValueError`` if one of them ended without.  Only once."""
         if self.count == 1:

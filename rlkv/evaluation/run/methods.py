@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from rlkv.cache import CacheSettings
 from rlkv.eviction import POLICIES, make_policy, parse_options
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
@@ -115,13 +114,3 @@ def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[st
             raise ValueError(f"--gates: the name {name!r} is used twice or reserved: give NAME=FILE")
         named[name] = file
     return {name: HeadGates.load(file) for name, file in named.items()}
-
-
-def deployed_sizes(gates: dict[str, HeadGates], sink: int | None, window: int | None) -> tuple[int, int]:
-    """Sink and window of compressible heads: as given, else what the gates files say (all the same), else 16 and 64."""
-    named = {(g.deploy_sink, g.deploy_window) for g in gates.values()} or {(CacheSettings.sink, CacheSettings.window)}
-    if len(named) > 1 and (sink is None or window is None):
-        found = ", ".join(f"{name} {g.deploy_sink} + {g.deploy_window}" for name, g in gates.items())
-        raise ValueError(f"the gates files are for different sinks and windows ({found}): pass --sink and --window")
-    default = next(iter(named))
-    return default[0] if sink is None else sink, default[1] if window is None else window

@@ -15,10 +15,7 @@ from rlkv.cache.accounting import EntrySize, entries_by_step, nbytes_of_entries
 
 
 class BatchClock:
-    """Divides the time of a batch among its rows: every moment goes in equal parts to the rows that are still decoded.
-
-    So the seconds of the rows add up to those of the batch, and each is known when its row ends.
-    """
+    """Divides every moment of a batch among the rows still decoded: their seconds add up to those of the batch."""
 
     def __init__(self, rows: int, now: Callable[[], float] = time.perf_counter) -> None:
         self.active, self.share, self._now = rows, 0.0, now
@@ -64,10 +61,9 @@ class BatchBytes:
 
 
 class Background:
-    """Jobs run in order on one other thread, so that slow ones do not hold up the caller.
+    """Jobs run in order on one other thread; ``submit`` waits while ``capacity`` are open, and raises what one raised.
 
-    ``submit`` waits while ``capacity`` jobs are open, and raises what an earlier job raised; leaving the context waits
-    for all, or, after an error, drops those that have not begun.
+    Leaving the context waits for all jobs or, after an error, drops those that have not begun.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -7,7 +7,11 @@ and ends with the rows of an uninterrupted one.  Each of several processes takes
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,33 +20,31 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlkv import __version__
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.run.fingerprint import digest_of, library_facts, model_facts
 from rlkv.evaluation.run.row_accounting import Background, BatchBytes, BatchClock
-from rlkv.evaluation.stats.error_modes import RepetitionRule
-from rlkv.evaluation.tasks import EvalProblem, EvalTask
+from rlkv.evaluation.stats.metrics import RepetitionRule
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
-from rlkv.utils.provenance import commit
-from rlkv.utils.store import open_store, read_store
+from rlkv.utils.provenance import commit, digest
+from rlkv.utils.store import Row, open_store, read_store
 
 SEED_STEP = 1_000_003  # seeds of two batches differ by at least this
 UNGRADED = 64  # rows that may wait for their verdict before decoding does: what a kill can cost besides a batch
 KEY = ("key", "sample")
+LIBRARIES = ("torch", "transformers", "math-verify", "sympy")  # a resumed run must have the same versions
+SAMPLED = 1024  # elements of each parameter that its digest sees
 Unit = tuple[int, int]  # problem, sample
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``key`` in the files, rendered ``prompt``, and the grader of the text.
-
-    ``reference`` is all that the verdict depends on (answer, tests): a resumed run must have the same.
-    """
+    """``key`` in the files, rendered ``prompt``, grader of texts, and what verdicts depend on (answer, tests)."""
 
     key: str
     prompt: str
@@ -55,11 +57,8 @@ class RunSettings:
     """How a method decodes a task.
 
     Attributes:
-        cache: what compressible heads keep; sampling: per unit, its seed numbers the run; num_samples: per problem.
-        batch_size: units decoded together.
-        rule: what counts as repetitive.
+        rule: what counts as repetitive; with ``stop_repetitive`` such texts are ended.
         rank, ranks: which share of the batches this process takes; rows do not depend on it.
-        stop_repetitive: end a text when it is repetitive by ``rule``.
     """
 
     cache: CacheSettings
@@ -123,9 +122,7 @@ def run_method(
         earlier: files of the same run with another number of processes, whose rows are taken over.
 
     Returns:
-        Rows of key, sample, text, token_ids, finish_reason, correct, repetitive, kv_bytes, kv_bytes_full (at the end of
-        that text alone), seconds (each moment of a batch in equal parts to the rows that are still decoded); in the
-        order of the batches.
+        Rows in the order of the batches; their fields are in docs/evaluate.md.
 
     Raises:
         ValueError: if one of the files was written with other settings; the differences are named.
@@ -144,8 +141,9 @@ def run_method(
         right = sum(row["correct"] for row in done.values())
         on_rows(len(done), len(run.units), right / max(1, len(done)))
 
-        def write(row: Row) -> None:
+        def write(make_row: Callable[[], Row]) -> None:
             nonlocal right
+            row = make_row()
             store.append(row)
             done[row["key"], row["sample"]] = row
             right += row["correct"]
@@ -155,7 +153,7 @@ def run_method(
             for number, batch in run.batches.items():
                 missing = {unit for unit in batch if run.key(unit) not in done}
                 if missing:
-                    run.decode(number, missing, lambda row: background.submit(lambda: write(row())))
+                    run.decode(number, missing, lambda make_row: background.submit(partial(write, make_row)))
     return [done[unit] for unit in run.units]
 
 
@@ -219,3 +217,40 @@ class _Run:
             "text": completion.text,
             "token_ids": completion.token_ids,
         }
+
+
+def digest_of(value: Any) -> str:
+    """A digest of ``value`` as JSON, whatever the order of its keys."""
+    return digest(json.dumps(value, sort_keys=True, default=str).encode())
+
+
+def model_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """Config, kind of device, number type and a hash over up to 1,024 evenly spaced elements of each parameter.
+
+    Another training, merge or quantization is seen, a change of single elements may not be.
+    """
+    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    config.pop("transformers_version", None)
+    weights = bytearray()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().flatten()
+        places = torch.linspace(0, flat.numel() - 1, min(SAMPLED, flat.numel()), dtype=torch.float64).long()
+        sample = flat[places.to(flat.device)].cpu()
+        weights += f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
+        weights += sample.contiguous().view(torch.uint8).numpy().tobytes()
+    return {
+        "config": digest_of(config),
+        "weights": digest(bytes(weights)),
+        "dtype": str(model.dtype),
+        "device": model.device.type,
+    }
+
+
+@functools.cache
+def library_facts() -> dict[str, str]:
+    """Versions of this package and of the libraries that decode and grade; absent ones are left out."""
+    found = {"rlkv": __version__}
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -1,4 +1,4 @@
-"""Metrics of a run over problems, each a pure function: pass@k, intervals, paired tests, repetition of texts."""
+"""Metrics of a run over problems: pass@k, intervals, paired tests, repetition of texts, error modes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest, bootstrap, permutation_test
 
+MODES = ("repetitive", "overlength", "incorrect")  # how a compressed model fails where the full cache succeeds
 RESAMPLES = 10_000
 AT_ONCE = 500  # resamples drawn together: bounds the memory
 FEW_CHANGED = (
@@ -172,8 +173,7 @@ def repetition_rate(tokens: Sequence[Hashable], n: int) -> float:
 def ngram_frequency(tokens: Sequence[Hashable], n: int) -> float:
     """How often the n-gram at a random position occurs in the text: sum c^2 / sum c over the counts c of n-grams.
 
-    Our reading of the "average n-gram frequency" of R-KV (arXiv 2505.24133, figure 2), which has no formula: compare
-    its values with each other only.  0 without n-grams.
+    Our reading of the "average n-gram frequency" of R-KV (arXiv 2505.24133, figure 2, without a formula).
     """
     counts = _ngrams(tokens, n)
     return sum(c * c for c in counts.values()) / counts.total() if counts else 0.0
@@ -191,3 +191,33 @@ def sentence_redundancy(text: str) -> float:
     sentences = [" ".join(part.lower().split()) for part in _SENTENCE_END.split(text)]
     sentences = [sentence for sentence in sentences if any(c.isalnum() for c in sentence)]
     return 1 - len(set(sentences)) / len(sentences) if sentences else 0.0
+
+
+@dataclass(frozen=True)
+class RepetitionRule:
+    """A text is repetitive if ``window`` tokens in a row hold fewer than ``distinct`` different ones.
+
+    Checked at every full ``window`` of the output, as in RLKV (arXiv 2510.08525: 400 tokens, 40 distinct ones).
+    ValueError unless 1 <= distinct <= window: every text would be repetitive, or none.
+    """
+
+    window: int = 400
+    distinct: int = 40
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.distinct <= self.window:
+            raise ValueError(
+                f"--repetition {self.window} {self.distinct}: a window of {self.window} tokens never holds "
+                f"{self.distinct} distinct ones: give WINDOW DISTINCT, such as 400 40"
+            )
+
+    def __call__(self, token_ids: list[int]) -> bool:
+        ends = range(self.window, len(token_ids) + 1, self.window)
+        return any(len(set(token_ids[end - self.window : end])) < self.distinct for end in ends)
+
+
+def error_mode(row: dict[str, Any]) -> str | None:
+    """The first of ``MODES`` that fits a row of a run (overlength: cut at the limit); None for a right answer."""
+    if row["correct"]:
+        return None
+    return "repetitive" if row["repetitive"] else "overlength" if row["finish_reason"] == "length" else "incorrect"

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.report.page import Page
-from rlkv.evaluation.report.plots import FULL_CACHE
+from rlkv.evaluation.report.plots import Panel, plot_curves
 from rlkv.evaluation.study.config import StudyConfig
-from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements
-from rlkv.evaluation.study.outcomes import Metrics, Outcome
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements, Metrics, Outcome
 from rlkv.evaluation.study.rankings import Ranking
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.gates.allocation import HeadAllocation
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Study:
         return self.rankings[0]
 
     @property
+    def variants(self) -> tuple[Ranking, ...]:
+        """The first ranking and its ablations."""
+        return self.first, *self.ablations
+
+    @property
     def tasks(self) -> list[str]:
         return list(self.measurements.tasks)
 
@@ -54,21 +61,17 @@ class Study:
         """Of the sweep, ascending."""
         return self.config.ascending("sparsities")
 
-    def full_conditions(self) -> ConditionRequests:
-        """The full cache on every task: measured first, since matched budgets are computed from its texts."""
-        return [(FULL_CACHE, self.measurements.full_condition(task, self.first.shape)) for task in self.tasks]
-
     def conditions(self, rankings: Iterable[Ranking], sparsities: Iterable[float]) -> ConditionRequests:
         """All seeds of ``rankings`` at ``sparsities``, on every task."""
-        levels = list(sparsities)
-        for ranking in rankings:
-            for task in self.tasks:
-                for sparsity in levels:
-                    for allocation in ranking.allocations(sparsity):
-                        yield f"{ranking.name} @ {sparsity:g}", Condition(task, allocation)
+        for ranking, task, sparsity in product(rankings, self.tasks, sparsities):
+            for allocation in ranking.allocations(sparsity):
+                yield f"{ranking.name} @ {sparsity:g}", Condition(task, allocation)
+
+    def full_condition(self, task: str) -> Condition:
+        return Condition(task, HeadAllocation(torch.ones(self.first.shape, dtype=torch.bool)))
 
     def full(self, task: str) -> Outcome:
-        return self.measurements.outcome(self.measurements.full_condition(task, self.first.shape))
+        return self.measurements.outcome(self.full_condition(task))
 
     def runs(self, task: str, ranking: Ranking, sparsity: float) -> list[Outcome]:
         """One outcome per seed; seeds with the same heads have the same one."""
@@ -83,11 +86,10 @@ class Study:
         }
 
 
-class Analysis(ABC):
+class Analysis:
     """From conditions to metrics, sentences, tables and plots.
 
-    Metrics are JSON-able; what is written to the report is made from them alone, so that every number of the report is
-    in ``results.json`` too.  Each step is written once for a task, as ``*_task`` or ``task_*``.
+    Metrics are JSON-able; the report is made from them alone, so that every number of it is in ``results.json`` too.
     """
 
     name: ClassVar[str]
@@ -99,11 +101,12 @@ class Analysis(ABC):
 
     def settings(self, study: Study) -> Metrics:
         """What all tasks have in common."""
-        return {"sparsities": list(study.sparsities), "first": study.first.name}
+        runs = {ranking.name: ranking.run for ranking in study.rankings}
+        return {"sparsities": list(study.sparsities), "first": study.first.name, "runs": runs}
 
-    @abstractmethod
     def task_metrics(self, study: Study, task: str) -> Metrics:
         """The numbers of one task."""
+        raise NotImplementedError
 
     def metrics(self, study: Study) -> Metrics:
         """All numbers of the analysis: its settings, and ``tasks``."""
@@ -117,9 +120,9 @@ class Analysis(ABC):
         """The sentences of all tasks."""
         return [line for task, found in metrics["tasks"].items() for line in self.task_findings(task, found, metrics)]
 
-    @abstractmethod
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
         """Add the tables and plots of a task; files of plots go to ``folder``."""
+        raise NotImplementedError
 
     def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
         """Add to the page, below the heading."""
@@ -128,3 +131,7 @@ class Analysis(ABC):
 
     def plot_file(self, folder: Path, task: str) -> Path:
         return folder / f"{self.name}-{task.replace(':', '_')}.png"
+
+    def add_plot(self, page: Page, folder: Path, task: str, caption: str, *panels: Panel) -> None:
+        """Add curves, which go to a file of ``folder``."""
+        page.picture(plot_curves(self.plot_file(folder, task), *panels), caption)

@@ -11,13 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from rlkv.evaluation.report.page import LEVEL, Cell, Page
-from rlkv.evaluation.report.plots import Panel, plot_curves, point
-from rlkv.evaluation.stats.error_modes import MODES
-from rlkv.evaluation.stats.metrics import paired_difference
+from rlkv.evaluation.report.plots import Panel, point
+from rlkv.evaluation.stats.metrics import MODES, paired_difference
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.matching import FIXED, Match, matched_methods
-from rlkv.evaluation.study.measurements import Condition, ConditionRequests
-from rlkv.evaluation.study.outcomes import Metrics, Outcome, accuracy_of, compare
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Metrics, Outcome, accuracy_of, compare
 from rlkv.evaluation.study.outputs import mode_shares
 from rlkv.evaluation.study.text import (
     BYTES_NOTE,
@@ -129,7 +127,7 @@ class Budget(Analysis):
             for title, some_full in (("tokens dropped in all heads", False), ("some heads full", True))
         ]
         caption = f"{task}: accuracy over bytes held, 95% intervals; dashed: fixed budgets."
-        page.picture(plot_curves(self.plot_file(folder, task), *panels), caption)
+        self.add_plot(page, folder, task, caption, *panels)
 
 
 def _panel(title: str, found: Metrics, some_full: bool) -> Panel:

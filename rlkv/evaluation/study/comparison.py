@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from rlkv.evaluation.report.page import Cell, Page
-from rlkv.evaluation.report.plots import SPARSITY, Panel, curve, plot_curves
+from rlkv.evaluation.report.plots import SPARSITY, Panel, curve
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.costs import cost_metrics, cost_text, write_costs
-from rlkv.evaluation.study.measurements import ConditionRequests
-from rlkv.evaluation.study.outcomes import Metrics, compare
+from rlkv.evaluation.study.measurements import ConditionRequests, Metrics, compare
+from rlkv.evaluation.study.rankings import Ranking
 from rlkv.evaluation.study.text import (
     INTERVAL_NOTE,
     SAME,
@@ -19,6 +21,19 @@ from rlkv.evaluation.study.text import (
     levels,
     p_number,
     p_text,
+)
+from rlkv.utils.jsonl import read_log
+
+# fields of the training log and of the re-ranking's summary, the better unit first: CPU time does not depend on what
+# else the machine does
+COST_FIELDS = {
+    "training": (("CPU", "time/step_cpu_s"), ("wall", "time/step_s")),
+    "re-ranking": (("CPU", "cpu_seconds"), ("wall", "seconds")),
+}
+COST_NOTE = (
+    "Seconds of all optimizer steps (from the log next to the gates file), mean over seeds; CPU: processor time of the "
+    "process without the verifier's helpers, wall: time on the clock, which other work on the machine makes longer. "
+    "What came before (a curriculum, which DuoAttention does not need, gates to start from) is not included."
 )
 
 
@@ -91,22 +106,21 @@ class Ablations(Analysis):
     title = "Training ablations"
 
     def conditions(self, study: Study) -> ConditionRequests:
-        return study.conditions([study.first, *study.ablations], study.config.ascending("ablate_at"))
+        return study.conditions(study.variants, study.config.ascending("ablate_at"))
 
     def settings(self, study: Study) -> Metrics:
         return {
             "first": study.first.name,
             "sparsities": list(study.config.ascending("ablate_at")),
-            "costs": {variant.name: cost_metrics(variant) for variant in [study.first, *study.ablations]},
+            "costs": {variant.name: cost_metrics(variant) for variant in study.variants},
         }
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
+        levels = study.config.ascending("ablate_at")
+        first = [study.runs(task, study.first, sparsity) for sparsity in levels]
         return {
-            variant.name: [
-                compare(study.runs(task, variant, s), study.runs(task, study.first, s))
-                for s in study.config.ascending("ablate_at")
-            ]
-            for variant in [study.first, *study.ablations]
+            of.name: [compare(study.runs(task, of, s), base) for s, base in zip(levels, first, strict=True)]
+            for of in study.variants
         }
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
@@ -127,7 +141,7 @@ class Ablations(Analysis):
                 last = "same heads" if of["same_heads"] else p_text(of["difference"]["p_value"])
                 rows[-1] += [
                     accuracy_cell(of["first"]),
-                    "" if name == first else difference_cell(of["difference"], last),
+                    difference_cell(of["difference"], last) if name != first else "",
                 ]
         n = found[first][0]["first"]["n"]
         page.table(
@@ -139,11 +153,45 @@ class Ablations(Analysis):
         )
         curves = {name: curve(sparsities, [of["first"] for of in compared]) for name, compared in found.items()}
         panel = Panel(f"{task}: training ablations, 95% intervals", SPARSITY, curves)
-        page.picture(
-            plot_curves(self.plot_file(folder, task), panel),
-            f"{task}: greedy accuracy on {n} problems, of each variant.",
-        )
+        self.add_plot(page, folder, task, f"{task}: greedy accuracy on {n} problems, of each variant.", panel)
 
     def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
         super().write(metrics, page, folder)
         write_costs(page, metrics["costs"])
+
+
+def cost_metrics(ranking: Ranking) -> Metrics:
+    """Known seconds of each step and unit, mean and range over the seeds."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for file, gates in zip(ranking.files, ranking.gates, strict=True):
+        log = Path(file).parent / "log.jsonl"
+        training = read_log(log) if log.is_file() else []
+        records = {"training": training, "re-ranking": [gates.training.get("reranked") or {}]}
+        for step, fields in COST_FIELDS.items():
+            for unit, field in fields:
+                seconds: list[Any] = [record.get(field) for record in records[step]]
+                if seconds and None not in seconds:
+                    found[step, unit].append(float(sum(seconds)))
+                    break
+    steps = [
+        {"step": step, "unit": unit, "mean": fmean(v), "low": min(v), "high": max(v), "n": len(v)}
+        for (step, unit), v in found.items()
+    ]
+    return {"seeds": len(ranking.orders), "steps": steps}
+
+
+def cost_text(metrics: Metrics) -> str:
+    """One phrase, such as ``370 s CPU (350 to 390, 3 seeds) + 55 s wall re-ranking``; empty if nothing is known."""
+    parts = []
+    for step in metrics["steps"]:
+        several = f" ({step['low']:.0f} to {step['high']:.0f}, {step['n']} seeds)" if step["n"] > 1 else ""
+        what = "" if step["step"] == "training" else f" {step['step']}"
+        parts.append(f"{step['mean']:.0f} s {step['unit']}{what}{several}")
+    return " + ".join(parts)
+
+
+def write_costs(page: Page, costs: dict[str, Metrics]) -> None:
+    """Add the costs of each method as a table."""
+    page.heading("What finding the heads took", level=3)
+    rows = [[name, str(of["seeds"]), cost_text(of) or "unknown"] for name, of in costs.items()]
+    page.table(["method", "seeds", "seconds"], rows, COST_NOTE)

@@ -8,24 +8,20 @@ from typing import Annotated
 
 import tyro
 
-from rlkv.evaluation.stats.error_modes import RepetitionRule
+from rlkv.evaluation.run.options import TaskOptions
 from rlkv.evaluation.study.rankings import RESERVED, group_by_name
 from rlkv.eviction import POLICIES
-from rlkv.inference.options import CacheOptions, ModelOptions, check_positive
+from rlkv.inference.options import check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig(CacheOptions, ModelOptions):
+class StudyConfig(TaskOptions):
     """Study rankings of KV heads."""
 
     gates: tuple[str, ...]
     """NAME=FILE; several files of one name are its seeds; the first name is compared with every other"""
     output_dir: Path
     """report.html, report.md, table.md, results.json, plots, rows/"""
-    tasks: tuple[str, ...] = ("tiny",)
-    """such as math500 aime24 or tiny"""
-    data: Path | None = None
-    """file or folder with the tasks' problems; default: the hub"""
     ablation: tuple[str, ...] = ()
     """NAME=FILE, variants of the first method, compared with it alone"""
     analyses: tuple[str, ...] = ()
@@ -63,23 +59,11 @@ class StudyConfig(CacheOptions, ModelOptions):
     """entries in addition to a dynamic budget's share of the text"""
     published: str | None = None
     """model whose published numbers are shown; default: --model"""
-    limit: int | None = None
-    """first problems of each task"""
-    seed: int = 0
-    """of drawn problems"""
-    repetition: tuple[int, int] = (400, 40)
-    """WINDOW DISTINCT: a text with fewer distinct tokens in a window is repetitive"""
-    max_new_tokens: int | None = None
-    """default: the task's published limit"""
-    template: str | None = None
-    """prompt template of maths tasks: rlkv, boxed or plain; default: the one of all gates, else the task's"""
-    batch_size: int = 16
-    """problems decoded together"""
     measure_only: bool = False
     """no report: share the work of another process of this study"""
 
     def check(self) -> None:
-        """Raise ValueError for values that no study can have."""
+        super().check()
         for name in ("sparsities", "compare_at", "ablate_at", "savings"):
             values, most = getattr(self, name), 0.99 if name == "savings" else 1.0
             given = f"--{name.replace('_', '-')} {' '.join(f'{value:g}' for value in values)}"
@@ -92,10 +76,10 @@ class StudyConfig(CacheOptions, ModelOptions):
                 raise ValueError(f"--{name} is {share}: it is a share, from 0 to 1")
         if self.random_draws < 0:
             raise ValueError(f"--random-draws must be at least 0, got {self.random_draws}")
-        check_positive(self, "buffer", "observation", "limit", "max_new_tokens", "batch_size")
+        check_positive(self, "buffer", "observation")
         if not self.gates:
             raise ValueError("--gates needs at least one NAME=FILE")
-        _ = self.gates_files, self.ablation_files, self.rule
+        _ = self.gates_files, self.ablation_files
 
     def ascending(self, name: str) -> tuple[float, ...]:
         """The sparsities above 0 of a field, each once."""
@@ -110,8 +94,3 @@ class StudyConfig(CacheOptions, ModelOptions):
     def ablation_files(self) -> dict[str, list[str]]:
         """Files by the names of ``ablation``."""
         return group_by_name(self.ablation, "--ablation", [*RESERVED, *self.gates_files])
-
-    @property
-    def rule(self) -> RepetitionRule:
-        """What counts as repetitive."""
-        return RepetitionRule(*self.repetition)

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from rlkv.evaluation.heads.oracle import agreement
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.plots import Panel, plot_curves
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.measurements import ConditionRequests
-from rlkv.evaluation.study.outcomes import Metrics
-from rlkv.evaluation.study.rankings import Ranking
+from rlkv.evaluation.study.measurements import ConditionRequests, Metrics
+from rlkv.evaluation.study.rankings import Ranking, agreement
 from rlkv.evaluation.study.text import NOT_AVAILABLE
 from rlkv.gates.plots import COLORS
 from rlkv.utils.figures import TEXT_SIZE, TITLE_SIZE, save_figure
@@ -28,7 +26,7 @@ def seeds_metrics(ranking: Ranking, study: Study) -> list[Metrics]:
     levels, rows = study.config.ascending("compare_at"), []
     for seed, gates in enumerate(ranking.gates):
         alpha = gates.alpha
-        shared = [ranking.allocations(s)[seed].overlap(study.first.allocations(s)[0]) for s in levels]
+        shared = {s: ranking.allocations(s)[seed].overlap(study.first.allocations(s)[0]) for s in levels}
         rows.append(
             {
                 "file": Path(ranking.files[seed]).name,
@@ -38,9 +36,7 @@ def seeds_metrics(ranking: Ranking, study: Study) -> list[Metrics]:
                 "at_1": int((alpha == 1).sum()),
                 "between": int(((alpha > BETWEEN[0]) & (alpha < BETWEEN[1])).sum()),
                 "heads": alpha.numel(),
-                "overlap_with_first": [
-                    {"sparsity": s, "share": share} for s, share in zip(levels, shared, strict=True)
-                ],
+                "overlap_with_first": [{"sparsity": s, "share": share} for s, share in shared.items()],
                 "agreement": None if study.truth is None else agreement(gates, study.truth),
             }
         )
@@ -55,12 +51,6 @@ class GateDistribution(Analysis):
 
     def conditions(self, study: Study) -> ConditionRequests:
         return ()
-
-    def task_metrics(self, study: Study, task: str) -> Metrics:
-        return {}
-
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
-        """Gates do not depend on a task."""
 
     def metrics(self, study: Study) -> Metrics:
         methods = {ranking.name: seeds_metrics(ranking, study) for ranking in study.rankings if ranking.gates}
@@ -86,10 +76,8 @@ class GateDistribution(Analysis):
             "alone costs.",
         )
         first_alphas = {name: seeds[0]["alpha"] for name, seeds in metrics["methods"].items()}
-        page.picture(
-            plot_distributions(first_alphas, folder / "gates.png"),
-            "Gates in ascending order and their histogram: first seed of each method.",
-        )
+        caption = "Gates in ascending order and their histogram: first seed of each method."
+        page.picture(plot_distributions(first_alphas, folder / "gates.png"), caption)
         plot_heat_maps(first_alphas, folder / "heat-maps.png")
         page.picture(folder / "heat-maps.png", "Gates by layer and KV head: first seed of each method.")
 

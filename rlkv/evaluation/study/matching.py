@@ -38,8 +38,7 @@ def kv_share(settings: CacheSettings, full: Tensor, size: EntrySize, lengths: li
 class ByteTarget:
     """At most ``share`` of the full cache's bytes, over texts of ``lengths`` (prompt, all) cached tokens.
 
-    Each method gives the largest budget that fits, None if the smallest one holds more.  ``full`` is bool
-    ``[layers, KV heads]``, the full heads of an allocation.
+    Each method gives the largest budget that fits, or None; ``full`` is bool ``[layers, KV heads]``, the full heads.
     """
 
     share: float

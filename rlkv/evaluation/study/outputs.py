@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlkv.evaluation.report.page import Cell, Page
-from rlkv.evaluation.report.plots import FULL_CACHE, SPARSITY, Panel, curve, plot_curves, plot_stacked, point
-from rlkv.evaluation.stats.error_modes import MODES
+from rlkv.evaluation.report.plots import FULL_CACHE, SPARSITY, Panel, curve, plot_stacked, point
 from rlkv.evaluation.stats.metrics import (
+    MODES,
     bootstrap_mean,
     mean_with_interval,
     ngram_entropy,
@@ -20,7 +20,7 @@ from rlkv.evaluation.stats.metrics import (
     repetition_rate,
 )
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome
+from rlkv.evaluation.study.measurements import Floats, Metrics, Outcome
 from rlkv.evaluation.study.text import estimate, interval, levels
 
 COLOURS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}
@@ -97,8 +97,7 @@ def repetition_of(tokens: Sequence[NDArray[np.int32]]) -> Floats:
 def both_right(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
     """Output tokens where a run and the full cache are both right; None if there is no such problem.
 
-    A problem counts once, with the mean over the seeds that solve it, so that a method that solves only easy problems
-    is compared with the full cache on those.
+    A problem counts once, with the mean over the seeds that solve it.
     """
     right = np.stack([run.correct for run in runs]) * full.correct
     kept = right.sum(axis=0) > 0
@@ -138,12 +137,9 @@ class Lengths(Analysis):
 
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
         full, sparsities = found["full"], metrics["sparsities"]
-        n = full["all"]["n"]
-        rows = [(FULL_CACHE, full)] + [
-            (f"{name}, {level}", of)
-            for name, lengths in found["methods"].items()
-            for level, of in zip(levels(sparsities), lengths, strict=True)
-        ]
+        n, rows = full["all"]["n"], [(FULL_CACHE, full)]
+        for name, lengths in found["methods"].items():
+            rows += [(f"{name}, {level}", of) for level, of in zip(levels(sparsities), lengths, strict=True)]
         page.table(
             ["heads", *levels(sparsities)],
             [
@@ -169,21 +165,19 @@ class Lengths(Analysis):
             both = [(s, of["both_right"]) for s, of in zip(sparsities, lengths, strict=True)]
             common[name] = [point(s, of["difference"]) for s, of in both if of is not None]
         tokens, mean = "output tokens", full["all"]["mean"]
-        plot = plot_curves(
-            self.plot_file(folder, task),
+        panels = (
             Panel(f"{task}: all problems", SPARSITY, every, tokens, reference=mean, limits=None),
             Panel(f"{task}: both right", SPARSITY, common, f"{tokens}, minus the full cache's", limits=None),
         )
-        page.picture(plot, f"{task}: output tokens with 95% intervals, of all problems and where both are right.")
+        caption = f"{task}: output tokens with 95% intervals, of all problems and where both are right."
+        self.add_plot(page, folder, task, caption, *panels)
 
 
 def _length_cell(metrics: Metrics) -> Cell:
     both = metrics["both_right"]
-    lines = [interval(metrics["all"], 1)]
-    if both is None:
-        lines.append("both right: none")
-    else:
+    note = "none"
+    if both is not None:
         test = both["difference"]
-        lines.append(f"both right: {estimate(both['own'], 1)}")
-        lines.append(f"{test['mean']:+.1f} [{test['low']:+.1f}, {test['high']:+.1f}], n = {test['n']}")
-    return Cell(f"{metrics['all']['mean']:.1f}", "", "\n".join(lines))
+        change = f"{test['mean']:+.1f} [{test['low']:+.1f}, {test['high']:+.1f}], n = {test['n']}"
+        note = f"{estimate(both['own'], 1)}\n{change}"
+    return Cell(f"{metrics['all']['mean']:.1f}", "", f"{interval(metrics['all'], 1)}\nboth right: {note}")

@@ -1,15 +1,20 @@
-"""What a study compares: rankings of heads, each with one order per seed."""
+"""What a study compares: rankings of heads, each with one order per seed, and the ground truth (oracle)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlkv.evaluation.heads.oracle import elimination_order
 from rlkv.evaluation.report.plots import FULL_CACHE, ORACLE, RANDOM
 from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
 from rlkv.gates.head_gates import HeadGates
@@ -89,3 +94,64 @@ def reference_rankings(shape: ModelShape, truth: dict[str, Any] | None, random_d
         draws = tuple(tuple(random_order(*size, seed)) for seed in range(random_draws))
         found.append(Ranking(RANDOM, size, draws, run="draw"))
     return found
+
+
+def elimination_order(truth: dict[str, Any]) -> list[tuple[int, int]]:
+    """(layer, head), first the head that can go first; an elimination that stopped early leaves out the most needed."""
+    return [(step["layer"], step["head"]) for step in truth["elimination"]]
+
+
+def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
+    """A ground-truth file, whole.
+
+    Raises:
+        ValueError: if it is not such a file, names a head twice, or one that a model of this shape does not have, or
+            unless it has a number for the accuracy lost by each head.
+    """
+    try:
+        truth: dict[str, Any] = json.loads(path.read_text())
+        order = elimination_order(truth)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--oracle {path} is not a ground-truth file with an elimination order ({error})") from None
+    if not all(0 <= layer < shape.num_layers and 0 <= head < shape.num_kv_heads for layer, head in order):
+        raise ValueError(
+            f"--oracle {path} names heads that a model with {shape.num_layers} layers x {shape.num_kv_heads} KV "
+            "heads does not have"
+        )
+    if len(set(order)) < len(order):
+        raise ValueError(f"--oracle {path} eliminates a head twice: every head can go once")
+    size = (shape.num_layers, shape.num_kv_heads)
+    try:
+        lost = np.array(truth.get("accuracy_lost_by_single_head"))
+    except ValueError:  # lists of different lengths
+        lost = np.array(None)
+    if lost.shape != size or lost.dtype.kind not in "if" or not np.isfinite(lost).all():
+        raise ValueError(
+            f"--oracle {path}: accuracy_lost_by_single_head must be {shape.num_layers} lists of {shape.num_kv_heads} "
+            "numbers, the accuracy that each head alone costs: measure it with inference/tiny_ground_truth.py"
+        )
+    return truth
+
+
+def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:
+    """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the gates keep full too.
+
+    A correlation is None where all gates are equal.  Heads that the elimination of ``truth`` (a ground-truth file)
+    leaves out are needed most: all share the place after its last.
+    """
+    order = elimination_order(truth)
+    position = torch.full_like(gates.alpha, len(order))
+    for place, head in enumerate(order):
+        position[head] = place
+    oracle = HeadAllocation.from_order(order, gates.num_layers, gates.num_kv_heads, 0.5)
+    return {
+        "spearman_single_head": _correlation(gates.alpha, torch.tensor(truth["accuracy_lost_by_single_head"])),
+        "spearman_elimination": _correlation(gates.alpha, position),
+        "overlap_at_0.5": HeadAllocation.from_gates(gates, 0.5).overlap(oracle),
+    }
+
+
+def _correlation(a: Tensor, b: Tensor) -> float | None:
+    if a.unique().numel() == 1 or b.unique().numel() == 1:
+        return None
+    return float(spearmanr(a.flatten(), b.flatten()).statistic)

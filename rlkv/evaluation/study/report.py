@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rlkv.evaluation.report.page import Page, provenance_facts
 from rlkv.evaluation.stats.metrics import FEW_CHANGED
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.outcomes import Metrics
+from rlkv.evaluation.study.measurements import Metrics
 from rlkv.evaluation.study.sweep import Sweep, write_table
 from rlkv.evaluation.study.text import SAME, SEEDS_FIXED
 from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import provenance
 
 NOT_SAID = "its file does not say"
-
-
-def write_measured(folder: Path, study: Study) -> None:
-    """``measured.json``, which says that every condition is there, for a process that only measures."""
-    write_json(folder / "measured.json", {"conditions": study.measurements.describe(), **provenance()})
 
 
 def write_report(
@@ -60,7 +54,14 @@ def write_report(
         page.heading(analysis.title)
         analysis.write(metrics[analysis.name], page, folder)
     page.heading("How it was measured")
-    _write_facts(page, content)
+    page.code(content["command"])
+    took = (
+        f"This run took {seconds:.0f} s of wall time; decoding all conditions, also those of earlier runs and of other "
+        f"processes, {measured:.0f} s."
+    )
+    page.bullets([*provenance_facts(content), took])
+    options = {**content["config"], **content["resolved"]}
+    page.table(["option", "value"], [[name, _value(value)] for name, value in options.items()], "Configuration")
     _write_training(page, content["training"])
     for name in ("report.html", "report.md"):
         page.write(folder / name)
@@ -87,18 +88,6 @@ def _write_findings(page: Page, content: dict[str, Any]) -> None:
         f"paired permutation test gives p < 0.05 (not corrected for the number of tests), '{SAME}' everywhere else. "
         f"{FEW_CHANGED} {SEEDS_FIXED}"
     )
-
-
-def _write_facts(page: Page, content: dict[str, Any]) -> None:
-    page.code(content["command"])
-    run, decoding = content["seconds"].values()
-    took = (
-        f"This run took {run:.0f} s of wall time; decoding all conditions, also those of earlier runs and of other "
-        f"processes, {decoding:.0f} s."
-    )
-    page.bullets([*provenance_facts(content), took])
-    options = {**content["config"], **content["resolved"]}
-    page.table(["option", "value"], [[name, _value(value)] for name, value in options.items()], "Configuration")
 
 
 def _training(study: Study) -> dict[str, list[dict[str, Any]]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.heads.oracle import read_truth
+from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.evaluation.report.published import published_name
 from rlkv.evaluation.run.runner import RunSettings, render_problems
 from rlkv.evaluation.study.base import Analysis, Study
@@ -18,18 +17,18 @@ from rlkv.evaluation.study.gates import GateDistribution
 from rlkv.evaluation.study.matching import policy_templates
 from rlkv.evaluation.study.measurements import Measurements, StudyTask
 from rlkv.evaluation.study.outputs import ErrorModes, Lengths
-from rlkv.evaluation.study.rankings import gates_rankings, reference_rankings
-from rlkv.evaluation.study.report import write_measured, write_report
-from rlkv.evaluation.study.sensitivity import Sensitivity, top_heads
-from rlkv.evaluation.study.sweep import Sweep
+from rlkv.evaluation.study.rankings import gates_rankings, read_truth, reference_rankings
+from rlkv.evaluation.study.report import write_report
+from rlkv.evaluation.study.sweep import Sensitivity, Sweep, top_heads
 from rlkv.evaluation.study.threshold import NearLossless
-from rlkv.evaluation.tasks import find_tasks, load_task, trained_template
+from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
+from rlkv.utils.atomic import write_json
+from rlkv.utils.provenance import provenance
 
-KINDS: list[type[Analysis]] = [Sweep, Comparison, NearLossless, Sensitivity, ErrorModes, Lengths, Budget]
-KINDS += [GateDistribution, Ablations]
-ANALYSES = {kind.name: kind for kind in KINDS}  # in the order of the report
+_KINDS = (Sweep, Comparison, NearLossless, Sensitivity, ErrorModes, Lengths, Budget, GateDistribution, Ablations)
+ANALYSES: dict[str, type[Analysis]] = {kind.name: kind for kind in _KINDS}  # in the order of the report
 
 
 def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]:
@@ -45,7 +44,7 @@ def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]
 
 def load_study(config: StudyConfig) -> Study:
     """Everything that the options name, read and checked before anything is written."""
-    tasks = find_tasks(config.tasks, config.data)
+    find_tasks(config.tasks, config.data)  # a wrong name is refused before the model is loaded
     policies = policy_templates(
         config.policies, config.buffer, config.observation, config.extra, config.prompt_variants
     )
@@ -57,18 +56,12 @@ def load_study(config: StudyConfig) -> Study:
     truth = read_truth(config.oracle, shape) if config.oracle else None
     methods = gates_rankings(config.gates_files, model.config)
     variants = gates_rankings(config.ablation_files, model.config)
-    first = methods[0].gates[0]
-    cache = CacheSettings(
-        first.deploy_sink if config.sink is None else config.sink,
-        first.deploy_window if config.window is None else config.window,
-        config.prefill,
-    )
-    template = config.template or trained_template(gates for method in (*methods, *variants) for gates in method.gates)
+    cache = config.cache_settings({"first": methods[0].gates[0]})
     prepared = []
-    for task in tasks:
+    template = config.chosen_template(gates for method in (*methods, *variants) for gates in method.gates)
+    for task, loaded in config.problems(template):
         sampling = SamplingParams(config.max_new_tokens or task.max_new_tokens)
         settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
-        loaded = load_task(task.name, config.data, config.limit, config.seed, template)
         problems = render_problems(task, loaded, tokenizer)
         prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False).input_ids
         prepared.append(StudyTask(task.name, problems, [len(ids) for ids in prompts], settings))
@@ -85,21 +78,18 @@ def load_study(config: StudyConfig) -> Study:
     )
 
 
-def measure(study: Study, analyses: Sequence[Analysis]) -> None:
-    """Decode all conditions that the analyses need, the full cache first: matched budgets need its texts."""
-    study.measurements.measure("full cache", study.full_conditions())
-    requests = (request for analysis in analyses for request in analysis.conditions(study))
-    study.measurements.measure("conditions", requests)
-
-
 def run_study(config: StudyConfig) -> list[str] | None:
     """Measure and report; the findings, or None with ``measure_only``."""
     started = time.monotonic()
     analyses = choose_analyses(config.analyses, bool(config.ablation))
     study = load_study(config)
-    measure(study, analyses)
+    # the full cache first: matched budgets need its texts
+    study.measurements.measure(FULL_CACHE, [(FULL_CACHE, study.full_condition(task)) for task in study.tasks])
+    requests = (request for analysis in analyses for request in analysis.conditions(study))
+    study.measurements.measure("conditions", requests)
     if config.measure_only:
-        write_measured(config.output_dir, study)
+        content = {"conditions": study.measurements.describe(), **provenance()}
+        write_json(config.output_dir / "measured.json", content)
         return None
     metrics = {analysis.name: analysis.metrics(study) for analysis in analyses}
     title = f"Study of KV heads: {ModelShape.from_config(study.measurements.model.config).model_id}"

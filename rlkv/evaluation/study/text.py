@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlkv.evaluation.report.page import LEVEL, MARKS_LEGEND, Cell, sign_of
-from rlkv.evaluation.study.outcomes import Metrics
+from rlkv.evaluation.study.measurements import Metrics
 
 SAME = "no significant difference"
 NOT_AVAILABLE = "n/a"
@@ -65,8 +65,7 @@ def verdict(metrics: Metrics, same_heads: bool = False) -> str:
 def seeds_of_sign(compared: Metrics, first: str, second: str) -> str:
     """For a sentence, after a verdict: how many sets of heads of each method have the sign of the difference.
 
-    ``compared`` is of :func:`rlkv.evaluation.study.outcomes.compare`.  Empty where there is no difference, or one set
-    of heads of each.
+    ``compared``: as :func:`compare` returns it.  Empty where there is no difference, or one set of heads of each.
     """
     difference, seeds = compared["difference"]["difference"], compared["per_seed"]
     if difference == 0 or len(seeds["first"]) == len(seeds["second"]) == 1:
@@ -99,10 +98,7 @@ def seeds_text(accuracy: Metrics, run: str = "seed") -> str:
 
 
 def accuracy_cell(accuracy: Metrics, run: str = "seed") -> Cell:
-    """As the paper's tables 4 to 6: accuracy, the difference to full in brackets, coloured; below interval and seeds.
-
-    Without a difference (of the full cache itself, or where the table has another one) it is the accuracy alone.
-    """
+    """As RLKV's tables 4 to 6: accuracy, any difference to full in brackets, coloured; below, interval and seeds."""
     test, seeds = accuracy["versus_full"], seeds_text(accuracy, run)
     note = interval(accuracy) + (f"\n{seeds}" if seeds else "")
     if test is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,39 +11,25 @@ from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.published import find_published
 from rlkv.evaluation.stats.metrics import AT_ONCE, RESAMPLES, wilson_interval
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.outcomes import Floats, Metrics, mean_scores
+from rlkv.evaluation.study.measurements import Floats, Metrics, mean_scores
 from rlkv.evaluation.study.text import NOT_AVAILABLE
 
 ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is not more than the margin
 
 
-@dataclass(frozen=True)
-class Threshold:
-    """The largest sparsity up to which no measured one loses more than ``margin``, with its 95% interval.
+def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], margin: float, seed: int = 0) -> Metrics:
+    """The largest sparsity up to which no measured one loses more than ``margin``, 0 if all do.
 
-    A sparsity of 0: already the first measured one loses more.
+    Args:
+        full: accuracy of the full cache on each problem, ``[problems]``.
+        scores: of the method, ``[sparsities, problems]``; ``sparsities`` ascend.
 
-    Attributes:
-        support: share of resamples with the same threshold; near 1 where methods tie, however few the problems.
-        not_excluded: the largest loss in accuracy that ``n`` problems do not exclude at the sparsities up to this one:
-            Wilson's upper bound (95%) of the share of problems that got worse, each counted as wholly lost and none
-            compensated by a gain.  None where the sparsity is 0.
-    """
-
-    sparsity: float
-    low: float
-    high: float
-    support: float
-    not_excluded: float | None
-    margin: float
-    n: int
-
-
-def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], margin: float, seed: int = 0) -> Threshold:
-    """The threshold of one method and its percentile interval by bootstrap over problems, the same for both runs.
-
-    ``full``: accuracy of the full cache on each problem, ``[problems]``; ``scores``: of the method, ``[sparsities,
-    problems]``; ``sparsities`` ascend.
+    Returns:
+        ``sparsity`` with its 95% interval, ``low`` and ``high``, by bootstrap over problems, the same for both runs.
+        ``support``: share of resamples with the same threshold; near 1 where methods tie, however few the problems.
+        ``not_excluded``: the largest loss in accuracy that ``n`` problems do not exclude at the sparsities up to this
+        one: Wilson's upper bound (95%) of the share of problems that got worse, each counted as wholly lost and none
+        compensated by a gain; None where the sparsity is 0.
     """
     values = np.array([0.0, *sparsities])
     losses = full - scores
@@ -61,7 +46,8 @@ def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], mar
     support = float(np.mean(thresholds == found))
     worse = int((losses[:steps] > ROUNDING).sum(axis=1).max(initial=0))
     not_excluded = wilson_interval(worse, full.size)[1] if steps else None
-    return Threshold(float(found), float(low), float(high), support, not_excluded, margin, full.size)
+    interval = {"low": float(low), "high": float(high), "support": support, "not_excluded": not_excluded}
+    return {"sparsity": float(found), **interval, "margin": margin, "n": full.size}
 
 
 def _steps(losses: Floats, margin: float) -> np.ndarray:
@@ -82,7 +68,7 @@ class NearLossless(Analysis):
         full, methods = study.full(task).correct, {}
         for ranking in study.rankings:
             scores = np.stack([mean_scores(study.runs(task, ranking, s)) for s in study.sparsities])
-            methods[ranking.name] = asdict(near_lossless(full, scores, study.sparsities, study.config.margin))
+            methods[ranking.name] = near_lossless(full, scores, study.sparsities, study.config.margin)
         model = study.published
         published = find_published(model, task, metric="near_lossless_sparsity") if model else []
         return {"methods": methods, "published": [[n.source.where, n.method, n.value] for n in published]}

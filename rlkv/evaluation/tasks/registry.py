@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from rlkv.data.deepscaler import SUFFIXES, read_rows
-from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, Row
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, Row
 from rlkv.evaluation.tasks.choice import MMLU_PRO
 from rlkv.evaluation.tasks.code import MBPP
 from rlkv.evaluation.tasks.maths import MATHS, SMOL, TINY
@@ -17,22 +16,9 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models.hub import dataset_rows
 from rlkv.models.prompts import DEFAULT_TEMPLATE, TEMPLATES, choose_template
 
-_TASKS: dict[str, EvalTask] = {task.name: task for task in (*MATHS, MBPP, *MMLU_PRO, TINY, SMOL)}
-TASKS: Mapping[str, EvalTask] = MappingProxyType(_TASKS)
+TASKS = MappingProxyType({task.name: task for task in (*MATHS, MBPP, *MMLU_PRO, TINY, SMOL)})
 ELSEWHERE = ("ifeval", "livecodebench")  # why: docs/evaluate.md
 DRAWN = 400  # problems of a task without data
-
-
-@contextmanager
-def registered(task: EvalTask) -> Iterator[EvalTask]:
-    """Add a task of your own, whose name is not taken, to :data:`TASKS` while the block runs."""
-    if task.name in _TASKS:
-        raise ValueError(f"there is a task {task.name!r} already: take another name")
-    _TASKS[task.name] = task
-    try:
-        yield task
-    finally:
-        del _TASKS[task.name]
 
 
 def find_task(name: str) -> EvalTask:
@@ -88,11 +74,12 @@ def load_task(
         raise ValueError(f"limit must be at least 1, got {limit}")
     source = None if path is None else Path(path).expanduser()
     if task.draw is not None and (source is None or source.is_dir()):
-        rows = iter(task.draw(limit or DRAWN, seed))
+        rows: Iterable[Row] = task.draw(limit or DRAWN, seed)
     elif source is not None:
         rows = read_rows(str(_local_file(task, source)))
     elif task.hub is not None:
-        rows = _hub_rows(task, task.hub)
+        what, hub = f"task {name!r} ({task.hub.id})", task.hub
+        rows = dataset_rows(hub.id, "eval", what, _what_to_give(task), hub.config, hub.split)
     else:
         raise ValueError(f"task {name!r} has no data on the hub: {_what_to_give(task)}")
     problems = task.problems(rows)
@@ -110,11 +97,6 @@ def _local_file(task: EvalTask, path: Path) -> Path:
     if not files:
         raise ValueError(f"task {task.name!r}: the folder {path} holds no {task.file}.jsonl or {task.file}.parquet")
     return files[0]
-
-
-def _hub_rows(task: EvalTask, data: HubData) -> Iterator[Row]:
-    what = f"task {task.name!r} ({data.id})"
-    return dataset_rows(data.id, "eval", what, _what_to_give(task), data.config, data.split)
 
 
 def _what_to_give(task: EvalTask) -> str:

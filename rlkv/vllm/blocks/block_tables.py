@@ -1,8 +1,7 @@
 """Block tables without the gap between sinks and window, so that a kernel reads only what is kept.
 
-The gap is a whole number of blocks. Cut out of table and length it moves the window's keys and the queries by the
-same distance, and leaves the sinks where they are: "the first S or the last W" selects the same keys as before.
-Entries of the gap are never read: the engine may have given these blocks to another request.
+The gap is a whole number of blocks: without it the window's keys and the queries move by the same distance, so "the
+first S or the last W" selects the same keys as before. Its blocks may belong to another request now: never read them.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from rlkv.vllm.blocks.demand import SinkWindowDemand
 
 @dataclass
 class GapRemover:
-    """Removes the gaps from the block tables of one bin; all layers of the bin share it.
-
-    ``full_prefill``: prompts are read in full (:mod:`rlkv.vllm.blocks.full_prefill`).
-    """
+    """Removes the gaps from the block tables of one bin; ``full_prefill``: its prompts are read in full."""
 
     demand: SinkWindowDemand
     full_prefill: bool = False
@@ -41,14 +37,22 @@ class GapRemover:
             self._latest = (common, table, lengths)
         return self._latest[1], self._latest[2]
 
+    def full_prompts(self, common: Any, vllm_config: Any) -> list[int] | None:
+        """:func:`prompt_lengths` of a step's metadata; None unless it reads prompts in full."""
+        if not self.full_prefill or common.is_prefilling is None or not bool(common.is_prefilling.any()):
+            return None  # decoding, and the batches that the engine makes up while it starts
+        # By this number the engine knows models that need prompt lengths, and states them from the next step on. The
+        # first prompt comes when all stock layers and builders have read it, so that nothing else changes.
+        arch = vllm_config.model_config.model_arch_config
+        if arch.rswa_window is None:
+            arch.rswa_window = vllm_config.model_config.max_model_len
+        return prompt_lengths(common)
+
     def __call__(self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, queries: int) -> tuple[Tensor, Tensor]:
         """The table ``[R, C]`` and the lengths ``[R]`` without the gaps.
 
-        Args:
-            table_RM: block ``m`` of request ``r``, with gaps.
-            lengths_R: tokens of each request, those of this step included.
-            starts: ``[R + 1]``, the first query of each request.
-            queries: the largest number of queries of a request.
+        ``lengths_R``: tokens of each request, those of this step included; ``starts``: ``[R + 1]``, the first query of
+        each request; ``queries``: the largest number of them.
         """
         demand = self.demand
         sinks = demand.full(demand.sink)
@@ -60,21 +64,45 @@ class GapRemover:
         return table, (lengths_R - gap_R * demand.block_size).to(lengths_R.dtype)
 
 
-@dataclass
+def prompt_lengths(common: Any) -> list[int]:
+    """For each request of a step the length of its prompt, if the prompt is read in this step, else 0.
+
+    The first step of all states no prompt lengths: no request can have been preempted, so what it reads is a prompt.
+    A preempted request is read again with what it has written, which must see no more than it did.
+    """
+    starts = common.query_start_loc_cpu.tolist()
+    stated = None if common.rswa_prefix_lens is None else common.rswa_prefix_lens.tolist()
+    found = []
+    for row, length in enumerate(common.seq_lens_cpu_upper_bound.tolist()):
+        queries = starts[row + 1] - starts[row]
+        before = length - queries
+        if queries == 0:
+            found.append(0)
+            continue
+        prompt = stated[row] if stated is not None else length if before == 0 else 0
+        if before < prompt and (before > 0 or queries < prompt):
+            raise RuntimeError(
+                f"rlkv: a prompt of {prompt:,} tokens is read in pieces ({before:,} and then {queries:,} tokens): with "
+                "prefill 'full' send whole prompts, not streamed ones; else please report this with the engine's "
+                "settings"
+            )
+        found.append(prompt if before == 0 else 0)
+    return found
+
+
 class SteadyTables:
     """Tables without gaps at the same addresses in every step, as a captured CUDA graph needs them.
 
-    Every builder has its own: the engine may cut a bin into several block tables, and it builds the metadata of all of
-    them before it uses one.
+    Every builder has its own: the engine builds the metadata of all before it uses one.
     """
 
-    rows: int
-    _table: Tensor | None = field(default=None, repr=False)
-    _lengths: Tensor | None = field(default=None, repr=False)
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._table: Tensor | None = None
 
     def __call__(self, table: Tensor, lengths: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """``table`` and ``lengths`` in the buffers; ``columns``: those of the table with gaps."""
-        if self._table is None or self._lengths is None:
+        if self._table is None:
             self._table = table.new_zeros(self.rows, columns)
             self._lengths = lengths.new_zeros(self.rows)
         rows, own = table.shape

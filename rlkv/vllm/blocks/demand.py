@@ -1,16 +1,14 @@
 """How many blocks a request takes, and where the entries of a head that evicts tokens lie in them.
 
-Under an eviction policy a request holds, for all heads of a bin, first the blocks of its observed queries (one per
-head and token, in the pool like keys and values), then those of at most ``budget + buffer`` entries.  Everything
-follows from the position of a token: the first ``budget + buffer`` tokens lie in a row; before the next one an
-eviction keeps ``budget`` entries, and so before every ``buffer``-th after it.  So the scheduler knows what a request
-holds, and a request that is read again in other chunks evicts at the same tokens.
+Under an eviction policy a bin holds first the observed queries of a request, then its entries. All follows from a
+token's position: the first ``budget + buffer`` lie in a row; before the next token, and every ``buffer``-th after it,
+an eviction keeps ``budget``. So the scheduler knows what is held, and other chunks of a text evict at the same tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,39 +18,38 @@ from rlkv.eviction.base import EvictionPolicy
 NOWHERE = -1  # the slot of a state that is not kept
 
 
-class BlockDemand(Protocol):
-    """Blocks that the bins of full and of compressible heads take for a request."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    def full(self, tokens: int) -> int: ...
-
-    def compressible(self, tokens: int) -> int: ...
-
-
 @dataclass(frozen=True)
-class SinkWindowDemand:
-    """Blocks that one bin takes for a request; compressible heads keep sinks and a window."""
+class BlockDemand:
+    """Blocks that one bin takes for a request."""
 
     block_size: int
-    sink: int
-    window: int
 
     def full(self, tokens: int) -> int:
+        """Of full heads."""
         return -(-tokens // self.block_size)
 
     def compressible(self, tokens: int) -> int:
-        """While decoding: the sinks' blocks, and the window's, which may begin anywhere in a block."""
+        """Of compressible heads, while decoding."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SinkWindowDemand(BlockDemand):
+    """Compressible heads keep sinks and a window."""
+
+    sink: int
+    window: int
+
+    def compressible(self, tokens: int) -> int:
+        """The sinks' blocks, and the window's, which may begin anywhere in a block."""
         kept = self.full(self.sink) + self.full(self.window - 1) + 1
         return min(self.full(tokens), kept)
 
 
 @dataclass(frozen=True)
-class BufferDemand:
-    """Blocks of one bin under an eviction policy with a budget; ``observation`` queries judge the entries."""
+class BufferDemand(BlockDemand):
+    """Compressible heads are under an eviction policy with a budget; ``observation`` queries judge the entries."""
 
-    block_size: int
     budget: int
     buffer: int
     observation: int
@@ -76,9 +73,6 @@ class BufferDemand:
     @property
     def query_blocks(self) -> int:
         return self.full(self.observation * self.entries_per_query)
-
-    def full(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
 
     def compressible(self, tokens: int) -> int:
         return self.query_blocks + self.full(min(tokens, self.capacity))

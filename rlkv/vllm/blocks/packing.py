@@ -1,9 +1,8 @@
 """Which heads share a block, so that a pool of equal blocks is filled without waste.
 
-Every *bin* of heads has its own block table: a block of it holds ``block_size`` tokens of all its heads. Full bins
-take a block for every ``block_size`` tokens, compressible bins only for what they keep. All blocks are as large as the
-largest bin, so what a smaller bin leaves is lost; therefore heads are dealt into bins of (nearly) equal size, as few as
-possible, because each one costs a block table and metadata in every step. A layer may be split over two bins.
+A block holds ``block_size`` tokens of all heads of a *bin*, which has its own block table. All blocks are as large as
+the largest bin, so heads are dealt into bins of (nearly) equal size; few of them, as each costs a block table and
+metadata in every step.
 """
 
 from __future__ import annotations
@@ -24,13 +23,7 @@ GOOD_ENOUGH = 1.03  # bytes over the ideal ones up to which fewer bins are bette
 
 @dataclass(frozen=True)
 class Part:
-    """Heads of one layer that are attended to together.
-
-    Attributes:
-        heads: KV heads by their number in the checkpoint, rising.
-        full: full heads, or compressible ones.
-        bin: number of the bin, counted over full and compressible bins together.
-    """
+    """Heads of a layer, by their numbers in the checkpoint; bins are counted over full and compressible ones."""
 
     layer: int
     heads: tuple[int, ...]
@@ -44,11 +37,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Bins of heads.
-
-    Attributes:
-        parts: all parts, by layer, full ones first: the order of a layer's heads in the served model.
-    """
+    """Bins of heads; ``parts``: by layer, full ones first, the order of a layer's heads in the served model."""
 
     parts: tuple[Part, ...]
     demand: BlockDemand
@@ -203,10 +192,9 @@ def _is_balanced_mix(parts: list[Part]) -> bool:
 def engine_groups(bins: list[list[Part]]) -> list[list[Part]]:
     """The block tables that vLLM 0.31 makes of bins whose specs refuse to be merged with one another's.
 
-    Where parts differ in size, every bin becomes one group (``_get_packed_kv_cache_groups``), unless a bin holds
-    as many parts of each of several sizes: such bins make it cut the others into pieces, and so the plan has none.
-    Where all parts are of one size, bins are cut into groups of equally many parts
-    (``_get_kv_cache_groups_uniform_page_size``), and the last one may have fewer.
+    Parts of different sizes: one group per bin (``_get_packed_kv_cache_groups``), unless a bin holds as many parts of
+    each of several sizes, which cuts the others into pieces: the plan has none.  Parts of one size: groups of equally
+    many parts, the last one perhaps with fewer (``_get_kv_cache_groups_uniform_page_size``).
     """
     sizes = {part.size for parts in bins for part in parts}
     if len(bins) == 1 or len(sizes) > 1:

@@ -1,19 +1,22 @@
-"""What the engine's memory management must know about full and compressible heads.
+"""Blocks of compressible heads, for the engine's memory management; importing this registers them in a process.
 
-Importing this module registers the specs, in every process that reads one.
+Blocks that fall out of a window are replaced by the null block in the request's block table; the kernels skip this gap
+(:mod:`rlkv.vllm.blocks.block_tables`). Under eviction a request keeps as many blocks as its buffer has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
-from rlkv.vllm.blocks.manager import EvictingManager, SinkWindowManager
 
 
 class _OfBin:
@@ -84,6 +87,142 @@ class EvictingSpec(_OfBin, AttentionSpec):
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
         """The engine computes slots by position, and looks them up even though they are not used here."""
         return max(super().max_num_blocks_per_req(vllm_config, max_len), self.demand.compressible(max_len))
+
+
+class SinkWindowManager(SingleTypeKVCacheManager):
+    """Block tables of one bin with sinks and a window."""
+
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
+        # the engine sets this for its own kinds of spec only
+        kwargs["max_admission_blocks_per_request"] = kv_cache_spec.most_blocks()
+        super().__init__(kv_cache_spec, **kwargs)
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Give back the blocks between the sinks and the window of the next token."""
+        spec = self.kv_cache_spec
+        outside = processed_computed_tokens - spec.window + 1
+        self._remove_blocks_in_range(request_id, spec.demand.full(spec.sink), max(0, outside) // self.block_size)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        """As the base class, but its cap counts the gap of a cached prefix as blocks that the request holds."""
+        needed = super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs)
+        most = self.max_admission_blocks_per_request
+        if not apply_admission_cap or most is None:
+            return needed
+        held = sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))
+        return min(needed, max(0, most - held))
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """None: cascade attention would need the gap."""
+        return 0
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: Any,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """The longest prefix of whole blocks after which the sinks and a whole window are still there."""
+        assert not drop_eagle_block, "speculative decoding is refused at start"
+        assert dcp_world_size * pcp_world_size == 1, "context parallelism is refused at start"
+        block_size = kv_cache_spec.block_size
+        hashes = resolve_block_hashes(
+            block_hashes,
+            block_pool.hash_block_size,
+            block_size,
+            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
+            alignment_tokens=alignment_tokens,
+        )
+        step = max(1, alignment_tokens // block_size)
+        longest = max_length // block_size
+        demand = kv_cache_spec.demand
+        found: dict[int, Sequence[KVCacheBlock]] = {}
+
+        def cached(number: int) -> bool:
+            if number not in found and (blocks := block_pool.get_cached_block(hashes[number], kv_cache_group_ids)):
+                found[number] = blocks
+            return number in found
+
+        sinks, wanted, window = 0, demand.full(kv_cache_spec.sink), demand.full(kv_cache_spec.window - 1)
+        while sinks < min(wanted, longest) and cached(sinks):
+            sinks += 1
+        end = (sinks if sinks < wanted else longest) // step * step
+        while end > sinks:
+            first = max(sinks, end - window)
+            missing = next((number for number in range(end - 1, first - 1, -1) if not cached(number)), None)
+            if missing is None:
+                break
+            end = missing // step * step
+        first = max(sinks, end - window)
+        table: tuple[list[KVCacheBlock], ...] = tuple([block_pool.null_block] * end for _ in kv_cache_group_ids)
+        for number in (number for number in range(end) if number < sinks or number >= first):
+            for row, block in zip(table, found[number], strict=True):
+                row[number] = block
+        return table, end * block_size
+
+
+class EvictingManager(SingleTypeKVCacheManager):
+    """Block tables of one bin under an eviction policy."""
+
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        assert not self.enable_caching, "prefix caching is switched off with the engine's settings"
+        self._computed: dict[str, int] = {}
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        """As the base class; RuntimeError if a request goes back to earlier tokens, as streamed inputs do."""
+        if total_computed_tokens < self._computed.get(request_id, 0):
+            raise RuntimeError(
+                f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} on, but some of its "
+                "entries were evicted since: streamed inputs do not work with eviction, send whole prompts"
+            )
+        self._computed[request_id] = total_computed_tokens
+        held = len(self.req_to_blocks.get(request_id, ()))
+        return max(0, self.kv_cache_spec.demand.compressible(num_tokens) - held)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._computed.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        slots = self.kv_cache_spec.demand.compressible(num_tokens) * self.block_size
+        return super().allocate_new_blocks(request_id, slots, slots)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """None: equal beginnings lie in blocks of their own."""
+        return 0
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: BlockHashList, max_length: int, kv_cache_group_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """None: what an eviction kept is not a prefix."""
+        return tuple([] for _ in kv_cache_group_ids), 0
 
 
 # the registry fills itself with the stock specs only as long as it is empty

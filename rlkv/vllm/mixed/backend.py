@@ -1,8 +1,4 @@
-"""vLLM attention backends of mixed attention.
-
-A mixed layer has one ordinary paged cache of all its KV heads, so the engine's block management, chunked prefill,
-prefix caching and preemption are the stock ones.
-"""
+"""vLLM attention backends of mixed attention: the blocks are the stock ones, of all KV heads of a layer."""
 
 from __future__ import annotations
 
@@ -63,10 +59,8 @@ class MixedTorchBuilder(TorchBuilder):
 
 
 class MixedTorchImpl(_LiveGates, TorchImpl):
-    def attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: MixedReads, output: Tensor
-    ) -> None:
-        paged_mixed_attention(query, kv_cache, step, self.alpha_H, self.scale, output)
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+        paged_mixed_attention(query, kv, step, self.alpha_H, self.scale, out)
 
 
 class MixedTorchBackend(TorchBackend):
@@ -102,14 +96,12 @@ class MixedTritonBuilder(GaplessTritonBuilder):
 class MixedTritonImpl(_LiveGates, AttendingImpl, TritonAttentionImpl):
     """Both branches by the engine's Triton kernel, mixed in float32."""
 
-    def attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
-    ) -> None:
-        full, local = torch.empty_like(output), torch.empty_like(output)
-        TritonAttentionImpl.forward(self, layer, query, key, value, kv_cache, step, full)
-        TritonAttentionImpl.forward(self, layer, query, key, value, kv_cache, step.local, local)
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+        full, local = torch.empty_like(out), torch.empty_like(out)
+        TritonAttentionImpl.forward(self, layer, query, key, value, kv, step, full)
+        TritonAttentionImpl.forward(self, layer, query, key, value, kv, step.local, local)
         tokens = step.num_actual_tokens
-        output[:tokens] = mix_tokens(full[:tokens], local[:tokens], self.alpha_H)
+        out[:tokens] = mix_tokens(full[:tokens], local[:tokens], self.alpha_H)
 
 
 class MixedTritonBackend(BackendParts, TritonAttentionBackend):

@@ -1,8 +1,7 @@
 """Sampling in vLLM with the training loop's own draws, so that the same rows give the same tokens in every engine.
 
-The training loop needs log-probabilities of the tempered distribution, before top-k and top-p, which vLLM does not
-give.  So a logits processor draws each row's token: it keeps a value, its log-probability, and all others go to minus
-infinity.  The engine then decodes greedily and, with ``logprobs_mode="processed_logits"``, hands that value out.
+vLLM does not give log-probabilities of the tempered distribution, before top-k and top-p. So a logits processor draws
+each row's token: its value becomes its log-probability, which the engine reports, and all others minus infinity.
 """
 
 from __future__ import annotations

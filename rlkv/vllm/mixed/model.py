@@ -1,7 +1,6 @@
 """Models of vLLM whose attention is mixed: the engine's own classes with other attention layers, and their gates.
 
-A model becomes mixed by its architecture name (``RLKVMixedLlamaForCausalLM`` instead of ``LlamaForCausalLM``, set with
-``hf_overrides``) and finds S and W in the engine's ``additional_config``; other models of the process stay stock.
+They are chosen by name with ``hf_overrides``; S and W are in the engine's ``additional_config``.
 """
 
 from __future__ import annotations
@@ -92,5 +91,5 @@ class GateWorker:
         return self._gates().cpu().tolist()
 
     def rlkv_set_gates(self, alpha: list[list[float]]) -> None:
-        """Overwrite the gates in place; the layers read them from now on."""
+        """Overwrite the gates in place."""
         self._gates().copy_(torch.tensor(alpha, dtype=torch.float32))

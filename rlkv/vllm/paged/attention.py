@@ -1,8 +1,7 @@
 """Local and mixed attention over a paged cache in plain torch: the CPU path, and the reference of the CUDA path.
 
 Shapes: R requests, Q queries of each, T query tokens of all requests one after the other, H KV heads, G query heads
-per KV head, C blocks that a request reads, D size of a head; the cache is ``[blocks, H, N, 2 * D]``: N tokens per
-block, keys then values.
+per KV head, C blocks of a request, D head size; cache ``[blocks, H, N, 2 * D]``: N tokens a block, keys then values.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class Reads:
 
     Attributes:
         token_RQ, position_RQ: the queries, by their place in the step and in their text.
-        block_RC: the blocks that are read; ``column_K``: the position of each slot in them.
+        block_RC, column_K: the blocks that are read, and the position of each slot in them.
         prompt: so many first tokens see everything before them.
         unwritten: row, column and slot of each slot that is read but may not have been written yet.
-        seen_RQK: bool ``[R, Q, C * N]``; None if it is made again for each layer, because all together may be large.
+        seen_RQK: bool ``[R, Q, C * N]``; None: made for each layer, because all together may be large.
     """
 
     token_RQ: Tensor
@@ -68,12 +67,9 @@ class Reads:
 def plan_reads(
     table_RC: Tensor, starts: list[int], lengths: list[int], demand: SinkWindowDemand, prompts: list[int] | None = None
 ) -> list[Reads]:
-    """What the queries of a step read.
+    """What the queries ``starts[r] <= t < starts[r + 1]`` of each request read; tables and lengths are without gaps.
 
-    Args:
-        table_RC, lengths: block tables and lengths without gaps (:mod:`rlkv.vllm.blocks.block_tables`).
-        starts: ``R + 1`` numbers: request r has the queries ``starts[r] <= t < starts[r + 1]``, its last tokens.
-        prompts: how many first tokens of each request see everything before them; None: none.
+    ``prompts``: how many first tokens of each request see everything before them; None: none.
     """
     queries = [end - start for start, end in pairwise(starts)]
     decoding = sorted((row for row, number in enumerate(queries) if number == 1), key=lambda row: lengths[row])
@@ -102,12 +98,7 @@ def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], 
         _attend(query_TXD, cache, part, scale, out)
 
 
-@dataclass(frozen=True)
-class MixedReads:
-    """What the queries of one step read in either branch."""
-
-    full: list[Reads]
-    local: list[Reads]
+MixedReads = tuple[list[Reads], list[Reads]]  # of the full and of the local branch
 
 
 def plan_mixed_reads(table_RM: Tensor, starts: Tensor, lengths_R: Tensor, gap_remover: GapRemover) -> MixedReads:
@@ -116,7 +107,7 @@ def plan_mixed_reads(table_RM: Tensor, starts: Tensor, lengths_R: Tensor, gap_re
     most = int((starts[1:] - starts[:-1]).max())
     table_RC, shorter_R = gap_remover(table_RM, lengths_R, starts, most)
     everything = SinkWindowDemand(gap_remover.demand.block_size, 0, EVERYTHING)
-    return MixedReads(
+    return (
         plan_reads(table_RM, begins, lengths_R.tolist(), everything),
         plan_reads(table_RC, begins, shorter_R.tolist(), gap_remover.demand),
     )
@@ -126,10 +117,10 @@ def paged_mixed_attention(
     query_TXD: Tensor, cache: Tensor, reads: MixedReads, alpha_H: Tensor, scale: float, out: Tensor
 ) -> None:
     """As :func:`paged_local_attention`: ``alpha * full + (1 - alpha) * local`` per KV head, mixed in float32."""
-    full, local = torch.zeros(2, *query_TXD.shape)
-    paged_local_attention(query_TXD, cache, reads.full, scale, full)
-    paged_local_attention(query_TXD, cache, reads.local, scale, local)
-    out.copy_(mix_tokens(full, local, alpha_H))
+    branches = torch.zeros(2, *query_TXD.shape)
+    for own, branch in zip(reads, branches, strict=True):
+        paged_local_attention(query_TXD, cache, own, scale, branch)
+    out.copy_(mix_tokens(branches[0], branches[1], alpha_H))
 
 
 def mix_tokens(full_TXD: Tensor, local_TXD: Tensor, alpha_H: Tensor) -> Tensor:

@@ -72,29 +72,18 @@ class AttendingImpl(AttentionImpl):
     """One layer; subclasses write its attention."""
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, output: Tensor, **kw: Any
     ) -> Tensor:
-        if attn_metadata is None:  # the engine's profiling run
+        if step is None:  # the engine's profiling run
             return output.zero_()
-        self.attend(layer, query, key, value, kv_cache, attn_metadata, output)
+        self.attend(layer, query, key, value, kv, step, output)
         return output
 
     @abstractmethod
-    def attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
-    ) -> None:
-        """Write the attention of ``query`` ``[tokens, query heads, size]`` to ``output``; ``step``: the metadata.
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+        """Write the attention of ``query`` ``[tokens, query heads, size]`` to ``out``; ``step``: the metadata.
 
-        Keys and values are in the cache, unless ``forward_includes_kv_cache_update``.
+        Keys and values are in the cache ``kv``, unless ``forward_includes_kv_cache_update``.
         """
 
 
@@ -104,10 +93,8 @@ class TorchImpl(AttendingImpl):
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
 
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        write_cache(key, value, kv_cache, slot_mapping)
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
+        write_cache(key, value, kv_cache, slots_T)
 
 
 class GaplessTritonBuilder(TritonAttentionMetadataBuilder):

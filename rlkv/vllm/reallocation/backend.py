@@ -1,13 +1,11 @@
 """vLLM attention backends of head reallocation.
 
-Full heads: the engine's own backend. Compressible heads: the engine's Triton kernels on a GPU, plain torch on a CPU,
-both over block tables without gaps. All need the layout in which a block holds all its layers side by side
-(``BLHNC``), because parts differ in their number of heads.
+Full heads: the engine's own. Compressible heads: the engine's Triton kernels on a GPU, plain torch on a CPU. All need
+the layout ``BLHNC``, in which a block holds its layers side by side, because parts differ in their number of heads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.vllm.blocks.full_prefill import full_prompts
 from rlkv.vllm.paged.attention import Reads, paged_local_attention, plan_reads
 from rlkv.vllm.paged.backend import (
     BackendParts,
@@ -84,29 +81,19 @@ def check_block_bytes(layer: Any) -> None:
         )
 
 
-@dataclass
-class LocalMetadata:
-    """What one step reads."""
-
-    reads: list[Reads]
-
-
 class LocalTorchBuilder(TorchBuilder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LocalMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> list[Reads]:
         common, layer = common_attn_metadata, layers_of(self.vllm_config, self.layer_names)[0]
         check_block_bytes(layer)
         remover = layer.gap_remover
         table, lengths = remover.of_step(common)
-        prompts = full_prompts(common, self.vllm_config) if remover.full_prefill else None
-        starts = common.query_start_loc_cpu.tolist()
-        return LocalMetadata(plan_reads(table, starts, lengths.tolist(), remover.demand, prompts))
+        prompts, starts = remover.full_prompts(common, self.vllm_config), common.query_start_loc_cpu.tolist()
+        return plan_reads(table, starts, lengths.tolist(), remover.demand, prompts)
 
 
 class LocalTorchImpl(TorchImpl):
-    def attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
-    ) -> None:
-        paged_local_attention(query, kv_cache, step.reads, self.scale, output)
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+        paged_local_attention(query, kv, step, self.scale, out)
 
 
 class LocalTorchBackend(TorchBackend):
@@ -135,7 +122,7 @@ class LocalTritonBuilder(GaplessTritonBuilder):
         common = common_attn_metadata
         check_block_bytes(self.layer)
         own, prefix_R = self.without_gaps(common), self.sinks_R[: common.num_reqs]
-        prompts = full_prompts(common, self.vllm_config) if self.gap_remover.full_prefill else None
+        prompts = self.gap_remover.full_prompts(common, self.vllm_config)
         if prompts is not None and common.max_query_len > 1:  # a prompt of one token sees itself only
             own, prefix_R = self._with_prompts(own, common, prompts, self.gap_remover.demand.sink)
         return self.build_local(own, prefix_R, fast_build)

@@ -23,12 +23,10 @@ class Round:
     """Tokens of a step that are stored and attended to together, after the rows ``due`` have evicted.
 
     Attributes:
-        rows: the requests that take part, by their row in the step.
-        due: those of them that evict first; ``due_positions``: the position of their next token.
+        rows: the requests that take part; due: those of them that evict first, at the next ``due_positions``.
         tokens: int64, the step's tokens that take part; None: all of them, in their order.
         row_T, position_T: row and position of each token, int64.
-        starts: ``len(rows) + 1`` numbers, the first token of each request, counted within the round.
-        lengths: entries of each request, with those of this round.
+        starts, lengths: the first token of each request within the round, and its entries at the end.
     """
 
     rows: list[int]
@@ -44,9 +42,7 @@ class Round:
 def plan_rounds(demand: BufferDemand, starts: list[int], lengths: list[int]) -> list[Round]:
     """Cut a step where its requests evict; the first round has all rows, also those of padding, which have no tokens.
 
-    Args:
-        starts: ``R + 1`` numbers: request r has the queries ``starts[r] <= t < starts[r + 1]``.
-        lengths: tokens of each request, those of this step included.
+    Request r has the queries ``starts[r] <= t < starts[r + 1]`` and, with them, ``lengths[r]`` tokens.
     """
     first_T = [length - (end - start) for length, start, end in zip(lengths, starts, starts[1:], strict=False)]
     rounds: list[Round] = []
@@ -131,10 +127,8 @@ def query_halves(query_TXD: Tensor, kv_heads: int) -> list[tuple[Tensor, Tensor]
 def evict(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float) -> None:
     """Keep ``budget`` of the C entries of each request, in their order, at the front of its entries.
 
-    Args:
-        table_RM: the blocks of the requests.
-        positions_R: int64, the position of the token that comes next.
-        factor: what queries are multiplied by, so that ``query . key / sqrt(D)`` is the attention logit.
+    ``positions_R``: of the token that comes next; ``factor``: for queries, so that ``query . key / sqrt(D)`` is the
+    attention logit.
     """
     for piece in pieces(len(table_RM), cache.shape[1] * eviction.demand.capacity * cache.shape[3]):
         _evict(cache, table_RM[piece].long(), positions_R[piece], eviction, factor)

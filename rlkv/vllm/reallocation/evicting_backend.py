@@ -1,8 +1,7 @@
 """vLLM attention backends of compressible heads under an eviction policy.
 
-A step is cut where its requests evict (:mod:`rlkv.vllm.blocks.demand`). Evictions before the first tokens, all there
-are while decoding, are done while the step's metadata are built, for every layer, so that a captured graph never holds
-one; those in the middle of a prompt wait for the layer's own keys and are done in its forward pass.
+A step is cut where its requests evict. What is due before its first tokens is done while the metadata are built, so
+that a captured graph never holds an eviction; in the middle of a prompt it waits for the layer's own keys.
 """
 
 from __future__ import annotations
@@ -36,13 +35,9 @@ def evicting_backend() -> type[AttentionBackend]:
 
 @dataclass
 class PlacedRound:
-    """A round with its places in the cache.
+    """A round with its places in the cache: ``slots_T`` of keys and values, ``queries_ET`` of observed queries.
 
-    Attributes:
-        tokens: the step's tokens that take part; None: all of them.
-        slots_T, queries_ET: where keys and values go, and the queries; longer than the tokens, or shorter by padding.
-        due: blocks and next positions of the requests that evict first; None: there are none.
-        stock: what the engine's own kernel needs; ``reads``: what attention in torch needs.
+    ``due``: blocks and next positions of the requests that evict first; attention needs ``stock`` or ``reads``.
     """
 
     tokens: Tensor | None
@@ -51,11 +46,6 @@ class PlacedRound:
     due: tuple[Tensor, Tensor] | None
     stock: TritonAttentionMetadata | None = None
     reads: list[Reads] = field(default_factory=list)
-
-
-@dataclass
-class EvictingMetadata:
-    rounds: list[PlacedRound]
 
 
 def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
@@ -84,13 +74,13 @@ class _EvictingBuilder:
     def eviction(self) -> Eviction:
         return layers_of(self.vllm_config, self.layer_names)[0].eviction
 
-    def begin(self, parts: list[PlacedRound]) -> EvictingMetadata:
-        """The step's metadata, after what is due before its first tokens was done in every layer."""
+    def begin(self, parts: list[PlacedRound]) -> list[PlacedRound]:
+        """The step's metadata ``parts``, after what is due before its first tokens was done in every layer."""
         layers = layers_of(self.vllm_config, self.layer_names)
         check_block_bytes(layers[0])
         for layer in layers:
             layer.impl.evict(layer.kv_cache, parts[0], layer.eviction)
-        return EvictingMetadata(parts)
+        return parts
 
 
 class _EvictingImpl(AttendingImpl):
@@ -105,21 +95,19 @@ class _EvictingImpl(AttendingImpl):
             # the policies' logit is query . key / sqrt(D), whatever the model's scale
             evict(kv_cache, *part.due, eviction, self.scale * (kv_cache.shape[-1] // 2) ** 0.5)
 
-    def attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Any, output: Tensor
-    ) -> None:
-        for number, part in enumerate(step.rounds):
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+        for number, part in enumerate(step):
             if number > 0:  # what was due before the first round is done
-                self.evict(kv_cache, part, layer.eviction)
+                self.evict(kv, part, layer.eviction)
             if part.tokens is None:
-                self._store(layer, query, key, value, kv_cache, part)
-                self.attend_round(layer, query, kv_cache, part, output)
+                self._store(layer, query, key, value, kv, part)
+                self.attend_round(layer, query, kv, part, out)
             else:
                 own = query[part.tokens]
-                self._store(layer, own, key[part.tokens], value[part.tokens], kv_cache, part)
-                found = torch.empty_like(own, dtype=output.dtype)
-                self.attend_round(layer, own, kv_cache, part, found)
-                output[part.tokens] = found
+                self._store(layer, own, key[part.tokens], value[part.tokens], kv, part)
+                found = torch.empty_like(own, dtype=out.dtype)
+                self.attend_round(layer, own, kv, part, found)
+                out[part.tokens] = found
 
     def _store(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound
@@ -135,7 +123,7 @@ class _EvictingImpl(AttendingImpl):
 
 
 class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> EvictingMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> list[PlacedRound]:
         demand, table_RM = self.eviction.demand, common_attn_metadata.block_table_tensor
         everything = SinkWindowDemand(demand.block_size, 0, demand.capacity)
         parts = []
@@ -192,7 +180,7 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         part = self._decoding(common_attn_metadata)
         self.lengths_R.fill_(1)  # as the stock builder does: longer requests make the capture slow
-        return EvictingMetadata([part])
+        return [part]
 
     def _decoding(self, common: Any) -> PlacedRound:
         demand, table_RM, rows = self.eviction.demand, common.block_table_tensor, common.num_reqs

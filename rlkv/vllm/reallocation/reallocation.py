@@ -32,11 +32,7 @@ class Reallocation:
     group_size: int
 
     def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors with the heads of each layer in the order of its parts.
-
-        Raises:
-            ValueError: for tensors of the attention's projections whose layout is not known.
-        """
+        """The checkpoint's tensors with the heads of each layer in the order of its parts."""
         for name, tensor in weights:
             found = _PROJECTION.search(name)
             yield name, self._reorder(tensor, int(found[1]), found[2], found[3], name) if found else tensor
@@ -53,11 +49,7 @@ class Reallocation:
 
 
 def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
-    """Exchange the attention layers of a stock model.
-
-    Raises:
-        ValueError: for what is not supported (:mod:`rlkv.vllm.limits`), and settings that do not fit the model.
-    """
+    """Exchange the attention layers of a stock model; ValueError for what is not supported or does not fit it."""
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
     stock, longest = model.model.layers[0].self_attn.attn, vllm_config.model_config.max_model_len

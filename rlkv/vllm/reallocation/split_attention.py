@@ -58,8 +58,7 @@ class PartAttention(Attention):
 class SplitAttention(nn.Module):
     """In the place of a layer's attention, with the same call.
 
-    Queries, keys and values come in the order of the parts, because the projections' weights were reordered when they
-    were loaded: each part reads and writes a slice, nothing is gathered or concatenated.
+    The projections' weights were reordered when they were loaded: each part reads and writes a slice.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlkv.evaluation.report.published import find_published, published_numbers
-from rlkv.evaluation.tasks import TASKS
+from rlkv.evaluation.tasks.registry import TASKS
 
 LLAMA = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 MODELS = (LLAMA, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen3-4B-Thinking-2507")

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from rlkv.cache import CacheSettings
 from rlkv.cli.eval import run as evaluate
 from rlkv.cli.options import parse
 from rlkv.evaluation.run.evaluation import EvalConfig
-from rlkv.evaluation.run.methods import deployed_sizes, parse_methods
-from rlkv.evaluation.tasks import find_tasks
+from rlkv.evaluation.run.methods import parse_methods
+from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.gates.head_gates import HeadGates
+from rlkv.inference.options import CacheOptions
 from rlkv.models import hub
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import load
@@ -108,15 +110,15 @@ def test_the_example_configs_parse(name: str) -> None:
     assert {task.name for task in tasks} >= ({"tiny"} if "tiny" in name else {"gsm8k", "aime24", "mmlu_pro:law"})
 
 
-def test_sizes_come_from_the_gates(gates_file: Path, tmp_path: Path) -> None:
+def test_sizes_come_from_the_gates(gates_file: Path) -> None:
     gates = HeadGates.load(gates_file)
     other = replace(gates, deploy_sink=16, deploy_window=64)
-    assert deployed_sizes({}, None, None) == (16, 64)
-    assert deployed_sizes({"a": gates}, None, None) == (4, 16)
-    assert deployed_sizes({"a": gates}, 8, None) == (8, 16)
-    assert deployed_sizes({"a": gates, "b": other}, 8, 32) == (8, 32)
+    assert CacheOptions().cache_settings({}) == CacheSettings(16, 64)
+    assert CacheOptions().cache_settings({"a": gates}) == CacheSettings(4, 16)
+    assert CacheOptions(sink=8, prefill="local").cache_settings({"a": gates}) == CacheSettings(8, 16, "local")
+    assert CacheOptions(sink=8, window=32).cache_settings({"a": gates, "b": other}) == CacheSettings(8, 32)
     with pytest.raises(ValueError, match=r"a 4 \+ 16, b 16 \+ 64.*--sink"):
-        deployed_sizes({"a": gates, "b": other}, 8, None)
+        CacheOptions(sink=8).cache_settings({"a": gates, "b": other})
 
 
 def test_without_hub_and_file_the_program_ends_with_one_sentence(
@@ -156,7 +158,7 @@ def test_defaults_from_yaml(gates_file: Path, tmp_path: Path) -> None:
         (["--num-samples", "4"], "greedy"),
         (["--limit", "0"], "--limit"),
         (["--repetition", "40", "400"], "--repetition"),
-        (["--config", "absent.yaml"], "--config absent.yaml"),
+        (["--config", "absent.yaml"], "--config .*absent.yaml"),
         (["--tasks", "math500", "--data", "."], "math500"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkv.evaluation.run.fingerprint import library_facts, model_facts
+from rlkv.evaluation.run.runner import library_facts, model_facts
 from tests.helpers.models import make_tiny_model
 
 

@@ -14,9 +14,9 @@ import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
-from rlkv.evaluation.run import fingerprint, runner
+from rlkv.evaluation.run import runner
 from rlkv.evaluation.run.runner import Problem, RunSettings, plan_batches, run_method
-from rlkv.evaluation.stats.error_modes import RepetitionRule
+from rlkv.evaluation.stats.metrics import RepetitionRule
 from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
@@ -180,11 +180,11 @@ def test_what_a_run_depends_on_may_not_change(
         given = [replace(given[0], prompt=given[0].prompt + " ?"), *given[1:]]
         expected = "problems, prompt_tokens"
     elif name == "version":
-        changed = fingerprint.library_facts() | {"rlkv": "99"}
+        changed = runner.library_facts() | {"rlkv": "99"}
         monkeypatch.setattr(runner, "library_facts", lambda: changed)
         expected = "libraries.rlkv"
     elif name == "library":
-        changed = fingerprint.library_facts() | {"torch": "1.0"}
+        changed = runner.library_facts() | {"torch": "1.0"}
         monkeypatch.setattr(runner, "library_facts", lambda: changed)
         expected = r"libraries.torch\).*\"1.0\""
     else:

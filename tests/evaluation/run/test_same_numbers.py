@@ -12,11 +12,11 @@ import torch
 from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.cli.eval import run as evaluate
-from rlkv.evaluation.heads.ground_truth import decode
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from tests.helpers.infer import infer
+from tests.helpers.plain_decoding import decode
 
 N, TOKENS = 24, 50
 
@@ -74,12 +74,13 @@ def test_every_problem_has_one_text_and_one_verdict(
     gates = HeadGates.load(folder / "gates.pt")
     problems = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
     cache = CacheSettings(gates.deploy_sink, gates.deploy_window)
-    decoded = decode(model, tokenizer, problems, HeadAllocation.from_gates(gates, sparsity), cache, TOKENS, N)
-    assert decoded.correct == [row["correct"] for row in rows]
-    assert [completion.token_ids for completion in decoded.completions] == [row["token_ids"] for row in rows]
-    assert 0 < sum(decoded.correct) < N, "a test of verdicts needs both"
+    allocation = HeadAllocation.from_gates(gates, sparsity)
+    completions, correct = decode(model, tokenizer, problems, allocation, cache, TOKENS, N)
+    assert correct == [row["correct"] for row in rows]
+    assert [completion.token_ids for completion in completions] == [row["token_ids"] for row in rows]
+    assert 0 < sum(correct) < N, "a test of verdicts needs both"
     results = json.loads((folder / "eval" / "results.json").read_text())["results"]
-    assert next(row["accuracy"] for row in results if row["method"] == method) == decoded.accuracy
+    assert next(row["accuracy"] for row in results if row["method"] == method) == sum(correct) / N
 
 
 def test_the_heads_make_a_difference(evaluated: dict[str, list[dict[str, Any]]]) -> None:

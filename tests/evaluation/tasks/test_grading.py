@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.evaluation.report.checks import check_code, check_math, stated, wrong_program
-from rlkv.evaluation.tasks import TASKS, EvalProblem, load_task
+from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.code import extract_code
+from rlkv.evaluation.tasks.registry import TASKS, load_task
 from rlkv.verifier.verifier import Verifier
 from tests.helpers.paths import ROOT, SHARED
+from tests.helpers.programs import load_program
 
 DATA = SHARED / "data"
 PROGRAM = ROOT / "inference" / "check_graders.py"
+GRADERS = load_program("inference/check_graders.py")
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the benchmarks' files (../shared/data) are not here")
 ADD = EvalProblem(
     "mbpp/1", "p", "def add(a, b):\n    return a + b", {"tests": ["assert add(1, 2) == 3"], "setup": "", "problem": "p"}
@@ -77,13 +79,13 @@ def test_code_verdicts() -> None:
 
 
 def test_a_wrong_program_has_the_right_names() -> None:
-    assert "def add(*args" in wrong_program(ADD.answer)
-    assert wrong_program("x = 1") == ""
+    assert "def add(*args" in GRADERS.wrong_program(ADD.answer)
+    assert GRADERS.wrong_program("x = 1") == ""
 
 
 def test_the_code_check_counts_every_case() -> None:
     broken = EvalProblem("mbpp/2", "p", "def add(a, b):\n    return 0", ADD.meta)
-    found = check_code([ADD, broken])
+    found = GRADERS.check_code([ADD, broken])
     assert (found["reference"], found["refused"]) == (2, ["mbpp/2"])
     assert (found["empty_passed"], found["wrong_passed"]) == ([], [])
     assert found["next_passed"] == ["mbpp/2"]  # the program of mbpp/1 passes its tests
@@ -94,7 +96,7 @@ def test_the_code_check_counts_every_case() -> None:
 def test_references_are_accepted_and_others_refused(name: str) -> None:
     problems = load_task(name, DATA)
     with closing(Verifier(num_workers=1)) as verifier:
-        found = check_math(problems, verifier, name)
+        found = GRADERS.check_math(problems, verifier, name)
     assert found["own"] == len(problems)
     assert found["next"] > 0
     assert (found["refused"], found["accepted"]) == ([], [])
@@ -102,7 +104,9 @@ def test_references_are_accepted_and_others_refused(name: str) -> None:
 
 def test_the_stated_form_is_that_of_the_prompt() -> None:
     problem = EvalProblem("gsm8k/1", "p", "18", {"solution": "2 * 9\n#### 18"})
-    assert stated(problem).endswith("#### 18\nTherefore, the final answer is: $\\boxed{18}$. I hope it is correct")
+    assert GRADERS.stated(problem).endswith(
+        "#### 18\nTherefore, the final answer is: $\\boxed{18}$. I hope it is correct"
+    )
 
 
 def test_the_program_writes_counts_and_misses(

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkv.evaluation.tasks import TASKS, find_task, find_tasks, load_task, trained_template
 from rlkv.evaluation.tasks.base import fill
+from rlkv.evaluation.tasks.registry import TASKS, find_task, find_tasks, load_task, trained_template
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models import hub
 from rlkv.models.prompts import fill_template

@@ -89,12 +89,8 @@ class Program(dict[str, Any]):
     def evaluate(self, where: str, test: str) -> None:
         """Run one test. If it names only builtins, the program's function has the name of one (MBPP 126: sum)."""
         code = compile(test, where, "exec")
-        self.where, self.tests, self.used, self.shadowed = (
-            where,
-            self.tests + test,
-            "",
-            {*code.co_names} <= {*dir(builtins)},
-        )
+        self.where, self.tests, self.used = where, self.tests + test, ""
+        self.shadowed = {*code.co_names} <= {*dir(builtins)}
         exec(code, self)
         if not self.used:
             raise NameError("the program does not define anything that the test uses")

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from rlkv.evaluation.study.costs import cost_metrics, cost_text, identification_costs
+from rlkv.evaluation.study.comparison import cost_metrics, cost_text
 from tests.helpers.study_fakes import ranking
 
 ALPHA = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
@@ -25,7 +25,8 @@ def test_cpu_seconds_are_preferred_where_every_step_has_them(tmp_path: Path) -> 
         str(tmp_path / "absent" / "gates.pt"),
     )
     found = replace(ranking("RLKV", ALPHA, ALPHA, ALPHA), files=files)
-    assert identification_costs(found) == [{("training", "CPU"): 4.5}, {("training", "wall"): 8.0}, {}]
+    steps = [(of["step"], of["unit"], of["mean"], of["n"]) for of in cost_metrics(found)["steps"]]
+    assert steps == [("training", "CPU", 4.5, 1), ("training", "wall", 8.0, 1)]
     assert cost_text(cost_metrics(found)) == "4 s CPU + 8 s wall"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.evaluation.heads.reranking import Span, rerank, with_order
+from rlkv.evaluation.elimination import Span, rerank, with_order
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny.task import draw_problem

@@ -5,10 +5,10 @@ import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
-from rlkv.evaluation.heads.elimination import Trace, TraceScorer, backward_elimination, without_head
-from rlkv.evaluation.heads.ground_truth import decode
+from rlkv.evaluation.elimination import Trace, TraceScorer, backward_elimination, without_head
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
+from tests.helpers.plain_decoding import decode
 
 ALL = HeadAllocation(torch.ones(2, 3, dtype=torch.bool))
 WORTH = torch.tensor([[0.1, 0.5, 0.0], [0.3, 0.0, 0.2]])
@@ -45,12 +45,12 @@ def test_share_of_traces_is_the_share_of_equal_decodings() -> None:
     cache = CacheSettings(sink=4, window=16, prefill="local")
     full = HeadAllocation(torch.ones(4, 6, dtype=torch.bool))
     prompts = [tokenizer(render_prompt(tokenizer, p["problem"]), add_special_tokens=False).input_ids for p in problems]
-    whole = decode(model, tokenizer, problems, full, cache, 130)
-    traces = [Trace(tuple(p), tuple(c.token_ids)) for p, c in zip(prompts, whole.completions, strict=True)]
+    whole, _ = decode(model, tokenizer, problems, full, cache, 130)
+    traces = [Trace(tuple(p), tuple(c.token_ids)) for p, c in zip(prompts, whole, strict=True)]
     scorer = TraceScorer(model, traces, sink=4, window=16)
     assert scorer(full)[0] == 1.0
     half = HeadAllocation.random(4, 6, 0.25, seed=1)
-    decoded = decode(model, tokenizer, problems, half, cache, 130).completions
+    decoded, _ = decode(model, tokenizer, problems, half, cache, 130)
     same = [tuple(c.token_ids) == t.output for c, t in zip(decoded, traces, strict=True)]
     share, log_probability = scorer(half)
     assert 0 < sum(same) < len(same)  # a case in which the score could be wrong

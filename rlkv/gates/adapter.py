@@ -1,6 +1,6 @@
-"""Gates as a PEFT adapter folder, as ``save_pretrained`` of a gated model writes it.
+"""Gates in safetensors files, alone or as a PEFT adapter folder, and the header in which every format states the rest.
 
-The header of the weights file also holds mean gates, model shape and training summary, which PEFT ignores.
+An adapter is what ``save_pretrained`` of a gated model writes; PEFT ignores the header of its weights file.
 """
 
 from __future__ import annotations
@@ -13,15 +13,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkv.gates.header import from_header, read_safetensors, to_header, write_safetensors
 from rlkv.models.shape import ModelShape
-from rlkv.utils.atomic import write_json
+from rlkv.utils.atomic import atomic_path, write_json
 
+FORMAT = "rlkv-gates"
+VERSION = 1
+EXPECTED = "expected a .pt, .safetensors or .tsv gates file or a PEFT folder"
+HEADER_KEY = "rlkv_gates"  # of the metadata in a safetensors file
+_FIELDS = ("model", "sink", "window", "deploy_sink", "deploy_window", "training")
 PEFT_TYPE = "HEAD_GATE"  # of rlkv.training.head_gate, which imports peft
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 GATE_KEY = "base_model.model.model.layers.{layer}.self_attn.rlkv_gate.alpha"
 _LAYER = re.compile(r"\.layers\.(\d+)\..*\brlkv_gate\b")
+
+
+def to_header(payload: dict[str, Any]) -> dict[str, Any]:
+    """All of ``HeadGates.to_payload()`` but the tensors, as plain JSON-able values."""
+    model = payload["model"].to_dict() if payload["model"] else None
+    return {"format": FORMAT, "version": VERSION, **{name: payload[name] for name in _FIELDS}, "model": model}
+
+
+def from_header(header: Any, path: Path) -> dict[str, Any]:
+    """Arguments of ``HeadGates`` from what :func:`to_header` gave; ValueError if it is another or incomplete."""
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a gates file (it does not name the format {FORMAT!r}), {EXPECTED}")
+    version = header.get("version")
+    if not isinstance(version, int):
+        raise ValueError(f"{path}: the gates format version is {version!r}, expected a number up to {VERSION}")
+    if version > VERSION:
+        raise ValueError(
+            f"{path}: written in gates format version {version}, expected at most {VERSION}: upgrade rlkv to read it"
+        )
+    try:
+        model = ModelShape(**header["model"]) if header["model"] is not None else None
+        return {name: header[name] for name in _FIELDS} | {"model": model}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: damaged gates file, expected a field that is absent or wrong ({error})") from error
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """``(tensors by name, header or None)`` of a safetensors file; ValueError if it is damaged or another kind."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        return tensors, json.loads(metadata.get(HEADER_KEY, "null"))
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: truncated, damaged or not a safetensors file ({error}), {EXPECTED}") from error
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Tensors with ``header`` in the file's metadata (and ``format: pt``, which PEFT and transformers look for)."""
+    from safetensors.torch import save_file
+
+    with atomic_path(path) as partial:
+        save_file(tensors, partial, {"format": "pt", HEADER_KEY: json.dumps(header)})
 
 
 def is_peft_weights(tensors: dict[str, Tensor]) -> bool:
@@ -47,11 +96,7 @@ def _stack(tensors: dict[str, Tensor], path: Path) -> Tensor:
 
 
 def read_peft(folder: Path) -> dict[str, Any]:
-    """Arguments of ``HeadGates`` from an adapter folder, written here or by PEFT.
-
-    Raises:
-        ValueError: if it is incomplete, damaged or another adapter.
-    """
+    """Arguments of ``HeadGates`` from an adapter folder; ValueError if it is damaged or another adapter."""
     weights, config_path = folder / ADAPTER_WEIGHTS, folder / ADAPTER_CONFIG
     try:
         config = json.loads(config_path.read_text())

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlkv.evaluation.report.eval_page import evaluation_page
-from rlkv.evaluation.report.eval_report import summarize
+from rlkv.evaluation.report.eval_report import evaluation_page, summarize
 from rlkv.evaluation.report.page import Heading, Page, Paragraph, Table
 from rlkv.evaluation.report.published import published_name
 from rlkv.evaluation.run.methods import parse_method

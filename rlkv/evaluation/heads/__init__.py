@@ -1,1 +1,0 @@
-"""Finding heads and measuring them."""
