@@ -6,7 +6,7 @@ Every call also runs with transformers' own full cache on request, so that both 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,39 +121,35 @@ class InferenceEngine(HFEngine):
                 streamer=_CallbackStreamer(self.tokenizer, on_text) if on_text else None,
             )
             new = output[0, len(ids) :].tolist()
-            completion = self._completion(new, "stop" if new[-1] in self.eos_ids else "length")
             seconds = time.perf_counter() - start
-        return Reply(completion, cache, self._usage(len(completion.token_ids), seconds, cache))
+        completion = self._completion(new, "stop" if new[-1] in self.eos_ids else "length", seconds)
+        return Reply(completion, cache, self._usage(len(new), seconds, cache))
 
-    def batch(
+    def stream(
         self,
         prompts: list[str],
         sampling: SamplingParams,
-        full: bool = False,
+        numbers: Sequence[int] | None = None,
         stop: StopRule | None = None,
-        on_end: Callable[[int, Completion], None] | None = None,
-    ) -> tuple[list[Completion], Usage]:
-        """The completions of rendered ``prompts`` in their order; as :meth:`reply` for the rest.
+        before_change: Callable[[Cache], None] | None = None,
+        full: bool = False,
+    ) -> Generator[tuple[int, Completion], None, None]:
+        """As :meth:`HFEngine.stream`, under the allocation; ``full``: with the full cache instead."""
+        with self._caches(full):
+            yield from super().stream(prompts, sampling, numbers, stop, before_change)
 
-        Args:
-            stop: ends rows early.
-            on_end: called with the index of each prompt and its completion when the row ends.
-        """
-        found: dict[int, Completion] = {}
+    def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
+        """The completions of rendered ``prompts`` in their order; as :meth:`reply` for the rest."""
         usages: list[Usage] = []
 
         def before_change(cache: Cache) -> None:
             usages.append(self._usage(0, 0.0, cache))
 
         start = time.perf_counter()
-        with self._caches(full):
-            for index, completion in self.stream(prompts, sampling, stop=stop, before_change=before_change):
-                found[index] = completion
-                if on_end is not None:
-                    on_end(index, completion)
+        completions = self.generate(prompts, sampling, before_change=before_change, full=full)
         seconds = time.perf_counter() - start
-        tokens = sum(len(completion.token_ids) for completion in found.values())
-        return [found[i] for i in range(len(prompts))], replace(sum(usages, NO_USAGE), tokens=tokens, seconds=seconds)
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        return completions, replace(sum(usages, NO_USAGE), tokens=tokens, seconds=seconds)
 
     def _new_cache(self, limit: int) -> Cache | None:
         return super()._new_cache(limit) if self._session is None else self._session.new_cache(limit=limit)

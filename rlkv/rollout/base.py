@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -44,12 +44,14 @@ FinishReason = Literal["stop", "length", "repetition"]
 class Completion:
     """One decoded answer: ``token_ids`` include the end token, ``text`` is without special tokens.
 
-    ``finish_reason``: the model ended it, the limit, or a rule (:class:`rlkv.rollout.decoding.StopRule`).
+    ``finish_reason``: the model ended it, the limit, or a rule (:class:`rlkv.rollout.decoding.StopRule`); ``seconds``:
+    its share of the time, where known.
     """
 
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
+    seconds: float = field(default=0.0, compare=False)
 
 
 class RolloutEngine(ABC):

@@ -6,6 +6,7 @@ column; what lies before them is padding.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    seconds: float = 0.0  # its share of the time: each moment in equal parts to the rows that still run
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Decoding:
                 if batch.num_running > REFILL_AT * len(batch.rows):
                     continue
                 batch.leave()
-                while batch.rows and waiting and batch.joins and len(batch.rows) < self.max_rows:
+                if batch.rows and waiting and batch.joins:
                     joining = admit(self.max_rows - len(batch.rows))
                     yield from joining.step()
                     joining.leave()
@@ -122,6 +124,7 @@ class _Batch:
 
     def step(self) -> list[Row]:
         """Read the new tokens and choose the next one of each row; returns the rows that end with it."""
+        started, running = time.perf_counter(), [row for row in self.rows if row.finish_reason is None]
         decoding, end = self.decoding, self.columns + self.new_RQ.shape[1]
         column = torch.arange(end, device=self.padding_R.device)
         position_RQ = (column[self.columns :] - self.padding_R[:, None]).clamp(min=0)
@@ -138,14 +141,16 @@ class _Batch:
         self.cache, self.columns = output.past_key_values, end
         token_R, logprob_R = self._choose(output.logits[:, -1])
         self.new_RQ = token_R[:, None]
-        ended = [
-            row
-            for row, token, logprob in zip(self.rows, token_R.tolist(), logprob_R.tolist(), strict=True)
-            if row.finish_reason is None and self._append(row, int(token), logprob)
-        ]
+        for row, token, logprob in zip(self.rows, token_R.tolist(), logprob_R.tolist(), strict=True):
+            if row.finish_reason is None:
+                self._append(row, int(token), logprob)
+        seconds = (time.perf_counter() - started) / len(running)
+        for row in running:
+            row.seconds += seconds
+        ended = [row for row in running if row.finish_reason is not None]
         if ended:
-            running = [row.finish_reason is None for row in self.rows]
-            self.running_R = torch.tensor(running, device=self.padding_R.device)
+            flags = [row.finish_reason is None for row in self.rows]
+            self.running_R = torch.tensor(flags, device=self.padding_R.device)
         return ended
 
     def _choose(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,8 +166,7 @@ class _Batch:
             return token_R, torch.zeros(len(token_R))
         return token_R, token_logprobs(logits_RV, token_R, sampling.temperature or 1.0)
 
-    def _append(self, row: Row, token: int, logprob: float) -> bool:
-        """Whether the row ends with this token."""
+    def _append(self, row: Row, token: int, logprob: float) -> None:
         row.token_ids.append(token)
         row.logprobs.append(logprob)
         stop, length = self.decoding.stop, len(row.token_ids)
@@ -172,7 +176,6 @@ class _Batch:
             row.finish_reason = "repetition"
         elif length == self.decoding.sampling.max_new_tokens:
             row.finish_reason = "length"
-        return row.finish_reason is not None
 
     def leave(self) -> None:
         """Drop the rows that have ended."""

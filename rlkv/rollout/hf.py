@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -42,7 +42,7 @@ class HFEngine(RolloutEngine):
         numbers: Sequence[int] | None = None,
         stop: StopRule | None = None,
         before_change: Callable[[Cache], None] | None = None,
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Generator[tuple[int, Completion], None, None]:
         """Yield ``(index into prompts, completion)`` as rows end; ValueError as :meth:`check_prompts`.
 
         Args:
@@ -56,13 +56,13 @@ class HFEngine(RolloutEngine):
             rows = (self.eos_ids, self.pad_id, self.batch_size, self._new_cache)
             decoding = Decoding(self.model, sampling, *rows, stop=stop, before_change=before_change)
             for row in decoding.run(encoded, numbers):
-                yield row.index, self._completion(row.token_ids, row.finish_reason)
+                assert row.finish_reason is not None
+                yield row.index, self._completion(row.token_ids, row.finish_reason, row.seconds)
 
     def _new_cache(self, limit: int) -> Cache | None:
         """An empty cache for ``limit`` tokens; None where compress(...) brings its own."""
         compressed = self.model.config._attn_implementation == COMPRESSED
         return None if compressed else full_cache(self.model.config, limit)
 
-    def _completion(self, ids: list[int], reason: FinishReason | None) -> Completion:
-        assert reason is not None
-        return Completion(ids, str(self.tokenizer.decode(ids, skip_special_tokens=True)), reason)
+    def _completion(self, ids: list[int], reason: FinishReason, seconds: float) -> Completion:
+        return Completion(ids, str(self.tokenizer.decode(ids, skip_special_tokens=True)), reason, seconds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -77,6 +79,7 @@ def test_each_row_is_yielded_when_it_ends(engine: HFEngine) -> None:
         read += 1
 
     handle = engine.model.register_forward_hook(count)
+    started = time.perf_counter()
     try:
         completions = {}
         for index, completion in engine.stream(prompts(engine), SamplingParams(50)):
@@ -86,6 +89,7 @@ def test_each_row_is_yielded_when_it_ends(engine: HFEngine) -> None:
     finally:
         handle.remove()
     assert sorted(completions) == list(range(9))
+    assert 0 < sum(c.seconds for c in completions.values()) < time.perf_counter() - started
     # the forward that gives the last token of a row is the last before it is yielded
     assert steps == [len(completion.token_ids) for completion in completions.values()]
     assert len(set(steps)) > 2, "rows must end at different times"
