@@ -83,7 +83,7 @@ def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, A
     return visible
 
 
-@dataclass
+@dataclass(eq=False)
 class MixedCall:
     """One forward call: ``q_length`` queries that start at position ``q_offset``, over ``kv_length`` keys.
 

@@ -23,7 +23,7 @@ from rlkv.cache.schedule import Segment
 IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 
 
-@dataclass
+@dataclass(eq=False)
 class CachedCall:
     """One forward call, as the mask function sees it; its layers share one :class:`CallLayout` per device."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, Literal
 
 
@@ -63,7 +62,8 @@ class RolloutEngine(ABC):
 
     def generate(self, prompts: list[str], sampling: SamplingParams, *args: Any) -> list[Completion]:
         """The completions in the order of ``prompts``; otherwise as :meth:`stream`."""
-        return [completion for _, completion in sorted(self.stream(prompts, sampling, *args), key=itemgetter(0))]
+        found = dict(self.stream(prompts, sampling, *args))
+        return [found[i] for i in range(len(prompts))]
 
     def tokenize(self, prompts: list[str]) -> list[list[int]]:
         """Token ids of each prompt."""

@@ -172,4 +172,7 @@ def parse_settings(request: Mapping[str, Any]) -> ServingSettings:
     unknown = sorted(set(request) - known)
     if unknown:
         raise ValueError(f"rlkv: unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+    missing = [name for name in ("gates", "sparsity") if name not in request and "full" not in request]
+    if missing:
+        raise ValueError(f"rlkv: {missing[0]} is missing: both gates and sparsity are needed")
     return ServingSettings(**request)

@@ -13,7 +13,9 @@ from rlkv.evaluation.tasks.code import MBPP
 from rlkv.evaluation.tasks.maths import MATHS, TINY
 from rlkv.models.hub import dataset_rows
 
-TASKS = MappingProxyType({task.name: task for task in (*MATHS, MBPP, *MMLU_PRO, TINY)})
+_TASKS = (*MATHS, MBPP, *MMLU_PRO, TINY)
+TASKS = MappingProxyType({task.name: task for task in _TASKS})
+assert len(TASKS) == len(_TASKS), "two tasks have one name"
 ELSEWHERE = ("ifeval", "livecodebench")  # why: docs/evaluate.md
 DRAWN = 400  # problems of a task without data
 
