@@ -97,7 +97,14 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one call cost: wall seconds, bytes of KV at its end, and those that the full cache would hold."""
+    """What one call cost.
+
+    Attributes:
+        tokens: new tokens, of all completions together.
+        seconds: wall time, prompt included.
+        kv_bytes: bytes held by the cache at the end.
+        kv_bytes_full: bytes of the full cache for the same tokens.
+    """
 
     tokens: int
     seconds: float

@@ -1,6 +1,7 @@
 """What the user asked the plugin to do: ``--additional-config '{"rlkv": {...}}'``, or two environment variables.
 
-A request is resolved once, with the engine's configuration: no other process needs the gates file.
+``RLKV_GATES`` and ``RLKV_SPARSITY`` are for launchers whose arguments cannot be changed.  A request is resolved once,
+with the engine's configuration: no other process needs the gates file.
 """
 
 from __future__ import annotations
