@@ -100,12 +100,7 @@ class Page:
         self.blocks.append(Table(tuple(columns), cells, caption))
 
     def records(self, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], caption: str = "") -> None:
-        """Add a table of ``rows``; ``columns``: the format of a cell by its title, empty where a row lacks a value.
-
-        Raises:
-            KeyError: for a column of which no row has the value.
-        """
-        rows = list(rows)
+        """Add a table of ``rows``; ``columns``: the format of a cell by its title, empty where a row lacks a value."""
 
         def cell(form: str, row: Mapping[str, Any]) -> str:
             try:
@@ -113,11 +108,7 @@ class Page:
             except (KeyError, TypeError):
                 return ""
 
-        cells = [[cell(form, row) for form in columns.values()] for row in rows]
-        for title, column in zip(columns, zip(*cells, strict=True), strict=False):
-            if not any(column):
-                raise KeyError(f"table {caption!r}: no row has a value for the column {title!r}")
-        self.table(list(columns), cells, caption)
+        self.table(list(columns), [[cell(form, row) for form in columns.values()] for row in rows], caption)
 
     def picture(self, path: Path, caption: str) -> None:
         """Add a PNG file, which must exist when the page is written."""
