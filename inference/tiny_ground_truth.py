@@ -22,7 +22,7 @@ import torch
 from rlkv.cache import CacheSettings
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.evaluation.elimination import Trace, TraceScorer, backward_elimination, num_scores, without_head
+from rlkv.evaluation.elimination import Elimination, Trace, TraceScorer, backward_elimination, num_scores, without_head
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import ModelOptions, check_positive
@@ -117,18 +117,15 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
         "random_half_accuracy": half_accuracy,
         "random_half_mean": sum(half_accuracy) / len(half_accuracy),
         "accuracy_lost_by_single_head": [lost[i : i + heads] for i in range(0, total, heads)],
-        "elimination": [
-            {
-                "layer": step.layer,
-                "head": step.head,
-                "accuracy": decoded,
-                "traces_reproduced": step.score[0],
-                "mean_log_probability": step.score[1],
-            }
-            for step, decoded in zip(steps, curve, strict=True)
-        ],
+        "elimination": [{**_scores(step), "accuracy": decoded} for step, decoded in zip(steps, curve, strict=True)],
         "heads_removable_before_0.95": next((k for k, a in enumerate(curve) if a < REMOVABLE), total),
     }
+
+
+def _scores(step: Elimination) -> dict[str, Any]:
+    reproduced, log_probability = step.score
+    heads = {"layer": step.layer, "head": step.head}
+    return {**heads, "traces_reproduced": reproduced, "mean_log_probability": log_probability}
 
 
 def main() -> None:

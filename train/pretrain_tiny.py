@@ -149,6 +149,7 @@ class LocalHeads:
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         config = model.config
+        assert config.num_key_value_heads is not None
         self.model, self.before = model, config._attn_implementation
         self.is_local = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, dtype=torch.bool)
         AttentionInterface.register(self.IMPLEMENTATION, self._attend)
@@ -192,6 +193,8 @@ def pretrain(
     first = 0
     if checkpoint.exists():
         state = load_tensors(checkpoint)
+        if state["seed"] != config.seed:
+            raise ValueError(f"{checkpoint} is of --seed {state['seed']}: choose another --work-dir for {config.seed}")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -215,8 +218,8 @@ def pretrain(
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % config.checkpoint_every == 0:
-            saved = {"step": step + 1, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
-            save_tensors(checkpoint, saved)
+            saved = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            save_tensors(checkpoint, {**saved, "step": step + 1, "seed": config.seed})
         on_step(step, loss.item())
     if local_heads is not None:
         local_heads.remove()
@@ -248,10 +251,11 @@ def main() -> None:
         "config": {name: value for name, value in asdict(config).items() if not isinstance(value, Path)},
         "parameters": model.num_parameters(),
         "torch": torch.__version__,
-        "seconds": round(time.monotonic() - started),  # of the run that finished the job
+        "seconds_of_last_run": round(time.monotonic() - started),
         "hardware": hardware_line(),
     }
     write_json(config.output_dir / "pretraining.json", summary)
+    print(json.dumps(summary, indent=2))
 
 
 if __name__ == "__main__":

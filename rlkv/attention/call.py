@@ -40,10 +40,19 @@ class LocalSizes:
 
 
 class Rows:
-    """The real tokens of every row, ``first <= k < end`` (int64 ``[B]``), and on which sides any row is padded."""
+    """Where the real tokens of every row lie.
+
+    Attributes:
+        first, end: int64 ``[B]``; real tokens are ``first <= k < end`` of the K key positions.
+        left, right: whether any row is padded on that side.
+    """
 
     def __init__(self, padding_BK: Tensor | None, batch_size: int, kv_length: int, device: torch.device) -> None:
-        """``padding_BK``: bool, True for real tokens; ValueError for padding between tokens or another size."""
+        """``padding_BK``: bool, True for real tokens; None: no padding.
+
+        Raises:
+            ValueError: for padding between tokens, or a mask of another shape.
+        """
         if padding_BK is not None and padding_BK.shape != (batch_size, kv_length):
             raise ValueError(
                 f"the attention_mask has shape {tuple(padding_BK.shape)}, but the call has {batch_size} rows of "
@@ -83,7 +92,7 @@ def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, A
     return visible
 
 
-@dataclass
+@dataclass(eq=False)
 class MixedCall:
     """One forward call: ``q_length`` queries that start at position ``q_offset``, over ``kv_length`` keys.
 

@@ -64,7 +64,9 @@ def mixed_attention(
 ) -> tuple[Tensor, None]:
     """The attention function: query ``[B, H * G, Q, D]``, key, value ``[B, H, K, D]`` -> ``([B, Q, H * G, D], None)``.
 
-    ValueError if a gated layer gets a call that would bypass its gate.
+    Raises:
+        ValueError: if a gated layer gets a call that would bypass its gate: a prepared 4D mask, packed sequences,
+            dropout, or another attention variant.
     """
     holder = getattr(module, GATE, None)
     gate: Gate | None = holder.current() if holder is not None else None

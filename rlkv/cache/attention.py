@@ -23,7 +23,7 @@ from rlkv.cache.schedule import Segment
 IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 
 
-@dataclass
+@dataclass(eq=False)
 class CachedCall:
     """One forward call, as the mask function sees it; its layers share one :class:`CallLayout` per device."""
 
@@ -63,7 +63,9 @@ def realloc_attention(
 ) -> tuple[Tensor, None]:
     """The attention function: query ``[B, H * G, n, D]`` -> ``([B, n, H * G, D], None)``.
 
-    ValueError if the call would bypass the allocation.
+    Raises:
+        ValueError: if the call would bypass the allocation: no cache or another cache, a 4D mask, dropout, or another
+            attention variant.
     """
     if not isinstance(key, NewStates) and kwargs.get("sliding_window") is not None:
         # a layer that is not changed: the cache gave its own states, the mask function its own mask

@@ -22,7 +22,7 @@ from rlkv.utils.configs import packaged, take_config
 T = TypeVar("T")
 CONFIG_HELP = """
 
---config NAME or FILE sets defaults from YAML with these names; packaged: {names}.
+--config {what} sets defaults from YAML with these names.
 --verbose shows what other libraries print as well."""
 
 
@@ -48,7 +48,8 @@ def parse(
     from_file = [] if file is None else _as_arguments(kind, file, names)
     text = (description or kind.__doc__ or "").strip()
     if {"-h", "--help"} & set(given):
-        text += CONFIG_HELP.format(names=", ".join(packaged(kind)) or "none")
+        configs = ", ".join(packaged(kind))
+        text += CONFIG_HELP.format(what=f"FILE (or packaged: {configs})" if configs else "FILE")
     prog = prog or Path(sys.argv[0]).name
     omit = (tyro.conf.OmitArgPrefixes,)
     arguments = [*from_file, *given]

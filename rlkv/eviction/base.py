@@ -24,8 +24,8 @@ class EvictionPolicy(ABC):
     them.  A new policy only needs :meth:`scores`.
 
     Attributes:
-        budget: entries per head and sequence that an eviction keeps; exactly one of it and ``ratio`` is given.
-        ratio: an eviction keeps ``floor(ratio * tokens read so far) + extra`` entries, the
+        budget: entries per head and sequence that an eviction keeps.
+        ratio: instead of ``budget``: an eviction keeps ``floor(ratio * tokens read so far) + extra`` entries, the
             dynamic budget of RLKV (arXiv 2510.08525), appendix F.
         buffer: new entries that gather between two evictions.
         observation: a, the most recent entries, which are always kept; their queries judge the others.
@@ -33,6 +33,10 @@ class EvictionPolicy(ABC):
         extra: entries on top of ``ratio`` (S + W in appendix F).
         protect_prompt: the prompt (the first call's tokens; later chat turns are not protected) stays whole: the policy
             sees, and ``budget`` counts, only what came after it.
+
+    Raises:
+        ValueError: for values of the wrong type or out of range, or unless exactly one of ``budget`` and ``ratio`` is
+            given (policies with a schedule of their own, such as RPC, need neither).
     """
 
     budget: int | None = None
@@ -61,7 +65,7 @@ class EvictionPolicy(ABC):
         self._check_budget()
 
     def require(self, fits: bool, field: str, what: str) -> None:
-        """Raise ValueError unless ``fits``: the field must be ``what``."""
+        """Raise ValueError unless ``fits``; ``what`` completes the message "it must be"."""
         if not fits:
             raise ValueError(f"{self.name}: {field} is {getattr(self, field)!r}: it must be {what}")
 
@@ -147,7 +151,7 @@ class EvictionPolicy(ABC):
         return best_first.masked_fill(~taken_BK[:, None], -1).sort(dim=-1).values
 
     def check_scores(self, scores: Tensor, keys: Tensor) -> None:
-        """Raise ValueError unless there is a score for each entry of ``keys``."""
+        """Raise ValueError unless ``scores`` are ``[B, H, N]`` for ``keys`` ``[B, H, N, D]``."""
         if scores.shape != keys.shape[:3]:
             raise ValueError(
                 f"{self.name}.scores gave {list(scores.shape)} for keys {list(keys.shape)}: it must give one score for "

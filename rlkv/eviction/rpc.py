@@ -35,6 +35,7 @@ class RPC(EvictionPolicy):
         aggregation: over which query heads the mean is taken.  "all": those of the layer, so that all heads keep the
             same tokens; "group": those of a KV head; "head": none, which is refused for models with grouped queries.
         kernel: entries of the pooling window.
+        observation: equals R; not an option.
     """
 
     observation: int = field(init=False)

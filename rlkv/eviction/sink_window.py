@@ -17,7 +17,10 @@ from rlkv.eviction.registry import register
 class SinkWindow(EvictionPolicy):
     """StreamingLLM (arXiv 2309.17453): keep the first ``sink`` entries and the most recent ones.
 
-    The score of an entry is its place, ``[B, H, N]``.  ``window`` is another way to say ``budget = sink + window``.
+    The score is the entry's place in the sequence, float ``[B, H, N]``: the later, the higher.
+
+    Attributes:
+        window: most recent entries kept (the current token counts); ``budget = sink + window``, give one of the two.
     """
 
     buffer: int = 1

@@ -17,7 +17,12 @@ from rlkv.eviction.rkv import VARIANTS, importance
 class SnapKV(EvictionPolicy):
     """SnapKV (arXiv 2404.14469, section 4) at decode, as the R-KV paper compares with it: R-KV with lambda 1.
 
-    The score is :func:`rlkv.eviction.rkv.importance`, ``[B, H, N]``; ``kernel`` and ``variant`` as of R-KV.
+    The score is :func:`rlkv.eviction.rkv.importance`, ``[B, H, N]``.
+
+    Attributes:
+        kernel: entries of the max-pooling window, odd.
+        variant: "paper" or "published": the order in which softmax, the maximum over the group and the mean over
+            queries are taken.
     """
 
     kernel: int = 7

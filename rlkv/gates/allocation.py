@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def num_full_heads(sparsity: float, total: int) -> int:
-    """``round((1 - sparsity) * total)`` in decimal arithmetic, half away from zero: on a tie the head stays full."""
+    """``round((1 - sparsity) * total)`` in decimal arithmetic, half away from zero: on a tie the head stays full.
+
+    Raises:
+        ValueError: if ``sparsity`` is outside [0, 1].
+    """
     if not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity {sparsity} is not in [0, 1]: it is the share of KV heads that are compressible")
     return math.floor((1 - Fraction(str(float(sparsity)))) * total + Fraction(1, 2))
@@ -44,7 +48,14 @@ def random_order(num_layers: int, num_kv_heads: int, seed: int) -> list[tuple[in
 
 @dataclass(frozen=True, eq=False)
 class HeadAllocation:
-    """Which heads are full: bool ``[num_layers, num_kv_heads]`` on the CPU, False for compressible heads."""
+    """Which heads are full.
+
+    Attributes:
+        full: bool ``[num_layers, num_kv_heads]`` on the CPU; True keeps everything, False is compressible.
+
+    Raises:
+        ValueError: if ``full`` is not a non-empty bool matrix.
+    """
 
     full: Tensor
 
@@ -78,9 +89,13 @@ class HeadAllocation:
     def from_order(
         cls, order: Sequence[tuple[int, int]], num_layers: int, num_kv_heads: int, sparsity: float
     ) -> HeadAllocation:
-        """The first heads of ``order``, (layer, head) pairs, are compressible, as many as the sparsity asks for.
+        """The first heads of ``order`` are compressible, as many as the sparsity asks for.
 
-        ValueError for a head outside the model or named twice, and if ``order`` is too short.
+        Args:
+            order: (layer, head) pairs, least needed first; at least as many as the sparsity takes.
+
+        Raises:
+            ValueError: for a head outside the model or named twice, and if ``order`` is too short.
         """
         if min(num_layers, num_kv_heads) < 1:
             raise ValueError(

@@ -110,16 +110,23 @@ class HeadGates:
         """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, gates on the hub, or ``tiny`` (built in).
 
         A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else ``gates.safetensors``, else
-        ``gates.pt``, else its only ``.tsv``, which gets the sizes of a DuoAttention ``config.json`` next to it, or the
-        defaults. The hub: ``hf://owner/name[@revision]``, or ``owner/name`` where no such local path exists.
-        ValueError, in one sentence, for what cannot be read.
+        ``gates.pt``, else its only ``.tsv``. A ``.tsv``, given directly or found, gets the sizes and the model's name
+        from a DuoAttention ``config.json`` next to it, or the defaults. The hub: ``hf://owner/name[@revision]``, or
+        ``owner/name`` where no such local path exists.
+
+        Raises:
+            ValueError: one sentence with the file, what was found and what was expected.
         """
         return cls(**read_gates(path), source=str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write by suffix: ``.pt``, ``.safetensors``, ``.tsv`` (alpha alone); no suffix, or a folder, is a PEFT folder.
+        """Write by suffix: ``.pt``, ``.safetensors``, ``.tsv``; no suffix, or a folder, is a PEFT folder.
 
-        Each file is replaced atomically; ``ValueError`` for another suffix, or a hub address.
+        Each file is replaced atomically. ``.tsv`` holds alpha alone; all other formats give back everything that was
+        saved.
+
+        Raises:
+            ValueError: for another suffix, or a hub address.
         """
         write_gates(path, self.to_payload())
 

@@ -70,7 +70,7 @@ class SamplingOptions:
     top_k: int = 0
     """most likely tokens that may be drawn; 0: no limit"""
     seed: int = 0
-    """of everything that is drawn: samples, random heads, new problems"""
+    """of all random draws"""
 
     def sampling_params(self, max_new_tokens: int) -> SamplingParams:
         """How to decode."""

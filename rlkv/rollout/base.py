@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any, Literal
 
 
@@ -76,7 +75,8 @@ class RolloutEngine(ABC):
 
     def generate(self, prompts: list[str], sampling: SamplingParams, **options: Any) -> list[Completion]:
         """The completions in the order of ``prompts``; otherwise as :meth:`stream`."""
-        return [completion for _, completion in sorted(self.stream(prompts, sampling, **options), key=itemgetter(0))]
+        found = dict(self.stream(prompts, sampling, **options))
+        return [found[i] for i in range(len(prompts))]
 
     def tokenize(self, prompts: list[str]) -> list[list[int]]:
         """Token ids of each prompt."""
@@ -110,7 +110,14 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one call cost: wall seconds, bytes of KV at its end, and those that the full cache would hold."""
+    """What one call cost.
+
+    Attributes:
+        tokens: new tokens, of all completions together.
+        seconds: wall time, prompt included.
+        kv_bytes: bytes held by the cache at the end.
+        kv_bytes_full: bytes of the full cache for the same tokens.
+    """
 
     tokens: int
     seconds: float

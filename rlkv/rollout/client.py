@@ -28,12 +28,18 @@ class _Failure(Exception):
 
 
 class RolloutClient:
-    """A :class:`~rlkv.rollout.gated.GatedEngine` behind ``url``; counts repeated requests and ``stale`` answers."""
+    """A :class:`~rlkv.rollout.gated.GatedEngine` behind ``url``.
+
+    Attributes:
+        retries: requests that failed and were repeated.
+        stale: answers under other gates, discarded.
+        patience: seconds without an answer after which a failed request raises ValueError instead of being repeated.
+    """
 
     def __init__(
         self, url: str, patience: float = 600.0, report: Callable[[str], None] = lambda text: print(text, flush=True)
     ) -> None:
-        """``patience``: seconds without any progress before a request is given up."""
+        """``report`` gets a line when the server stops answering; ValueError unless ``url`` is ``http://host[:port]``."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"the rollout server's address must look like http://host:port, got {url!r}")

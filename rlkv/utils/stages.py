@@ -52,8 +52,9 @@ class Stage:
     needs: tuple[Path, ...] = ()
 
     def has_ended(self, root: Path) -> bool:
-        done = root / self.done
-        return done.exists() and all((root / n).stat().st_mtime_ns <= done.stat().st_mtime_ns for n in self.needs)
+        done, needs = root / self.done, [root / file for file in self.needs]
+        files_exist = all(file.exists() for file in (done, *needs))
+        return files_exist and all(file.stat().st_mtime_ns <= done.stat().st_mtime_ns for file in needs)
 
 
 def run_stages(
@@ -90,9 +91,15 @@ def run_stages(
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             while waiting or running:
-                for number, stage in list(waiting.items()):
-                    if {stages[other - 1].done for other in (*waiting, *running)} & set(stage.needs):
-                        continue
+                unmade = {stages[number - 1].done for number in (*waiting, *running)}
+                ready = [number for number, stage in waiting.items() if not unmade & set(stage.needs)]
+                if not ready and not running:
+                    names = ", ".join(repr(stage.name) for stage in waiting.values())
+                    raise ValueError(f"the stages {names} wait for each other's files")
+                for number in ready:
+                    stage = waiting[number]
+                    if absent := [file for file in stage.needs if not (root / file).exists()]:
+                        raise ValueError(f"stage {stage.name!r} needs {absent[0]}, which no stage makes")
                     if stage.has_ended(root):
                         say(number, "done before")
                     elif len(running) < jobs:

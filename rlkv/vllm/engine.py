@@ -27,7 +27,15 @@ _ENVIRONMENT = {
 
 
 class VLLMEngine(RolloutEngine):
-    """A rollout engine, and a :class:`~rlkv.rollout.gated.GatedEngine`."""
+    """A rollout engine, and a :class:`~rlkv.rollout.gated.GatedEngine`.
+
+    Example::
+
+        engine = VLLMEngine("tiny", LocalSizes(sink=4, window=16), dtype="float32")
+        engine.set_gates(gates.alpha)  # in place; everything cached under older gates is dropped
+        completions = engine.generate(prompts, SamplingParams(max_new_tokens=200, temperature=1.0))
+        engine.close()
+    """
 
     def __init__(
         self,
@@ -47,6 +55,10 @@ class VLLMEngine(RolloutEngine):
             kv_gib: memory of the KV cache in GiB; rows that do not fit wait.
             max_rows: completions decoded at once.
             engine_options: further options of ``vllm.LLM``.
+
+        Raises:
+            ValueError: if vLLM is absent or of an untested version, the model cannot be found or is not served, or
+                another engine is open in this process.
         """
         check_version()
         for name, value in _ENVIRONMENT.items():

@@ -16,10 +16,23 @@ CPU_BLOCK_SIZE = 32  # the smallest that the CPU kernels take; what the engine w
 
 
 class ServingEngine(VLLMEngine):
-    """A model under an allocation, served by vLLM."""
+    """A model under an allocation, served by vLLM.
+
+    Example::
+
+        settings = ServingSettings.of(allocation, CacheSettings(sink=16, window=64))
+        engine = ServingEngine("tiny", settings, dtype="float32")
+        completions, usage = engine.batch(prompts, SamplingParams(max_new_tokens=200))
+        engine.close()
+    """
 
     def __init__(self, model: str, settings: ServingSettings, batch_size: int = 8, **options: Any) -> None:
-        """``settings`` name the allocation (:meth:`ServingSettings.of`); ``options`` as of :class:`VLLMEngine`."""
+        """``settings`` name the allocation (:meth:`ServingSettings.of`); ``options`` as of :class:`VLLMEngine`.
+
+        Raises:
+            ValueError: as :class:`VLLMEngine`, and if vLLM would not load the plugin or the allocation is of another
+                model.
+        """
         check_installed()
         from vllm.platforms import current_platform
 

@@ -1,6 +1,7 @@
 """What the user asked the plugin to do: ``--additional-config '{"rlkv": {...}}'``, or two environment variables.
 
-A request is resolved once, with the engine's configuration: no other process needs the gates file.
+``RLKV_GATES`` and ``RLKV_SPARSITY`` are for launchers whose arguments cannot be changed.  A request is resolved once,
+with the engine's configuration: no other process needs the gates file.
 """
 
 from __future__ import annotations
@@ -172,4 +173,7 @@ def parse_settings(request: Mapping[str, Any]) -> ServingSettings:
     unknown = sorted(set(request) - known)
     if unknown:
         raise ValueError(f"rlkv: unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+    missing = [name for name in ("gates", "sparsity") if name not in request and "full" not in request]
+    if missing:
+        raise ValueError(f"rlkv: {missing[0]} is missing: both gates and sparsity are needed")
     return ServingSettings(**request)

@@ -96,7 +96,7 @@ def test_help_names_options_and_packaged_configs_that_fit(capsys: pytest.Capture
         "--output-dir",
         "where shards, curriculum",
         "hub id, local",
-        "packaged: filter_tiny.",
+        "packaged: filter_tiny)",
     ):
         assert part in out
 

@@ -242,3 +242,19 @@ def test_words_keep_the_spaces_of_values() -> None:
 def test_names_are_relative_where_they_can_be() -> None:
     assert below(Path("/a/b"), Path("/a/b/c/d")) == Path("c/d")
     assert below(Path("/a/b"), Path("/a/c")) == Path("/a/c")
+
+
+def test_a_file_that_no_stage_makes_is_named(tmp_path: Path) -> None:
+    stage = make_stage("one", needs=("absent.txt",))
+    with pytest.raises(ValueError, match=r"'one'.*absent\.txt"):
+        run([stage], tmp_path)
+    (tmp_path / "one").touch()  # nor is it taken for done before
+    with pytest.raises(ValueError, match=r"'one'.*absent\.txt"):
+        run([stage], tmp_path)
+
+
+def test_stages_that_wait_for_each_other_are_named(tmp_path: Path) -> None:
+    stages = [make_stage("first"), make_stage("a", needs=("first", "b")), make_stage("b", needs=("a",))]
+    with pytest.raises(ValueError, match="'a', 'b'"):
+        run(stages, tmp_path)
+    assert (tmp_path / "first").exists()

@@ -56,8 +56,15 @@ class RunSettings:
     """How a method decodes a task.
 
     Attributes:
+        cache: what compressible heads keep.
+        sampling: of each unit; its seed numbers the run.
+        num_samples: samples per problem.
+        batch_size: units decoded together.
         rule: what counts as repetitive; with ``stop_repetitive`` such texts are ended.
         rank, ranks: which share of the batches this process takes; rows do not depend on it.
+
+    Raises:
+        ValueError: for several samples of greedy decoding, or a number below 1.
     """
 
     cache: CacheSettings
@@ -114,7 +121,9 @@ def run_method(
         earlier: files of the same run with another number of processes, whose rows are taken over.
 
     Returns:
-        Rows in the order of problems and samples; their fields are in docs/evaluate.md.
+        Rows in the order of problems and samples, with the fields key, sample, text, token_ids, finish_reason, correct,
+        repetitive, kv_bytes and kv_bytes_full (at the end of that text alone), and seconds (each moment is divided
+        equally among the rows that are decoded); see docs/evaluate.md.
 
     Raises:
         ValueError: if one of the files was written with other settings; the differences are named.

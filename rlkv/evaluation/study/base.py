@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -86,7 +87,7 @@ class Study:
         }
 
 
-class Analysis:
+class Analysis(ABC):
     """From conditions to metrics, sentences, tables and plots.
 
     Metrics are JSON-able; the report is made from them alone, so that every number of it is in ``results.json`` too.
@@ -104,9 +105,9 @@ class Analysis:
         runs = {ranking.name: ranking.run for ranking in study.rankings}
         return {"sparsities": list(study.sparsities), "first": study.first.name, "runs": runs}
 
+    @abstractmethod
     def task_metrics(self, study: Study, task: str) -> Metrics:
         """The numbers of one task."""
-        raise NotImplementedError
 
     def metrics(self, study: Study) -> Metrics:
         """All numbers of the analysis: its settings, and ``tasks``."""
@@ -120,9 +121,9 @@ class Analysis:
         """The sentences of all tasks."""
         return [line for task, found in metrics["tasks"].items() for line in self.task_findings(task, found, metrics)]
 
+    @abstractmethod
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
         """Add the tables and plots of a task; files of plots go to ``folder``."""
-        raise NotImplementedError
 
     def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
         """Add to the page, below the heading."""

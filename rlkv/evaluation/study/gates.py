@@ -52,6 +52,12 @@ class GateDistribution(Analysis):
     def conditions(self, study: Study) -> ConditionRequests:
         return ()
 
+    def task_metrics(self, study: Study, task: str) -> Metrics:
+        return {}
+
+    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+        """Gates do not depend on a task."""
+
     def metrics(self, study: Study) -> Metrics:
         methods = {ranking.name: seeds_metrics(ranking, study) for ranking in study.rankings if ranking.gates}
         variants = {ranking.name: seeds_metrics(ranking, study) for ranking in study.ablations}

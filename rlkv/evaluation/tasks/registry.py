@@ -16,7 +16,9 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models.hub import dataset_rows
 from rlkv.models.prompts import DEFAULT_TEMPLATE, TEMPLATES, choose_template
 
-TASKS = MappingProxyType({task.name: task for task in (*MATHS, MBPP, *MMLU_PRO, TINY, SMOL)})
+_TASKS = (*MATHS, MBPP, *MMLU_PRO, TINY, SMOL)
+TASKS = MappingProxyType({task.name: task for task in _TASKS})
+assert len(TASKS) == len(_TASKS), "two tasks have one name"
 ELSEWHERE = ("ifeval", "livecodebench")  # why: docs/evaluate.md
 DRAWN = 400  # problems of a task without data
 

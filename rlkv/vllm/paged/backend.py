@@ -72,11 +72,20 @@ class AttendingImpl(AttentionImpl):
     """One layer; subclasses write its attention."""
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, output: Tensor, **kw: Any
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
-        if step is None:  # the engine's profiling run
+        if attn_metadata is None:  # the engine's profiling run
             return output.zero_()
-        self.attend(layer, query, key, value, kv, step, output)
+        self.attend(layer, query, key, value, kv_cache, attn_metadata, output)
         return output
 
     @abstractmethod
@@ -93,8 +102,10 @@ class TorchImpl(AttendingImpl):
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
 
-    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
-        write_cache(key, value, kv_cache, slots_T)
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        write_cache(key, value, kv_cache, slot_mapping)
 
 
 class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
