@@ -94,9 +94,7 @@ def test_commands_name_programs_and_options_that_exist(page: Path) -> None:
             for program in (word for word in words if word.endswith(".py")):
                 assert (ROOT / program).is_file(), f"{page.name}: {program}"
             script = next((word for word in words if word.startswith("rlkv-")), None)
-            if script is None or (
-                script == "rlkv-gates" or script == "rlkv-bench"
-            ):  # subcommands have options of their own
+            if script in (None, "rlkv-gates", "rlkv-bench"):  # the last two have subcommands with their own options
                 continue
             for option in (word.partition("=")[0] for word in words if word.startswith("--")):
                 assert option == "--help" or option in help_of(script), f"{page.name}: {script} has no {option}"
