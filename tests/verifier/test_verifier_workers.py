@@ -57,10 +57,9 @@ def test_adversarial_text_is_not_equal_within_the_limit(
     monkeypatch.chdir(tmp_path)
     text = BAIT[name]
     hasty_verifier.is_correct(r"\boxed{\frac{1}{2}}", "0.5")  # a worker that the last case killed starts again
-    started, started_cpu = time.monotonic(), time.process_time()
+    started = time.monotonic()
     assert hasty_verifier.are_correct([(text, "7")]) == [False]
-    assert time.process_time() - started_cpu < 5, "reading the text"
-    # the worker's limit is CPU time: only a machine that is busy with other things gets near this
+    # seconds where reading is linear, hours where it is not
     assert time.monotonic() - started < 60
     # the reply belongs to its own pair, and the run goes on
     assert hasty_verifier.are_equal([(r"\frac{2}{4}", "0.5"), (r"\frac{2}{4}", "0.6")]) == [True, False]
