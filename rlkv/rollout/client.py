@@ -62,17 +62,18 @@ class RolloutClient:
         ValueError if the server refuses the request, or nothing arrives for longer than the patience.
         """
         missing = dict(enumerate(rows.prompts))
-        waiting = _Waiting(self.patience)
+        waiting: _Waiting | None = None  # the patience begins with a failure, not with a long sample
         while missing:
             asked = sorted(missing)
             try:
                 for index, sample in self._ask(rows.only(asked), sampling, eos_ids):
                     del missing[asked[index]]
-                    waiting = _Waiting(self.patience)
+                    waiting = None
                     yield asked[index], sample
                 if missing:
                     raise _Failure("the answer ended early")
             except _Failure as failure:
+                waiting = waiting or _Waiting(self.patience)
                 self._pause(waiting, failure)
                 self._keep_trying(self._send_gates)
 

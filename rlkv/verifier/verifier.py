@@ -16,8 +16,9 @@ MAX_ANSWER_CHARS = 1000  # no answer of the data sets has more than 160; longer 
 MAX_NESTED_BOXES = 16
 _NEVER_EQUAL = {"", "nan", "none", "null"}
 
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 # \\boxed after a line break is a box, so the pair rule must not swallow its backslash
-_BRACES = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\\\(?!boxed|fbox|framebox)|\\[{}]|[{}]")
+_BRACES = re.compile(_BOX.pattern + r"|\\\\(?!boxed|fbox|framebox)|\\[{}]|[{}]")
 _SENTENCE = "final answer is"
 _INTEGER = re.compile(r"[-+]?\d{1,100}")
 _CHOICE = re.compile(r"\\(?:textbf|mathbf|text|mathrm)\s*\{\s*\([A-Z]\)\s*\}(?:\\[ ,;]|[\s~])*(?=\S)")
@@ -29,10 +30,13 @@ def last_box(text: str) -> str | None:
 
     Escaped braces (``\{``) do not count.  Boxes nested more than 16 deep are not an answer.
     """
+    first = _BOX.search(text)
+    if first is None:
+        return None
     found: tuple[int, int] | None = None
     open_braces: list[int] = []  # where the content of a box starts; -1 for other braces
     open_boxes = 0
-    for match in _BRACES.finditer(text):
+    for match in _BRACES.finditer(text, first.start()):
         token = match.group()
         if token == "}":
             if open_braces:

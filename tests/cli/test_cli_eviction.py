@@ -31,7 +31,7 @@ def test_a_file_is_not_resumed_under_another_policy(tmp_path: Path) -> None:
     policy = ("--eviction", "tova", "--eviction-option", "buffer=4")
     run(*files, *policy, "--budget", "30")
     before = answers.read_bytes()
-    with pytest.raises(ValueError, match=r"\(eviction\.budget\)"):
+    with pytest.raises(ValueError, match=r"\(eviction\.budget\).* 30\b.* 31\b"):
         run(*files, *policy, "--budget", "31")
     assert answers.read_bytes() == before
     run(*files, *policy, "--budget", "30")

@@ -6,6 +6,7 @@ file whose run covers it.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -18,12 +19,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from huggingface_hub import constants
 
 from tests.helpers.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- test: (?P<how>\S+) -->\n)?^```(?P<language>bash|python)\n(?P<code>.*?)^```$", re.M | re.S)
 ELSEWHERE = {"gpu", "hub", "long"}
+ALONE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+FOR_A_SHELL = frozenset("|<>&;$`")
 
 
 class Block(NamedTuple):
@@ -44,15 +48,23 @@ def lines_of(code: str) -> list[tuple[str, list[str]]]:
 
 def run_script(words: list[str]) -> None:
     """Run a console script in this process, which has torch and transformers loaded, up to its exit code of 0."""
+    assert not FOR_A_SHELL & set("".join(words)), f"only a shell runs {shlex.join(words)}"
     scripts = entry_points(group="console_scripts", name=words[0])
     if not scripts:
         pytest.skip(f"{words[0]} is not installed: make venv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
-        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)  # was read when the hub's client was imported
+        for name, value in {**ALONE, "ACCELERATE_USE_CPU": "true"}.items():
+            patch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:
             scripts[words[0]].load()()
     assert not ended.value.code, shlex.join(words)
+
+
+def run_process(command: list[str]) -> None:
+    done = subprocess.run(command, env={**os.environ, **ALONE}, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
 
 
 @cache
@@ -82,9 +94,7 @@ def test_commands_name_programs_and_options_that_exist(page: Path) -> None:
             for program in (word for word in words if word.endswith(".py")):
                 assert (ROOT / program).is_file(), f"{page.name}: {program}"
             script = next((word for word in words if word.startswith("rlkv-")), None)
-            if script is None or (
-                script == "rlkv-gates" or script == "rlkv-bench"
-            ):  # subcommands have options of their own
+            if script in (None, "rlkv-gates", "rlkv-bench"):  # the last two have subcommands with their own options
                 continue
             for option in (word.partition("=")[0] for word in words if word.startswith("--")):
                 assert option == "--help" or option in help_of(script), f"{page.name}: {script} has no {option}"
@@ -98,13 +108,13 @@ def test_blocks_run_one_after_another(page: Path, tmp_path: Path, monkeypatch: p
         if how != "run":
             continue
         if language == "python":
-            exec(compile(code, page.name, "exec", dont_inherit=True), {"__name__": "__main__"})
+            run_process([sys.executable, "-c", code])
             continue
         for line, words in lines_of(code):
             if words[0].startswith("rlkv-"):
                 run_script(words)
             else:
-                subprocess.run(["bash", "-c", line], check=True)
+                run_process(["bash", "-c", line])
 
 
 def test_an_installed_script_runs_as_a_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -104,6 +105,23 @@ def test_samples_of_other_gates_are_thrown_away() -> None:
         with pytest.raises(ValueError, match="its gates"):
             dict(impatient.sample(ROWS, SAMPLING, [2]))
         assert impatient.stale > 0
+
+
+class Slow(Scripted):
+    """Needs longer than the patience for a sample before it breaks off."""
+
+    def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+        if self.breaks:
+            time.sleep(0.6)
+        yield from super().sample(rows, sampling, eos_ids)
+
+
+def test_the_patience_begins_with_the_failure() -> None:
+    with serving(Slow([0])) as (_, url):
+        client = make_client(url, patience=0.5)
+        client.set_gates(torch.zeros(1, 2))
+        assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
+        assert client.retries == 1
 
 
 def test_a_server_without_gates_is_sent_them_again() -> None:

@@ -1,6 +1,7 @@
 """Pretraining: reproducible, resumable, and its closing stage masks exactly the heads that it draws."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,27 +11,28 @@ from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.programs import load_program
 
 PROGRAM = load_program("train/pretrain_tiny.py")
-SHORT = PROGRAM.PretrainConfig(steps=3, specialise_steps=2, tokens_per_step=400, checkpoint_every=1)
+SHORT = PROGRAM.PretrainConfig(steps=3, specialise_steps=2, tokens_per_step=400)
 
 
-def run(checkpoint: Path, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+def run(checkpoint: Path, stop_after: int | None = None, checkpoint_every: int = 1) -> dict[str, torch.Tensor]:
     tokenizer = build_tokenizer()
     model = PROGRAM.build_model(tokenizer, seed=0)
+    config = replace(SHORT, checkpoint_every=checkpoint_every)
 
     def on_step(step: int, loss: float) -> None:
         if step == stop_after:
             raise KeyboardInterrupt
 
     try:
-        PROGRAM.pretrain(model, tokenizer, SHORT, on_step, checkpoint)
+        PROGRAM.pretrain(model, tokenizer, config, on_step, checkpoint)
     except KeyboardInterrupt:
         assert stop_after is not None
     return model.state_dict()
 
 
 @pytest.mark.parametrize("stop_after", [1, 3])
-def test_resumed_run_ends_with_the_same_weights(tmp_path: Path, stop_after: int) -> None:
-    whole = run(tmp_path / "undisturbed.pt")
+def test_checkpoints_and_stops_do_not_change_the_weights(tmp_path: Path, stop_after: int) -> None:
+    whole = run(tmp_path / "undisturbed.pt", checkpoint_every=100)
     run(tmp_path / "checkpoint.pt", stop_after)
     resumed = run(tmp_path / "checkpoint.pt")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)

@@ -30,9 +30,9 @@ def test_configuration_goes_before_the_environment() -> None:
     ("config", "environment", "message"),
     [
         ({"rlkv": "gates"}, {}, "must be a mapping"),
-        ({}, {"RLKV_GATES": "gates"}, "RLKV_SPARSITY"),
-        ({}, {"RLKV_SPARSITY": "0.5"}, "RLKV_GATES"),
-        ({}, {"RLKV_GATES": "gates", "RLKV_SPARSITY": "half"}, "RLKV_SPARSITY.*half"),
+        ({}, {"RLKV_GATES": "gates"}, r"^RLKV_SPARSITY is"),
+        ({}, {"RLKV_SPARSITY": "0.5"}, r"^RLKV_GATES is"),
+        ({}, {"RLKV_GATES": "gates", "RLKV_SPARSITY": "half"}, r"^RLKV_SPARSITY .*half"),
     ],
 )
 def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[str, str], message: str) -> None:
@@ -43,18 +43,18 @@ def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sparsity": 1.5}, "sparsity"),
-        ({"sparsity": "0.5"}, "sparsity"),
-        ({"sparsity": None}, "sparsity"),
-        ({"gates": ""}, "gates"),
-        ({"sink": -1}, "sink"),
-        ({"window": 0}, "window"),
-        ({"scope": "head"}, "scope"),
-        ({"prefill": "none"}, "prefill"),
-        ({"prefill": "full", "eviction": {"name": "rkv", "budget": 64}}, "prefill.*eviction"),
+        ({"sparsity": 1.5}, r"^rlkv: sparsity .*1\.5"),
+        ({"sparsity": "0.5"}, r"^rlkv: sparsity .*'0\.5'"),
+        ({"sparsity": None}, r"^rlkv: sparsity .*None"),
+        ({"gates": ""}, r"^rlkv: gates\b"),
+        ({"sink": -1}, r"^rlkv: sink\b.*-1"),
+        ({"window": 0}, r"^rlkv: window\b.*0"),
+        ({"scope": "head"}, r"^rlkv: scope\b.*'head'"),
+        ({"prefill": "none"}, r"^rlkv: prefill\b.*'none'"),
+        ({"prefill": "full", "eviction": {"name": "rkv", "budget": 64}}, r"^rlkv: prefill\b.*eviction"),
         ({"sparsty": 1}, "'sparsty'"),
-        ({"eviction": "rkv"}, "eviction"),
-        ({"eviction": {"budget": 9}}, "eviction"),
+        ({"eviction": "rkv"}, r"^rlkv: eviction\b.*mapping"),
+        ({"eviction": {"budget": 9}}, r"^rlkv: eviction\b.*mapping"),
         ({"eviction": {"name": "rkw"}}, "'rkw'"),
         ({"eviction": {"name": "rkv", "budgets": 9}}, "budgets"),
         ({"eviction": {"name": "rkv", "budget": 3}}, "budget is 3"),
@@ -71,7 +71,7 @@ def test_wrong_settings_are_named(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("absent", ["gates", "sparsity"])
 def test_missing_settings_are_named(absent: str) -> None:
-    with pytest.raises(ValueError, match=absent):
+    with pytest.raises(ValueError, match=rf"^rlkv: {absent}\b"):
         parse_settings({key: value for key, value in REQUEST.items() if key != absent})
 
 

@@ -7,6 +7,7 @@ an eviction keeps ``budget``. So the scheduler knows what is held, and other chu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ NOWHERE = -1  # the slot of a state that is not kept
 
 
 @dataclass(frozen=True)
-class BlockDemand:
+class BlockDemand(ABC):
     """Blocks that one bin takes for a request."""
 
     block_size: int
@@ -28,9 +29,9 @@ class BlockDemand:
         """Of full heads."""
         return -(-tokens // self.block_size)
 
+    @abstractmethod
     def compressible(self, tokens: int) -> int:
         """Of compressible heads, while decoding."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from rlkv.models import hub
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import load
 from rlkv.utils.progress import ProgressBar
+from tests.helpers.paths import ROOT
 from tests.helpers.programs import load_program
 
 SMALL = ("--limit", "6", "--max-new-tokens", "60", "--sink", "4", "--window", "16", "--batch-size", "4")
@@ -123,6 +126,13 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
         CacheOptions(sink=8).cache_settings({"a": gates, "b": other})
 
 
+def names_the_task_and_the_file(err: str) -> None:
+    lines = err.strip().splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: cannot load task 'mmlu_pro:law' (TIGER-Lab/MMLU-Pro) from the hub")
+    assert lines[0].endswith("or a folder that holds mmlu_pro.jsonl")
+
+
 def test_without_hub_and_file_the_program_ends_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,10 +142,17 @@ def test_without_hub_and_file_the_program_ends_with_one_sentence(
     with pytest.raises(SystemExit) as ended:
         load_program("inference/evaluate.py").main()
     assert ended.value.code == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("error: cannot load task 'mmlu_pro:law' (TIGER-Lab/MMLU-Pro) from the hub")
-    assert lines[0].endswith("or a folder that holds mmlu_pro.jsonl")
+    names_the_task_and_the_file(capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_in_offline_mode_the_process_ends_with_one_sentence(tmp_path: Path) -> None:
+    program = ROOT / "inference" / "evaluate.py"
+    command = [sys.executable, str(program), "--tasks", "mmlu_pro:law", "--output-dir", str(tmp_path / "out")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # read when `datasets` is imported
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    names_the_task_and_the_file(done.stderr)
     assert not (tmp_path / "out").exists()
 
 
