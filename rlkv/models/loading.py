@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlkv.models.builtin import BUILT_IN, TINY_FOLDER, built_in_folder
+from rlkv.models.builtin import BUILT_IN, built_in_folder
 from rlkv.models.hub import connection_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TINY_GATES = TINY_FOLDER.with_name("gates.safetensors")  # vLLM takes every .safetensors of a model folder for weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
