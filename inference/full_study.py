@@ -135,11 +135,10 @@ class Plan:
         raw = self._words(f"data_prep/draw_problems.py {pool} --as-many-as {{curriculum}} --output {{raw}}")
         held_out = f"--num-problems {self.size.held_out} --steps {self.size.chains} --seed 2000003"
         draw = self._words(f"data_prep/draw_problems.py --model {self.size.model} {held_out} --output {{problems}}")
-        return [
-            Stage("filter", keep, self.filtered),
-            Stage("held-out problems", draw, self.problems),
-            Stage("unfiltered problems", raw, self.raw, (self.filtered,)),
-        ]
+        stages = [Stage("filter", keep, self.filtered), Stage("held-out problems", draw, self.problems)]
+        if self.size.variant_seeds:
+            stages.append(Stage("unfiltered problems", raw, self.raw, (self.filtered,)))
+        return stages
 
     def _train(self, method: str, command: str, needs: tuple[Path, ...] = (), is_ablation: bool = False) -> None:
         """A training per seed, each with a gates file."""

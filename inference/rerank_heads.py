@@ -73,7 +73,8 @@ def main() -> None:
         raise ValueError(f"{config.gates} names no model: pass --model")
     model, tokenizer = replace(config, model=config.model or found.model.model_id).load()  # type: ignore[union-attr]
     found.check_model(model.config)
-    template = choose_template(config.template, curriculum_template(config.curriculum), found.training.get("template"))
+    named = (config.template, curriculum_template(config.curriculum), found.training.get("template"))
+    template = choose_template(*named, model=config.model or found.model.model_id)  # type: ignore[union-attr]
     recorded = read_traces(str(config.curriculum), tokenizer, template, max_length=sys.maxsize)
     if config.num_traces > len(recorded):
         raise ValueError(f"--num-traces {config.num_traces}: {config.curriculum} has only {len(recorded)} solutions")

@@ -12,9 +12,11 @@ import json
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
+from rlkv.utils.extras import require
 
 
 def main() -> None:
+    require("trl", "train")
     from rlkv.training.finetune_smol import FinetuneConfig, finetune
 
     print(json.dumps(finetune(parse(FinetuneConfig, __doc__)), indent=2))

@@ -48,8 +48,10 @@ def load_pool(config: DrawConfig) -> list[Problem]:
         raise ValueError(f"--steps {config.steps} belongs to the problems of tiny and smol, not to {source}")
     low, high = parse_range("--steps", config.steps) if config.steps else (MIN_STEPS, MAX_STEPS)
     if source == TINY:
-        return [Problem(**p) for p in tiny_problems(config.num_problems, config.seed, low, high)]
-    return [Problem(**p) for p in smol_problems(config.num_problems, config.seed, low, high, config.held_out_names)]
+        drawn = tiny_problems(config.num_problems, config.seed, low, high)
+    else:
+        drawn = smol_problems(config.num_problems, config.seed, low, high, config.held_out_names)
+    return [Problem(**problem) for problem in drawn[: config.limit]]
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:

@@ -51,7 +51,7 @@ def build_decoder(config: FilterConfig, problems: list[Problem]) -> Decoder:
     if config.outputs is not None:
         tokenizer = load_tokenizer(config.model)
         return RecordedDecoder(config.outputs, config.outputs_field, problems, tokenizer, config.max_new_tokens)
-    template = choose_template(config.template)
+    template = choose_template(config.template, model=config.model)
     return EngineDecoder(config.load_engine(), template, config.max_new_tokens, config.max_length)
 
 
@@ -73,7 +73,7 @@ def run_filter(config: FilterConfig) -> FilterResult:
     config = config.resolved()
     assert config.input is not None
     started = time.monotonic()
-    choose_template(config.template)  # an unknown one fails before anything is loaded
+    choose_template(config.template, model=config.model)  # an unknown one fails before anything is loaded
     problems = load_problems(config.input, config.num_problems, config.seed, config.limit)
     shard, num_shards = parse_shard(config.shard)
     if num_shards > len(problems):

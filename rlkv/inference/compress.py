@@ -42,7 +42,7 @@ Gates = HeadGates | HeadAllocation | str | Path | None
 class CompressedSession:
     """What ``with compress(...) as session`` gives.
 
-    ``allocation`` says which heads are full; ``cache`` is the cache of the latest call (None before the first),
+    ``allocation`` says which heads are full; ``cache`` is the cache of the latest call of ``generate`` or of the model,
     with ``cache.nbytes()`` held against ``cache.full_nbytes()``.  With ``record=True`` ``cache.kept`` lists what each
     eviction kept, and ``cache.held(row)`` says which tokens each head holds.
     """

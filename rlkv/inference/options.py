@@ -20,7 +20,7 @@ class ModelOptions:
     """Which model, and how it is loaded."""
 
     model: str = "tiny"
-    """tiny (built in), a local folder or a hub id"""
+    """a built-in name (tiny, smol, smollm2), a local folder or a hub id"""
     dtype: str = "auto"
     """auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16"""
     device: str = "auto"

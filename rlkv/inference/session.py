@@ -63,7 +63,6 @@ class InferSession:
         problems = read_problems(config.input) if config.input else []
         gates = None if config.gates_source is None else HeadGates.load(config.gates_source)
         sparsity, allocation = config.sparsity, None
-        template = choose_template(config.template, None if gates is None else gates.training.get("template"))
         if gates is not None:
             sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
             allocation = HeadAllocation.from_gates(gates, sparsity, config.scope)
@@ -72,6 +71,8 @@ class InferSession:
         model = config.model or (gates.model.model_id if gates is not None and gates.model is not None else None)
         if model is None:
             raise ValueError(f"{config.gates} does not name its model: pass --model")
+        of_gates = None if gates is None else gates.training.get("template")
+        template = choose_template(config.template, of_gates, model=model)
         if config.backend == "vllm":
             assert gates is not None, "checked with the options"
             assert allocation is not None

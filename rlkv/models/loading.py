@@ -69,10 +69,10 @@ def load_model(
     target = resolve_device(device)
     options: dict[str, Any] = {"dtype": resolve_dtype(dtype, target)}
     hub_error = _hub_error(model)
-    tokenizer = _load_tokenizer(model, hub_error)
+    source, tokenizer = model_source(model), _load_tokenizer(model, hub_error)
     local = {"local_files_only": hub_error is not None}
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model_source(model), adapter_kwargs=local, **local, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(source, adapter_kwargs=local, **local, **options)
     except (OSError, ValueError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if model in BUILT_IN:
@@ -84,8 +84,9 @@ def load_model(
 def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
+    source = model_source(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_source(model), local_files_only=hub_error is not None)
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=hub_error is not None)
     except (OSError, ValueError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if hub_error is not None:

@@ -93,6 +93,7 @@ class Decoding:
                     yield from joining.step()
                     joining.leave()
                     batch.join(joining)
+                    del joining  # the cache of its prompts
 
 
 class _Batch:
@@ -186,7 +187,7 @@ class _Batch:
         keep = self.running_R.nonzero()[:, 0]
         self.rows = [row for row in self.rows if row.finish_reason is None]
         if self.rows:
-            self.cache.batch_select_indices(keep)
+            self.cache.reorder_cache(keep)  # every kind of cache has it
             self.new_RQ, self.padding_R, self.running_R = self.new_RQ[keep], self.padding_R[keep], self.running_R[keep]
 
     def join(self, other: _Batch) -> None:

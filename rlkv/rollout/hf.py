@@ -17,8 +17,8 @@ from rlkv.rollout.decoding import Decoding, StopRule
 class HFEngine(RolloutEngine):
     """Decodes with a transformers model, as it is patched at the time of the call.
 
-    ``batch_size`` rows at once, the longest prompts first (what does not fit into memory fails at once); a row that
-    ends leaves its place to the next prompt.  Results do not depend on the batch, up to float rounding.
+    ``batch_size`` rows at once, the longest prompts first; a row that ends leaves its place to the next prompt.
+    Results do not depend on the batch, up to float rounding.
     Sampling defaults and penalties of the model's own generation config are not applied.
     """
 

@@ -55,10 +55,12 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 class RunSettings:
     """Model, data and logging."""
 
-    model: str = option("tiny", "'tiny' (built in), a local folder or a hub id")
+    model: str = option("tiny", "a built-in name (tiny, smol), a local folder or a hub id")
     dtype: str = option("auto", "dtype of the frozen model: auto, float32, bfloat16, float16")
     curriculum: str | None = option(None, "the filter's .parquet or .jsonl (problem, answer, output)")
-    template: str | None = option(None, "prompt template: rlkv, boxed or plain; default: the curriculum's, else rlkv")
+    template: str | None = option(
+        None, "prompt template: rlkv, boxed or plain; default: the curriculum's, else the model's"
+    )
     sink: int = option(128, "S: first tokens that the local branch sees")
     window: int = option(256, "W: last tokens that the local branch sees")
     deploy_sink: int = option(16, "sink size recommended for serving, kept in the gates file")
@@ -75,7 +77,8 @@ class RunSettings:
 
     def with_template(self) -> Self:
         """With the curriculum's prompt template where none was asked for."""
-        return replace(self, template=choose_template(self.template, curriculum_template(self.curriculum)))
+        named = self.template, curriculum_template(self.curriculum)
+        return replace(self, template=choose_template(*named, model=self.model))
 
 
 class _Parser(TrlParser):

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from peft.helpers import disable_input_dtype_casting
@@ -29,12 +28,16 @@ from rlkv.models.prompts import build_messages, render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 from rlkv.smol.task import MAX_DISTRACTORS, MAX_NEW_TOKENS, MAX_STEPS, draw_problem, problems
+from rlkv.training.callbacks import LOG
+from rlkv.training.run_folder import RUN_CONFIG, check_output_dir
+from rlkv.utils.atomic import write_json
+from rlkv.utils.jsonl import write_jsonl
 from rlkv.utils.progress import ProgressBar, progress_bar
-from rlkv.utils.provenance import hardware_line
+from rlkv.utils.provenance import provenance
 from rlkv.verifier.verifier import are_correct
 
 HELD_OUT_SEED = 1_000_003
-ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,8 @@ class FinetuneConfig:
     """of the LoRA on every matrix of the layers"""
     seed: int = 0
     """of problems and initial weights"""
+    save_steps: int = 20
+    """steps between checkpoints"""
     held_out: int = 200
     """problems of each closing measurement"""
     device: str = "auto"
@@ -98,8 +103,8 @@ def training_rows(config: FinetuneConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def finetune(config: FinetuneConfig) -> dict[str, Any]:
-    """Fine-tune, or go on with, the run in ``config.output_dir``; returns what its ``finetuning.json`` says."""
+def make_trainer(config: FinetuneConfig, bar: ProgressBar) -> SFTTrainer:
+    """trl's trainer on the base model with a new LoRA."""
     device = resolve_device(config.device)
     model, tokenizer = load_model(SMOLLM2, dtype="bfloat16", device=str(device))
     model.set_attn_implementation("eager")  # on a CPU its backward pass takes less time
@@ -115,7 +120,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
         gradient_checkpointing=False,
         bf16=True,
         use_cpu=device.type == "cpu",
-        save_steps=20,
+        save_steps=config.save_steps,
         save_total_limit=2,
         logging_steps=5,
         include_num_input_tokens_seen="non_padding",
@@ -124,36 +129,40 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     )
     lora = LoraConfig(r=config.rank, lora_alpha=2 * config.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     rows = Dataset.from_list(training_rows(config))
+    callbacks: list[TrainerCallback] = [_Progress(bar)]
+    trainer = _Trainer(
+        model, arguments, train_dataset=rows, processing_class=tokenizer, peft_config=lora, callbacks=callbacks
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def finetune(config: FinetuneConfig) -> dict[str, Any]:
+    """Fine-tune, or go on with, the run in ``config.output_dir``; returns what its ``finetuning.json`` says.
+
+    Raises:
+        ValueError: if the folder holds a run of other settings.
+    """
+    facts = {key: value for key, value in asdict(config).items() if key not in ("output_dir", "device", "held_out")}
+    check_output_dir(config.output_dir, facts, resume=True)
+    write_json(config.output_dir / RUN_CONFIG, facts)
     with progress_bar("fine-tuning", "steps", config.steps) as bar:
-        trainer = _Trainer(
-            model,
-            arguments,
-            train_dataset=rows,
-            processing_class=tokenizer,
-            peft_config=lora,
-            callbacks=[_Progress(bar)],
-        )
-        trainer.remove_callback(PrinterCallback)
+        trainer = make_trainer(config, bar)
         tuned: Any = trainer.model
         with disable_input_dtype_casting(tuned):  # autocast does it; twice costs a quarter of a step
             trainer.train(resume_from_checkpoint=_last_checkpoint(config.output_dir))
-    log = "".join(json.dumps(record) + "\n" for record in trainer.state.log_history)
-    (config.output_dir / "log.jsonl").write_text(log)
+    write_jsonl(config.output_dir / LOG, trainer.state.log_history)
     adapter = config.output_dir / "adapter"
     tuned.save_pretrained(adapter)
-    _halve(adapter / ADAPTER_FILE)
-    config_file = adapter / "adapter_config.json"
-    settings = {**json.loads(config_file.read_text()), "base_model_name_or_path": SMOLLM2}
-    config_file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    summary = {
-        "config": {key: value for key, value in asdict(config).items() if key not in ("output_dir", "device")},
-        "tokens": trainer.state.num_input_tokens_seen,
-        "seconds": round(sum(record.get("train_runtime", 0) for record in trainer.state.log_history)),
-        "torch": torch.__version__,
-        "hardware": hardware_line(),
-        "held_out": held_out_accuracy(adapter, config.held_out, str(device)),
-    }
-    (adapter / "finetuning.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (adapter / "README.md").unlink()  # peft's form of a model card, not filled in
+    weights = load_file(adapter / ADAPTER_FILE)
+    # the precision that they were trained against
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, adapter / ADAPTER_FILE, {"format": "pt"})
+    settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    write_json(adapter / ADAPTER_CONFIG, {**settings, "base_model_name_or_path": SMOLLM2})
+    held_out = held_out_accuracy(adapter, config.held_out, config.device)
+    summary = {"config": facts, "tokens": trainer.state.num_input_tokens_seen, "held_out": held_out, **provenance()}
+    write_json(adapter / "finetuning.json", summary)
     return summary
 
 
@@ -163,15 +172,10 @@ def _last_checkpoint(folder: Path) -> str | None:
     return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
 
 
-def _halve(file: Path) -> None:
-    """Store the weights in bfloat16, the precision that they were trained against."""
-    save_file({name: weight.bfloat16() for name, weight in load_file(file).items()}, file, {"format": "pt"})
-
-
-def held_out_accuracy(adapter: Path, n: int, device: str = "cpu") -> dict[str, Any]:
-    """Greedy accuracy of the merged model in float32 on problems of 4 to 10 steps, with names seen and unseen."""
-    model, tokenizer = load_model(SMOLLM2, dtype="float32", device=device)
-    engine = HFEngine(PeftModel.from_pretrained(model, adapter).merge_and_unload(), tokenizer, batch_size=25)
+def held_out_accuracy(adapter: Path, n: int, device: str) -> dict[str, Any]:
+    """Greedy accuracy of the merged model in bfloat16 on problems of 4 to 10 steps, with names seen and unseen."""
+    model, tokenizer = load_model(SMOLLM2, dtype="bfloat16", device=device)
+    engine = HFEngine(PeftModel.from_pretrained(model, adapter).merge_and_unload(), tokenizer, batch_size=50)
     found = {}
     for title, unseen in (("names of fine-tuning", False), ("other names", True)):
         drawn = problems(n, HELD_OUT_SEED, 4, 10, held_out_names=unseen)

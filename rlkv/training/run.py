@@ -61,7 +61,7 @@ def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Data
                 f"definitions, drawn with seed {args.seed}",
                 flush=True,
             )
-    template = choose_template(settings.template)
+    template = choose_template(settings.template, model=settings.model)
     return Dataset.from_list(
         [{"prompt": build_messages(row["problem"], template), "answer": str(row["answer"])} for row in rows]
     )

@@ -21,14 +21,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_absent_package_and_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(builtin, "_gguf_folder", lambda: None)
     monkeypatch.setattr(builtin, "connection_error", lambda *args: "no route to host")
     with pytest.raises(ValueError, match=r"'smollm2'.*no route to host.*pip install 'rlkv\[smollm2\]'"):
         load_model("smollm2")
     assert not list(cache.glob("smollm2-*"))
 
 
-def test_a_folder_is_made_once_and_whole(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+@pytest.mark.parametrize("source", ["gguf", "hub"])
+def test_a_folder_is_made_once_and_whole(monkeypatch: pytest.MonkeyPatch, cache: Path, source: str) -> None:
+    monkeypatch.setattr(builtin, "_gguf_folder", lambda: "package" if source == "gguf" else None)
     calls = []
 
     def write(folder: Path) -> None:
@@ -41,9 +43,9 @@ def test_a_folder_is_made_once_and_whole(monkeypatch: pytest.MonkeyPatch, cache:
     monkeypatch.setattr(builtin, "_write_smollm2", write)
     with pytest.raises(KeyboardInterrupt):
         builtin.built_in_folder("smollm2")
-    assert not (cache / "smollm2-base").exists()
+    assert not (cache / f"smollm2-{source}").exists()
     folder = builtin.built_in_folder("smollm2")
-    assert folder == builtin.built_in_folder("smollm2") == cache / "smollm2-base"
+    assert folder == builtin.built_in_folder("smollm2") == cache / f"smollm2-{source}"
     assert (folder / "config.json").exists()
     assert len(calls) == 2
 
@@ -63,3 +65,9 @@ def test_smol_is_the_base_with_the_adapter_merged(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, lora.eval()(ids).logits, atol=1e-4, rtol=1e-4)
     assert sorted(path.name.split("-")[0] for path in cache.iterdir() if path.is_dir()) == ["smol", "smollm2"]
+
+
+def test_what_built_in_models_need_is_packaged() -> None:
+    files = [*builtin.PACKAGED_GATES.values(), builtin.TINY_FOLDER / "model.safetensors"]
+    files += [builtin.SMOL_ADAPTER / name for name in ("adapter_model.safetensors", "adapter_config.json", "README.md")]
+    assert [file for file in files if not file.is_file()] == []

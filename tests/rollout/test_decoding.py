@@ -9,7 +9,7 @@ import torch
 
 from rlkv import tiny
 from rlkv.evaluation.stats.metrics import RepetitionRule
-from rlkv.eviction import H2O, RKV
+from rlkv.eviction import H2O, RKV, RPC, RandomEviction
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.models.prompts import render_prompt
@@ -65,8 +65,8 @@ def test_the_rule_ends_rows_of_a_compressed_cache_too(engine: HFEngine) -> None:
     half = HeadAllocation.random(4, 6, 0.5, seed=1)
     for eviction in (None, RKV(budget=24, buffer=4, observation=4)):
         compressed = InferenceEngine(engine.model, engine.tokenizer, half, 4, 16, batch_size=9, eviction=eviction)
-        free, _ = compressed.batch(prompts(engine), SamplingParams(60))
-        stopped, _ = compressed.batch(prompts(engine), SamplingParams(60), stop=RULE)
+        free = compressed.generate(prompts(engine), SamplingParams(60))
+        stopped = compressed.generate(prompts(engine), SamplingParams(60), stop=RULE)
         assert check_is_cut(free, stopped, engine) > 0
 
 
@@ -101,6 +101,8 @@ CACHES = {
     "ring": {"sink": 2, "window": 5},
     "rkv": {"eviction": RKV(budget=10, buffer=4, observation=2)},
     "h2o": {"eviction": H2O(budget=12)},
+    "rpc": {"eviction": RPC(P=12, R=3, c=3)},
+    "ratio": {"eviction": RandomEviction(ratio=0.4, extra=9, buffer=3)},
     "local prefill": {"sink": 2, "window": 5, "prefill": "local"},
 }
 

