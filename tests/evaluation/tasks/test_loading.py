@@ -13,6 +13,7 @@ from rlkv.evaluation.tasks.base import fill
 from rlkv.evaluation.tasks.registry import TASKS, find_task, find_tasks, load_task, trained_template
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models import hub
+from rlkv.models.builtin import BUILT_IN
 from rlkv.models.prompts import fill_template
 from tests.helpers.paths import SHARED
 
@@ -179,7 +180,7 @@ def test_tiny_is_drawn(tmp_path: Path) -> None:
 def test_without_hub_and_file_the_error_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "connection_error", lambda *args: "no route")
     for name in TASKS:
-        if name != "tiny":
+        if name not in BUILT_IN:
             with pytest.raises(ValueError, match=r"\(no route\).*--data") as e:
                 load_task(name)
             assert str(e.value).startswith(f"cannot load task {name!r} ({TASKS[name].hub.id}) from")  # type: ignore[union-attr]
