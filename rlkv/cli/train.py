@@ -29,10 +29,13 @@ def _train() -> None:
 
     require("trl", "train")
     from rlkv.training.config import parse_config
+    from rlkv.training.elimination_run import eliminate_heads
     from rlkv.training.run import train_gates
 
+    settings, args = parse_config(sys.argv[1:])
+    find = {"rlkv": train_gates, "elimination": eliminate_heads}[settings.finder]
     try:
-        train_gates(*parse_config(sys.argv[1:]))
+        find(settings, args)
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
