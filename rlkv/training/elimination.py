@@ -1,8 +1,8 @@
 """The order in which heads can go, measured: backward elimination that measures few heads twice.
 
-A gate says how much of a head is needed while the others are open too, not what is lost when the head goes.  So heads are
-made compressible one by one, each time the one whose loss costs least.  What a head costs grows as others go, so that its
-last measured cost is a lower bound: only the lowest is measured again, until a fresh one is lowest (lazy evaluation;
+A gate says how much of a head is needed while the others are open too, not what is lost when the head goes.  So heads
+are made compressible one by one, each time the one whose loss costs least.  What a head costs grows as others go, so
+that its last measured cost is a lower bound: only the lowest is measured again, until a fresh one is lowest (lazy evaluation:
 Minoux 1978, "Accelerated greedy algorithms for maximizing submodular set functions").
 """
 

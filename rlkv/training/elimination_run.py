@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import load_model, resolve_dtype
+from rlkv.models.prompts import choose_template
 from rlkv.models.shape import ModelShape
 from rlkv.training.callbacks import LOG
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
@@ -31,8 +32,8 @@ from rlkv.training.trace_loss import TraceLoss
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import digest
 
-SETTINGS = ("finder", "model", "dtype", "template", "curriculum", "deploy_sink", "deploy_window", "forward_rows")
-SETTINGS += ("elimination_traces", "elimination_sparsity", "elimination_budget")
+SETTINGS = {"finder", "model", "dtype", "template", "curriculum", "deploy_sink", "deploy_window", "forward_rows"}
+SETTINGS |= {"elimination_traces", "elimination_sparsity", "elimination_budget"}
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
 
@@ -109,16 +110,16 @@ def eliminate_heads(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
+    settings = settings.with_template()
     if settings.curriculum is None:
         raise ValueError("no solutions to measure heads on: pass --curriculum FILE, which rlkv-filter writes")
     if args.world_size > 1:
-        raise ValueError(f"--finder elimination runs in one process, not {args.world_size}: start it without a launcher")
-    settings = settings.with_template()
+        raise ValueError(f"--finder elimination takes one process, not {args.world_size}: start it without a launcher")
     if model is None or tokenizer is None:
         dtype = str(resolve_dtype(settings.dtype, args.device)).removeprefix("torch.")
         model, tokenizer = load_model(settings.model, dtype=dtype, device=str(args.device))
-    number = settings.elimination_traces
-    traces = draw_traces(settings.curriculum, tokenizer, settings.template or "", number, args.seed)
+    template, number = choose_template(settings.template), settings.elimination_traces
+    traces = draw_traces(settings.curriculum, tokenizer, template, number, args.seed)
     config = {name: value for name, value in asdict(settings).items() if name in SETTINGS}
     config |= {"seed": args.seed, "output_dir": args.output_dir, "data_digest": digest([text.ids for text in traces])}
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)

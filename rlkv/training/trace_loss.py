@@ -56,7 +56,7 @@ class TraceLoss:
         self.model, self.base, self.passes = model, model.get_base_model(), 0.0
         self.layers = list(self.base.get_decoder().layers)
         if len(gate_parameters(model)) < len(self.layers):
-            raise ValueError("the model has layers without full attention, whose heads cannot be ranked: use another model")
+            raise ValueError("some layers of this model have no full attention: heads of such models cannot be ranked")
         ordered = sorted(traces, key=lambda trace: len(trace.ids))
         pieces = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
         self.batches = [collate(piece, PADDING, self.base.device) for piece in pieces]
@@ -73,11 +73,9 @@ class TraceLoss:
         """Sum over the rows of a batch, under the current gates."""
         head, rows = self.base.get_output_embeddings(), len(batch.ids_BT)
         kl_B = torch.zeros(rows, device=batch.ids_BT.device)
-        pieces = zip(
-            *(part.split(TOKENS_AT_ONCE) for part in (self._states(batch), full_ND, batch.row_N)), strict=True
-        )
-        for mixed, full, row in pieces:
-            kl_B.index_add_(0, row, next_token_kl(head(mixed), head(full.to(mixed.device))))
+        parts = [part.split(TOKENS_AT_ONCE) for part in (self._states(batch), full_ND, batch.row_N)]
+        for mixed, full, row in zip(*parts, strict=True):
+            kl_B.index_add_(0, row, next_token_kl(head(mixed), head(full.to(mixed.device))).float())
         return kl_B.clamp(min=0).log1p().sum().item()
 
     @torch.inference_mode()
