@@ -154,8 +154,8 @@ class RLKVSettings(RunSettings):
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
         if self.init_gates is not None and self.finder != "rlkv":
             raise ValueError(
-                f"init_gates is where training starts, and --finder {self.finder} does not train: re-rank existing gates "
-                "with inference/rerank_heads.py"
+                f"init_gates is where training starts, but --finder {self.finder} does not train: existing gates are "
+                "re-ranked by inference/rerank_heads.py"
             )
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")

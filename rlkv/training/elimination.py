@@ -2,8 +2,8 @@
 
 A gate says how much of a head is needed while the others are open too, not what is lost when the head goes.  So heads
 are made compressible one by one, each time the one whose loss costs least.  What a head costs grows as others go, so
-that its last measured cost is a lower bound: only the lowest is measured again, until a fresh one is lowest (lazy evaluation:
-Minoux 1978, "Accelerated greedy algorithms for maximizing submodular set functions").
+that its last measured cost is a lower bound: only the lowest is measured again, until a fresh one is lowest (lazy
+evaluation: Minoux 1978, "Accelerated greedy algorithms for maximizing submodular set functions").
 """
 
 from __future__ import annotations
