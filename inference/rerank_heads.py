@@ -8,8 +8,8 @@ which recorded solutions are predicted most as with the full cache.  The gates' 
 so the result is used as any gates file; below ``--low`` nothing changes.  It reads the curriculum that the gates were
 trained on, with the recorded outputs.
 
-It takes about half a pass over the solutions per head that is full at ``--low``, and one to three per head that goes; the
-gates file keeps how many, in ``training["reranked"]``: ``passes``, ``seconds`` on the clock, and ``cpu_seconds`` of all
+It takes about half a pass over the solutions per head that is full at ``--low``, and one to three per head that goes;
+the gates file keeps how many, in ``training["reranked"]``: ``passes``, ``seconds`` on the clock, ``cpu_seconds`` of all
 threads.  Without gates: ``rlkv-train --finder elimination``.
 """
 
