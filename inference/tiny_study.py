@@ -57,7 +57,7 @@ class Size:
     distill_steps: int = 120
     seeds: int = 3
     variant_seeds: int = 2
-    traces: int = 100
+    traces: int = 32
     held_out: int = 200
     random_draws: int = 5
     sparsities: str = "0.2 0.4 0.5 0.6 0.8"

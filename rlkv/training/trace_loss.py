@@ -61,7 +61,7 @@ class TraceLoss:
         pieces = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
         self.batches = [collate(piece, PADDING, self.base.device) for piece in pieces]
         self.num_traces = len(traces)
-        with torch.inference_mode(), model.disable_adapter():
+        with torch.no_grad(), model.disable_adapter():
             self.full = [self._states(batch).cpu() for batch in self.batches]
 
     def _states(self, batch: Batch) -> Tensor:
@@ -78,14 +78,14 @@ class TraceLoss:
             kl_B.index_add_(0, row, next_token_kl(head(mixed), head(full.to(mixed.device))).float())
         return kl_B.clamp(min=0).log1p().sum().item()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def of(self, full_LH: Tensor) -> float:
         """The loss when only the heads of ``full_LH`` (bool ``[L, H]``) are full."""
         set_gates(self.model, full_LH.float())
         self.passes += 1
         return sum(map(self._sum, self.batches, self.full)) / self.num_traces
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def without_each(self, full_LH: Tensor, heads: Sequence[Head]) -> list[float]:
         """The losses when one more head is compressible, one for each of ``heads``.
 
