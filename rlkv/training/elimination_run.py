@@ -74,15 +74,21 @@ def rerank_on_traces(
     check_head(model, traces[0].ids[:32])
     started, cpu_started = time.monotonic(), time.process_time()
     gated: Any = get_peft_model(model, HeadGateConfig(sink=gates.deploy_sink, window=gates.deploy_window)).eval()
+    gone: list[Removal] = []
+
+    def show() -> None:
+        note = f"{len(gone)} of {steps} heads gone" + (f", loss {gone[-1].loss:.3g}" if gone else "")
+        bar.update(int(loss.passes), note=note)
+
+    def go(step: Removal) -> None:
+        gone.append(step)
+        on_step(step)
+
     try:
-        loss = TraceLoss(gated, traces, rows)
-        with progress_bar("elimination", "heads", steps) as bar:
-
-            def advance(step: Removal) -> None:
-                on_step(step)
-                bar.update(bar.done + 1, note=f"loss {step.loss:.3g}, {step.passes:.0f} passes")
-
-            found = rerank(gates, loss, low, high, budget * total, advance)
+        with progress_bar("elimination, at most", "forwards", math.ceil(budget * total)) as bar:
+            loss = TraceLoss(gated, traces, rows, show)
+            found = rerank(gates, loss, low, high, budget * total, go)
+            bar.update(bar.done, total=bar.done)
     finally:
         gated.unload()
     facts = {

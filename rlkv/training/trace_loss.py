@@ -47,13 +47,16 @@ class TraceLoss:
             its device.
         traces: prompts with their solutions, whose tokens are the answers.
         rows: traces of one forward.
+        on_forward: called after each.
 
     Attributes:
         passes: forwards over all traces so far, in units of whole ones.
     """
 
-    def __init__(self, model: Any, traces: Sequence[MarkedText], rows: int) -> None:
-        self.model, self.base, self.passes = model, model.get_base_model(), 0.0
+    def __init__(
+        self, model: Any, traces: Sequence[MarkedText], rows: int, on_forward: Callable[[], None] = lambda: None
+    ) -> None:
+        self.model, self.base, self.passes, self.on_forward = model, model.get_base_model(), 0.0, on_forward
         self.layers = list(self.base.get_decoder().layers)
         if len(gate_parameters(model)) < len(self.layers):
             raise ValueError("some layers of this model have no full attention: heads of such models cannot be ranked")
@@ -69,20 +72,25 @@ class TraceLoss:
         hidden_BTD = self.base.get_decoder()(input_ids=batch.ids_BT, attention_mask=batch.mask_BT, use_cache=False)[0]
         return hidden_BTD[batch.row_N, batch.position_N]
 
-    def _sum(self, batch: Batch, full_ND: Tensor) -> float:
-        """Sum over the rows of a batch, under the current gates."""
+    def _sum(self, batch: Batch, full_ND: Tensor, skipped: int = 0) -> float:
+        """Sum over the rows of a batch, under the current gates; ``skipped`` layers do not compute."""
         head, rows = self.base.get_output_embeddings(), len(batch.ids_BT)
         kl_B = torch.zeros(rows, device=batch.ids_BT.device)
         parts = [part.split(TOKENS_AT_ONCE) for part in (self._states(batch), full_ND, batch.row_N)]
         for mixed, full, row in zip(*parts, strict=True):
             kl_B.index_add_(0, row, next_token_kl(head(mixed), head(full.to(mixed.device))).float())
-        return kl_B.clamp(min=0).log1p().sum().item()
+        total = kl_B.clamp(min=0).log1p().sum().item()
+        self._count(rows, skipped)
+        return total
+
+    def _count(self, rows: int, skipped: int = 0) -> None:
+        self.passes += rows / self.num_traces * (1 - skipped / len(self.layers))
+        self.on_forward()
 
     @torch.no_grad()
     def of(self, full_LH: Tensor) -> float:
         """The loss when only the heads of ``full_LH`` (bool ``[L, H]``) are full."""
         set_gates(self.model, full_LH.float())
-        self.passes += 1
         return sum(map(self._sum, self.batches, self.full)) / self.num_traces
 
     @torch.no_grad()
@@ -101,8 +109,7 @@ class TraceLoss:
                 set_gates(self.model, alpha_LH)
                 # the layer below gives what it gave; what those before it give is not looked at
                 with replaced(self.layers[:layer], lambda *_, found=outputs[layer - 1], **__: found):
-                    sums[i] += self._sum(batch, full_ND)
-        self.passes += 1 + sum(1 - layer / len(self.layers) for layer, _ in heads)
+                    sums[i] += self._sum(batch, full_ND, skipped=layer)
         return [total / self.num_traces for total in sums]
 
     def _outputs(self, batch: Batch) -> list[Any]:
@@ -113,4 +120,5 @@ class TraceLoss:
                 hook = layer.register_forward_hook(lambda module, given, output: found.append(output))
                 hooks.callback(hook.remove)
             self._states(batch)
+        self._count(len(batch.ids_BT))
         return found
