@@ -1,9 +1,13 @@
-r"""Train the gates: GRPO on problems that the model solves, with an L1 penalty that pulls every gate to 0.
+r"""Find the heads: GRPO on problems that the model solves, with an L1 penalty that pulls every gate to 0.
 
     rlkv-train --config tiny                                     # the built-in model on problems of its own task
     rlkv-train --config tiny --curriculum results/curriculum/curriculum.parquet
     accelerate launch --config_file configs/accelerate/ddp.yaml train/grpo_gates.py --config llama8b \
         --curriculum curriculum.parquet
+    rlkv-train --config tiny --finder elimination --curriculum results/curriculum/curriculum.parquet
+
+--finder elimination measures instead of training: heads go one by one, each time the one that the curriculum's recorded
+solutions need least; it reads the options of the model, the curriculum, the sizes for serving and elimination_*.
 
 --config takes a file or the name of a packaged one.  It sets defaults; every name in it is an option too
 (--l1_beta 2e-3), and so are those of trl's GRPOConfig.  --verbose shows what other libraries print.
