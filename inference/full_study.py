@@ -67,7 +67,7 @@ class Size:
     rlkv_seeds: int = 3
     seeds: int = 3
     variant_seeds: int = 2
-    traces: int = 100
+    traces: int = 32
     held_out: int = 200
     random_draws: int = 5
     sparsities: str = "0.2 0.4 0.5 0.6 0.8"

@@ -117,6 +117,11 @@ def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
 class RLKVSettings(RunSettings):
     """Gates, penalty and rollouts."""
 
+    finder: str = option(
+        "rlkv",
+        "rlkv: GRPO with the adaptive penalty; elimination: no training, heads go one by one, each time the one that "
+        "the curriculum's recorded solutions need least",
+    )
     init_value: float = option(1.0, "where every gate starts")
     init_gates: str | None = option(None, "gates file to start from, instead of init_value for every gate")
     l1_beta: float = option(1e-3, "beta of the L1 penalty (not trl's beta, which is KL)")
@@ -139,19 +144,28 @@ class RLKVSettings(RunSettings):
     )
     rollout_rows: int = option(64, "completions decoded at once by one process")
     forward_rows: int = option(16, "rows per forward of the loss (one process only)")
+    elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
+    elimination_sparsity: float = option(0.8, "elimination: sparsity up to which heads go")
+    elimination_budget: float = option(3.0, "elimination: most forwards of those solutions, per head of the model")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("finder", self.finder, ("rlkv", "elimination"))
         check_choice("advantage", self.advantage, ("group", "batch"))
         check_choice("rollout", self.rollout, ("hf", "vllm", "vllm-server"))
         if self.l1_beta < 0:
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
+        if self.init_gates is not None and self.finder != "rlkv":
+            raise ValueError(
+                f"init_gates is where training starts, but --finder {self.finder} does not train: existing gates are "
+                "re-ranked by inference/rerank_heads.py"
+            )
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")
         if self.importance_cap != 0 and self.importance_cap < 1:
             raise ValueError(f"importance_cap must be 0 (no correction) or at least 1, got {self.importance_cap}")
-        if min(self.rollout_rows, self.forward_rows) < 1:
-            raise ValueError("rollout_rows and forward_rows must be at least 1")
+        if min(self.rollout_rows, self.forward_rows, self.elimination_traces) < 1:
+            raise ValueError("rollout_rows, forward_rows and elimination_traces must be at least 1")
 
 
 @dataclass

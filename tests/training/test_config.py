@@ -46,6 +46,7 @@ def test_shipped_files_hold_the_papers_numbers(name: str) -> None:
     from_file = parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
     assert settings == from_file[0]
     assert (settings.model, settings.l1_beta, settings.tau, training.top_p) == PAPER[name]
+    assert settings.finder == "rlkv"
     assert (settings.sink, settings.window, settings.deploy_sink, settings.deploy_window) == (128, 256, 16, 64)
     assert (training.prompts_per_step, training.num_generations, training.max_steps) == (32, 4, 185)
     assert training.gradient_accumulation_steps * training.per_device_train_batch_size == 128
@@ -88,6 +89,9 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--report_to", "wandb"], "option wandb"),
         (["--temperature", "0"], "greedy"),
         (["--advantage", "rank"], "advantage"),
+        (["--finder", "luck"], "finder.*'luck'"),
+        (["--finder", "elimination", "--init_gates", "g.pt"], "init_gates"),
+        (["--elimination_traces", "0"], "elimination_traces"),
         (["--wandb", "maybe"], "wandb.*'maybe'"),
         (["--save_total_limit", "0"], "save_total_limit"),
         (["--rollout", "sglang"], "rollout.*'sglang'"),
