@@ -124,7 +124,7 @@ def eliminate_heads(
     if model is None or tokenizer is None:
         dtype = str(resolve_dtype(settings.dtype, args.device)).removeprefix("torch.")
         model, tokenizer = load_model(settings.model, dtype=dtype, device=str(args.device))
-    template, number = choose_template(settings.template), settings.elimination_traces
+    template, number = choose_template(settings.template, model=settings.model), settings.elimination_traces
     traces = draw_traces(settings.curriculum, tokenizer, template, number, args.seed)
     config = {name: value for name, value in asdict(settings).items() if name in SETTINGS}
     config |= {"seed": args.seed, "output_dir": args.output_dir, "data_digest": digest([text.ids for text in traces])}
