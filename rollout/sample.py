@@ -4,7 +4,7 @@ r"""Sample completions for the problems of a file with any model, and judge them
     python rollout/sample.py --model ./my-model --input problems.jsonl --samples 4 --temperature 1.0 \
         --max-new-tokens 2048 --output samples.jsonl
 
-One line per completion, written as batches finish: index of the problem, sample, problem, answer, output,
+One line per completion, written when it ends: index of the problem, sample, problem, answer, output,
 output_tokens, finish_reason, correct (null where the problem has no answer).  Repeat the command to resume a run
 that was stopped.  The file can be given to rlkv-filter as --outputs.
 """

@@ -1,10 +1,13 @@
 """The attention implementation ``rlkv_mixed`` (arXiv 2510.08525, equation of the mixed attention).
 
-Layers without a gate, and all layers while the adapter is disabled, run the stock ``sdpa`` attention and mask.
+Layers without a gate, and all layers while the adapter is disabled, run the stock ``sdpa`` attention and mask, except
+where one token is decoded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlkv.attention.branches import full_attention, local_attention
-from rlkv.attention.call import MixedCall, mixed_mask, refuse_variants
+from rlkv.attention.call import VARIANTS, MixedCall, mixed_mask, refuse_variants
 
 IMPLEMENTATION = "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 GATE = "rlkv_gate"  # the attribute of an attention module that holds its gate
@@ -67,6 +70,9 @@ def mixed_attention(
     """
     holder = getattr(module, GATE, None)
     gate: Gate | None = holder.current() if holder is not None else None
+    if gate is None and _is_one_causal_query(attention_mask, dropout, kwargs):
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        return full_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
     if gate is None:
         mask = attention_mask.stock_mask() if isinstance(attention_mask, MixedCall) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -86,6 +92,26 @@ def mixed_attention(
         branches.append(local_attention(query, key, value, attention_mask, gate.sink, gate.window, scale))
     out = branches[0] if only else mix(branches[0], branches[1], gate.alpha_H)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _is_one_causal_query(mask: Any, dropout: float, arguments: dict[str, Any]) -> bool:
+    """Whether each row has one query that sees all its tokens: sdpa would copy keys and values per query head."""
+    is_plain = isinstance(mask, MixedCall) and mask.causal and mask.q_length == 1 and not dropout
+    return is_plain and all(arguments.get(name) is None for name in VARIANTS)
+
+
+@contextmanager
+def fast_decoding(model: Any) -> Iterator[None]:
+    """Inside, a model with the attention ``sdpa`` decodes with this implementation; others are left as they are."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config._attn_implementation != "sdpa":
+        yield
+        return
+    base.set_attn_implementation(IMPLEMENTATION)
+    try:
+        yield
+    finally:
+        base.set_attn_implementation("sdpa")
 
 
 AttentionInterface.register(IMPLEMENTATION, mixed_attention)

@@ -64,24 +64,16 @@ def kv_nbytes(
         settings: what compressible heads keep; full: bool ``[layers, KV heads]``.
         prompts, tokens: int64 ``[B]``, tokens of the first call and of all calls.
     """
-    entries = None
+    entries = torch.zeros_like(prompts)
     if settings.eviction is not None:
-        entries, steps = torch.zeros_like(prompts), range(int((tokens - prompts).max()) + 1)
+        steps = range(int((tokens - prompts).max()) + 1)
         for step, held in zip(steps, entries_by_step(settings.eviction, prompts, settings.prefill), strict=False):
             entries = torch.where(tokens - prompts >= step, held, entries)
-    return nbytes_of_entries(settings, full, size, tokens, entries)
-
-
-def nbytes_of_entries(
-    settings: CacheSettings, full: Tensor, size: EntrySize, tokens: Tensor, entries: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """As :func:`kv_nbytes`, where ``entries`` ``[B]`` of a compressible head are known (None without a policy)."""
     policy, num_full = settings.eviction, int(full.sum())
     num_compressible = full.numel() - num_full
     if policy is None:
         of_head = tokens.clamp(max=settings.ring) * size.nbytes
     else:
-        assert entries is not None
         of_head = entries * (size.nbytes + (4 if policy.accumulates else 0))
         if policy.uses_queries and not policy.accumulates:
             of_head = of_head + tokens.clamp(max=policy.observation) * size.group_size * size.head_dim * size.itemsize

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkv.cache.plan import CacheState, CallLayout
+from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 from rlkv.cache.schedule import SegmentTensors
-from rlkv.cache.stores import Store, attend, grown_capacity
+from rlkv.cache.stores import Store, attend, grown_capacity, stack_rows
 from rlkv.eviction.base import EvictionPolicy
 
 
@@ -90,6 +90,20 @@ class EvictingStore(Store):
                 plane.narrow(2, 0, after).copy_(plane.narrow(2, before - after, after).clone())
         if self.queries is not None:
             self.queries = self.queries.index_select(0, rows)
+
+    def join(self, other: EvictingStore, layout: JoinLayout) -> None:
+        own, others = self.state.row_counts, other.state.row_counts
+        assert own is not None  # still those before the join
+        assert others is not None
+        columns = max(own.columns, others.columns)
+        capacity = grown_capacity(0, columns, self._most_entries(layout.limit))
+        for name, plane in self.planes.items():
+            parts = [plane.narrow(2, 0, own.columns), other.planes[name].narrow(2, 0, others.columns)]
+            self.planes[name] = stack_rows(parts, columns, capacity)
+        if self.queries is not None and other.queries is not None:
+            observed = [queries.flatten(1, 2) for queries in (self.queries, other.queries)]
+            latest = max(queries.shape[2] for queries in observed)
+            self.queries = stack_rows(observed, latest, latest).unflatten(1, self.queries.shape[1:3])
 
     def reset(self) -> None:
         self.queries = None
@@ -184,8 +198,11 @@ class EvictingStore(Store):
         capacity = self.keys.shape[2]
         if needed <= capacity:
             return
-        limits = [limit for limit in (self.policy.max_entries(), self.state.limit) if limit is not None]
-        self.reserve(grown_capacity(capacity, needed, min(limits) if limits else None), used)
+        self.reserve(grown_capacity(capacity, needed, self._most_entries(self.state.limit)), used)
+
+    def _most_entries(self, limit: int | None) -> int | None:
+        limits = [most for most in (self.policy.max_entries(), limit) if most is not None]
+        return min(limits, default=None)
 
 
 def _take(plane: Tensor, source: Tensor) -> Tensor:

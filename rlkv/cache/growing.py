@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from rlkv.cache.stores import stack_rows
+
 GROWTH = 1.5
 
 
@@ -21,7 +23,7 @@ class GrowingLayer(DynamicLayer):
         """``limit``: the room taken ahead stops at this many tokens (more of them are still stored)."""
         super().__init__()
         self.limit = limit
-        self._store: tuple[Tensor, Tensor] | None = None
+        self._store: tuple[Tensor, ...] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -36,14 +38,24 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _grown(self, end: int, *like: Tensor) -> tuple[Tensor, Tensor]:
-        capacity = int(end * GROWTH)
-        if self.limit is not None:
-            capacity = max(end, min(capacity, self.limit))
+        capacity = self._capacity(end)
         key, value = (new.new_empty(*new.shape[:2], capacity, new.shape[3]) for new in like)
         used = self.get_seq_length()
         if used:
             key[:, :, :used], value[:, :, :used] = self.keys, self.values
         return key, value
+
+    def _capacity(self, needed: int) -> int:
+        capacity = int(needed * GROWTH)
+        return capacity if self.limit is None else max(needed, min(capacity, self.limit))
+
+    def join(self, other: GrowingLayer, columns: int) -> None:
+        ahead = [layer.limit - layer.get_seq_length() for layer in (self, other) if layer.limit is not None]
+        self.limit = columns + max(ahead) if ahead else None
+        capacity = self._capacity(columns)
+        pairs = ((self.keys, other.keys), (self.values, other.values))
+        self._store = tuple(stack_rows(list(pair), columns, capacity) for pair in pairs)
+        self.keys, self.values = (store[:, :, :columns] for store in self._store)
 
     # any change of the rows drops the buffer, which is allocated again at the next token
 
@@ -60,13 +72,25 @@ class GrowingLayer(DynamicLayer):
         self._store = None
 
 
-def growing_cache(config: Any, limit: int | None = None) -> Cache | None:
-    """An empty cache of :class:`GrowingLayer` for the model of ``config``.
+class GrowingCache(Cache):
+    """A cache of :class:`GrowingLayer`, in which rows of another such cache can join."""
 
-    None if some layer does not keep the whole past (sliding, linear): such models bring their own kinds of cache.
+    layers: Any
+    can_join = True
+
+    def join(self, other: GrowingCache, columns: int) -> None:
+        """Append the rows of ``other``; all rows then end at the last of ``columns`` columns."""
+        for layer, joining in zip(self.layers, other.layers, strict=True):
+            layer.join(joining, columns)
+
+
+def full_cache(config: Any, limit: int | None = None) -> Cache:
+    """An empty full cache for the model of ``config``, with room for ``limit`` tokens at most.
+
+    A :class:`GrowingCache`, or transformers' own where some layer does not keep the whole past (sliding, linear).
     """
     # what transformers' own cache makes of each layer is the one description that all models share
-    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
-    if any(type(layer) is not DynamicLayer for layer in layers):
-        return None
-    return Cache(layers=[GrowingLayer(limit) for _ in layers])
+    stock = DynamicCache(config=config.get_text_config(decoder=True))
+    if any(type(layer) is not DynamicLayer for layer in stock.layers):
+        return stock
+    return GrowingCache(layers=[GrowingLayer(limit) for _ in stock.layers])

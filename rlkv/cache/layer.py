@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from rlkv.cache.plan import CacheState, CallLayout
+from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 from rlkv.cache.stores import FullStore, Store, attend
 
 
@@ -100,6 +100,13 @@ class ReallocationLayer(CacheLayerMixin):
             for _, store in self.stores:
                 store.select_rows(rows)
             self.batch_size = len(rows)
+
+    def join(self, other: ReallocationLayer, layout: JoinLayout) -> None:
+        """Append the rows of ``other``, a layer of the same heads."""
+        for (_, store), (_, others) in zip(self.stores, other.stores, strict=True):
+            store.join(others, layout)
+        self.batch_size += other.batch_size
+        self.length = layout.columns
 
     def tensors(self) -> list[Tensor]:
         """All tensors that the KV cache holds."""

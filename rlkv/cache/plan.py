@@ -126,6 +126,28 @@ class CacheState:
         self.row_counts = segments[-1].after
         return segments
 
+    def join(self, other: CacheState, rows: tuple[int, int], layout: JoinLayout) -> None:
+        """Append the rows of ``other``; ``rows``: how many each has."""
+        parts = []
+        for state, count, columns in zip((self, other), rows, (layout.own, layout.others), strict=True):
+            padding = torch.zeros(count, dtype=torch.long) if state.padding is None else state.padding.counts
+            parts.append(padding + layout.columns - columns)
+        device = next((state.padding.counts.device for state in (self, other) if state.padding is not None), "cpu")
+        self.padding = Padding.of(torch.cat([part.to(device) for part in parts]))
+        self.limit = layout.limit
+        if self.row_counts is not None and other.row_counts is not None:
+            self.row_counts = self.row_counts.join(other.row_counts)
+
+
+@dataclass(frozen=True)
+class JoinLayout:
+    """The rows of two caches, of ``own`` and ``others`` columns, in one of ``columns``; text ends at ``limit``."""
+
+    own: int
+    others: int
+    columns: int
+    limit: int | None
+
 
 @dataclass(frozen=True)
 class Block:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindo
 
 from rlkv.cache.evicting import EvictingStore, KeptTokens
 from rlkv.cache.layer import ReallocationLayer
-from rlkv.cache.plan import CacheSettings, CacheState, CallLayout
+from rlkv.cache.plan import CacheSettings, CacheState, CallLayout, JoinLayout
 from rlkv.cache.stores import RingStore, Store
 from rlkv.eviction.base import EvictionPolicy
 
@@ -149,6 +149,24 @@ class HeadReallocationCache(Cache):
             self.state.padding = self.state.padding.select(indices)
         if self.state.row_counts is not None:
             self.state.row_counts = self.state.row_counts.select(indices)
+
+    @property
+    def can_join(self) -> bool:
+        """Whether rows of another cache can join: not where layers with a sliding window are left alone."""
+        return not self._stock
+
+    def join(self, other: HeadReallocationCache, columns: int) -> None:
+        """Append the rows of ``other``, which has the same heads and settings and has read its prompts.
+
+        All rows then end at the last of ``columns`` columns: columns of padding are added at the front, or taken off.
+        """
+        own, others = self.get_seq_length(), other.get_seq_length()
+        ahead = [c.state.limit - c.get_seq_length() for c in (self, other) if c.state.limit is not None]
+        layout = JoinLayout(own, others, columns, columns + max(ahead) if ahead else None)
+        rows = (self._allocated()[0].batch_size, other._allocated()[0].batch_size)
+        for number, layer in self._layers.items():
+            layer.join(other._layers[number], layout)
+        self.state.join(other.state, rows, layout)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         layers = self._allocated()

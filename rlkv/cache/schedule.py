@@ -38,6 +38,11 @@ class RowCounts:
         rows = rows.cpu()
         return RowCounts(*(counts[rows] for counts in (self.held, self.seen, self.protected, self.evictions)))
 
+    def join(self, other: RowCounts) -> RowCounts:
+        """The rows of both."""
+        mine, others = ((c.held, c.seen, c.protected, c.evictions) for c in (self, other))
+        return RowCounts(*(torch.cat(pair) for pair in zip(mine, others, strict=True)))
+
     def due(self, policy: EvictionPolicy) -> Tensor:
         """bool ``[B]``: rows whose evictable entries have reached the policy's capacity."""
         return self.held - self.protected >= policy.capacity(self.seen - self.protected, self.evictions)

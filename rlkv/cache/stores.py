@@ -6,12 +6,13 @@ Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.cache.plan import CacheState, CallLayout
+from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 
 # A buffer grows by 1/16 of its entries, rounded up to a multiple of 16: little headroom, and copying 16 entries a token
 # (on average) costs little compared with reading all of them in each step.
@@ -38,6 +39,21 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cau
             query.flatten(1, 2), keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=g > 1
         )
     return out.reshape(b, h, g, n, values.shape[-1])
+
+
+def stack_rows(parts: list[Tensor], columns: int, capacity: int) -> Tensor:
+    """The rows of buffers ``[B, H, T, ...]`` in one ``[sum of B, H, capacity, ...]`` in which all end at ``columns``.
+
+    Longer parts lose entries at their front, which must be padding of every row; what is added is 0.
+    """
+    first = parts[0]
+    out = first.new_zeros(sum(map(len, parts)), first.shape[1], capacity, *first.shape[3:])
+    row = 0
+    for part in parts:
+        kept = part[:, :, max(0, part.shape[2] - columns) :]
+        out[row : row + len(part), :, columns - kept.shape[2] : columns] = kept
+        row += len(part)
+    return out
 
 
 class Store(ABC):
@@ -89,6 +105,10 @@ class Store(ABC):
         """Keep (or repeat, or reorder) the rows ``rows``, int64 ``[B']``."""
         self.planes = {name: plane.index_select(0, rows) for name, plane in self.planes.items()}
 
+    @abstractmethod
+    def join(self, other: Any, layout: JoinLayout) -> None:
+        """Append the rows of ``other``, a store of the same kind and heads."""
+
     def reset(self) -> None:  # noqa: B027
         """Forget all tokens; memory is kept for the next ones."""
 
@@ -119,6 +139,12 @@ class FullStore(Store):
             self.reserve(grown_capacity(self.keys.shape[2], plan.end, self.state.limit), plan.start)
         self.keys.narrow(2, plan.start, plan.length).copy_(key)
         self.values.narrow(2, plan.start, plan.length).copy_(value)
+
+    def join(self, other: FullStore, layout: JoinLayout) -> None:
+        capacity = grown_capacity(0, layout.columns, layout.limit)
+        for name, plane in self.planes.items():
+            parts = [plane.narrow(2, 0, layout.own), other.planes[name].narrow(2, 0, layout.others)]
+            self.planes[name] = stack_rows(parts, layout.columns, capacity)
 
     def used_nbytes(self, tokens: int) -> int:
         return self.num_heads * self.keys.shape[0] * tokens * self.entry_nbytes
@@ -154,6 +180,10 @@ class RingStore(Store):
     def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
         _write_tokens(self.keys, key, *plan.whole_write)
         _write_tokens(self.values, value, *plan.whole_write)
+
+    def join(self, other: RingStore, layout: JoinLayout) -> None:
+        # slots follow from a token's position in its row, which padding does not change
+        self.planes = {name: torch.cat([plane, other.planes[name]]) for name, plane in self.planes.items()}
 
     def used_nbytes(self, tokens: int) -> int:
         padding = self.state.padding

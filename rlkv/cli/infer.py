@@ -119,7 +119,7 @@ def _answer_file(session: InferSession) -> None:
 def _chat(session: InferSession) -> None:
     from rlkv.inference.engine import Chat
 
-    chat = Chat(session.engine, session.sampling, session.config.template)
+    chat = Chat(session.engine, session.sampling, session.template)
     _say("Chat: /reset starts over, Ctrl-D ends.")
     while True:
         try:

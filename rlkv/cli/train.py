@@ -1,9 +1,13 @@
-r"""Train the gates: GRPO on problems that the model solves, with an L1 penalty that pulls every gate to 0.
+r"""Find the heads: GRPO on problems that the model solves, with an L1 penalty that pulls every gate to 0.
 
     rlkv-train --config tiny                                     # the built-in model on problems of its own task
     rlkv-train --config tiny --curriculum results/curriculum/curriculum.parquet
     accelerate launch --config_file configs/accelerate/ddp.yaml train/grpo_gates.py --config llama8b \
         --curriculum curriculum.parquet
+    rlkv-train --config tiny --finder elimination --curriculum results/curriculum/curriculum.parquet
+
+--finder elimination measures instead of training: heads go one by one, each time the one that the curriculum's recorded
+solutions need least; it reads the options of the model, the curriculum, the sizes for serving and elimination_*.
 
 --config takes a file or the name of a packaged one.  It sets defaults; every name in it is an option too
 (--l1_beta 2e-3), and so are those of trl's GRPOConfig.  --verbose shows what other libraries print.
@@ -29,10 +33,13 @@ def _train() -> None:
 
     require("trl", "train")
     from rlkv.training.config import parse_config
+    from rlkv.training.elimination_run import eliminate_heads
     from rlkv.training.run import train_gates
 
+    settings, args = parse_config(sys.argv[1:])
+    find = {"rlkv": train_gates, "elimination": eliminate_heads}[settings.finder]
     try:
-        train_gates(*parse_config(sys.argv[1:]))
+        find(settings, args)
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -36,6 +36,7 @@ class Bucket:
 
 
 PAPER_BUCKETS = (Bucket(0, 2000, 600), Bucket(2000, 4000, 600), Bucket(4000, 6000, 1000), Bucket(6000, 8000, 800))
+SMOL_BUCKETS = (Bucket(0, 160, 40), Bucket(160, 220, 40), Bucket(220, 280, 40), Bucket(280, 448, 40))
 TINY_BUCKETS = (Bucket(0, 64, 60), Bucket(64, 128, 60), Bucket(128, 256, 60), Bucket(256, 440, 60))
 
 

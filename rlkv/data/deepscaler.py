@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rlkv.models.builtin import SMOL, TINY
 from rlkv.models.hub import dataset_rows
 from rlkv.utils.extras import require
 from rlkv.utils.jsonl import read_jsonl
 
 HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
-TINY = "tiny"
 SUFFIXES = (".jsonl", ".parquet")
 _ADVICE = (
     "pass a local file with --input FILE.jsonl (or .parquet) and a local model with --model FOLDER, or take the "
@@ -32,16 +33,15 @@ class Problem:
 def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: int | None = None) -> list[Problem]:
     """The problems of ``source``, in its order, at most ``limit``.
 
-    ``source`` is ``tiny`` (``num_problems`` new ones drawn with ``seed``), a local ``.jsonl`` or ``.parquet``
-    file with the fields problem, answer and perhaps solution, or the id of a hub data set.
+    ``source`` is ``tiny`` or ``smol`` (``num_problems`` new ones drawn with ``seed``), a local ``.jsonl`` or
+    ``.parquet`` file with the fields problem, answer and perhaps solution, or the id of a hub data set.
 
     Raises:
         ValueError: if the source is absent or unreachable, or a row of it is broken (names file and row).
     """
-    if source == TINY:
-        from rlkv.tiny.task import problems
-
-        loaded = [Problem(p["problem"], p["answer"]) for p in problems(num_problems, seed)]
+    if source in (TINY, SMOL):
+        task = import_module(f"rlkv.{source}.task")
+        loaded = [Problem(**row) for row in task.problems(num_problems, seed)]
     else:
         loaded = [parse_problem(row, where) for where, row in read_rows(source)]
     if not loaded:
@@ -65,6 +65,19 @@ def read_curriculum(path: str | Path, fields: Sequence[str] = ("problem", "answe
             raise ValueError(f"{where} has no fields {' and '.join(fields)}")
         rows.append(row)
     return rows
+
+
+def curriculum_template(path: str | Path | None) -> str | None:
+    """The prompt template that a curriculum's outputs were decoded with; None if it does not say (or there is none).
+
+    Raises:
+        ValueError: if its rows name several, and as :func:`read_curriculum`.
+    """
+    names = set() if path is None else {row.get("template") for row in read_curriculum(path)}
+    if len(names) > 1:
+        found = ", ".join(sorted(map(str, names)))
+        raise ValueError(f"{path}: its rows name several prompt templates ({found}): pass --template")
+    return next(iter(names), None)
 
 
 def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Problems that no model filtered: a test set of the tiny task, or a draw from the pool that the filter starts from."""
+"""Problems that no model filtered: a test set of a built-in task, or a draw from the pool of the filter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlkv.data.deepscaler import TINY, Problem, load_problems, read_curriculum
+from rlkv.data.deepscaler import Problem, load_problems, read_curriculum
 from rlkv.data.filter_config import FilterConfig
-from rlkv.tiny.task import problems
+from rlkv.models.builtin import SMOL, TINY
+from rlkv.smol.task import MAX_STEPS, MIN_STEPS
+from rlkv.smol.task import problems as smol_problems
+from rlkv.tiny.task import problems as tiny_problems
 from rlkv.utils.jsonl import write_jsonl
 
 
@@ -17,11 +20,13 @@ class DrawConfig(FilterConfig):
     """The filter's options, of which input, num_problems, seed and limit say what to draw from; and where to."""
 
     model: str = TINY
-    """says which input is the default: tiny, or DeepScaleR for every other model"""
+    """says which input is the default: tiny, smol, or DeepScaleR for every other model"""
     output: Path
     """.jsonl file to write: problem, answer"""
-    definitions: str | None = None
-    """chain lengths of the drawn tiny problems, such as 3-12"""
+    steps: str | None = None
+    """length of the chains, such as 3-12: definitions of a tiny problem, computations of a smol one"""
+    held_out_names: bool = False
+    """smol: take the names that fine-tuning never saw"""
     as_many_as: str | None = None
     """a curriculum: draw as many problems as it has"""
 
@@ -34,15 +39,27 @@ class DrawConfig(FilterConfig):
 def load_pool(config: DrawConfig) -> list[Problem]:
     """The problems to draw from."""
     source = config.resolved().input or TINY
-    if config.definitions is None:
+    if config.held_out_names and source != SMOL:
+        raise ValueError(f"--held-out-names belongs to the problems of smol, not to {source}")
+    if config.steps is None and not config.held_out_names:
         pool = load_problems(source, config.num_problems, config.seed, config.limit)
         return [problem for problem in pool if problem.answer.strip()]
-    if source != TINY:
-        raise ValueError(f"--definitions {config.definitions} draws problems of the tiny task, not from {source}")
-    low, _, high = config.definitions.partition("-")
+    if source not in (TINY, SMOL):
+        raise ValueError(f"--steps {config.steps} belongs to the problems of tiny and smol, not to {source}")
+    low, high = parse_range("--steps", config.steps) if config.steps else (MIN_STEPS, MAX_STEPS)
+    if source == TINY:
+        drawn = tiny_problems(config.num_problems, config.seed, low, high)
+    else:
+        drawn = smol_problems(config.num_problems, config.seed, low, high, config.held_out_names)
+    return [Problem(**problem) for problem in drawn[: config.limit]]
+
+
+def parse_range(option: str, text: str) -> tuple[int, int]:
+    """The two numbers of ``3-12``."""
+    low, _, high = text.partition("-")
     if not (low.isdigit() and high.isdigit()):
-        raise ValueError(f"--definitions {config.definitions!r} is not a range: write it as 3-12")
-    return [Problem(**p) for p in problems(config.num_problems, config.seed, int(low), int(high))]
+        raise ValueError(f"{option} {text!r} is not a range: write it as 3-12")
+    return int(low), int(high)
 
 
 def draw(config: DrawConfig) -> int:

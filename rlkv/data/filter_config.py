@@ -7,16 +7,29 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlkv.data.curriculum import PAPER_BUCKETS, TINY_BUCKETS, parse_buckets
-from rlkv.data.deepscaler import HUB_DATASET, TINY
+from rlkv.data.curriculum import PAPER_BUCKETS, SMOL_BUCKETS, TINY_BUCKETS, Bucket, parse_buckets
+from rlkv.data.deepscaler import HUB_DATASET
 from rlkv.inference.options import ModelOptions, check_positive
+from rlkv.models.builtin import SMOL, TINY
+from rlkv.smol.task import MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     from rlkv.rollout.base import RolloutEngine
 
+Preset = dict[str, Any]
+
+
+def _preset(input: str, max_length: int, max_new_tokens: int, template: str, buckets: tuple[Bucket, ...]) -> Preset:
+    sizes = {"max_length": max_length, "max_new_tokens": max_new_tokens}
+    return {"input": input, **sizes, "template": template, "buckets": tuple(map(str, buckets))}
+
+
 # arXiv 2510.08525: max length 8192, of it 7168 for the completion
-PAPER = {"input": HUB_DATASET, "max_length": 8192, "max_new_tokens": 7168, "buckets": tuple(map(str, PAPER_BUCKETS))}
-BUILT_IN = {"input": TINY, "max_length": 1024, "max_new_tokens": 440, "buckets": tuple(map(str, TINY_BUCKETS))}
+PAPER = _preset(HUB_DATASET, 8192, 7168, "rlkv", PAPER_BUCKETS)
+BUILT_IN = {
+    TINY: _preset(TINY, 1024, 440, "rlkv", TINY_BUCKETS),
+    SMOL: _preset(SMOL, 1024, MAX_NEW_TOKENS, "plain", SMOL_BUCKETS),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,21 +37,21 @@ class DecodeOptions(ModelOptions):
     """Which problems, and how they are decoded."""
 
     input: str | None = None
-    """.jsonl or .parquet file, hub data set, or tiny (new problems); default: tiny, or DeepScaleR for other models"""
+    """.jsonl or .parquet file, hub data set, tiny or smol (new problems); default: the model's, or DeepScaleR"""
     num_problems: int = 400
-    """how many problems --input tiny draws"""
+    """how many problems --input tiny and smol draw"""
     limit: int | None = None
     """use only the first N problems"""
     seed: int = 0
-    """seed of the sampling, and of --input tiny"""
-    template: str = "rlkv"
-    """prompt template: rlkv, boxed or plain"""
+    """seed of the sampling, and of --input tiny and smol"""
+    template: str | None = None
+    """prompt template: rlkv, boxed or plain; default: plain for the model smol, else rlkv"""
     engine: Literal["hf", "vllm"] = "hf"
     """what decodes: transformers, or vLLM"""
     batch_size: int = 16
     """problems decoded together"""
     max_new_tokens: int | None = None
-    """tokens of a completion; default: 440 for the model tiny, else 7168"""
+    """tokens of a completion; default: 440 for the model tiny, 448 for smol, else 7168"""
 
     def check(self) -> None:
         check_positive(self, "num_problems", "batch_size", "max_new_tokens", "limit")
@@ -65,7 +78,7 @@ class FilterConfig(DecodeOptions):
     """One filter job."""
 
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
-    """hub id, local folder, or tiny (built in)"""
+    """hub id, local folder, or tiny or smol (built in)"""
     outputs: str | None = None
     """file of recorded outputs (problem + output) to filter; nothing is decoded"""
     outputs_field: str = "output"
@@ -77,7 +90,7 @@ class FilterConfig(DecodeOptions):
     fill_short_buckets: bool = False
     """fill short buckets from what others have left over"""
     max_length: int | None = None
-    """tokens of prompt and completion together; default: 1024 for the model tiny, else 8192"""
+    """tokens of prompt and completion together; default: 1024 for the models tiny and smol, else 8192"""
     shard: str = "0/1"
     """i/n: this process does every n-th problem, from the i-th (counted from 0)"""
 
@@ -90,7 +103,7 @@ class FilterConfig(DecodeOptions):
 
     def resolved(self) -> FilterConfig:
         """With the model's default for everything that was not given."""
-        preset: dict[str, Any] = dict(BUILT_IN if self.model == TINY else PAPER)
+        preset = dict(BUILT_IN.get(self.model, PAPER))
         if self.outputs is not None:
             preset["input"] = self.outputs  # recorded outputs that carry their answers
         return replace(self, **{name: value for name, value in preset.items() if getattr(self, name) in (None, ())})

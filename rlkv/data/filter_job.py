@@ -15,7 +15,7 @@ from rlkv.data.deepscaler import Problem, load_problems
 from rlkv.data.filter_config import FilterConfig, parse_shard
 from rlkv.data.filtering import STATUSES, Outcome, Shards, run_shard
 from rlkv.models.loading import load_tokenizer, resolve_device, resolve_dtype
-from rlkv.models.prompts import fill_template
+from rlkv.models.prompts import choose_template
 from rlkv.utils.atomic import atomic_path, write_json, write_text
 from rlkv.utils.extras import require
 from rlkv.utils.jsonl import write_jsonl
@@ -51,7 +51,8 @@ def build_decoder(config: FilterConfig, problems: list[Problem]) -> Decoder:
     if config.outputs is not None:
         tokenizer = load_tokenizer(config.model)
         return RecordedDecoder(config.outputs, config.outputs_field, problems, tokenizer, config.max_new_tokens)
-    return EngineDecoder(config.load_engine(), config.template, config.max_new_tokens, config.max_length)
+    template = choose_template(config.template, model=config.model)
+    return EngineDecoder(config.load_engine(), template, config.max_new_tokens, config.max_length)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def run_filter(config: FilterConfig) -> FilterResult:
     config = config.resolved()
     assert config.input is not None
     started = time.monotonic()
-    fill_template("", config.template)  # an unknown template fails before anything is loaded
+    choose_template(config.template, model=config.model)  # an unknown one fails before anything is loaded
     problems = load_problems(config.input, config.num_problems, config.seed, config.limit)
     shard, num_shards = parse_shard(config.shard)
     if num_shards > len(problems):
@@ -101,6 +102,7 @@ def finish(config: FilterConfig, shards: Shards, problems: list[Problem], starte
             "output": outputs[i],
             "output_tokens": outcome.tokens[i],
             "bucket": bucket,
+            "template": config.template,
         }
         for i, bucket in selection.chosen.items()
     ]
@@ -122,11 +124,11 @@ def finish(config: FilterConfig, shards: Shards, problems: list[Problem], starte
 
 
 def write_curriculum(folder: Path, rows: list[Row]) -> None:
-    """``curriculum.jsonl`` and ``curriculum.parquet``: problem, answer, output, output_tokens, bucket."""
+    """``curriculum.jsonl`` and ``curriculum.parquet``: problem, answer, output, output_tokens, bucket, template."""
     arrow, parquet = require("pyarrow", "train"), require("pyarrow.parquet", "train")
     write_jsonl(folder / "curriculum.jsonl", rows)
     text, count = arrow.string(), arrow.int64()
-    fields = {"problem": text, "answer": text, "output": text, "output_tokens": count, "bucket": text}
+    fields = {"problem": text, "answer": text, "output": text, "output_tokens": count, "bucket": text, "template": text}
     with atomic_path(folder / "curriculum.parquet") as path:
         parquet.write_table(arrow.Table.from_pylist(rows, schema=arrow.schema(fields.items())), path)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rlkv.data.deepscaler import TINY, load_problems
-from rlkv.data.filter_config import DecodeOptions
+from rlkv.data.deepscaler import load_problems
+from rlkv.data.filter_config import BUILT_IN, DecodeOptions
 from rlkv.data.filter_job import problems_digest
 from rlkv.inference.options import SamplingOptions, check_positive
-from rlkv.models.prompts import render_prompt
+from rlkv.models.builtin import TINY
+from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import commit
 from rlkv.utils.store import open_store
@@ -27,14 +28,10 @@ class SampleConfig(SamplingOptions, DecodeOptions):
 
     output: Path
     """JSONL file to write, or to continue"""
-    input: str = TINY
-    """.jsonl or .parquet file, hub data set, or tiny (new problems)"""
     num_problems: int = 20
-    """how many problems --input tiny draws"""
+    """how many problems --input tiny and smol draw"""
     samples: int = 1
     """completions per problem"""
-    max_new_tokens: int = 440
-    """tokens of a completion"""
 
     def check(self) -> None:
         super().check()
@@ -43,11 +40,17 @@ class SampleConfig(SamplingOptions, DecodeOptions):
             raise ValueError(
                 f"--samples {self.samples} at temperature 0 would give equal completions: set --temperature above 0"
             )
-        self.sampling_params(self.max_new_tokens)
+        self.sampling_params(1)
+
+    def resolved(self) -> SampleConfig:
+        """With a built-in model's problems, limit and template, else those of ``tiny``, where none were given."""
+        preset = BUILT_IN.get(self.model, BUILT_IN[TINY])
+        chosen = {name: preset[name] for name in ("input", "max_new_tokens") if getattr(self, name) is None}
+        return replace(self, template=choose_template(self.template, model=self.model), **chosen)
 
 
 def sample(config: SampleConfig) -> None:
-    """Write one row per completion as batches finish.
+    """Write one row per completion as it ends.
 
     A row: ``index`` of the problem, ``sample``, problem, answer, output, output_tokens, finish_reason, correct (null
     where the problem has no answer).
@@ -55,6 +58,10 @@ def sample(config: SampleConfig) -> None:
     Raises:
         ValueError: for problems or a model that cannot be loaded, or if the file holds rows of other settings.
     """
+    config = config.resolved()
+    assert config.input is not None
+    assert config.max_new_tokens is not None
+    assert config.template is not None
     problems = load_problems(config.input, config.num_problems, config.seed, config.limit)
     settings = {name: value for name, value in asdict(config).items() if name not in FREE}
     settings["input"] = f"{len(problems)} problems with hash {problems_digest(problems)}"
@@ -64,12 +71,13 @@ def sample(config: SampleConfig) -> None:
         if not wanted:
             return
         engine = config.load_engine()
-        sampling = config.sampling_params(config.max_new_tokens, drawn=len(store.done))  # new draws
+        sampling = config.sampling_params(config.max_new_tokens)
         prompts = [render_prompt(engine.tokenizer, problems[i].problem, config.template) for i, _ in wanted]
+        numbers = [i * config.samples + s for i, s in wanted]
         bar = progress_bar("sample", "completions", len(problems) * config.samples)
         with bar as progress, closing(Verifier()) as verifier:
             progress.resume(Counter(VERDICTS[row["correct"]] for row in store.rows))
-            for place, completion in engine.stream(prompts, sampling):
+            for place, completion in engine.stream(prompts, sampling, numbers):
                 index, number = wanted[place]
                 problem = problems[index]
                 correct = verifier.is_correct(completion.text, problem.answer) if problem.answer else None

@@ -1,21 +1,20 @@
-"""In which order heads can go: scores on recorded solutions, backward elimination, and gates that are re-ranked by it.
+"""In which order heads can go, without a shortcut: the reference that finders of heads are compared with.
 
-A gate says how much of a head is needed while the others are open too, not what is lost when the head goes.
+Every head that is left is scored at every step: :mod:`rlkv.training.elimination` needs far fewer scores.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlkv.gates.allocation import HeadAllocation, compression_order, num_full_heads
-from rlkv.gates.head_gates import HeadGates
+from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import compress
 
 # of an allocation; larger is better, and in a tuple a finer measure breaks the ties of a coarser one
@@ -104,46 +103,3 @@ def backward_elimination(
         full[best.layer, best.head] = False
         steps.append(best)
     return steps
-
-
-class Span:
-    """The part of the order that is measured: heads that go between the sparsities ``low`` and ``high``.
-
-    Attributes:
-        candidates: heads that are full at ``low``; ``steps``: how many of them go.
-        cost: scores that :func:`rerank` takes.
-    """
-
-    def __init__(self, gates: HeadGates, low: float, high: float) -> None:
-        total = gates.alpha.numel()
-        self.gates, self.low, self.candidates = gates, low, num_full_heads(low, total)
-        self.steps = self.candidates - num_full_heads(high, total)
-        if self.steps < 1:
-            raise ValueError(
-                f"between the sparsities {low:g} and {high:g} no head of {total} becomes compressible: lower the first "
-                "or raise the second"
-            )
-        self.cost = num_scores(self.candidates, self.steps)
-
-
-def with_order(gates: HeadGates, order: Sequence[tuple[int, int]]) -> HeadGates:
-    """``gates`` with the same numbers handed out so that ``compression_order`` is ``order`` (all heads, each once).
-
-    ``mean_alpha`` becomes the place in the order, 0 to 1, so that equal gates keep it too.
-    """
-    alpha, rank = torch.empty_like(gates.alpha), torch.empty_like(gates.mean_alpha)
-    last = max(1, len(order) - 1)
-    for place, (head, value) in enumerate(zip(order, gates.alpha.flatten().sort().values, strict=True)):
-        alpha[head], rank[head] = value, place / last
-    return replace(gates, alpha=alpha, mean_alpha=rank)
-
-
-def rerank(span: Span, score: Score, on_call: Callable[[], None]) -> tuple[HeadGates, list[Elimination]]:
-    """Gates whose order is measured within ``span`` and theirs elsewhere, and the steps of the measurement."""
-    order = compression_order(span.gates)
-    start = HeadAllocation.from_gates(span.gates, span.low)
-    steps = backward_elimination(score, start, on_call, num_full=span.candidates - span.steps)
-    measured = [(step.layer, step.head) for step in steps]
-    before = order[: len(order) - span.candidates]
-    after = [head for head in order[len(before) :] if head not in measured]
-    return with_order(span.gates, [*before, *measured, *after]), steps

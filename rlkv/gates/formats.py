@@ -30,7 +30,7 @@ from rlkv.gates.adapter import (
     write_peft,
     write_safetensors,
 )
-from rlkv.models.loading import TINY, TINY_GATES
+from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.shape import ModelShape
 from rlkv.utils.atomic import atomic_path
 
@@ -41,9 +41,9 @@ _HUB_FILES = ["gates.pt", "gates.safetensors", ADAPTER_CONFIG, ADAPTER_WEIGHTS, 
 
 
 def read_gates(path: str | Path) -> dict[str, Any]:
-    """Arguments of ``HeadGates`` from a file, a folder, a hub address or ``tiny``; see ``HeadGates.load``."""
-    if path == TINY:
-        return _read_local(TINY_GATES)
+    """Arguments of ``HeadGates`` from a file, a folder, a hub address, ``tiny`` or ``smol``; see ``HeadGates.load``."""
+    if path in PACKAGED_GATES:
+        return _read_local(PACKAGED_GATES[str(path)])
     if isinstance(path, str) and _is_hub_address(path):
         return _read_local(_download(path))
     return _read_local(Path(path).expanduser())

@@ -107,7 +107,7 @@ class HeadGates:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadGates:
-        """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, gates on the hub, or ``tiny`` (built in).
+        """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, gates on the hub, or ``tiny`` or ``smol``.
 
         A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else ``gates.safetensors``, else
         ``gates.pt``, else its only ``.tsv``. A ``.tsv``, given directly or found, gets the sizes and the model's name

@@ -46,7 +46,7 @@ def run_batches(session: InferSession) -> BatchReport:
         **session.settings,
         **dataclasses.asdict(session.sampling),
         "batch_size": engine.batch_size,
-        "template": config.template,
+        "template": session.template,
         "compare_full": config.compare_full,
         "input": digest(config.input.read_bytes()),
     }
@@ -64,7 +64,7 @@ def run_batches(session: InferSession) -> BatchReport:
         for begin in range(first, len(problems), size):
             batch = problems[begin : begin + size]
             prompts = [session.render(problem["problem"]) for problem in batch]
-            sampling = dataclasses.replace(session.sampling, seed=session.sampling.seed * 1_000_003 + begin)
+            sampling = dataclasses.replace(session.sampling, seed=(session.sampling.seed * 1_000_003 + begin) % 2**63)
             completions, spent = engine.batch(prompts, sampling)
             usage += spent
             rows = [_row(begin + i, *pair) for i, pair in enumerate(zip(batch, completions, strict=True))]

@@ -42,7 +42,7 @@ Gates = HeadGates | HeadAllocation | str | Path | None
 class CompressedSession:
     """What ``with compress(...) as session`` gives.
 
-    ``allocation`` says which heads are full; ``cache`` is the cache of the latest call (None before the first),
+    ``allocation`` says which heads are full; ``cache`` is the cache of the latest call of ``generate`` or of the model,
     with ``cache.nbytes()`` held against ``cache.full_nbytes()``.  With ``record=True`` ``cache.kept`` lists what each
     eviction kept, and ``cache.held(row)`` says which tokens each head holds.
     """
@@ -53,11 +53,13 @@ class CompressedSession:
     default_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict
     cache: HeadReallocationCache | None = None
 
-    def new_cache(self) -> HeadReallocationCache:
-        """An empty cache of this session's allocation and sizes."""
+    def new_cache(self, limit: int | None = None) -> HeadReallocationCache:
+        """An empty cache of this session's allocation and sizes; ``limit``: tokens at which generation ends."""
         kept = self.settings
         sizes = (kept.sink, kept.window, kept.prefill, 0, kept.eviction, self.record)
-        return HeadReallocationCache(self.allocation.full, *sizes, stock_layers=self.default_layers)
+        cache = HeadReallocationCache(self.allocation.full, *sizes, stock_layers=self.default_layers)
+        cache.state.limit = limit
+        return cache
 
     def check(self, cache: Any) -> HeadReallocationCache:
         """``cache``, if it may be continued here; ``ValueError`` if it is of another kind, allocation or size."""

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
+from rlkv.models.builtin import PACKAGED_GATES
 
 if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
-
-TINY = "tiny"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +18,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     """What to answer, with which model, and what its heads keep."""
 
     gates: str | None = None
-    """gates file, folder or hub address (gates.pt, .safetensors, .tsv, PEFT); 'tiny': those of the built-in model"""
+    """gates file, folder or hub address (gates.pt, .safetensors, .tsv, PEFT); 'tiny', 'smol': built in"""
     sparsity: float | None = None
     """share of KV heads to compress, 0 to 1; with gates the default is 0.5"""
     eviction: str | None = None
@@ -33,15 +32,15 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     show_kept: Path | None = None
     """with --prompt: write a page that shows which tokens are still held"""
     model: str | None = None  # type: ignore[assignment]
-    """model folder, hub id or 'tiny'; default: the one that the gates name"""
+    """model folder, hub id, 'tiny' or 'smol'; default: the one that the gates name"""
     prompt: str | None = None
     """answer this and stop"""
     input: Path | None = None
     """JSONL with a field 'problem' (and 'answer') per line"""
     output: Path | None = None
     """where the answers to --input go; a rerun resumes"""
-    template: str = "rlkv"
-    """prompt template: rlkv (as trained), boxed or plain"""
+    template: str | None = None
+    """prompt template: rlkv, boxed or plain; default: the one that the gates were trained with, else rlkv"""
     prefill: str | None = None  # type: ignore[assignment]
     """full or local (as in training): how prompts are read; default: full, with vllm local"""
     scope: Literal["global", "layer"] = "global"
@@ -61,8 +60,9 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
 
     @property
     def gates_source(self) -> str | None:
-        """Which gates to load: the built-in model has its own; None: an eviction policy serves all heads."""
-        return TINY if self.gates is None and self.eviction is None and self.model == TINY else self.gates
+        """Which gates to load: built-in models have their own; None: an eviction policy serves all heads."""
+        has_own = self.gates is None and self.eviction is None and self.model in PACKAGED_GATES
+        return self.model if has_own else self.gates
 
     def check(self) -> None:
         """Raise ``ValueError`` for options that contradict each other."""
@@ -94,8 +94,8 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             return
         if self.eviction is None:
             raise ValueError(
-                "--gates is missing: pass the gates file that says which heads need the whole past ('tiny' for the "
-                "built-in model's, or one that rlkv-train wrote), or --eviction to drop tokens in all heads"
+                "--gates is missing: pass the gates file that says which heads need the whole past ('tiny' or 'smol' "
+                "for a built-in model's, or one that rlkv-train wrote), or --eviction to drop tokens in all heads"
             )
         if self.sparsity is not None:
             raise ValueError("--sparsity needs --gates: without them --eviction drops tokens in all heads")

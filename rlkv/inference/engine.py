@@ -6,22 +6,22 @@ Every call also runs with transformers' own full cache on request, so that both 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from rlkv.cache import HeadReallocationCache
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.inference.compress import compress
+from rlkv.inference.compress import CompressedSession, compress
 from rlkv.models.prompts import fill_template, render_prompt
-from rlkv.rollout.base import Completion, SamplingParams, Usage
+from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage
+from rlkv.rollout.decoding import StopRule
 from rlkv.rollout.hf import HFEngine
-from rlkv.rollout.watch import RowHooks
 
 OnText = Callable[[str], None]
 
@@ -75,6 +75,7 @@ class InferenceEngine(HFEngine):
     ) -> None:
         super().__init__(model, tokenizer, batch_size)
         self.allocation, self.eviction, self.record = allocation, eviction, record
+        self._session: CompressedSession | None = None
         self.sizes: dict[str, Any] = {"sink": sink, "window": window, "prefill": prefill}
 
     def describe(self) -> dict[str, Any]:
@@ -119,42 +120,69 @@ class InferenceEngine(HFEngine):
                 past_key_values=cache,
                 streamer=_CallbackStreamer(self.tokenizer, on_text) if on_text else None,
             )
-            completion = self._finish(output[0, len(ids) :].tolist())
+            new = output[0, len(ids) :].tolist()
             seconds = time.perf_counter() - start
-        return Reply(completion, cache, self._usage(len(completion.token_ids), seconds, cache))
+        completion = self._completion(new, "stop" if new[-1] in self.eos_ids else "length", seconds)
+        return Reply(completion, cache, self._usage(len(new), seconds, cache))
 
-    def batch(
-        self, prompts: list[str], sampling: SamplingParams, full: bool = False, hooks: RowHooks | None = None
-    ) -> tuple[list[Completion], Usage]:
-        """The completions of rendered ``prompts`` in their order; as :meth:`reply` for the rest.
+    def stream(
+        self,
+        prompts: list[str],
+        sampling: SamplingParams,
+        numbers: Sequence[int] | None = None,
+        stop: StopRule | None = None,
+        before_change: Callable[[Cache], None] | None = None,
+        full: bool = False,
+    ) -> Generator[tuple[int, Completion], None, None]:
+        """As :meth:`HFEngine.stream`, under the allocation; ``full``: with the full cache instead."""
+        with self._caches(full):
+            yield from super().stream(prompts, sampling, numbers, stop, before_change)
 
-        Args:
-            hooks: sees each row when it ends, and may end rows early.
-        """
-        held: list[Cache] = []
+    def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
+        """The completions of rendered ``prompts`` in their order; as :meth:`reply` for the rest."""
+        usages: list[Usage] = []
 
-        def watch(module: Any, args: Any, output: Any) -> None:
-            held[:] = [output.past_key_values]
+        def before_change(cache: Cache) -> None:
+            usages.append(self._usage(0, 0.0, cache))
 
         start = time.perf_counter()
-        handle = self.model.register_forward_hook(watch)
-        try:
-            with self._caches(full):
-                completions = self.generate(prompts, sampling, hooks)
-        finally:
-            handle.remove()
+        completions = self.generate(prompts, sampling, before_change=before_change, full=full)
+        seconds = time.perf_counter() - start
         tokens = sum(len(completion.token_ids) for completion in completions)
-        return completions, self._usage(tokens, time.perf_counter() - start, held[0])
+        return completions, replace(sum(usages, NO_USAGE), tokens=tokens, seconds=seconds)
+
+    def _new_cache(self, limit: int) -> Cache | None:
+        return super()._new_cache(limit) if self._session is None else self._session.new_cache(limit=limit)
 
     @contextmanager
     def _caches(self, full: bool) -> Iterator[Callable[[], Cache]]:
         """Yields what makes a new cache; inside, the model decodes with this kind."""
         if full:
             yield lambda: DynamicCache(config=self.model.config)
-        else:
-            options = {**self.sizes, "eviction": self.eviction, "record": self.record}
-            with compress(self.model, self.allocation, **options) as session:
-                yield session.new_cache
+            return
+        options = {**self.sizes, "eviction": self.eviction, "record": self.record}
+        with compress(self.model, self.allocation, **options) as self._session:
+            try:
+                yield self._session.new_cache
+            finally:
+                self._session = None
+
+    def _generation_config(self, sampling: SamplingParams) -> GenerationConfig:
+        # every field left out here would be taken from the model's own generation config
+        return GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens,
+            use_cache=True,
+            min_new_tokens=0,
+            num_beams=1,
+            do_sample=not sampling.greedy,
+            temperature=1.0 if sampling.greedy else sampling.temperature,
+            top_p=1.0 if sampling.greedy else sampling.top_p,
+            top_k=50 if sampling.greedy else sampling.top_k,  # 50 is what transformers takes for unset
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            eos_token_id=self.eos_ids,
+            pad_token_id=self.pad_id,
+        )
 
     @staticmethod
     def _usage(tokens: int, seconds: float, cache: Cache) -> Usage:

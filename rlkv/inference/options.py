@@ -20,7 +20,7 @@ class ModelOptions:
     """Which model, and how it is loaded."""
 
     model: str = "tiny"
-    """tiny (built in), a local folder or a hub id"""
+    """a built-in name (tiny, smol, smollm2), a local folder or a hub id"""
     dtype: str = "auto"
     """auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16"""
     device: str = "auto"
@@ -72,11 +72,11 @@ class SamplingOptions:
     seed: int = 0
     """of all random draws"""
 
-    def sampling_params(self, max_new_tokens: int, drawn: int = 0) -> SamplingParams:
-        """How to decode; after ``drawn`` completions the seed gives new ones."""
+    def sampling_params(self, max_new_tokens: int) -> SamplingParams:
+        """How to decode."""
         from rlkv.rollout.base import SamplingParams
 
-        return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed + drawn)
+        return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
 
 def check_positive(config: Any, *names: str) -> None:

@@ -11,7 +11,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.config import InferConfig
 from rlkv.inference.engine import InferenceEngine
-from rlkv.models.prompts import fill_template, render_prompt
+from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.jsonl import read_jsonl
 from rlkv.utils.provenance import digest
@@ -51,6 +51,7 @@ class InferSession:
     config: InferConfig
     engine: Any
     sampling: SamplingParams
+    template: str
     problems: list[dict[str, Any]]
     settings: dict[str, Any]
 
@@ -59,7 +60,6 @@ class InferSession:
         """Load the model; whatever does not depend on it is checked before."""
         config.check()
         policy, sampling = config.policy(), config.sampling_params(config.max_new_tokens)
-        fill_template("", config.template)
         problems = read_problems(config.input) if config.input else []
         gates = None if config.gates_source is None else HeadGates.load(config.gates_source)
         sparsity, allocation = config.sparsity, None
@@ -71,11 +71,13 @@ class InferSession:
         model = config.model or (gates.model.model_id if gates is not None and gates.model is not None else None)
         if model is None:
             raise ValueError(f"{config.gates} does not name its model: pass --model")
+        of_gates = None if gates is None else gates.training.get("template")
+        template = choose_template(config.template, of_gates, model=model)
         if config.backend == "vllm":
             assert gates is not None, "checked with the options"
             assert allocation is not None
             texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
-            engine: Any = _open_vllm(config, model, gates, allocation, cache, texts)
+            engine: Any = _open_vllm(config, model, gates, allocation, cache, texts, template)
         else:
             engine = _open_hf(config, model, gates, allocation, cache)
         settings = {
@@ -84,7 +86,7 @@ class InferSession:
             "sparsity": sparsity,
             **engine.describe(),
         }
-        return cls(config, engine, sampling, problems, settings)
+        return cls(config, engine, sampling, template, problems, settings)
 
     def heads(self) -> str:
         """How many heads are full and compressible, for summaries."""
@@ -93,7 +95,7 @@ class InferSession:
         return f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible{policy}"
 
     def render(self, problem: str) -> str:
-        return render_prompt(self.engine.tokenizer, problem, self.config.template)
+        return render_prompt(self.engine.tokenizer, problem, self.template)
 
 
 def _open_hf(
@@ -125,6 +127,7 @@ def _open_vllm(
     allocation: HeadAllocation,
     cache: CacheSettings,
     problems: list[str],
+    template: str,
 ) -> Any:
     from rlkv.models.loading import load_tokenizer
     from rlkv.vllm.engine import load_config
@@ -135,7 +138,7 @@ def _open_vllm(
     gates.check_model(load_config(name))
     options: dict[str, Any] = {"dtype": config.dtype}
     if cache.prefill == "full":  # steps and pool must have room for the longest text, and no more than that
-        texts = [render_prompt(tokenizer, problem, config.template) for problem in problems]
+        texts = [render_prompt(tokenizer, problem, template) for problem in problems]
         longest = max(map(len, tokenizer(texts, add_special_tokens=False).input_ids))
         options["max_positions"] = longest + config.max_new_tokens
     return ServingEngine(name, settings, config.batch_size, **options)

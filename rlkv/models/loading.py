@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlkv.models.builtin import BUILT_IN, built_in_folder
 from rlkv.models.hub import connection_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TINY = "tiny"
-TINY_FOLDER = Path(__file__).resolve().parents[1] / "tiny" / "model"
-TINY_GATES = TINY_FOLDER.with_name("gates.safetensors")  # vLLM takes every .safetensors of a model folder for weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -43,8 +41,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def model_source(model: str) -> str:
-    """What ``from_pretrained`` takes for ``model``: the packaged folder for ``tiny``, else the name itself."""
-    return str(TINY_FOLDER) if model == TINY else model
+    """What ``from_pretrained`` takes for ``model``: the folder of a built-in one, else the name itself."""
+    return str(built_in_folder(model)) if model in BUILT_IN else model
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -59,7 +57,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 def load_model(
     model: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """``(model in eval mode, tokenizer)`` of ``tiny``, a local folder or a hub id; no code from a repository is run.
+    """``(model in eval mode, tokenizer)`` of a built-in name (``tiny``, ``smol``, ``smollm2``), a folder or a hub id.
+
+    No code from a repository is run (``trust_remote_code`` is never set).
 
     Raises:
         ValueError: as :func:`load_tokenizer`, and for an unknown device or dtype.
@@ -69,14 +69,14 @@ def load_model(
     target = resolve_device(device)
     options: dict[str, Any] = {"dtype": resolve_dtype(dtype, target)}
     hub_error = _hub_error(model)
-    tokenizer = _load_tokenizer(model, hub_error)
+    source, tokenizer = model_source(model), _load_tokenizer(model, hub_error)
     local = {"local_files_only": hub_error is not None}
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model_source(model), adapter_kwargs=local, **local, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(source, adapter_kwargs=local, **local, **options)
     except (OSError, ValueError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
-    if model == TINY:
-        loaded.config._name_or_path = TINY  # not the packaged folder: gates files carry this name
+    if model in BUILT_IN:
+        loaded.config._name_or_path = model  # not its folder: gates files carry this name
     torch.nn.Module.to(loaded, target)
     return loaded.eval(), tokenizer
 
@@ -84,8 +84,9 @@ def load_model(
 def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
+    source = model_source(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_source(model), local_files_only=hub_error is not None)
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=hub_error is not None)
     except (OSError, ValueError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if hub_error is not None:
@@ -102,7 +103,7 @@ def _is_path(model: str) -> bool:
 
 def _hub_error(model: str) -> str | None:
     """Why the hub cannot be asked for ``model``; None if it can, or need not."""
-    return None if model == TINY or _is_path(model) else connection_error(model, "config.json")
+    return None if model in BUILT_IN or _is_path(model) else connection_error(model, "config.json")
 
 
 def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
@@ -113,5 +114,5 @@ def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
         reason = f"{hub_error}; its local cache does not hold it either"
     return (
         f"cannot load model {model!r}: it is not a local folder and could not be downloaded ({reason}); "
-        "pass a folder that holds the model, or 'tiny' for the built-in one"
+        f"pass a folder that holds the model, or a built-in one ({', '.join(BUILT_IN)})"
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlkv.models.builtin import SMOL
+
 RLKV_INSTRUCTION = (
     "Solve the following math problem efficiently and clearly. The last line of your response should be of "
     "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without "
@@ -20,8 +22,22 @@ TEMPLATES = {
     "plain": "{problem}",
 }
 
+DEFAULT_TEMPLATE = "rlkv"
+OF_MODEL = {SMOL: "plain"}  # what a built-in model was trained on, where it is not the default
 
-def fill_template(problem: str, template: str = "rlkv") -> str:
+
+def choose_template(*names: str | None, model: str | None) -> str:
+    """The first template that is named: the user's wish, then what data or gates were made with, else the model's.
+
+    Raises:
+        ValueError: if there is no such template.
+    """
+    name = next((name for name in names if name is not None), OF_MODEL.get(model or "", DEFAULT_TEMPLATE))
+    fill_template("", name)
+    return name
+
+
+def fill_template(problem: str, template: str = DEFAULT_TEMPLATE) -> str:
     """The user's message for ``problem``; ValueError unless ``template`` is a name in :data:`TEMPLATES`."""
     if template not in TEMPLATES:
         raise ValueError(f"unknown prompt template {template!r}: choose one of {', '.join(sorted(TEMPLATES))}")

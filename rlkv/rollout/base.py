@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to decode; ``temperature`` 0: greedy; ``top_k`` 0: no limit; ``seed``: of the draws of one call."""
+    """How to decode; ``temperature`` 0: greedy; ``top_k`` 0: no limit.
+
+    ``seed`` fixes the draws of every prompt, whatever is decoded next to it.
+    """
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -27,22 +30,29 @@ class SamplingParams:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (no limit) or larger, got {self.top_k}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must lie in [0, 2**63), got {self.seed}")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
 
+FinishReason = Literal["stop", "length", "repetition"]
+
+
 @dataclass(frozen=True)
 class Completion:
     """One decoded answer: ``token_ids`` include the end token, ``text`` is without special tokens.
 
-    ``finish_reason``: the model ended it, the limit, or a rule (:class:`rlkv.rollout.watch.RowHooks`).
+    ``finish_reason``: the model ended it, the limit, or a rule (:class:`rlkv.rollout.decoding.StopRule`); ``seconds``:
+    its share of the time, where known.
     """
 
     token_ids: list[int]
     text: str
-    finish_reason: Literal["stop", "length", "repetition"]
+    finish_reason: FinishReason
+    seconds: float = field(default=0.0, compare=False)
 
 
 class RolloutEngine(ABC):
@@ -57,12 +67,17 @@ class RolloutEngine(ABC):
         """Most tokens of a prompt and its completion together."""
 
     @abstractmethod
-    def stream(self, prompts: list[str], sampling: SamplingParams, *args: Any) -> Iterator[tuple[int, Completion]]:
-        """Yield ``(index into prompts, completion)`` as completions finish, in any order, each index once."""
+    def stream(
+        self, prompts: list[str], sampling: SamplingParams, numbers: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Completion]]:
+        """Yield ``(index into prompts, completion)`` as completions finish, in any order, each index once.
 
-    def generate(self, prompts: list[str], sampling: SamplingParams, *args: Any) -> list[Completion]:
+        ``numbers``: one of each prompt, which with the seed fixes its draws; default: its index.
+        """
+
+    def generate(self, prompts: list[str], sampling: SamplingParams, **options: Any) -> list[Completion]:
         """The completions in the order of ``prompts``; otherwise as :meth:`stream`."""
-        found = dict(self.stream(prompts, sampling, *args))
+        found = dict(self.stream(prompts, sampling, **options))
         return [found[i] for i in range(len(prompts))]
 
     def tokenize(self, prompts: list[str]) -> list[list[int]]:

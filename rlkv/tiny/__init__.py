@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlkv.models.loading import TINY, load_model
-from rlkv.models.loading import TINY_FOLDER as MODEL_DIR
+from rlkv.models.builtin import TINY
+from rlkv.models.builtin import TINY_FOLDER as MODEL_DIR
+from rlkv.models.loading import load_model
 from rlkv.tiny.task import draw_problem, problems
 
 if TYPE_CHECKING:

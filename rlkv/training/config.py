@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Self, cast
 
 import yaml
 from trl import GRPOConfig, TrlParser
 
+from rlkv.data.deepscaler import curriculum_template
+from rlkv.models.prompts import choose_template
 from rlkv.utils.configs import take_config
 
 _SAMPLING = "rollouts know temperature, top_p and top_k"
@@ -53,10 +55,12 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 class RunSettings:
     """Model, data and logging."""
 
-    model: str = option("tiny", "'tiny' (built in), a local folder or a hub id")
+    model: str = option("tiny", "a built-in name (tiny, smol), a local folder or a hub id")
     dtype: str = option("auto", "dtype of the frozen model: auto, float32, bfloat16, float16")
     curriculum: str | None = option(None, "the filter's .parquet or .jsonl (problem, answer, output)")
-    template: str = option("rlkv", "prompt template, a name in rlkv.models.prompts")
+    template: str | None = option(
+        None, "prompt template: rlkv, boxed or plain; default: the curriculum's, else the model's"
+    )
     sink: int = option(128, "S: first tokens that the local branch sees")
     window: int = option(256, "W: last tokens that the local branch sees")
     deploy_sink: int = option(16, "sink size recommended for serving, kept in the gates file")
@@ -70,6 +74,11 @@ class RunSettings:
         check_choice("wandb", self.wandb, ("online", "offline", "disabled"))
         if self.image_steps < 0:
             raise ValueError(f"image_steps must be 0 or more, got {self.image_steps}")
+
+    def with_template(self) -> Self:
+        """With the curriculum's prompt template where none was asked for."""
+        named = self.template, curriculum_template(self.curriculum)
+        return replace(self, template=choose_template(*named, model=self.model))
 
 
 class _Parser(TrlParser):
@@ -108,6 +117,11 @@ def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
 class RLKVSettings(RunSettings):
     """Gates, penalty and rollouts."""
 
+    finder: str = option(
+        "rlkv",
+        "rlkv: GRPO with the adaptive penalty; elimination: no training, heads go one by one, each time the one that "
+        "the curriculum's recorded solutions need least",
+    )
     init_value: float = option(1.0, "where every gate starts")
     init_gates: str | None = option(None, "gates file to start from, instead of init_value for every gate")
     l1_beta: float = option(1e-3, "beta of the L1 penalty (not trl's beta, which is KL)")
@@ -130,19 +144,28 @@ class RLKVSettings(RunSettings):
     )
     rollout_rows: int = option(64, "completions decoded at once by one process")
     forward_rows: int = option(16, "rows per forward of the loss (one process only)")
+    elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
+    elimination_sparsity: float = option(0.8, "elimination: sparsity up to which heads go")
+    elimination_budget: float = option(3.0, "elimination: most forwards of those solutions, per head of the model")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("finder", self.finder, ("rlkv", "elimination"))
         check_choice("advantage", self.advantage, ("group", "batch"))
         check_choice("rollout", self.rollout, ("hf", "vllm", "vllm-server"))
         if self.l1_beta < 0:
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
+        if self.init_gates is not None and self.finder != "rlkv":
+            raise ValueError(
+                f"init_gates is where training starts, but --finder {self.finder} does not train: existing gates are "
+                "re-ranked by inference/rerank_heads.py"
+            )
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")
         if self.importance_cap != 0 and self.importance_cap < 1:
             raise ValueError(f"importance_cap must be 0 (no correction) or at least 1, got {self.importance_cap}")
-        if min(self.rollout_rows, self.forward_rows) < 1:
-            raise ValueError("rollout_rows and forward_rows must be at least 1")
+        if min(self.rollout_rows, self.forward_rows, self.elimination_traces) < 1:
+            raise ValueError("rollout_rows, forward_rows and elimination_traces must be at least 1")
 
 
 @dataclass

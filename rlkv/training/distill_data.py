@@ -9,7 +9,7 @@ from typing import Any
 
 from rlkv.data.deepscaler import read_curriculum
 from rlkv.data.recall import MarkedText, TextRecall, encode, knows_bindings, read_haystack, recall_sample
-from rlkv.models.prompts import render_prompt
+from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.training.distill_config import DistillSettings
 from rlkv.utils.provenance import digest
 
@@ -59,7 +59,8 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
     if settings.data == "traces":
         if settings.curriculum is None:
             raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
-        traces = read_traces(settings.curriculum, tokenizer, settings.template, settings.max_length)
+        template = choose_template(settings.template, model=settings.model)
+        traces = read_traces(settings.curriculum, tokenizer, template, settings.max_length)
         facts = {"samples": len(traces), "data_digest": digest([trace.ids for trace in traces])}
         return in_epochs(traces, settings.batch_size, settings.seed), facts
     draw_one: Callable[[random.Random], MarkedText]

@@ -39,6 +39,8 @@ def distill_gates(
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(settings.model)
+    if settings.data == "traces":
+        settings = settings.with_template()
     draw, facts = load_data(settings, tokenizer)
     config = {**asdict(settings), **facts, "haystack": None, "loss": settings.loss_kind}
     run = RunFolder(Path(settings.output_dir), settings, config)

@@ -95,8 +95,8 @@ def check_head(model: Any, ids: Sequence[int]) -> None:
         again = model.get_output_embeddings()(model.get_decoder()(input_ids=ids_BT, use_cache=False)[0])
     if not torch.allclose(logits.float(), again.float(), rtol=1e-2, atol=1e-2):
         raise ValueError(
-            f"{type(model).__name__} changes its logits after the output embeddings (scaled or capped), which "
-            "distillation by kl does not know: use --data recall"
+            f"{type(model).__name__} changes its logits after the output embeddings (scaled or capped), which the "
+            "KL of next tokens does not know: take rlkv-distill --data recall, which needs no logits"
         )
 
 

@@ -10,10 +10,11 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
-from rlkv.data.deepscaler import TINY, read_curriculum
+from rlkv.data.deepscaler import read_curriculum
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.builtin import TINY
 from rlkv.models.loading import load_model, resolve_dtype
-from rlkv.models.prompts import build_messages
+from rlkv.models.prompts import build_messages, choose_template
 from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
 from rlkv.training.callbacks import StepLine
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
@@ -60,7 +61,7 @@ def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Data
                 f"definitions, drawn with seed {args.seed}",
                 flush=True,
             )
-    template = settings.template
+    template = choose_template(settings.template, model=settings.model)
     return Dataset.from_list(
         [{"prompt": build_messages(row["problem"], template), "answer": str(row["answer"])} for row in rows]
     )
@@ -107,6 +108,7 @@ def train_gates(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
+    settings = settings.with_template()
     curriculum = load_curriculum(settings, args)
     start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
     config = run_config(settings, args, curriculum, start)

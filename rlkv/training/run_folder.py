@@ -130,10 +130,13 @@ class RunFolder:
             found.append(WandbLog(settings.wandb, settings.wandb_project, self.config, self.path, images))
         return found
 
+    def published(self) -> dict[str, Any]:
+        """The settings that a gates file tells."""
+        return {key: value for key, value in self.config.items() if key not in UNPUBLISHED_KEYS}
+
     def gates(self, model: Any, mean_alpha: Tensor, method: str, steps: int) -> HeadGates:
         """The gates of ``model`` after ``steps`` steps, with what a gates file says of their training."""
         settings = self.settings
-        published = {key: value for key, value in self.config.items() if key not in UNPUBLISHED_KEYS}
         return HeadGates(
             alpha=gates_matrix(model),
             mean_alpha=mean_alpha,
@@ -142,7 +145,7 @@ class RunFolder:
             window=settings.window,
             deploy_sink=settings.deploy_sink,
             deploy_window=settings.deploy_window,
-            training={**published, "method": method, "steps": steps},
+            training={**self.published(), "method": method, "steps": steps},
         )
 
     def export(self, gates: HeadGates, curves: Sequence[tuple[str, str]]) -> None:

@@ -134,7 +134,8 @@ class RLKVTrainer(GateLossTrainer):
             unwrapped.eval()
             try:
                 base, pad_id = unwrapped.get_base_model(), self._tokenizer.pad_token_id
-                return roll_out(base, rows, sampling, ends, pad_id, self.settings.rollout_rows)
+                ended = roll_out(base, rows, sampling, ends, pad_id, self.settings.rollout_rows)
+                return [(row.token_ids, row.logprobs) for row in sorted(ended, key=lambda row: row.index)]
             finally:
                 unwrapped.train()
 

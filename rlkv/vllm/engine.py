@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -154,10 +154,13 @@ class VLLMEngine(RolloutEngine):
             if indices:  # the caller stopped early
                 engine.abort_request(list(indices), internal=False)
 
-    def stream(self, prompts: list[str], sampling: SamplingParams) -> Iterator[tuple[int, Completion]]:
+    def stream(
+        self, prompts: list[str], sampling: SamplingParams, numbers: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Completion]]:
         """Yield ``(index into prompts, completion)`` as completions finish; errors as :meth:`sample`."""
         encoded = self.tokenize(prompts)
-        for index, sample in self.sample(Rows(encoded, list(range(len(encoded))), 0), sampling):
+        rows = Rows(encoded, list(range(len(encoded)) if numbers is None else numbers), 0)
+        for index, sample in self.sample(rows, sampling):
             text = str(self.tokenizer.decode(sample.token_ids, skip_special_tokens=True))
             yield index, Completion(sample.token_ids, text, "stop" if sample.finish_reason == "stop" else "length")
 

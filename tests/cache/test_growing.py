@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import DynamicCache, MistralConfig
 from transformers.cache_utils import DynamicLayer
 
-from rlkv.cache.growing import GrowingLayer, growing_cache
+from rlkv.cache.growing import GrowingCache, GrowingLayer, full_cache
 from tests.helpers.models import make_tiny_model
 
 CHANGES = {
@@ -57,7 +57,7 @@ def test_values_may_have_another_size_than_keys() -> None:
 
 
 def test_models_that_forget_bring_their_own_cache(family: str) -> None:
-    cache = growing_cache(make_tiny_model(family).config)
-    assert cache is not None
+    cache = full_cache(make_tiny_model(family).config)
+    assert type(cache) is GrowingCache
     assert [type(layer) for layer in cache.layers] == [GrowingLayer] * 3
-    assert growing_cache(MistralConfig(num_hidden_layers=2, sliding_window=8)) is None
+    assert type(full_cache(MistralConfig(num_hidden_layers=2, sliding_window=8))) is DynamicCache

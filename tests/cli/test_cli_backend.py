@@ -37,4 +37,5 @@ def test_the_built_in_model_has_gates_of_its_own() -> None:
     assert InferConfig(model="tiny").gates_source == "tiny"
     assert InferConfig(model="tiny", eviction="rkv", budget=64).gates_source is None
     assert InferConfig(model="tiny", gates="own.pt").gates_source == "own.pt"
+    assert InferConfig(model="smol").gates_source == "smol"
     assert InferConfig(model="other").gates_source is None

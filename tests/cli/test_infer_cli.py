@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ import torch
 
 from rlkv.cli.infer import main
 from rlkv.gates.head_gates import HeadGates
+from rlkv.inference.config import InferConfig
 from rlkv.inference.engine import InferenceEngine
+from rlkv.inference.session import InferSession
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import problems
 from rlkv.tiny.tokenizer import build_tokenizer
@@ -44,6 +47,16 @@ def gates_file(saved_model: Path) -> Path:
     shape = ModelShape.from_config(model.config, model_id=str(saved_model))
     HeadGates(alpha=alpha, model=shape, sink=2, window=8, deploy_sink=2, deploy_window=6).save(path)
     return path
+
+
+def test_the_gates_say_which_template(gates_file: Path, tmp_path: Path) -> None:
+    gates = HeadGates.load(gates_file)
+    trained = replace(gates, training={"template": "plain"})
+    trained.save(tmp_path / "plain.pt")
+    for options, template in (({}, "plain"), ({"template": "boxed"}, "boxed")):
+        config = InferConfig(gates=str(tmp_path / "plain.pt"), prompt="a=1 . find a ?", **options)
+        assert InferSession.open(config).template == template
+    assert InferSession.open(InferConfig(gates=str(gates_file), prompt="a=1 . find a ?")).template == "rlkv"
 
 
 @pytest.fixture

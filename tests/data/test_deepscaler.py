@@ -1,14 +1,15 @@
 """Loading problems: the same from every kind of source, and errors that name file and row."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rlkv import smol, tiny
 from rlkv.data.deepscaler import Problem, load_problems
-from rlkv.tiny.task import problems
 
 ROWS = [
     {"problem": "1+1?", "answer": "2", "solution": r"\boxed{2}"},
@@ -40,8 +41,9 @@ def test_parquet(tmp_path: Path) -> None:
     assert load_problems(str(tmp_path / "p.parquet")) == LOADED
 
 
-def test_tiny() -> None:
-    loaded = load_problems("tiny", num_problems=7, seed=3)
+@pytest.mark.parametrize(("name", "problems"), [("tiny", tiny.problems), ("smol", smol.problems)])
+def test_built_in_tasks(name: str, problems: Callable[..., list[dict[str, str]]]) -> None:
+    loaded = load_problems(name, num_problems=7, seed=3)
     assert [{"problem": p.problem, "answer": p.answer} for p in loaded] == problems(7, seed=3)
 
 

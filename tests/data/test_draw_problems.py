@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlkv.data.deepscaler import load_problems
+from rlkv.smol.task import problems as smol_problems
 from rlkv.tiny.task import problems
 from tests.helpers.paths import ROOT
 
@@ -29,9 +30,18 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def test_a_test_set_of_the_tiny_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "new" / "problems.jsonl"
-    assert draw(monkeypatch, output, "--num-problems", "7", "--definitions", "3-5", "--seed", "11") == 0
+    assert draw(monkeypatch, output, "--num-problems", "7", "--steps", "3-5", "--seed", "11") == 0
     assert read(output) == problems(7, 11, 3, 5)
     assert [(p.problem, p.answer) for p in load_problems(str(output))] == [tuple(p.values()) for p in read(output)]
+
+
+def test_a_test_set_of_smol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "problems.jsonl"
+    options = ["--model", "smol", "--num-problems", "5", "--steps", "4-10", "--seed", "2"]
+    assert draw(monkeypatch, output, *options) == 0
+    assert read(output) == smol_problems(5, 2, 4, 10)
+    assert draw(monkeypatch, output, *options, "--held-out-names") == 0
+    assert read(output) == smol_problems(5, 2, 4, 10, held_out_names=True)
 
 
 def test_a_draw_from_the_pool_of_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +73,11 @@ def test_problems_without_an_answer_are_left_out(tmp_path: Path, monkeypatch: py
     ("output", "options", "message"),
     [
         ("out.csv", [], "out.csv must end with .jsonl"),
-        ("out.jsonl", ["--definitions", "many"], "--definitions 'many' is not a range"),
-        ("out.jsonl", ["--definitions", "2-9"], "definitions must satisfy"),
-        (
-            "out.jsonl",
-            ["--input", "p.jsonl", "--definitions", "3-5"],
-            "--definitions 3-5 draws problems of the tiny task",
-        ),
+        ("out.jsonl", ["--steps", "many"], "--steps 'many' is not a range"),
+        ("out.jsonl", ["--steps", "2-9"], "definitions must satisfy"),
+        ("out.jsonl", ["--input", "p.jsonl", "--steps", "3-5"], "--steps 3-5"),
+        ("out.jsonl", ["--held-out-names"], "--held-out-names"),
+        ("out.jsonl", ["--model", "smol", "--steps", "3-99"], "max_steps=99"),
         ("out.jsonl", ["--input", "absent.jsonl"], "absent.jsonl does not exist"),
         ("out.jsonl", ["--as-many-as", "absent.jsonl"], "absent.jsonl: there is no such file"),
         ("out.jsonl", ["--num-problems", "1", "--as-many-as", "two.jsonl"], "it has 2 problems, there are only 1"),

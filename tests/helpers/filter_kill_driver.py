@@ -18,7 +18,7 @@ import torch
 
 from rlkv.data import filter_job
 from rlkv.data.filter_config import FilterConfig
-from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.rollout.base import Completion, FinishReason, SamplingParams
 from rlkv.rollout.hf import HFEngine
 from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.models import make_tiny_model
@@ -29,8 +29,8 @@ PROBLEMS, NEW_TOKENS, BATCH = 120, 24, 4
 class BoxingEngine(HFEngine):
     """A random model that now and then answers: the tokens decide on a boxed digit, so that all statuses occur."""
 
-    def _finish(self, ids: list[int]) -> Completion:
-        done = super()._finish(ids)
+    def _completion(self, ids: list[int], reason: FinishReason, seconds: float) -> Completion:
+        done = super()._completion(ids, reason, seconds)
         digest = sum((i + 1) * token for i, token in enumerate(done.token_ids))
         text = f"{done.text} \\boxed{{ {digest % 10} }}" if digest % 7 else done.text
         return Completion(done.token_ids, text, done.finish_reason)

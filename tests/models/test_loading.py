@@ -85,7 +85,7 @@ def test_loading_what_is_no_model_says_what_to_do(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match=str(tmp_path)) as local:
         load_model(str(tmp_path))
     assert str(tmp_path) in str(local.value)
-    with pytest.raises(ValueError, match=r"'nobody/nothing'.*'tiny'") as hub:
+    with pytest.raises(ValueError, match="'nobody/nothing'") as hub:
         load_model("nobody/nothing")
     for raised in (local, hub):
         assert "\n" not in str(raised.value)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlkv.models.prompts import TEMPLATES, build_messages, fill_template, render_prompt
+from rlkv.models.prompts import TEMPLATES, build_messages, choose_template, fill_template, render_prompt
 from rlkv.tiny.tokenizer import build_tokenizer
 
 PAPER = (
@@ -47,3 +47,11 @@ def test_rendering_uses_the_chat_template() -> None:
 def test_rendering_without_a_chat_template_starts_with_bos() -> None:
     assert render_prompt(SimpleNamespace(chat_template=None, bos_token="<s>"), "x", "plain") == "<s>x"
     assert render_prompt(SimpleNamespace(chat_template=None, bos_token=None), "x", "plain") == "x"
+
+
+def test_the_first_named_template_is_chosen() -> None:
+    assert choose_template(None, None, model="tiny") == choose_template(model=None) == "rlkv"
+    assert choose_template(None, model="smol") == "plain", "what it was trained on"
+    assert choose_template(None, "plain", "boxed", model="tiny") == "plain"
+    with pytest.raises(ValueError, match="unknown prompt template 'math'"):
+        choose_template("math", "plain", model="smol")

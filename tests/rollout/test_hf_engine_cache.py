@@ -100,15 +100,6 @@ def test_models_with_sliding_windows_keep_their_own_cache() -> None:
     assert type(caches[0]) is DynamicCache
 
 
-def test_a_cache_that_the_model_asks_for_is_left_to_it() -> None:
-    model = make_tiny_model("llama", vocab_size=VOCAB)
-    expected = stock_tokens(model)
-    model.generation_config.cache_implementation = "dynamic"
-    caches = watch_caches(model)
-    assert engine_tokens(model) == expected
-    assert type(caches[0]) is DynamicCache
-
-
 def test_a_model_saved_without_a_cache_decodes_with_one() -> None:
     model = make_tiny_model("llama", vocab_size=VOCAB)
     expected = stock_tokens(model)

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from rlkv.models.prompts import fill_template
 from rlkv.tiny.task import longest_solution
-from rlkv.training.config import parse_config
+from rlkv.training.config import RLKVSettings, parse_config
 from rlkv.training.run import load_curriculum
 from tests.helpers.paths import ROOT
 
@@ -46,6 +46,7 @@ def test_shipped_files_hold_the_papers_numbers(name: str) -> None:
     from_file = parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
     assert settings == from_file[0]
     assert (settings.model, settings.l1_beta, settings.tau, training.top_p) == PAPER[name]
+    assert settings.finder == "rlkv"
     assert (settings.sink, settings.window, settings.deploy_sink, settings.deploy_window) == (128, 256, 16, 64)
     assert (training.prompts_per_step, training.num_generations, training.max_steps) == (32, 4, 185)
     assert training.gradient_accumulation_steps * training.per_device_train_batch_size == 128
@@ -88,6 +89,9 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--report_to", "wandb"], "option wandb"),
         (["--temperature", "0"], "greedy"),
         (["--advantage", "rank"], "advantage"),
+        (["--finder", "luck"], "finder.*'luck'"),
+        (["--finder", "elimination", "--init_gates", "g.pt"], "init_gates"),
+        (["--elimination_traces", "0"], "elimination_traces"),
         (["--wandb", "maybe"], "wandb.*'maybe'"),
         (["--save_total_limit", "0"], "save_total_limit"),
         (["--rollout", "sglang"], "rollout.*'sglang'"),
@@ -164,6 +168,18 @@ def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
         found = read(tmp_path / name, "boxed")
         assert found["answer"] == ["2", "4"]
         assert found[1]["prompt"] == [{"role": "user", "content": fill_template("2 + 2", "boxed")}]
+
+
+def test_the_curriculum_says_which_template(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"problem": "1 + 1", "answer": "2", "template": "plain"}] * 2
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert RLKVSettings(curriculum=str(path)).with_template().template == "plain"
+    assert RLKVSettings(curriculum=str(path), template="boxed").with_template().template == "boxed"
+    assert RLKVSettings().with_template().template == "rlkv"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "template": "boxed"}]))
+    with pytest.raises(ValueError, match="--template"):
+        RLKVSettings(curriculum=str(path)).with_template()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def sample(
     """Tokens only, of rows numbered from ``first`` on."""
     rows = Rows(prompts, list(range(first, first + len(prompts))), rollout)
     sampling = SamplingParams(40, temperature=temperature, seed=1)
-    return [ids for ids, _ in roll_out(model, rows, sampling, ends, 0, max_rows)]
+    found = {row.index: row.token_ids for row in roll_out(model, rows, sampling, ends, 0, max_rows)}
+    return [found[i] for i in range(len(prompts))]
 
 
 def test_cold_rollouts_equal_greedy_generate(family: str) -> None:
@@ -57,8 +58,10 @@ def test_a_row_is_sampled_alike_in_any_company() -> None:
 def test_logprobs_are_those_of_the_tempered_distribution() -> None:
     model = make_tiny_model("llama")
     sampling = SamplingParams(20, temperature=0.7, top_p=0.6, top_k=9, seed=1)
-    found = roll_out(model, Rows(PROMPTS, list(range(5)), 0), sampling, [2, 17], 0, max_rows=3)
-    for prompt, (ids, logprobs) in zip(PROMPTS, found, strict=True):
+    found = list(roll_out(model, Rows(PROMPTS, list(range(5)), 0), sampling, [2, 17], 0, max_rows=3))
+    assert len(found) == 5
+    for row in found:
+        prompt, ids, logprobs = PROMPTS[row.index], row.token_ids, row.logprobs
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
         expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]  # not truncated
         assert (torch.tensor(logprobs) - expected).abs().max() < 2e-5

@@ -43,14 +43,14 @@ def check_against_training_rollout(engine: VLLMEngine, model: torch.nn.Module, r
     """Same tokens as the training loop's own rollout, log-probabilities as teacher-forced."""
     sampling = SamplingParams(40, temperature=0.8, top_p=top_p, seed=5)
     found = dict(engine.sample(rows, sampling))
-    expected = roll_out(model.get_base_model(), rows, sampling, ENDS, 0, 8)
-    tokens = [ids for ids, _ in expected]
+    expected = sorted(roll_out(model.get_base_model(), rows, sampling, ENDS, 0, 8), key=lambda row: row.index)
+    tokens = [row.token_ids for row in expected]
     assert [found[i].token_ids for i in range(len(rows.prompts))] == tokens
     error = worst_difference(model, rows, found, temperature=0.8)
     print(f"{len(tokens)} rows, {sum(map(len, tokens))} tokens, max |delta logprob| {error:.1e}")
     assert error < TOLERANCE
-    for i, (_, logprobs) in enumerate(expected):
-        assert (torch.tensor(found[i].logprobs) - torch.tensor(logprobs)).abs().max() < TOLERANCE
+    for i, row in enumerate(expected):
+        assert (torch.tensor(found[i].logprobs) - torch.tensor(row.logprobs)).abs().max() < TOLERANCE
     ends = {i: s.token_ids[-1] in ENDS for i, s in found.items()}
     assert {i: s.finish_reason for i, s in found.items()} == {i: "stop" if e else "length" for i, e in ends.items()}
     assert len(set(ends.values())) == 2, "all completions end alike: choose other prompts"

@@ -273,7 +273,7 @@ def _settings(config: dict[str, Any]) -> list[str]:
     window, distinct = config["repetition"]
     stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts continue"
     return [
-        f"{how}; new tokens at most: {limits}; batches of {config['batch_size']}; {config['dtype']}.",
+        f"{how}; new tokens at most: {limits}; {config['batch_size']} texts at once; {config['dtype']}.",
         f"Without a policy, compressible heads keep {config['sink']} + {config['window']} entries. Prompts are read "
         f"{'in full by all heads' if config['prefill'] == 'full' else 'through them, as in training'}.",
         f"Repetitive: {window} tokens hold fewer than {distinct} distinct ones; {stopped}.",

@@ -54,7 +54,8 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     """Decode and grade what the output folder does not hold yet; None in all processes of a run but the first."""
     rankings = named_gates(config.gates, (FULL, RANDOM_HEADS, *POLICIES))
     methods = parse_methods(config.methods, list(rankings))
-    cache, loaded = config.cache_settings(rankings), config.problems()
+    cache, template = config.cache_settings(rankings), config.chosen_template(rankings.values())
+    loaded = config.problems(template)
     settings = {
         task.name: RunSettings(
             cache,
@@ -94,6 +95,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         rows[task, name] = [found[p.key, sample] for p, sample in product(problems[task], range(config.num_samples))]
     chosen = {
         "sink": cache.sink,
+        "template": template,
         "window": cache.window,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_new_tokens": {task: settings[task].sampling.max_new_tokens for task in settings},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlkv.evaluation.stats.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
-from rlkv.evaluation.tasks.registry import find_tasks, load_task
+from rlkv.evaluation.tasks.registry import find_tasks, load_task, trained_template
+from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions, ModelOptions, check_positive
 
 
@@ -25,6 +27,8 @@ class TaskOptions(CacheOptions, ModelOptions):
     """of everything that is drawn"""
     max_new_tokens: int | None = None
     """default: the task's published limit"""
+    template: str | None = None
+    """prompt template of maths tasks: rlkv, boxed or plain; default: the one of all gates, else the task's"""
     repetition: tuple[int, int] = (400, 40)
     """WINDOW DISTINCT: a text is repetitive if a window holds fewer distinct tokens"""
     batch_size: int = 16
@@ -40,7 +44,11 @@ class TaskOptions(CacheOptions, ModelOptions):
         """What counts as repetitive."""
         return RepetitionRule(*self.repetition)
 
-    def problems(self) -> list[tuple[EvalTask, list[EvalProblem]]]:
+    def chosen_template(self, gates: Iterable[HeadGates]) -> str | None:
+        """The template as given, else the one of all gates; None: the tasks' own, which are the published ones."""
+        return self.template or trained_template(gates)
+
+    def problems(self, template: str | None) -> list[tuple[EvalTask, list[EvalProblem]]]:
         """Every task with its problems."""
         tasks = find_tasks(self.tasks, self.data)
-        return [(task, load_task(task.name, self.data, self.limit, self.seed)) for task in tasks]
+        return [(task, load_task(task.name, self.data, self.limit, self.seed, template)) for task in tasks]

@@ -1,8 +1,7 @@
 """One method on one task: every generation with its verdict in a file, resumable at any moment.
 
-A *unit* is one sample of one problem.  Units are sorted by prompt length and decoded in fixed batches; a row is graded
-and written when its text ends, on another thread.  A run that was killed decodes its interrupted batch again, whole,
-and ends with the rows of an uninterrupted one.  Each of several processes takes every n-th batch.
+A *unit* is one sample of one problem.  A row is graded and written when its text ends, on another thread; a run that
+was killed decodes the units that are missing.  Each of several processes takes every n-th unit.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv import __version__
 from rlkv.cache import CacheSettings
-from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.run.row_accounting import Background, BatchBytes, BatchClock
+from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.evaluation.run.background import Background
 from rlkv.evaluation.stats.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
@@ -31,12 +31,10 @@ from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
-from rlkv.rollout.watch import RowHooks
 from rlkv.utils.provenance import commit, digest
 from rlkv.utils.store import Row, open_store, read_store
 
-SEED_STEP = 1_000_003  # seeds of two batches differ by at least this
-UNGRADED = 64  # rows that may wait for their verdict before decoding does: what a kill can cost besides a batch
+UNGRADED = 64  # rows that may wait for their verdict before decoding does: what a kill can cost besides open rows
 KEY = ("key", "sample")
 LIBRARIES = ("torch", "transformers", "math-verify", "sympy")  # a resumed run must have the same versions
 SAMPLED = 1024  # elements of each parameter that its digest sees
@@ -63,7 +61,7 @@ class RunSettings:
         num_samples: samples per problem.
         batch_size: units decoded together.
         rule: what counts as repetitive; with ``stop_repetitive`` such texts are ended.
-        rank, ranks: which share of the batches this process takes; rows do not depend on it.
+        rank, ranks: which share of the units this process takes; rows do not depend on it.
 
     Raises:
         ValueError: for several samples of greedy decoding, or a number below 1.
@@ -104,13 +102,6 @@ def render_problems(
     return [render(problem) for problem in problems]
 
 
-def plan_batches(lengths: list[int], settings: RunSettings) -> list[list[Unit]]:
-    """Batches of (problem, sample): longest prompts first, the samples of a problem side by side."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    units = [(problem, sample) for problem in order for sample in range(settings.num_samples)]
-    return [units[begin : begin + settings.batch_size] for begin in range(0, len(units), settings.batch_size)]
-
-
 def run_method(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -130,9 +121,9 @@ def run_method(
         earlier: files of the same run with another number of processes, whose rows are taken over.
 
     Returns:
-        Rows in the order of the batches, with the fields key, sample, text, token_ids, finish_reason, correct,
-        repetitive, kv_bytes and kv_bytes_full (at the end of that text alone), and seconds (each moment of a batch is
-        divided equally among the rows still decoded); see docs/evaluate.md.
+        Rows in the order of problems and samples, with the fields key, sample, text, token_ids, finish_reason, correct,
+        repetitive, kv_bytes and kv_bytes_full (at the end of that text alone), and seconds (each moment is divided
+        equally among the rows that are decoded); see docs/evaluate.md.
 
     Raises:
         ValueError: if one of the files was written with other settings; the differences are named.
@@ -147,7 +138,7 @@ def run_method(
     found = [row for file in earlier for row in read_store(file, KEY, compared)]
     with open_store(rows_file, compared, KEY, {"commit": commit()}) as store:
         kept = {(row["key"], row["sample"]): row for row in [*found, *store.rows]}
-        done = {unit: kept[unit] for unit in run.units if unit in kept}
+        done = {key: kept[key] for key in map(run.key, run.units) if key in kept}
         right = sum(row["correct"] for row in done.values())
         on_rows(len(done), len(run.units), right / max(1, len(done)))
 
@@ -159,23 +150,22 @@ def run_method(
             right += row["correct"]
             on_rows(len(done), len(run.units), right / len(done))
 
+        missing = [unit for unit in run.units if run.key(unit) not in done]
         with Background(max(UNGRADED, 2 * settings.batch_size)) as background:
-            for number, batch in run.batches.items():
-                missing = {unit for unit in batch if run.key(unit) not in done}
-                if missing:
-                    run.decode(number, missing, lambda make_row: background.submit(partial(write, make_row)))
-    return [done[unit] for unit in run.units]
+            for unit, completion in run.decode(missing):
+                background.submit(partial(write, partial(run.row, unit, completion)))
+    return [done[run.key(unit)] for unit in run.units]
 
 
 class _Run:
-    """The share of the batches that this process decodes; ``units`` are the keys of its rows, in their order."""
+    """The share of the units that this process decodes."""
 
     def __init__(self, engine: InferenceEngine, problems: list[Problem], settings: RunSettings) -> None:
         self.engine, self.problems, self.settings = engine, problems, settings
         self.lengths = engine.prompt_lengths([problem.prompt for problem in problems])
-        batches = enumerate(plan_batches(self.lengths, settings))
-        self.batches = {number: batch for number, batch in batches if number % settings.ranks == settings.rank}
-        self.units = [self.key(unit) for batch in self.batches.values() for unit in batch]
+        self.size = EntrySize.of(engine.model)
+        units = list(product(range(len(problems)), range(settings.num_samples)))
+        self.units = units[settings.rank :: settings.ranks]
 
     def key(self, unit: Unit) -> tuple[str, int]:
         return self.problems[unit[0]].key, unit[1]
@@ -194,36 +184,35 @@ class _Run:
         assert not own.keys() & facts.keys()
         return own | facts
 
-    def decode(self, number: int, missing: set[Unit], submit: Callable[[Callable[[], Row]], None]) -> None:
-        """Decode a batch, whole; when a ``missing`` unit ends, hand a way to make its row to ``submit``."""
-        batch, settings, engine = self.batches[number], self.settings, self.engine
-        sampling = replace(settings.sampling, seed=settings.sampling.seed * SEED_STEP + number)
-        prompts = torch.tensor([self.lengths[p] for p, _ in batch])
-        sizes = BatchBytes(settings.cache, engine.allocation.full, EntrySize.of(engine.model), prompts)
-        clock = BatchClock(len(batch))
+    def decode(self, units: list[Unit]) -> Iterator[tuple[Unit, Completion]]:
+        """The units with their texts, as these end."""
+        settings, engine = self.settings, self.engine
+        stream = engine.stream(
+            [self.problems[problem].prompt for problem, _ in units],
+            settings.sampling,
+            [problem * settings.num_samples + sample for problem, sample in units],
+            settings.rule if settings.stop_repetitive else None,
+            full=bool(engine.allocation.full.all()),
+        )
+        with closing(stream):
+            for place, completion in stream:
+                yield units[place], completion
 
-        def on_end(place: int, completion: Completion) -> None:
-            seconds = clock.end_row()
-            if batch[place] in missing:
-                submit(partial(self._row, batch[place], completion, seconds, partial(sizes.of_row, place)))
-                clock.skip()
-
-        hooks = RowHooks(on_end, settings.rule if settings.stop_repetitive else None)
-        full = bool(engine.allocation.full.all())
-        engine.batch([self.problems[p].prompt for p, _ in batch], sampling, full=full, hooks=hooks)
-
-    def _row(self, unit: Unit, completion: Completion, seconds: float, held: Callable[[int], tuple[int, int]]) -> Row:
+    def row(self, unit: Unit, completion: Completion) -> Row:
+        """The line of the file."""
         key, sample = self.key(unit)
-        in_use, whole = held(len(completion.token_ids))
+        prompt = torch.tensor([self.lengths[unit[0]]])
+        tokens = prompt + len(completion.token_ids) - 1  # the last token is never fed
+        held, whole = kv_nbytes(self.settings.cache, self.engine.allocation.full, self.size, prompt, tokens)
         return {
             "key": key,
             "sample": sample,
             "correct": self.problems[unit[0]].grade(completion.text),
             "finish_reason": completion.finish_reason,
             "repetitive": self.settings.rule(completion.token_ids),
-            "kv_bytes": in_use,
-            "kv_bytes_full": whole,
-            "seconds": round(seconds, 4),
+            "kv_bytes": int(held),
+            "kv_bytes_full": int(whole),
+            "seconds": round(completion.seconds, 4),
             "text": completion.text,
             "token_ids": completion.token_ids,
         }

@@ -21,6 +21,7 @@ from rlkv.evaluation.study.rankings import gates_rankings, read_truth, reference
 from rlkv.evaluation.study.report import write_report
 from rlkv.evaluation.study.sweep import Sensitivity, Sweep, top_heads
 from rlkv.evaluation.study.threshold import NearLossless
+from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.atomic import write_json
@@ -43,7 +44,7 @@ def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]
 
 def load_study(config: StudyConfig) -> Study:
     """Everything that the options name, read and checked before anything is written."""
-    tasks = config.problems()
+    find_tasks(config.tasks, config.data)  # a wrong name is refused before the model is loaded
     policies = policy_templates(
         config.policies, config.buffer, config.observation, config.extra, config.prompt_variants
     )
@@ -57,7 +58,8 @@ def load_study(config: StudyConfig) -> Study:
     variants = gates_rankings(config.ablation_files, model.config)
     cache = config.cache_settings({"first": methods[0].gates[0]})
     prepared = []
-    for task, loaded in tasks:
+    template = config.chosen_template(gates for method in (*methods, *variants) for gates in method.gates)
+    for task, loaded in config.problems(template):
         sampling = SamplingParams(config.max_new_tokens or task.max_new_tokens)
         settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
         problems = render_problems(task, loaded, tokenizer)

@@ -9,6 +9,8 @@ from typing import Any
 from rlkv.data.deepscaler import text_field
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, first_field
 from rlkv.models.prompts import TEMPLATES
+from rlkv.smol.task import MAX_NEW_TOKENS
+from rlkv.smol.task import problems as smol_problems
 from rlkv.tiny.task import problems as tiny_problems
 from rlkv.verifier.verifier import is_correct, last_box
 
@@ -84,6 +86,11 @@ def draw_tiny(number: int, seed: int) -> list[Row]:
     return [(f"tiny problem {i}", dict(row)) for i, row in enumerate(tiny_problems(number, seed), start=1)]
 
 
+def draw_smol(number: int, seed: int) -> list[Row]:
+    """Fresh problems of the built-in language model's task."""
+    return [(f"smol problem {i}", dict(row)) for i, row in enumerate(smol_problems(number, seed, 4, 10), start=1)]
+
+
 MATHS = (
     math_task("gsm8k", HubData("openai/gsm8k", "main"), file="gsm8k_test", text=("question", "prompt"), ids=()),
     math_task("math500", HubData("HuggingFaceH4/MATH-500"), ids=("unique_id",)),
@@ -104,3 +111,6 @@ MATHS = (
 )
 # the longest solution has 418 tokens
 TINY = math_task("tiny", text=("problem",), ids=(), max_new_tokens=440, template=TEMPLATES["rlkv"], draw=draw_tiny)
+SMOL = math_task(
+    "smol", text=("problem",), ids=(), max_new_tokens=MAX_NEW_TOKENS, template=TEMPLATES["plain"], draw=draw_smol
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,10 +11,12 @@ from rlkv.data.deepscaler import SUFFIXES, read_rows
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, Row
 from rlkv.evaluation.tasks.choice import MMLU_PRO
 from rlkv.evaluation.tasks.code import MBPP
-from rlkv.evaluation.tasks.maths import MATHS, TINY
+from rlkv.evaluation.tasks.maths import MATHS, SMOL, TINY
+from rlkv.gates.head_gates import HeadGates
 from rlkv.models.hub import dataset_rows
+from rlkv.models.prompts import DEFAULT_TEMPLATE, TEMPLATES, choose_template
 
-_TASKS = (*MATHS, MBPP, *MMLU_PRO, TINY)
+_TASKS = (*MATHS, MBPP, *MMLU_PRO, TINY, SMOL)
 TASKS = MappingProxyType({task.name: task for task in _TASKS})
 assert len(TASKS) == len(_TASKS), "two tasks have one name"
 ELSEWHERE = ("ifeval", "livecodebench")  # why: docs/evaluate.md
@@ -45,19 +48,30 @@ def find_tasks(names: Sequence[str], data: Path | None) -> list[EvalTask]:
     return found
 
 
-def load_task(name: str, path: str | Path | None = None, limit: int | None = None, seed: int = 0) -> list[EvalProblem]:
+def trained_template(gates: Iterable[HeadGates]) -> str | None:
+    """The template that all gates were trained with; None for ``rlkv``, of which tasks have the published text."""
+    names = {each.training.get("template") for each in gates}
+    return next(iter(names)) if len(names) == 1 and names != {DEFAULT_TEMPLATE} else None
+
+
+def load_task(
+    name: str, path: str | Path | None = None, limit: int | None = None, seed: int = 0, template: str | None = None
+) -> list[EvalProblem]:
     """The problems of a task, in the order of its data.
 
     Args:
         path: a local ``.jsonl`` or ``.parquet`` file, or a folder that holds one under the task's file name (such as
             ``gsm8k_test.jsonl``); None: the hub's copy.  ``tiny`` is drawn unless a file is given.
         limit: use only the first N problems; for ``tiny``, how many are drawn (400).
+        template: a name in :data:`rlkv.models.prompts.TEMPLATES` for a maths task; None: the task's own.
         seed: of the draw of ``tiny``; the sample of MMLU-Pro is always the same.
 
     Raises:
         ValueError: if the task is unknown, its data absent or unreachable, or a row broken.
     """
     task = find_task(name)
+    if template is not None and task.kind == "math":
+        task = replace(task, template=TEMPLATES[choose_template(template, model=None)])
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     source = None if path is None else Path(path).expanduser()

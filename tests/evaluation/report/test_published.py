@@ -9,7 +9,7 @@ from rlkv.evaluation.tasks.registry import TASKS
 
 LLAMA = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 MODELS = (LLAMA, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen3-4B-Thinking-2507")
-TABLE_TASKS = [name for name in TASKS if name not in ("tiny", "aime25")]
+TABLE_TASKS = [name for name in TASKS if name not in ("tiny", "smol", "aime25")]
 ITEMS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "mbpp": 500, "mmlu_pro:computer_science": 410}
 
 

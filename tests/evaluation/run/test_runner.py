@@ -15,7 +15,7 @@ import torch
 from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.evaluation.run import runner
-from rlkv.evaluation.run.runner import Problem, RunSettings, plan_batches, run_method
+from rlkv.evaluation.run.runner import Problem, RunSettings, run_method
 from rlkv.evaluation.stats.metrics import RepetitionRule
 from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
@@ -59,12 +59,6 @@ def run(model_and_tokenizer, path: Path, settings: RunSettings = GREEDY, allocat
 
 def without_seconds(rows: list[dict]) -> list[dict]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
-
-
-def test_batches_hold_every_unit_once_longest_prompts_first() -> None:
-    settings = RunSettings(CacheSettings(), SamplingParams(10, temperature=1.0), num_samples=2, batch_size=3)
-    batches = plan_batches([5, 9, 9, 2], settings)
-    assert batches == [[(1, 0), (1, 1), (2, 0)], [(2, 1), (0, 0), (0, 1)], [(3, 0), (3, 1)]]
 
 
 def test_a_killed_run_ends_with_the_rows_of_an_uninterrupted_one(model_and_tokenizer, tmp_path: Path) -> None:

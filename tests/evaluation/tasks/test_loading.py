@@ -7,10 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rlkv.evaluation.tasks.base import fill
-from rlkv.evaluation.tasks.registry import TASKS, find_task, find_tasks, load_task
+from rlkv.evaluation.tasks.registry import TASKS, find_task, find_tasks, load_task, trained_template
+from rlkv.gates.head_gates import HeadGates
 from rlkv.models import hub
+from rlkv.models.builtin import BUILT_IN
 from rlkv.models.prompts import fill_template
 from tests.helpers.paths import SHARED
 
@@ -177,7 +180,7 @@ def test_tiny_is_drawn(tmp_path: Path) -> None:
 def test_without_hub_and_file_the_error_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "connection_error", lambda *args: "no route")
     for name in TASKS:
-        if name != "tiny":
+        if name not in BUILT_IN:
             with pytest.raises(ValueError, match=r"\(no route\).*--data") as e:
                 load_task(name)
             assert str(e.value).startswith(f"cannot load task {name!r} ({TASKS[name].hub.id}) from")  # type: ignore[union-attr]
@@ -234,3 +237,19 @@ def test_one_file_is_not_the_data_of_two_tasks(tmp_path: Path) -> None:
 def test_a_task_is_named_once() -> None:
     with pytest.raises(ValueError, match="--tasks tiny tiny"):
         find_tasks(["tiny", "tiny"], None)
+
+
+def test_a_maths_task_takes_the_template_of_the_gates() -> None:
+    def gates(template: str | None) -> HeadGates:
+        return HeadGates(alpha=torch.ones(1, 2), training={} if template is None else {"template": template})
+
+    assert trained_template([gates("plain"), gates("plain")]) == "plain"
+    for others in ([gates("plain"), gates("boxed")], [gates("rlkv")], [gates(None)], []):
+        assert trained_template(others) is None
+    problem = load_task("tiny", limit=1, template="plain")[0]
+    assert problem.prompt == problem.meta["problem"]
+
+
+def test_smol_is_drawn_without_an_instruction() -> None:
+    problem = load_task("smol", limit=1)[0]
+    assert problem.prompt == problem.meta["problem"]

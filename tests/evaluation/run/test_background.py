@@ -1,39 +1,12 @@
-"""Clock, bytes and background thread of the runner, each alone."""
+"""The background thread of the runner."""
 
 from __future__ import annotations
 
 import threading
 
 import pytest
-import torch
 
-from rlkv.cache import CacheSettings
-from rlkv.cache.accounting import EntrySize, kv_nbytes
-from rlkv.evaluation.run.row_accounting import Background, BatchBytes, BatchClock
-from rlkv.eviction import H2O, RKV
-
-
-def test_seconds_of_rows_add_up_to_those_of_the_batch() -> None:
-    times = iter([10.0, 13.0, 14.0, 20.0, 24.0])
-    clock = BatchClock(3, lambda: next(times))
-    first = clock.end_row()  # 3 s among three rows
-    second = clock.end_row()  # and 1 s between two
-    clock.skip()  # 6 s of waiting
-    third = clock.end_row()
-    assert (first, second, third) == (1.0, 1.5, 5.5)
-    assert first + second + third == (24 - 10) - (20 - 14)
-
-
-@pytest.mark.parametrize("eviction", [None, RKV(budget=24, buffer=4, observation=4), H2O(ratio=0.5)])
-def test_bytes_of_a_row_are_those_of_a_batch_of_its_own(eviction) -> None:
-    settings = CacheSettings(sink=4, window=9, eviction=eviction)
-    full = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)) > 0.5
-    size = EntrySize(head_dim=16, group_size=2, itemsize=4)
-    prompts, new = torch.tensor([11, 40, 23, 30]), [50, 7, 7, 33]
-    sizes = BatchBytes(settings, full, size, prompts)
-    for row in sorted(range(4), key=lambda i: new[i]):
-        held, whole = kv_nbytes(settings, full, size, prompts[[row]], prompts[[row]] + new[row] - 1)
-        assert sizes.of_row(row, new[row]) == (int(held), int(whole))
+from rlkv.evaluation.run.background import Background
 
 
 def test_jobs_run_in_their_order_on_another_thread() -> None:

@@ -1,22 +1,24 @@
-"""Rows seen one by one: reported when they end, ended early by a rule, the others untouched."""
+"""Rows seen one by one: yielded when they end, ended early by a rule, joined by others, all as if they were alone."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 import torch
 
 from rlkv import tiny
 from rlkv.evaluation.stats.metrics import RepetitionRule
-from rlkv.eviction import RKV
+from rlkv.eviction import H2O, RKV, RPC, RandomEviction
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.hf import HFEngine
-from rlkv.rollout.watch import RowHooks, RowWatch
 from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.models import make_tiny_model
 
+VOCAB = 340  # covers the tiny tokenizer
 RULE = RepetitionRule(window=8, distinct=7)
 PROBLEMS = tiny.problems(9, seed=3, max_definitions=6)
 
@@ -55,7 +57,7 @@ def check_is_cut(free: list[Completion], stopped: list[Completion], engine: HFEn
 @pytest.mark.parametrize("sampling", [SamplingParams(60), SamplingParams(60, temperature=4.0, seed=4)])
 def test_texts_before_the_stop_are_those_without_it(engine: HFEngine, sampling: SamplingParams) -> None:
     free = engine.generate(prompts(engine), sampling)
-    stopped = engine.generate(prompts(engine), sampling, RowHooks(stop=RULE))
+    stopped = engine.generate(prompts(engine), sampling, stop=RULE)
     assert 0 < check_is_cut(free, stopped, engine) < len(free), "the rule must end some texts and leave some"
 
 
@@ -63,59 +65,69 @@ def test_the_rule_ends_rows_of_a_compressed_cache_too(engine: HFEngine) -> None:
     half = HeadAllocation.random(4, 6, 0.5, seed=1)
     for eviction in (None, RKV(budget=24, buffer=4, observation=4)):
         compressed = InferenceEngine(engine.model, engine.tokenizer, half, 4, 16, batch_size=9, eviction=eviction)
-        free, _ = compressed.batch(prompts(engine), SamplingParams(60))
-        stopped, _ = compressed.batch(prompts(engine), SamplingParams(60), hooks=RowHooks(stop=RULE))
+        free = compressed.generate(prompts(engine), SamplingParams(60))
+        stopped = compressed.generate(prompts(engine), SamplingParams(60), stop=RULE)
         assert check_is_cut(free, stopped, engine) > 0
 
 
-def test_each_row_is_reported_once_when_it_ends(engine: HFEngine) -> None:
-    seen: list[tuple[int, Completion]] = []
-    steps: list[int] = []  # tokens that the model had read when a row was reported
+def test_each_row_is_yielded_when_it_ends(engine: HFEngine) -> None:
+    steps: list[int] = []  # tokens that the model had read when a row was yielded
     read = 0
 
     def count(module: torch.nn.Module, args: object, output: object) -> None:
         nonlocal read
         read += 1
 
-    def on_end(index: int, completion: Completion) -> None:
-        seen.append((index, completion))
-        steps.append(read)
-
     handle = engine.model.register_forward_hook(count)
+    started = time.perf_counter()
     try:
-        completions = engine.generate(prompts(engine), SamplingParams(50), RowHooks(on_end))
+        completions = {}
+        for index, completion in engine.stream(prompts(engine), SamplingParams(50)):
+            assert index not in completions
+            completions[index] = completion
+            steps.append(read)
     finally:
         handle.remove()
-    assert completions == engine.generate(prompts(engine), SamplingParams(50))
-    assert sorted(index for index, _ in seen) == list(range(9))
-    assert all(completions[index] == completion for index, completion in seen)
-    # the forward that gives the last token of a row is the last before its report
-    assert steps == [len(completion.token_ids) for _, completion in seen]
+    assert sorted(completions) == list(range(9))
+    assert 0 < sum(c.seconds for c in completions.values()) < time.perf_counter() - started
+    # the forward that gives the last token of a row is the last before it is yielded
+    assert steps == [len(completion.token_ids) for completion in completions.values()]
     assert len(set(steps)) > 2, "rows must end at different times"
-    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    assert {c.finish_reason for c in completions.values()} == {"stop", "length"}
 
 
-def test_the_end_token_wins_over_the_rule() -> None:
-    ended: list[tuple[int, list[int], bool]] = []
-    watch = RowWatch(2, 10, [9], RepetitionRule(3, 3), lambda *end: ended.append(end))
-    rows = torch.tensor([[0, 0, 1, 1, 9], [0, 0, 1, 1, 1], [0, 0, 1, 2, 3]])
-    for length in (3, 4):
-        assert not watch(rows[:, :length], None).any()
-    assert watch(rows, None).tolist() == [False, True, False]
-    assert ended == [(0, [1, 1, 9], False), (1, [1, 1, 1], True)]
-    # ended rows are not looked at again, though their padding repeats itself
-    more = torch.cat([rows, torch.tensor([[9, 9, 9], [9, 9, 9], [1, 2, 3]])], dim=1)
-    assert not watch(more[:, :6], None).any()
-    assert not watch(more, None).any()
-    assert len(ended) == 2
+CACHES = {
+    "full": {},
+    "ring": {"sink": 2, "window": 5},
+    "rkv": {"eviction": RKV(budget=10, buffer=4, observation=2)},
+    "h2o": {"eviction": H2O(budget=12)},
+    "rpc": {"eviction": RPC(P=12, R=3, c=3)},
+    "ratio": {"eviction": RandomEviction(ratio=0.4, extra=9, buffer=3)},
+    "local prefill": {"sink": 2, "window": 5, "prefill": "local"},
+}
 
 
-def test_a_failing_callback_ends_the_call(engine: HFEngine) -> None:
-    def fail(index: int, completion: Completion) -> None:
-        raise ValueError("the disk is full")
-
-    with pytest.raises(ValueError, match="disk"):
-        engine.generate(prompts(engine)[:2], SamplingParams(5), RowHooks(fail))
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_join_a_batch_are_decoded_as_alone(family: str, cache: str, temperature: float) -> None:
+    tokenizer = build_tokenizer()
+    model = make_tiny_model(family, vocab_size=VOCAB)
+    model.generation_config.eos_token_id = list(range(2, 340, 12))  # rows end at many different steps
+    sampling = SamplingParams(40, temperature=temperature, seed=3)
+    texts = [render_prompt(tokenizer, p["problem"]) for p in tiny.problems(13, seed=1)]
+    sizes = CACHES[cache] or {"sink": 2, "window": 5}
+    heads = HeadAllocation.random(3, 4, 0.5, seed=1)
+    engines = [InferenceEngine(model, tokenizer, heads, **sizes, batch_size=size) for size in (1, 4)]
+    widths: list[int] = []
+    handle = model.register_forward_hook(lambda module, args, output: widths.append(len(output.logits)))
+    single, joined = (engine.batch(texts, sampling, full=cache == "full")[0] for engine in engines)
+    handle.remove()
+    assert joined == single
+    assert len({len(completion.token_ids) for completion in single}) > 3
+    steps = sum(len(completion.token_ids) for completion in single)
+    assert max(widths) == 4
+    # of 13 prompts, batches that wait for their last row would take more forwards
+    assert len(widths) - steps < 0.5 * steps
 
 
 def test_pad_tokens_after_a_stop_are_not_part_of_the_text() -> None:
@@ -123,7 +135,7 @@ def test_pad_tokens_after_a_stop_are_not_part_of_the_text() -> None:
     engine = HFEngine(model, build_tokenizer(), batch_size=4)
     texts = [render_prompt(engine.tokenizer, p["problem"]) for p in PROBLEMS[:4]]
     free = engine.generate(texts, SamplingParams(24))
-    stopped = engine.generate(texts, SamplingParams(24), RowHooks(stop=RepetitionRule(6, 6)))
+    stopped = engine.generate(texts, SamplingParams(24), stop=RepetitionRule(6, 6))
     for before, after in zip(free, stopped, strict=True):
         assert after.token_ids == before.token_ids[: len(after.token_ids)]
         assert after.finish_reason != "repetition" or len(after.token_ids) % 6 == 0

@@ -20,13 +20,22 @@ from rlkv.utils.stages import Stage
 from tests.helpers.paths import ROOT
 from tests.helpers.programs import load_program
 
-PROGRAM = runpy.run_path(str(ROOT / "inference" / "tiny_study.py"))
+PROGRAM = runpy.run_path(str(ROOT / "inference" / "full_study.py"))
 FOLDER = Path("results/a study")
 
 
-@pytest.fixture(params=["full", "quick"])
+SIZES = {"tiny": PROGRAM["TINY"], "smol": PROGRAM["SMOL"]}
+SIZES |= {f"quick {model}": size for model, size in PROGRAM["QUICK"].items()}
+
+
+@pytest.fixture(params=SIZES)
 def plan(request: pytest.FixtureRequest) -> Any:
-    return PROGRAM["Plan"](FOLDER, PROGRAM["QUICK"] if request.param == "quick" else PROGRAM["Size"]())
+    return PROGRAM["Plan"](FOLDER, SIZES[request.param])
+
+
+@pytest.fixture(params=["tiny", "quick tiny"])
+def tiny_plan(request: pytest.FixtureRequest) -> Any:
+    return PROGRAM["Plan"](FOLDER, SIZES[request.param])
 
 
 def stages_of(plan: Any, program: str) -> dict[str, Stage]:
@@ -50,17 +59,19 @@ def test_every_stage_can_start_and_nothing_is_made_twice(plan: Any) -> None:
         assert set(stage.needs) <= ended
         ended.add(stage.done)
         assert (ROOT / stage.command[0]).is_file()
-    *finding, cells, study = plan.stages
+    last = len(plan.stages) - len(plan.size.sizes)
+    *finding, cells, study = plan.stages[:last]
     assert set(study.needs) == set(cells.needs) == {stage.done for stage in finding}
     assert cells.command == [*study.command, "--measure-only"]
 
 
 def test_rlkv_is_the_shipped_configuration_with_fewer_steps(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = stages_of(plan, "train/grpo_gates.py")["RLKV, seed 0"]
-    shipped = Stage("", ["", "--config", "configs/tiny.yaml"], Path("outputs/tiny/gates.pt"))
+    config = f"configs/{plan.size.model}.yaml"
+    shipped = Stage("", ["", "--config", config], Path(f"outputs/{plan.size.model}/gates.pt"))
     found, base = grpo_settings(stage, monkeypatch), grpo_settings(shipped, monkeypatch)
     changed = {name for name in base if found[name] != base[name]}
-    assert changed == {"max_steps", "save_steps", "curriculum"}
+    assert {"curriculum"} < changed <= {"max_steps", "save_steps", "curriculum"}
 
 
 @pytest.mark.parametrize(
@@ -73,12 +84,12 @@ def test_rlkv_is_the_shipped_configuration_with_fewer_steps(plan: Any, monkeypat
     ],
 )
 def test_an_ablation_changes_one_setting(
-    plan: Any, method: str, setting: str, value: object, monkeypatch: pytest.MonkeyPatch
+    tiny_plan: Any, method: str, setting: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = stages_of(plan, "train/grpo_gates.py")
+    stages = stages_of(tiny_plan, "train/grpo_gates.py")
     base = grpo_settings(stages["RLKV, seed 0"], monkeypatch)
     variants = [stage for name, stage in stages.items() if name.startswith(method)]
-    assert len(variants) == plan.size.variant_seeds
+    assert len(variants) == tiny_plan.size.variant_seeds
     for stage in variants:
         found = grpo_settings(stage, monkeypatch)
         assert {name: found[name] for name in base if found[name] != base[name]} == {setting: value}
@@ -86,7 +97,7 @@ def test_an_ablation_changes_one_setting(
 
 def test_the_other_programs_know_their_options(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    demo = runpy.run_path(str(ROOT / "inference" / "demo.py"))["plan"](FOLDER, quick=True)
+    demo = runpy.run_path(str(ROOT / "inference" / "demo.py"))["plan"](FOLDER, plan.size.model, quick=True)
     kinds = {
         "data_prep/filter_deepscaler.py": FilterConfig,
         "data_prep/draw_problems.py": DrawConfig,
@@ -114,7 +125,8 @@ def test_seeds_differ(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             assert name.endswith(f", seed {seed}")
 
 
-def test_the_report_gets_every_run(plan: Any) -> None:
+def test_the_report_gets_every_run(tiny_plan: Any) -> None:
+    plan = tiny_plan
     given: dict[str, list[list[str]]] = {}
     option = ""
     for word in plan.stages[-1].command:
@@ -136,7 +148,7 @@ def test_the_report_gets_every_run(plan: Any) -> None:
 
 
 def test_results_are_collected(tmp_path: Path) -> None:
-    plan = PROGRAM["Plan"](tmp_path, PROGRAM["QUICK"])
+    plan = PROGRAM["Plan"](tmp_path, SIZES["quick tiny"])
     plan.report.mkdir()
     for name in ("report.html", "report.md", "results.json", "gates.png", "other.txt"):
         (plan.report / name).write_text(name)

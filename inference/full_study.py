@@ -1,12 +1,14 @@
-r"""All analyses on the built-in tiny model, on a CPU: find heads in every way, with several seeds, then compare them.
+r"""All analyses on a built-in model, on a CPU: find heads in every way, with several seeds, then compare them.
 
-    make study            # or: python inference/tiny_study.py
+    make study            # the tiny model; or: python inference/full_study.py
     make study FRESH=1    # drop the results of an earlier run
     make study QUICK=1    # every stage at a tenth of the size, into results/study_quick
+    python inference/full_study.py --model smol    # the language model: many hours on two cores
 
-RLKV is configs/tiny.yaml with fewer steps; next to it the ablations of its paper (arXiv 2510.08525, figure 8: without
-adaptive weighting, without self-distilled data, the penalty times 0.2 and 5; no other setting is tuned for them),
-RLKV's heads re-ranked, distillation on the model's own solutions and on DuoAttention's recall task.
+RLKV is configs/tiny.yaml (or smol.yaml) with fewer steps; next to it RLKV's heads re-ranked, distillation on the
+model's own solutions and on DuoAttention's recall task.  The tiny model has also the ablations of RLKV's paper (arXiv
+2510.08525, figure 8: without adaptive weighting, without self-distilled data, the penalty times 0.2 and 5; no other
+setting is tuned for them); the language model has also other sinks and windows.
 ``inference/study.py`` then measures all of them on held-out problems, and writes the report.
 
 Every stage is one of the project's own programs, printed as it starts, with its output in ``results/study/logs/``.
@@ -21,8 +23,9 @@ import json
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import yaml
 
@@ -31,15 +34,16 @@ from rlkv.cli.options import parse
 from rlkv.utils.stages import Stage, below, run_stages, words
 
 ROOT = Path(__file__).resolve().parents[1]
-GRPO = "configs/tiny.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyStudyConfig:
+class FullStudyConfig:
     """Find heads in every way, then compare them."""
 
-    output_dir: Path = Path("results/study")
-    """where everything goes"""
+    model: Literal["tiny", "smol"] = "tiny"
+    """built-in model"""
+    output_dir: Path | None = None
+    """where everything goes; default: results/study for tiny, results/study_smol for smol"""
     fresh: bool = False
     """drop the results of an earlier run"""
     quick: bool = False
@@ -48,22 +52,47 @@ class TinyStudyConfig:
     """stages at once; 0: one a core, at most 4"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much of everything; ``seeds`` per method, ``variant_seeds`` per ablation."""
+    """How much of everything: seeds per method, ``variant_seeds`` per ablation, solutions (``traces``) of re-ranking.
 
+    ``sizes``: other sinks and windows under which the first two methods are measured too.
+    """
+
+    model: str = "tiny"
     filtered: int = 400
+    chains: str = "3-12"
     grpo_steps: int = 40
     distill_steps: int = 120
+    rlkv_seeds: int = 3
     seeds: int = 3
     variant_seeds: int = 2
-    traces: int = 100
+    traces: int = 32
     held_out: int = 200
     random_draws: int = 5
     sparsities: str = "0.2 0.4 0.5 0.6 0.8"
+    study: str = "--oracle rlkv/tiny/model/ground_truth.json"
+    sizes: tuple[tuple[int, int], ...] = ()
 
 
-QUICK = Size(60, 5, 12, 2, 1, 10, 20, 2, "0.4 0.6")
+TINY = Size()
+SMOL = Size(
+    model="smol",
+    filtered=240,
+    chains="4-10",
+    distill_steps=40,
+    rlkv_seeds=2,
+    variant_seeds=0,
+    random_draws=10,
+    sparsities="0.2 0.4 0.5 0.6 0.7 0.8",
+    study="",
+    sizes=((8, 32), (16, 64)),
+)
+_TENTH: Any = {"grpo_steps": 5, "seeds": 2, "rlkv_seeds": 2, "traces": 10, "held_out": 20, "random_draws": 2}
+QUICK = {
+    "tiny": replace(TINY, filtered=60, distill_steps=12, variant_seeds=1, sparsities="0.4 0.6", **_TENTH),
+    "smol": replace(SMOL, filtered=24, distill_steps=4, sparsities="0.4 0.6", **_TENTH),
+}
 
 
 class Plan:
@@ -79,11 +108,12 @@ class Plan:
         self.gates: dict[str, list[Path]] = {}
         self.ablations: dict[str, list[Path]] = {}
         self.stages = self._data()
-        distil = f"train/distill_gates.py --steps {size.distill_steps} --config configs/"
-        self._train("DuoAttention", f"{distil}distill_tiny.yaml")
-        grpo = f"train/grpo_gates.py --config {GRPO} --max_steps {size.grpo_steps} --save_steps 10 --curriculum "
+        distil = f"train/distill_gates.py --steps {size.distill_steps} --config configs/distill_{size.model}"
+        self._train("DuoAttention", f"{distil}.yaml")
+        config = f"configs/{size.model}.yaml"
+        grpo = f"train/grpo_gates.py --config {config} --max_steps {size.grpo_steps} --save_steps 10 --curriculum "
         self._train("RLKV", f"{grpo}{{curriculum}}", (self.filtered,))
-        beta = yaml.safe_load((ROOT / GRPO).read_text())["l1_beta"]
+        beta = yaml.safe_load((ROOT / config).read_text())["l1_beta"]
         for name, options in {
             "no self-distilled data": "{raw}",
             "no adaptive weight": "{curriculum} --adaptive false",
@@ -92,7 +122,7 @@ class Plan:
         }.items():
             needs = (self.filtered, self.raw) if options == "{raw}" else (self.filtered,)
             self._train(name, grpo + options, needs, is_ablation=True)
-        self._train("traces", f"{distil}distill_tiny_traces.yaml --curriculum {{curriculum}}", (self.filtered,))
+        self._train("traces", f"{distil}_traces.yaml --curriculum {{curriculum}}", (self.filtered,))
         self._rerank()
         self._study()
 
@@ -100,22 +130,22 @@ class Plan:
         return words(template, curriculum=self.curriculum, raw=self.raw, problems=self.problems, **values)
 
     def _data(self) -> list[Stage]:
-        pool = f"--config configs/filter_tiny.yaml --num-problems {self.size.filtered}"
+        pool = f"--config configs/filter_{self.size.model}.yaml --num-problems {self.size.filtered}"
         keep = self._words(f"data_prep/filter_deepscaler.py {pool} --output-dir {{out}}", out=self.filtered.parent)
         raw = self._words(f"data_prep/draw_problems.py {pool} --as-many-as {{curriculum}} --output {{raw}}")
-        held_out = f"--num-problems {self.size.held_out} --definitions 3-12 --seed 2000003"
-        draw = self._words(f"data_prep/draw_problems.py {held_out} --output {{problems}}")
-        return [
-            Stage("filter", keep, self.filtered),
-            Stage("held-out problems", draw, self.problems),
-            Stage("unfiltered problems", raw, self.raw, (self.filtered,)),
-        ]
+        held_out = f"--num-problems {self.size.held_out} --steps {self.size.chains} --seed 2000003"
+        draw = self._words(f"data_prep/draw_problems.py --model {self.size.model} {held_out} --output {{problems}}")
+        stages = [Stage("filter", keep, self.filtered), Stage("held-out problems", draw, self.problems)]
+        if self.size.variant_seeds:
+            stages.append(Stage("unfiltered problems", raw, self.raw, (self.filtered,)))
+        return stages
 
     def _train(self, method: str, command: str, needs: tuple[Path, ...] = (), is_ablation: bool = False) -> None:
         """A training per seed, each with a gates file."""
         folder, short = self.folder / "runs", method.lower().replace(" ", "_")
         found = (self.ablations if is_ablation else self.gates).setdefault(method, [])
-        for seed in range(self.size.variant_seeds if is_ablation else self.size.seeds):
+        seeds = self.size.rlkv_seeds if method == "RLKV" else self.size.seeds
+        for seed in range(self.size.variant_seeds if is_ablation else seeds):
             run = folder / f"{short}_{seed}"
             found.append(run / "gates.pt")
             filled = self._words(f"{command} --seed {seed} --output_dir {{run}}", run=run)
@@ -130,21 +160,29 @@ class Plan:
             self.stages.append(Stage(f"RLKV re-ranked, seed {seed}", filled, done, (gates,)))
 
     def _study(self) -> None:
-        command = self._words(
-            f"""inference/study.py --model tiny --tasks tiny --data {{problems}} --random-draws {self.size.random_draws}
-                --oracle rlkv/tiny/model/ground_truth.json --sparsities {self.size.sparsities} --sink 4 --window 16
-                --repetition 40 8 --max-new-tokens 208 --batch-size 100 --output-dir {{out}}""",
-            out=self.report,
-        )
+        size = self.size
+        study = f"inference/study.py --config configs/study_{size.model}.yaml --data {{problems}} --output-dir {{out}} "
+        sweep = f"--random-draws {size.random_draws} --sparsities {size.sparsities} {size.study}"
+        command = self._words(study + sweep, out=self.report)
         methods = {name: self.gates[name] for name in ("RLKV", "RLKV re-ranked", "traces", "DuoAttention")}
-        for option, found in (("--gates", methods), ("--ablation", self.ablations)):
-            command += [option, *(f"{name}={file}" for name, files in found.items() for file in files)]
+        command += self._files("--gates", methods)
+        if size.variant_seeds:
+            command += self._files("--ablation", self.ablations)
         needs = tuple(stage.done for stage in self.stages)
         # two processes of the same study share its conditions; with one job the first measures all of them
         self.stages += [
             Stage("conditions", [*command, "--measure-only"], self.report / "measured.json", needs),
             Stage("analyses and report", command, self.report / "report.html", needs),
         ]
+        few = {name: self.gates[name] for name in ("RLKV", "traces")}
+        for sink, window in size.sizes:
+            out = self.folder / f"report_{sink}_{window}"
+            options = f"--sink {sink} --window {window} --analyses sweep --random-draws 2 --sparsities 0.5 0.7 0.8"
+            command = [*self._words(study + options, out=out), *self._files("--gates", few)]
+            self.stages.append(Stage(f"sink {sink}, window {window}", command, out / "report.html", needs))
+
+    def _files(self, option: str, found: dict[str, list[Path]]) -> list[str]:
+        return [option, *(f"{name}={file}" for name, files in found.items() for file in files)]
 
 
 def collect(plan: Plan) -> None:
@@ -167,16 +205,18 @@ def usable_cores() -> int:
 
 
 def main() -> None:
-    config = parse(TinyStudyConfig, __doc__)
+    config = parse(FullStudyConfig, __doc__)
     started = time.monotonic()
-    folder = config.output_dir.resolve()
-    plan = Plan(below(ROOT, folder), QUICK if config.quick else Size())
+    shown = config.output_dir or Path("results", {"tiny": "study"}.get(config.model, f"study_{config.model}"))
+    folder = shown.resolve()
+    size = QUICK[config.model] if config.quick else {"tiny": TINY, "smol": SMOL}[config.model]
+    plan = Plan(below(ROOT, folder), size)
     run_stages(plan.stages, ROOT, folder, config.jobs or min(4, usable_cores()), threads=1, fresh=config.fresh)
     collect(plan)
     for lines in json.loads((folder / "results.json").read_text())["findings"].values():
         print("\n".join(f"- {line}" for line in lines))
-    print(f"{time.monotonic() - started:.0f} s; everything is in {config.output_dir}/")
-    print(f"next: open {config.output_dir}/report.html")
+    print(f"{time.monotonic() - started:.0f} s; everything is in {shown}/")
+    print(f"next: open {shown}/report.html")
 
 
 if __name__ == "__main__":

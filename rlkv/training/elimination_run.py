@@ -1,0 +1,164 @@
+"""Elimination on recorded solutions: of gates that exist, and as a way to find heads without any training."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlkv.data.recall import MarkedText
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.loading import load_model, resolve_dtype
+from rlkv.models.prompts import choose_template
+from rlkv.models.shape import ModelShape
+from rlkv.training.callbacks import LOG
+from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.distill_data import read_traces
+from rlkv.training.distillation import check_head
+from rlkv.training.elimination import Removal, num_removals, rerank
+from rlkv.training.head_gate import HeadGateConfig
+from rlkv.training.run_folder import RunFolder
+from rlkv.training.trace_loss import TraceLoss
+from rlkv.utils.progress import progress_bar
+from rlkv.utils.provenance import digest
+
+SETTINGS = {"finder", "model", "dtype", "template", "curriculum", "deploy_sink", "deploy_window", "forward_rows"}
+SETTINGS |= {"elimination_traces", "elimination_sparsity", "elimination_budget"}
+CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
+
+
+def draw_traces(path: str | Path, tokenizer: Any, template: str, number: int, seed: int) -> list[MarkedText]:
+    """``number`` of a curriculum's problems with their recorded solutions; ``ValueError`` if it has fewer."""
+    recorded = read_traces(str(path), tokenizer, template, max_length=sys.maxsize)
+    if number > len(recorded):
+        raise ValueError(f"{number} solutions are asked for, but {path} has only {len(recorded)}: ask for fewer")
+    return random.Random(f"rlkv-elimination-{seed}").sample(recorded, number)
+
+
+def rerank_on_traces(
+    model: PreTrainedModel,
+    traces: Sequence[MarkedText],
+    gates: HeadGates,
+    low: float,
+    high: float,
+    budget: float = 3.0,
+    rows: int = 16,
+    on_step: Callable[[Removal], None] = lambda step: None,
+) -> HeadGates:
+    """:func:`rlkv.training.elimination.rerank` on solutions, with the sizes that ``gates`` are to be served with.
+
+    What it took is noted in ``training["reranked"]``: ``passes`` over the traces, ``seconds`` on the clock and
+    ``cpu_seconds`` of all threads.
+
+    Args:
+        model: in eval mode, on its device; it is unchanged afterwards.
+        budget: most passes over the traces, per head of the model.
+        rows: traces of one forward.
+
+    Raises:
+        ValueError: for gates of another model, layers without full attention, or an empty span.
+    """
+    gates.check_model(model.config)
+    total = gates.alpha.numel()
+    steps = num_removals(total, low, high)
+    check_head(model, traces[0].ids[:32])
+    started, cpu_started = time.monotonic(), time.process_time()
+    gated: Any = get_peft_model(model, HeadGateConfig(sink=gates.deploy_sink, window=gates.deploy_window)).eval()
+    gone: list[Removal] = []
+
+    def show() -> None:
+        note = f"{len(gone)} of {steps} heads gone" + (f", loss {gone[-1].loss:.3g}" if gone else "")
+        bar.update(int(loss.passes), note=note)
+
+    def go(step: Removal) -> None:
+        gone.append(step)
+        on_step(step)
+
+    try:
+        with progress_bar("elimination, at most", "forwards", math.ceil(budget * total)) as bar:
+            loss = TraceLoss(gated, traces, rows, show)
+            found = rerank(gates, loss, low, high, budget * total, go)
+            bar.update(bar.done, total=bar.done)
+    finally:
+        gated.unload()
+    facts = {
+        **{"low": low, "high": high, "traces": len(traces), "passes": round(loss.passes, 2)},
+        "seconds": round(time.monotonic() - started, 3),
+        "cpu_seconds": round(time.process_time() - cpu_started, 3),
+    }
+    found.training["reranked"] = facts
+    return found
+
+
+def eliminate_heads(
+    settings: RLKVSettings,
+    args: GateTrainingArguments,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> HeadGates:
+    """The finder ``elimination``: the order of all heads, measured from the full model on; exported to the folder.
+
+    A head's gate is its place in the order, 0 to 1.
+
+    Args:
+        model, tokenizer: instead of the ones that ``settings.model`` names.
+
+    Raises:
+        ValueError: for data, a model or a folder that do not fit.
+    """
+    settings = settings.with_template()
+    if settings.curriculum is None:
+        raise ValueError("no solutions to measure heads on: pass --curriculum FILE, which rlkv-filter writes")
+    if args.world_size > 1:
+        raise ValueError(f"--finder elimination takes one process, not {args.world_size}: start it without a launcher")
+    if model is None or tokenizer is None:
+        dtype = str(resolve_dtype(settings.dtype, args.device)).removeprefix("torch.")
+        model, tokenizer = load_model(settings.model, dtype=dtype, device=str(args.device))
+    template, number = choose_template(settings.template, model=settings.model), settings.elimination_traces
+    traces = draw_traces(settings.curriculum, tokenizer, template, number, args.seed)
+    config = {name: value for name, value in asdict(settings).items() if name in SETTINGS}
+    config |= {"seed": args.seed, "output_dir": args.output_dir, "data_digest": digest([text.ids for text in traces])}
+    run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
+    run.write_config()
+    log = ClockedLog(run.path / LOG)
+    span = 0.0, settings.elimination_sparsity
+    start = unordered_gates(ModelShape.from_config(model.config), settings)
+    gates = rerank_on_traces(
+        model, traces, start, *span, settings.elimination_budget, settings.forward_rows, log.append
+    )
+    gates.training = {**run.published(), "method": "elimination", **gates.training.pop("reranked")}
+    run.export(gates, CURVES)
+    return gates
+
+
+def unordered_gates(shape: ModelShape, settings: RLKVSettings) -> HeadGates:
+    """Gates that are spread evenly over 0 to 1, in the order of the heads' numbers."""
+    alpha = torch.linspace(0, 1, shape.num_layers * shape.num_kv_heads).view(shape.num_layers, shape.num_kv_heads)
+    sizes = settings.deploy_sink, settings.deploy_window
+    return HeadGates(alpha, None, shape, *sizes, *sizes)  # type: ignore[arg-type]
+
+
+class ClockedLog:
+    """``log.jsonl``: a record per removed head, with the time since the record before it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.steps, self._clock = path, 0, (time.perf_counter(), time.process_time())
+        path.unlink(missing_ok=True)
+
+    def append(self, step: Removal) -> None:
+        self.steps += 1
+        before, self._clock = self._clock, (time.perf_counter(), time.process_time())
+        took = {"time/step_s": self._clock[0] - before[0], "time/step_cpu_s": self._clock[1] - before[1]}
+        record = {"step": self.steps, **asdict(step), "traces/kept": math.exp(-step.loss), **took}
+        with self.path.open("a") as out:
+            out.write(json.dumps(record) + "\n")

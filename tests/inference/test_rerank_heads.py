@@ -1,0 +1,46 @@
+"""The program that re-ranks a gates file."""
+
+from __future__ import annotations
+
+import json
+import random
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkv.gates.head_gates import HeadGates
+from rlkv.tiny.task import draw_problem
+from tests.helpers.paths import ROOT
+
+
+def run_program(monkeypatch: pytest.MonkeyPatch, *options: str) -> object:
+    monkeypatch.setattr(sys, "argv", ["rerank_heads.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "inference" / "rerank_heads.py"), run_name="__main__")
+    return ended.value.code
+
+
+def test_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gates = HeadGates(torch.linspace(0, 1, 24).view(4, 6), deploy_sink=4, deploy_window=16)
+    gates.save(tmp_path / "gates.pt")
+    drawn = [draw_problem(random.Random(seed), 4) for seed in range(3)]
+    rows = [{"problem": p.problem, "answer": p.answer, "output": p.solution} for p in drawn]
+    (tmp_path / "curriculum.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--gates", str(tmp_path / "gates.pt"), "--output", str(tmp_path / "out.pt")]
+    options += ["--curriculum", str(tmp_path / "curriculum.jsonl"), "--low", "0.9", "--high", "1"]
+    assert run_program(monkeypatch, *options, "--num-traces", "3") == 2
+    assert "names no model: pass --model" in capsys.readouterr().err
+    assert run_program(monkeypatch, *options, "--num-traces", "3", "--model", "tiny") == 0
+    result = HeadGates.load(tmp_path / "out.pt")
+    kept = gates.alpha <= 0.9
+    assert kept.sum() == 21
+    assert result.alpha[kept].equal(gates.alpha[kept])
+    facts = result.training["reranked"]
+    assert (facts["low"], facts["high"], facts["traces"], facts["seed"]) == (0.9, 1.0, 3, 0)
+    assert run_program(monkeypatch, *options, "--num-traces", "4", "--model", "tiny") == 2
+    assert "has only 3" in capsys.readouterr().err
+    assert run_program(monkeypatch, *options[:3], str(tmp_path / "out.csv"), *options[4:]) == 2
+    assert "out.csv" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""The finder ``elimination`` from its options to the exported gates, and gates that are re-ranked on solutions."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkv import tiny
+from rlkv.cli.train import main
+from rlkv.gates.allocation import compression_order
+from rlkv.gates.head_gates import HeadGates
+from rlkv.tiny.task import draw_problem
+from rlkv.training.config import parse_config
+from rlkv.training.elimination_run import draw_traces, eliminate_heads, rerank_on_traces
+from rlkv.utils.jsonl import read_log
+from tests.helpers.models import make_tiny_model
+
+
+@pytest.fixture
+def curriculum(tmp_path: Path) -> Path:
+    drawn = [draw_problem(random.Random(seed), 5) for seed in range(6)]
+    rows = [{"problem": p.problem, "answer": p.answer, "output": p.solution} for p in drawn]
+    path = tmp_path / "curriculum.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def options(path: Path, **other: object) -> list[str]:
+    given = {"config": "tiny", "finder": "elimination", "curriculum": path, "use_cpu": "true"}
+    given |= {"elimination_traces": 6, "elimination_sparsity": 0.25, "output_dir": path.parent / "run", **other}
+    return [text for name, value in given.items() for text in (f"--{name}", str(value))]
+
+
+def test_the_command_exports_an_order(curriculum: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlkv-train", *options(curriculum, elimination_budget=2)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    folder = curriculum.parent / "run"
+    gates = HeadGates.load(folder / "gates.pt")
+    assert gates == HeadGates.load(folder / "gates.safetensors") == HeadGates.load(folder / "adapter")
+    assert gates.alpha.flatten().sort().values.equal(torch.linspace(0, 1, 24))
+    order = compression_order(gates)
+    records = read_log(folder / "log.jsonl")
+    assert [(r["layer"], r["head"]) for r in records] == order[:6]
+    assert order.index((1, 1)) > 12  # which the built-in model always needs
+    assert records[-1]["traces/kept"] > 0.99
+    assert (gates.sink, gates.window, gates.deploy_sink, gates.deploy_window) == (4, 16, 4, 16)
+    told = gates.training
+    assert (told["method"], told["finder"], told["high"], told["traces"]) == ("elimination", "elimination", 0.25, 6)
+    assert told["passes"] == records[-1]["passes"] <= 48
+    assert sum(record["time/step_cpu_s"] for record in records) == pytest.approx(told["cpu_seconds"], rel=0.2)
+    assert "curriculum" not in told
+    assert {path.name for path in folder.glob("*.png")} == {"heat_map.png", "histogram.png", "training_curves.png"}
+
+
+def test_gates_are_the_start(curriculum: Path) -> None:
+    """Head (1, 1) goes last (the ground truth of the built-in model), whatever the gates say of it."""
+    model, tokenizer = tiny.load()
+    implementation = model.config._attn_implementation
+    alpha = torch.arange(24).view(4, 6) / 24
+    alpha[1, 1], alpha[0, 2] = 0.98, 0.99  # the gates would let it go before (0, 2), which nothing needs
+    gates = HeadGates(alpha=alpha, sink=2, window=8, deploy_sink=4, deploy_window=16, training={"method": "hand"})
+    traces = draw_traces(curriculum, tokenizer, "rlkv", 6, seed=0)
+    result = rerank_on_traces(model, traces, gates, 0.92, 1.0)
+    assert compression_order(gates)[-2:] == [(1, 1), (0, 2)]
+    assert compression_order(result) == [*compression_order(gates)[:-2], (0, 2), (1, 1)]
+    facts = result.training["reranked"]
+    assert {**facts, "seconds": 0, "cpu_seconds": 0} == {
+        **{"low": 0.92, "high": 1.0, "traces": 6, "passes": facts["passes"], "seconds": 0, "cpu_seconds": 0}
+    }
+    assert result.training["method"] == "hand"
+    assert gates.training == {"method": "hand"}
+    assert model.config._attn_implementation == implementation
+    assert not any("rlkv_gate" in name for name, _ in model.named_modules())
+
+
+def test_traces_are_drawn_with_the_seed(curriculum: Path) -> None:
+    _, tokenizer = tiny.load()
+    first, again, other = (draw_traces(curriculum, tokenizer, "rlkv", 4, seed) for seed in (0, 0, 1))
+    assert first == again != other
+    with pytest.raises(ValueError, match=r"7.*has only 6"):
+        draw_traces(curriculum, tokenizer, "rlkv", 7, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"elimination_sparsity": 0.01}, "0.01"), ({"elimination_traces": 7}, "only 6"), ({"curriculum": "x.jsonl"}, "x")],
+)
+def test_what_does_not_fit_is_named(changed: dict[str, object], named: str, curriculum: Path) -> None:
+    settings = parse_config(options(curriculum, **changed))
+    with pytest.raises(ValueError, match=named):
+        eliminate_heads(*settings)
+
+
+def test_it_needs_solutions_and_fitting_gates(curriculum: Path) -> None:
+    settings, args = parse_config(["--config", "tiny", "--finder", "elimination", "--use_cpu", "true"])
+    with pytest.raises(ValueError, match="--curriculum"):
+        eliminate_heads(settings, args)
+    with pytest.raises(ValueError, match="4 layers x 6"):
+        rerank_on_traces(make_tiny_model("llama"), [], HeadGates(torch.rand(4, 6)), 0.0, 0.5)

@@ -1,0 +1,88 @@
+"""Fine-tuning of the built-in language model, on a small random one: loss, resuming, what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlkv.models.loading import load_tokenizer
+from rlkv.training import finetune_smol
+from rlkv.training.finetune_smol import FinetuneConfig, finetune, make_trainer, training_rows
+from rlkv.utils.jsonl import read_log
+from rlkv.utils.progress import progress_bar
+from tests.helpers.models import make_tiny_model
+
+SHORT = {"steps": 4, "batch_size": 2, "rank": 2, "save_steps": 2, "held_out": 2, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer("tiny")
+
+    def load(name: str, dtype: str, device: str) -> Any:
+        model = make_tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)
+        return model.to(getattr(torch, dtype)), tokenizer
+
+    monkeypatch.setattr(finetune_smol, "load_model", load)
+    monkeypatch.setattr(finetune_smol, "MAX_NEW_TOKENS", 8)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_solutions(tmp_path: Path) -> None:
+    with progress_bar("", "steps", 4) as bar:
+        trainer = make_trainer(FinetuneConfig(output_dir=tmp_path, **{**SHORT, "batch_size": 3}), bar)
+    inputs = next(iter(trainer.get_train_dataloader()))
+    assert (inputs["labels"] == -100).any()
+    assert inputs["attention_mask"].min() == 0, "a batch with padding"
+    model = trainer.model.float()
+    trainer.accelerator.native_amp = False
+    with torch.no_grad():
+        found = trainer.compute_loss(model, inputs)
+        want = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=inputs["labels"])
+    torch.testing.assert_close(found, want.loss, rtol=1e-3, atol=0)
+
+
+def test_rows_are_the_same_each_time_and_grow() -> None:
+    config = FinetuneConfig(steps=40, batch_size=2)
+    rows = training_rows(config)
+    assert rows == training_rows(config)
+    lengths = [len(row["completion"][0]["content"]) for row in rows]
+    assert max(lengths[:10]) < max(lengths[-20:])
+    assert len(rows) == 80
+
+
+def test_a_run_that_was_stopped_gives_the_same_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = finetune(FinetuneConfig(output_dir=tmp_path / "whole", **SHORT))
+    assert {"config", "tokens", "held_out", "commit"} <= whole.keys()
+    assert sorted(path.name for path in (tmp_path / "whole" / "adapter").iterdir()) == [
+        *("adapter_config.json", "adapter_model.safetensors", "finetuning.json"),
+    ]
+    assert json.loads((tmp_path / "whole/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == (
+        "smollm2"
+    )
+    assert read_log(tmp_path / "whole" / "log.jsonl")
+
+    class Stop(Exception):
+        pass
+
+    def stop(self: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_smol._Progress, "on_step_end", stop, raising=False)
+        with pytest.raises(Stop):
+            finetune(FinetuneConfig(output_dir=tmp_path / "stopped", **SHORT))
+    (tmp_path / "stopped" / "checkpoint-3").mkdir()  # one that was being written
+    finetune(FinetuneConfig(output_dir=tmp_path / "stopped", **SHORT))
+    ours, theirs = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "stopped"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
+    finetune(FinetuneConfig(output_dir=tmp_path, **SHORT))
+    with pytest.raises(ValueError, match="rank 2 -> 4"):
+        finetune(FinetuneConfig(output_dir=tmp_path, **{**SHORT, "rank": 4}))

@@ -1,0 +1,92 @@
+"""The loss of masks on solutions: its formula, batches, and layers that run once for several heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from torch import Tensor
+
+from rlkv import compress
+from rlkv.data.recall import MarkedText
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.training.head_gate import HeadGateConfig
+from rlkv.training.trace_loss import TraceLoss
+from tests.helpers.models import make_tiny_model
+
+FULL = torch.rand(3, 4, generator=torch.Generator().manual_seed(3)) > 0.4
+HEADS = [(int(layer), int(head)) for layer, head in FULL.nonzero()]
+
+
+def random_traces(number: int) -> list[MarkedText]:
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 128, (60 - 9 * i,), generator=generator).tolist() for i in range(number)]
+    return [MarkedText(tuple(ids), tuple(range(8, len(ids)))) for ids in texts]
+
+
+def make_loss(family: str = "llama", rows: int = 4, **overrides: Any) -> TraceLoss:
+    gated = get_peft_model(make_tiny_model(family, **overrides), HeadGateConfig(sink=2, window=5)).eval()
+    return TraceLoss(gated, random_traces(4), rows)
+
+
+def without(layer: int, head: int) -> Tensor:
+    reduced = FULL.clone()
+    reduced[layer, head] = False
+    return reduced
+
+
+def test_the_loss_is_the_formula_on_what_the_cache_serves() -> None:
+    model, total = make_tiny_model("llama"), 0.0
+    for trace in random_traces(4):
+        ids, answers = torch.tensor([trace.ids]), torch.tensor(trace.answers)
+        with torch.no_grad():
+            p = model(ids).logits[0, answers - 1].double().softmax(-1)
+            with compress(model, HeadAllocation(FULL), sink=2, window=5, prefill="local"):
+                q = model(ids).logits[0, answers - 1].double().softmax(-1)
+        total += math.log1p((p * (p / q).log()).sum().item())
+    # sums of 50 tokens in float32, and caches add their tokens in another order
+    assert make_loss().of(FULL) == pytest.approx(total / 4, rel=1e-4)
+    assert total / 4 > 0.1
+    assert make_loss().of(torch.ones_like(FULL)) == pytest.approx(0, abs=1e-4)
+
+
+def test_batches_and_pieces_do_not_matter(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make_loss(family, rows=1).of(FULL)
+    assert make_loss(family, rows=4).of(FULL) == pytest.approx(expected, rel=1e-4)
+    monkeypatch.setattr("rlkv.training.trace_loss.TOKENS_AT_ONCE", 7)
+    assert make_loss(family, rows=3).of(FULL) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_one_more_head(family: str, rows: int) -> None:
+    loss = make_loss(family, rows=rows)
+    expected = [loss.of(without(*head)) for head in HEADS]
+    assert len({round(value, 5) for value in expected}) == len(HEADS) > 4
+    before = loss.passes
+    assert loss.without_each(FULL, HEADS) == pytest.approx(expected, rel=1e-5)
+    assert loss.passes - before == pytest.approx(1 + sum(1 - layer / 3 for layer, _ in HEADS))
+    assert loss.without_each(FULL, HEADS[::-1]) == pytest.approx(expected[::-1], rel=1e-5)
+    assert loss.of(FULL) == pytest.approx(make_loss(family).of(FULL), rel=1e-4)  # all layers compute again
+
+
+def test_layers_compute_again_after_an_error() -> None:
+    loss = make_loss()
+    expected = loss.of(FULL)
+    with pytest.raises(IndexError):
+        loss.without_each(FULL, [(2, 0), (2, 9)])
+    assert loss.of(FULL) == expected
+
+
+def test_bfloat16_is_close() -> None:
+    rounded = get_peft_model(make_tiny_model("llama").bfloat16(), HeadGateConfig(sink=2, window=5)).eval()
+    # bfloat16 has 3 digits
+    assert TraceLoss(rounded, random_traces(4), rows=2).of(FULL) == pytest.approx(make_loss().of(FULL), rel=0.05)
+
+
+def test_layers_with_a_window_are_refused() -> None:
+    options = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    with pytest.raises(ValueError, match="full attention"):
+        make_loss("qwen2", **options)
