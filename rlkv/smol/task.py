@@ -18,18 +18,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NAMES = (
-    "Adam Alice Anna Bella Ben Carl Clara Daniel David Diana Emma Eric Felix Fiona Frank George Grace Hannah "
-    "Henry Iris Ivan Jack James Julia Kate Kevin Laura Leo Lily Lucas Maria Mark Mia Nina Noah Olga Oscar "
-    "Paul Peter Rosa Ruth Sam Sarah Simon Tina Tom Victor Wendy"
-)
-_HELD_OUT_NAMES = (
-    "Albert Amy Arthur Brian Chloe Cora Dean Edith Ella Gavin Helen Hugo Jane Joel Karen Liam Lucy Martin "
-    "Nora Oliver Ralph Robert Sophie Stella Susan Vera"
-)
-NAMES, HELD_OUT_NAMES = tuple(_NAMES.split()), tuple(_HELD_OUT_NAMES.split())
+from rlkv.smol.names import HELD_OUT_NAMES, NAMES
+
 MIN_STEPS, MAX_STEPS = 3, 12
 MAX_DISTRACTORS = 6
+MAX_VALUE = 30  # a problem is hard because of its look-ups, not of its sums
 MAX_NEW_TOKENS = 448  # the longest solution has fewer tokens
 
 
@@ -49,12 +42,12 @@ def draw_problem(rng: random.Random, steps: int, distractors: int, names: Sequen
     value, needs, fact, computed = {}, {}, {}, {}
     for i, person in enumerate(people):
         if i == 0 or (i > steps and rng.random() < 0.2):
-            value[person] = rng.randint(5, 30)
+            value[person] = rng.randint(5, MAX_VALUE)
             fact[person] = f"{person} has {value[person]}"
             continue
         other = needs[person] = people[i - 1] if i <= steps else rng.choice(people[:i])
         amount = rng.randint(1, 9)
-        more = value[other] <= 9 or rng.random() < 0.5
+        more = value[other] <= amount or (value[other] + amount <= MAX_VALUE and rng.random() < 0.5)
         value[person] = value[other] + amount if more else value[other] - amount
         fact[person] = f"{person} has {amount} {'more' if more else 'fewer'} than {other}"
         computed[person] = f"{fact[person]}: {value[other]} {'+' if more else '-'} {amount} = {value[person]}."

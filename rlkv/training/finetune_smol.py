@@ -46,7 +46,7 @@ class FinetuneConfig:
 
     output_dir: Path = Path("results/finetune_smol")
     """checkpoints, the log and the adapter"""
-    steps: int = 400
+    steps: int = 500
     """optimizer steps"""
     batch_size: int = 8
     """problems of a step"""

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from rlkv.smol.task import HELD_OUT_NAMES, MAX_STEPS, NAMES, draw_problem, problems
+from rlkv.smol.names import HELD_OUT_NAMES, NAMES
+from rlkv.smol.task import MAX_STEPS, MAX_VALUE, draw_problem, problems
 from rlkv.verifier.verifier import is_correct
 
 
@@ -27,12 +28,13 @@ def test_answers_and_solutions_are_right(steps: int) -> None:
     rng = random.Random(steps)
     for distractors in range(7):
         drawn = draw_problem(rng, steps, distractors)
-        assert solve(drawn.problem) == int(drawn.answer) > 0
+        assert 0 < solve(drawn.problem) == int(drawn.answer) <= MAX_VALUE
         assert is_correct(drawn.solution, drawn.answer)
         computed = re.findall(r": (\d+) ([+-]) (\d+) = (\d+)\.", drawn.solution)
         assert len(computed) == drawn.steps == steps
         for left, sign, right, result in computed:
             assert int(left) + (int(right) if sign == "+" else -int(right)) == int(result)
+            assert 0 < int(result) <= MAX_VALUE
 
 
 def test_every_fact_of_a_solution_is_in_the_problem() -> None:
@@ -50,6 +52,8 @@ def test_same_seed_same_problems() -> None:
 
 def test_held_out_names_are_others() -> None:
     assert not set(NAMES) & set(HELD_OUT_NAMES)
+    everyone = (*NAMES, *HELD_OUT_NAMES)
+    assert not [name for name in everyone for other in everyone if name != other and name.startswith(other)]
     for unseen, allowed in ((False, NAMES), (True, HELD_OUT_NAMES)):
         text = " ".join(row["problem"] for row in problems(50, 0, held_out_names=unseen))
         assert set(re.findall(r"\b([A-Z]\w+) has", text)) <= set(allowed)
