@@ -16,27 +16,16 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.utils.stages import Stage, below, run_stages, words
+from rlkv.utils.stages import Stage, StagesConfig, below, run_stages, words
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoConfig:
+class DemoConfig(StagesConfig):
     """Filter, find gates, compare."""
-
-    model: Literal["tiny", "smol"] = "tiny"
-    """built-in model"""
-    output_dir: Path | None = None
-    """where everything goes; default: results/demo for tiny, results/smol for smol"""
-    fresh: bool = False
-    """drop the results of an earlier run"""
-    quick: bool = False
-    """every stage at a tenth of the size"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,7 @@ def collect(folder: Path, model: str) -> None:
 def main() -> None:
     config = parse(DemoConfig, __doc__)
     started = time.monotonic()
-    shown = config.output_dir or Path("results", {"tiny": "demo"}.get(config.model, config.model))
+    shown = config.folder(tiny="demo", smol="smol")
     folder = shown.resolve()
     run_stages(plan(below(ROOT, folder), config.model, config.quick), ROOT, folder, fresh=config.fresh)
     collect(folder, config.model)

@@ -5,10 +5,10 @@ r"""All analyses on a built-in model, on a CPU: find heads in every way, with se
     make study QUICK=1    # every stage at a tenth of the size, into results/study_quick
     python inference/full_study.py --model smol    # the language model: many hours on two cores
 
-RLKV is configs/tiny.yaml (or smol.yaml) with fewer steps; next to it RLKV's heads re-ranked, distillation on the
-model's own solutions and on DuoAttention's recall task.  The tiny model has also the ablations of RLKV's paper (arXiv
-2510.08525, figure 8: without adaptive weighting, without self-distilled data, the penalty times 0.2 and 5; no other
-setting is tuned for them); the language model has also other sinks and windows.
+RLKV is configs/tiny.yaml (or smol.yaml) with fewer steps; next to it RLKV's heads re-ranked, elimination without
+training, distillation on the model's own solutions and on DuoAttention's recall task.  The tiny model has also the
+ablations of RLKV's paper (arXiv 2510.08525, figure 8: without adaptive weighting, without self-distilled data, the
+penalty times 0.2 and 5; no other setting is tuned for them); the language model has also other sinks and windows.
 ``inference/study.py`` then measures all of them on held-out problems, and writes the report.
 
 Every stage is one of the project's own programs, printed as it starts, with its output in ``results/study/logs/``.
@@ -25,38 +25,30 @@ import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.utils.stages import Stage, below, run_stages, words
+from rlkv.utils.stages import Stage, StagesConfig, below, run_stages, words
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullStudyConfig:
+class FullStudyConfig(StagesConfig):
     """Find heads in every way, then compare them."""
 
-    model: Literal["tiny", "smol"] = "tiny"
-    """built-in model"""
-    output_dir: Path | None = None
-    """where everything goes; default: results/study for tiny, results/study_smol for smol"""
-    fresh: bool = False
-    """drop the results of an earlier run"""
-    quick: bool = False
-    """every stage at a tenth of the size"""
     jobs: int = 0
     """stages at once; 0: one a core, at most 4"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much of everything: seeds per method, ``variant_seeds`` per ablation, solutions (``traces``) of re-ranking.
+    """How much of everything: seeds per method, ``variant_seeds`` per ablation, solutions (``traces``) of elimination.
 
-    ``sizes``: other sinks and windows under which the first two methods are measured too.
+    ``sizes``: other sinks and windows under which RLKV and elimination are measured too.
     """
 
     model: str = "tiny"
@@ -83,6 +75,7 @@ SMOL = Size(
     distill_steps=40,
     rlkv_seeds=2,
     variant_seeds=0,
+    traces=16,
     random_draws=10,
     sparsities="0.2 0.4 0.5 0.6 0.7 0.8",
     study="",
@@ -91,8 +84,11 @@ SMOL = Size(
 _TENTH: Any = {"grpo_steps": 5, "seeds": 2, "rlkv_seeds": 2, "traces": 10, "held_out": 20, "random_draws": 2}
 QUICK = {
     "tiny": replace(TINY, filtered=60, distill_steps=12, variant_seeds=1, sparsities="0.4 0.6", **_TENTH),
-    "smol": replace(SMOL, filtered=24, distill_steps=4, sparsities="0.4 0.6", **_TENTH),
+    "smol": replace(SMOL, filtered=24, distill_steps=4, sparsities="0.4 0.6", **{**_TENTH, "traces": 2}),
 }
+
+
+METHODS = ("RLKV", "RLKV re-ranked", "elimination", "traces", "DuoAttention")  # the first is compared with the others
 
 
 class Plan:
@@ -123,6 +119,8 @@ class Plan:
             needs = (self.filtered, self.raw) if options == "{raw}" else (self.filtered,)
             self._train(name, grpo + options, needs, is_ablation=True)
         self._train("traces", f"{distil}_traces.yaml --curriculum {{curriculum}}", (self.filtered,))
+        elimination = f"--finder elimination --elimination_traces {size.traces} --curriculum {{curriculum}}"
+        self._train("elimination", f"train/grpo_gates.py --config {config} {elimination}", (self.filtered,))
         self._rerank()
         self._study()
 
@@ -164,8 +162,7 @@ class Plan:
         study = f"inference/study.py --config configs/study_{size.model}.yaml --data {{problems}} --output-dir {{out}} "
         sweep = f"--random-draws {size.random_draws} --sparsities {size.sparsities} {size.study}"
         command = self._words(study + sweep, out=self.report)
-        methods = {name: self.gates[name] for name in ("RLKV", "RLKV re-ranked", "traces", "DuoAttention")}
-        command += self._files("--gates", methods)
+        command += self._files("--gates", {name: self.gates[name] for name in METHODS})
         if size.variant_seeds:
             command += self._files("--ablation", self.ablations)
         needs = tuple(stage.done for stage in self.stages)
@@ -174,7 +171,7 @@ class Plan:
             Stage("conditions", [*command, "--measure-only"], self.report / "measured.json", needs),
             Stage("analyses and report", command, self.report / "report.html", needs),
         ]
-        few = {name: self.gates[name] for name in ("RLKV", "traces")}
+        few = {name: self.gates[name] for name in ("RLKV", "elimination")}
         for sink, window in size.sizes:
             out = self.folder / f"report_{sink}_{window}"
             options = f"--sink {sink} --window {window} --analyses sweep --random-draws 2 --sparsities 0.5 0.7 0.8"
@@ -207,7 +204,7 @@ def usable_cores() -> int:
 def main() -> None:
     config = parse(FullStudyConfig, __doc__)
     started = time.monotonic()
-    shown = config.output_dir or Path("results", {"tiny": "study"}.get(config.model, f"study_{config.model}"))
+    shown = config.folder(tiny="study", smol="study_smol")
     folder = shown.resolve()
     size = QUICK[config.model] if config.quick else {"tiny": TINY, "smol": SMOL}[config.model]
     plan = Plan(below(ROOT, folder), size)

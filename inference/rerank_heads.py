@@ -9,8 +9,8 @@ so the result is used as any gates file; below ``--low`` nothing changes.  It re
 trained on, with the recorded outputs.
 
 It takes about half a pass over the solutions per head that is full at ``--low``, and one to three per head that goes;
-the gates file keeps how many, in ``training["reranked"]``: ``passes``, ``seconds`` on the clock, ``cpu_seconds`` of all
-threads.  Without gates: ``rlkv-train --finder elimination``.
+the gates file keeps how many, in ``training["reranked"]``: ``passes``, and ``cpu_seconds`` of all threads.  Without
+gates: ``rlkv-train --finder elimination``.
 """
 
 from __future__ import annotations

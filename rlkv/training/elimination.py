@@ -24,6 +24,7 @@ class Loss(Protocol):
     """As :class:`rlkv.training.trace_loss.TraceLoss`."""
 
     passes: float
+    cpu_seconds: float
 
     def of(self, full_LH: Tensor) -> float: ...
 
@@ -32,12 +33,13 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class Removal:
-    """One step: this head was made compressible, the loss is then ``loss``, after ``passes`` over the traces in all."""
+    """One step: this head was made compressible; the loss is then ``loss``, after so much work in all."""
 
     layer: int
     head: int
     loss: float
     passes: float
+    cpu_seconds: float
 
 
 def eliminate(
@@ -67,7 +69,7 @@ def eliminate(
         before += cost.pop(head)
         full_LH[head] = False
         gone.append(head)
-        on_step(Removal(*head, before, loss.passes))
+        on_step(Removal(*head, before, loss.passes, loss.cpu_seconds))
     return [*gone, *sorted(cost, key=cost.__getitem__)]
 
 

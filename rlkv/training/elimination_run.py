@@ -6,7 +6,6 @@ import json
 import math
 import random
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,13 +26,16 @@ from rlkv.training.distill_data import read_traces
 from rlkv.training.distillation import check_head
 from rlkv.training.elimination import Removal, num_removals, rerank
 from rlkv.training.head_gate import HeadGateConfig
-from rlkv.training.run_folder import RunFolder
-from rlkv.training.trace_loss import TraceLoss
+from rlkv.training.run_folder import RESUMABLE_KEYS, RunFolder
+from rlkv.training.trace_loss import KEY, TraceLoss
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import digest
+from rlkv.utils.store import ResultStore, open_store
 
 SETTINGS = {"finder", "model", "dtype", "template", "curriculum", "deploy_sink", "deploy_window", "forward_rows"}
 SETTINGS |= {"elimination_traces", "elimination_sparsity", "elimination_budget"}
+MEASURED = "measured.jsonl"
+UNMEASURED = ("elimination_sparsity", "elimination_budget")  # no measurement depends on them
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
 
@@ -54,16 +56,17 @@ def rerank_on_traces(
     budget: float = 3.0,
     rows: int = 16,
     on_step: Callable[[Removal], None] = lambda step: None,
+    store: ResultStore | None = None,
 ) -> HeadGates:
     """:func:`rlkv.training.elimination.rerank` on solutions, with the sizes that ``gates`` are to be served with.
 
-    What it took is noted in ``training["reranked"]``: ``passes`` over the traces, ``seconds`` on the clock and
-    ``cpu_seconds`` of all threads.
+    What it took is noted in ``training["reranked"]``: ``passes`` over the traces and ``cpu_seconds`` of all threads.
 
     Args:
         model: in eval mode, on its device; it is unchanged afterwards.
         budget: most passes over the traces, per head of the model.
         rows: traces of one forward.
+        store: as of :class:`rlkv.training.trace_loss.TraceLoss`.
 
     Raises:
         ValueError: for gates of another model, layers without full attention, or an empty span.
@@ -72,7 +75,6 @@ def rerank_on_traces(
     total = gates.alpha.numel()
     steps = num_removals(total, low, high)
     check_head(model, traces[0].ids[:32])
-    started, cpu_started = time.monotonic(), time.process_time()
     gated: Any = get_peft_model(model, HeadGateConfig(sink=gates.deploy_sink, window=gates.deploy_window)).eval()
     gone: list[Removal] = []
 
@@ -86,17 +88,13 @@ def rerank_on_traces(
 
     try:
         with progress_bar("elimination, at most", "forwards", math.ceil(budget * total)) as bar:
-            loss = TraceLoss(gated, traces, rows, show)
+            loss = TraceLoss(gated, traces, rows, show, store)
             found = rerank(gates, loss, low, high, budget * total, go)
             bar.update(bar.done, total=bar.done)
     finally:
         gated.unload()
-    facts = {
-        **{"low": low, "high": high, "traces": len(traces), "passes": round(loss.passes, 2)},
-        "seconds": round(time.monotonic() - started, 3),
-        "cpu_seconds": round(time.process_time() - cpu_started, 3),
-    }
-    found.training["reranked"] = facts
+    facts = {"low": low, "high": high, "traces": len(traces), "passes": round(loss.passes, 2)}
+    found.training["reranked"] = {**facts, "cpu_seconds": round(loss.cpu_seconds, 3)}
     return found
 
 
@@ -108,7 +106,8 @@ def eliminate_heads(
 ) -> HeadGates:
     """The finder ``elimination``: the order of all heads, measured from the full model on; exported to the folder.
 
-    A head's gate is its place in the order, 0 to 1.
+    A head's gate is its place in the order, 0 to 1.  ``measured.jsonl`` keeps what was measured: a run that was stopped
+    goes on from there, also to another sparsity or with another budget.
 
     Args:
         model, tokenizer: instead of the ones that ``settings.model`` names.
@@ -129,13 +128,13 @@ def eliminate_heads(
     config = {name: value for name, value in asdict(settings).items() if name in SETTINGS}
     config |= {"seed": args.seed, "output_dir": args.output_dir, "data_digest": digest([text.ids for text in traces])}
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
-    run.write_config()
-    log = ClockedLog(run.path / LOG)
-    span = 0.0, settings.elimination_sparsity
-    start = unordered_gates(ModelShape.from_config(model.config), settings)
-    gates = rerank_on_traces(
-        model, traces, start, *span, settings.elimination_budget, settings.forward_rows, log.append
-    )
+    measured = {name: value for name, value in config.items() if name not in (*RESUMABLE_KEYS, *UNMEASURED)}
+    with open_store(run.path / MEASURED, measured, KEY) as store:
+        run.write_config()
+        log = RemovalLog(run.path / LOG)
+        start = unordered_gates(ModelShape.from_config(model.config), settings)
+        span, rows = (0.0, settings.elimination_sparsity), settings.forward_rows
+        gates = rerank_on_traces(model, traces, start, *span, settings.elimination_budget, rows, log.append, store)
     gates.training = {**run.published(), "method": "elimination", **gates.training.pop("reranked")}
     run.export(gates, CURVES)
     return gates
@@ -148,17 +147,16 @@ def unordered_gates(shape: ModelShape, settings: RLKVSettings) -> HeadGates:
     return HeadGates(alpha, None, shape, *sizes, *sizes)  # type: ignore[arg-type]
 
 
-class ClockedLog:
-    """``log.jsonl``: a record per removed head, with the time since the record before it."""
+class RemovalLog:
+    """``log.jsonl``: a record per removed head, with what it took since the record before it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.steps, self._clock = path, 0, (time.perf_counter(), time.process_time())
+        self.path, self.steps, self._cpu_seconds = path, 0, 0.0
         path.unlink(missing_ok=True)
 
     def append(self, step: Removal) -> None:
         self.steps += 1
-        before, self._clock = self._clock, (time.perf_counter(), time.process_time())
-        took = {"time/step_s": self._clock[0] - before[0], "time/step_cpu_s": self._clock[1] - before[1]}
-        record = {"step": self.steps, **asdict(step), "traces/kept": math.exp(-step.loss), **took}
+        took, self._cpu_seconds = step.cpu_seconds - self._cpu_seconds, step.cpu_seconds
+        record = {"step": self.steps, **asdict(step), "traces/kept": math.exp(-step.loss), "time/step_cpu_s": took}
         with self.path.open("a") as out:
             out.write(json.dumps(record) + "\n")

@@ -5,6 +5,7 @@ Shapes: L layers, H KV heads, B rows, N answer tokens of a batch, D hidden size.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from rlkv.data.recall import MarkedText
 from rlkv.training.distillation import TOKENS_AT_ONCE, Batch, collate, next_token_kl
 from rlkv.training.head_gate import gate_parameters, set_gates
+from rlkv.utils.store import ResultStore
 
 Head = tuple[int, int]  # layer, KV head
 PADDING = 0  # on the right, where no token sees it
+KEY = ("batch", "full")  # of a measurement in a store: the number of the batch, and the full heads as 0s and 1s
 
 
 @contextmanager
@@ -48,18 +51,28 @@ class TraceLoss:
         traces: prompts with their solutions, whose tokens are the answers.
         rows: traces of one forward.
         on_forward: called after each.
+        store: where measurements are kept, and found when the same job starts again; ``passes`` counts them as before.
 
     Attributes:
         passes: forwards over all traces so far, in units of whole ones.
+        cpu_seconds: of all threads, with those of measurements that were found.
     """
 
     def __init__(
-        self, model: Any, traces: Sequence[MarkedText], rows: int, on_forward: Callable[[], None] = lambda: None
+        self,
+        model: Any,
+        traces: Sequence[MarkedText],
+        rows: int,
+        on_forward: Callable[[], None] = lambda: None,
+        store: ResultStore | None = None,
     ) -> None:
         self.model, self.base, self.passes, self.on_forward = model, model.get_base_model(), 0.0, on_forward
         self.layers = list(self.base.get_decoder().layers)
         if len(gate_parameters(model)) < len(self.layers):
             raise ValueError("some layers of this model have no full attention: heads of such models cannot be ranked")
+        found = store.rows if store else []
+        self._store, self._known = store, {(row["batch"], row["full"]): row["loss"] for row in found}
+        self.cpu_seconds, self._clock = sum(row["cpu_s"] for row in found), time.process_time()
         ordered = sorted(traces, key=lambda trace: len(trace.ids))
         pieces = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
         self.batches = [collate(piece, PADDING, self.base.device) for piece in pieces]
@@ -72,26 +85,39 @@ class TraceLoss:
         hidden_BTD = self.base.get_decoder()(input_ids=batch.ids_BT, attention_mask=batch.mask_BT, use_cache=False)[0]
         return hidden_BTD[batch.row_N, batch.position_N]
 
-    def _sum(self, batch: Batch, full_ND: Tensor, skipped: int = 0) -> float:
-        """Sum over the rows of a batch, under the current gates; ``skipped`` layers do not compute."""
-        head, rows = self.base.get_output_embeddings(), len(batch.ids_BT)
-        kl_B = torch.zeros(rows, device=batch.ids_BT.device)
+    def _sum(self, number: int, full_LH: Tensor, below: Sequence[Any] = ()) -> float:
+        """Sum over the rows of a batch; ``below``: what the layers below return, which then do not compute."""
+        key = number, "".join(map(str, full_LH.int().flatten().tolist()))
+        if key not in self._known:
+            set_gates(self.model, full_LH.float())
+            # the layer below gives what it gave; what those before it give is not looked at
+            with replaced(self.layers[: len(below)], lambda *_, **__: below[-1]):
+                self._known[key] = loss = self._measure(number)
+            now = time.process_time()
+            row = {**dict(zip(KEY, key, strict=True)), "loss": loss, "cpu_s": round(now - self._clock, 3)}
+            self.cpu_seconds, self._clock = self.cpu_seconds + now - self._clock, now
+            if self._store:
+                self._store.append(row)
+        self._count(number, skipped=len(below))
+        return self._known[key]
+
+    def _measure(self, number: int) -> float:
+        batch, full_ND = self.batches[number], self.full[number]
+        head = self.base.get_output_embeddings()
+        kl_B = torch.zeros(len(batch.ids_BT), device=batch.ids_BT.device)
         parts = [part.split(TOKENS_AT_ONCE) for part in (self._states(batch), full_ND, batch.row_N)]
         for mixed, full, row in zip(*parts, strict=True):
             kl_B.index_add_(0, row, next_token_kl(head(mixed), head(full.to(mixed.device))).float())
-        total = kl_B.clamp(min=0).log1p().sum().item()
-        self._count(rows, skipped)
-        return total
+        return kl_B.clamp(min=0).log1p().sum().item()
 
-    def _count(self, rows: int, skipped: int = 0) -> None:
-        self.passes += rows / self.num_traces * (1 - skipped / len(self.layers))
+    def _count(self, number: int, skipped: int = 0) -> None:
+        self.passes += len(self.batches[number].ids_BT) / self.num_traces * (1 - skipped / len(self.layers))
         self.on_forward()
 
     @torch.no_grad()
     def of(self, full_LH: Tensor) -> float:
         """The loss when only the heads of ``full_LH`` (bool ``[L, H]``) are full."""
-        set_gates(self.model, full_LH.float())
-        return sum(map(self._sum, self.batches, self.full)) / self.num_traces
+        return sum(self._sum(number, full_LH) for number in range(len(self.batches))) / self.num_traces
 
     @torch.no_grad()
     def without_each(self, full_LH: Tensor, heads: Sequence[Head]) -> list[float]:
@@ -100,25 +126,22 @@ class TraceLoss:
         Layers below the head's own compute the same for all: they run once.
         """
         sums = [0.0] * len(heads)
-        for batch, full_ND in zip(self.batches, self.full, strict=True):
-            set_gates(self.model, full_LH.float())
-            outputs = self._outputs(batch)
+        for number in range(len(self.batches)):
+            outputs = self._outputs(number, full_LH)
             for i, (layer, head) in enumerate(heads):
-                alpha_LH = full_LH.float()
-                alpha_LH[layer, head] = 0
-                set_gates(self.model, alpha_LH)
-                # the layer below gives what it gave; what those before it give is not looked at
-                with replaced(self.layers[:layer], lambda *_, found=outputs[layer - 1], **__: found):
-                    sums[i] += self._sum(batch, full_ND, skipped=layer)
+                reduced_LH = full_LH.clone()
+                reduced_LH[layer, head] = False
+                sums[i] += self._sum(number, reduced_LH, outputs[:layer])
         return [total / self.num_traces for total in sums]
 
-    def _outputs(self, batch: Batch) -> list[Any]:
-        """What each layer returns under the current gates."""
+    def _outputs(self, number: int, full_LH: Tensor) -> list[Any]:
+        """What each layer returns for a batch."""
+        set_gates(self.model, full_LH.float())
         found: list[Any] = []
         with ExitStack() as hooks:
             for layer in self.layers:
                 hook = layer.register_forward_hook(lambda module, given, output: found.append(output))
                 hooks.callback(hook.remove)
-            self._states(batch)
-        self._count(len(batch.ids_BT))
+            self._states(self.batches[number])
+        self._count(number)
         return found

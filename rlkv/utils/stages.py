@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlkv import __version__
 from rlkv.utils.atomic import write_json
@@ -37,6 +37,24 @@ LOCK_SECONDS, POLL_SECONDS = 5.0, 0.25  # stages of a list that was just killed 
 # glibc returns each large buffer to the system and faults it in again at the next step: 3.3 of 15.8 s in a short
 # training run, 0.5 of 13.1 s with these settings
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesConfig:
+    """Options of a program that runs stages on a built-in model."""
+
+    model: Literal["tiny", "smol"] = "tiny"
+    """built-in model"""
+    output_dir: Path | None = None
+    """where everything goes; default: a folder of the program and the model in results/"""
+    fresh: bool = False
+    """drop the results of an earlier run"""
+    quick: bool = False
+    """every stage at a tenth of the size"""
+
+    def folder(self, **defaults: str) -> Path:
+        """The folder as a user names it; ``defaults``: its name in results/, by model."""
+        return self.output_dir or Path("results", defaults[self.model])
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Known:
     """A loss by formula; a pass per measurement."""
 
     def __init__(self, formula: Callable[[Tensor], float]) -> None:
-        self.formula, self.passes = formula, 0.0
+        self.formula, self.passes, self.cpu_seconds = formula, 0.0, 0.0
 
     def of(self, full_LH: Tensor) -> float:
         self.passes += 1

@@ -17,6 +17,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny.task import draw_problem
 from rlkv.training.config import parse_config
 from rlkv.training.elimination_run import draw_traces, eliminate_heads, rerank_on_traces
+from rlkv.training.trace_loss import TraceLoss
 from rlkv.utils.jsonl import read_log
 from tests.helpers.models import make_tiny_model
 
@@ -59,6 +60,32 @@ def test_the_command_exports_an_order(curriculum: Path, monkeypatch: pytest.Monk
     assert {path.name for path in folder.glob("*.png")} == {"heat_map.png", "histogram.png", "training_curves.png"}
 
 
+def test_a_run_that_was_stopped_goes_on(curriculum: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, measured = TraceLoss._measure, list[int]()
+
+    def counted(loss: TraceLoss, number: int) -> float:
+        measured.append(number)
+        if len(measured) == 20:
+            raise KeyboardInterrupt
+        return measure(loss, number)
+
+    monkeypatch.setattr(TraceLoss, "_measure", counted)
+    again = options(curriculum, elimination_sparsity=0.2)
+    with pytest.raises(KeyboardInterrupt):
+        eliminate_heads(*parse_config(again))
+    run = curriculum.parent / "run"
+    assert not (run / "gates.pt").exists()
+    stopped = eliminate_heads(*parse_config(again))
+    whole = eliminate_heads(*parse_config([*again, "--output_dir", str(run.with_name("whole"))]))
+    assert stopped.alpha.equal(whole.alpha)
+    assert stopped.training["passes"] == whole.training["passes"]
+    assert len(read_log(run / "log.jsonl")) == 5
+    rows = (run / "measured.jsonl").read_text().splitlines()
+    assert len(measured) == 2 * len(rows) + 1
+    with pytest.raises(ValueError, match="forward_rows was 16 and is now 2"):
+        eliminate_heads(*parse_config([*again, "--forward_rows", "2"]))
+
+
 def test_gates_are_the_start(curriculum: Path) -> None:
     """Head (1, 1) goes last (the ground truth of the built-in model), whatever the gates say of it."""
     model, tokenizer = tiny.load()
@@ -71,9 +98,9 @@ def test_gates_are_the_start(curriculum: Path) -> None:
     assert compression_order(gates)[-2:] == [(1, 1), (0, 2)]
     assert compression_order(result) == [*compression_order(gates)[:-2], (0, 2), (1, 1)]
     facts = result.training["reranked"]
-    assert {**facts, "seconds": 0, "cpu_seconds": 0} == {
-        **{"low": 0.92, "high": 1.0, "traces": 6, "passes": facts["passes"], "seconds": 0, "cpu_seconds": 0}
-    }
+    assert (facts["low"], facts["high"], facts["traces"]) == (0.92, 1.0, 6)
+    assert facts["passes"] > 2
+    assert facts["cpu_seconds"] > 0
     assert result.training["method"] == "hand"
     assert gates.training == {"method": "hand"}
     assert model.config._attn_implementation == implementation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from rlkv import compress
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.training.head_gate import HeadGateConfig
-from rlkv.training.trace_loss import TraceLoss
+from rlkv.training.trace_loss import KEY, TraceLoss
+from rlkv.utils.store import open_store
 from tests.helpers.models import make_tiny_model
 
 FULL = torch.rand(3, 4, generator=torch.Generator().manual_seed(3)) > 0.4
@@ -70,6 +72,17 @@ def test_one_more_head(family: str, rows: int) -> None:
     assert loss.passes - before == pytest.approx(1 + sum(1 - layer / 3 for layer, _ in HEADS))
     assert loss.without_each(FULL, HEADS[::-1]) == pytest.approx(expected[::-1], rel=1e-5)
     assert loss.of(FULL) == pytest.approx(make_loss(family).of(FULL), rel=1e-4)  # all layers compute again
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for _ in range(2):
+        with open_store(tmp_path / "measured.jsonl", {}, KEY) as store:
+            loss = TraceLoss(make_loss().model, random_traces(4), 2, store=store)
+            found.append(([loss.of(FULL), *loss.without_each(FULL, HEADS)], loss.passes, round(loss.cpu_seconds, 1)))
+        monkeypatch.setattr(TraceLoss, "_measure", None)
+    assert found[0] == found[1]
+    assert len(store.rows) == 2 * (1 + len(HEADS))
 
 
 def test_layers_compute_again_after_an_error() -> None:

@@ -28,7 +28,7 @@ from rlkv.utils.jsonl import read_log
 # else the machine does
 COST_FIELDS = {
     "training": (("CPU", "time/step_cpu_s"), ("wall", "time/step_s")),
-    "re-ranking": (("CPU", "cpu_seconds"), ("wall", "seconds")),
+    "re-ranking": (("CPU", "cpu_seconds"),),
 }
 COST_NOTE = (
     "Seconds of all optimizer steps (from the log next to the gates file), mean over seeds; CPU: processor time of the "
