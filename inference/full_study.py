@@ -52,6 +52,7 @@ class Size:
     """
 
     model: str = "tiny"
+    dtype: str = "float32"
     filtered: int = 400
     chains: str = "3-12"
     grpo_steps: int = 40
@@ -70,6 +71,7 @@ class Size:
 TINY = Size()
 SMOL = Size(
     model="smol",
+    dtype="bfloat16",  # as in its configs
     filtered=240,
     chains="4-10",
     distill_steps=40,
@@ -152,7 +154,8 @@ class Plan:
     def _rerank(self) -> None:
         files = self.gates["RLKV"]
         self.gates["RLKV re-ranked"] = [file.with_name("reranked.pt") for file in files]
-        command = f"inference/rerank_heads.py --curriculum {{curriculum}} --num-traces {self.size.traces}"
+        options = f"--dtype {self.size.dtype} --num-traces {self.size.traces}"
+        command = f"inference/rerank_heads.py --curriculum {{curriculum}} {options}"
         for seed, (gates, done) in enumerate(zip(files, self.gates["RLKV re-ranked"], strict=True)):
             filled = self._words(f"{command} --seed {seed} --gates {{gates}} --output {{out}}", gates=gates, out=done)
             self.stages.append(Stage(f"RLKV re-ranked, seed {seed}", filled, done, (gates,)))
