@@ -107,11 +107,11 @@ class Plan:
         self.ablations: dict[str, list[Path]] = {}
         self.stages = self._data()
         distil = f"train/distill_gates.py --steps {size.distill_steps} --config configs/distill_{size.model}"
-        self._train("DuoAttention", f"{distil}.yaml")
         config = f"configs/{size.model}.yaml"
         self._train("traces", f"{distil}_traces.yaml --curriculum {{curriculum}}", (self.filtered,))
         elimination = f"--finder elimination --elimination_traces {size.traces} --curriculum {{curriculum}}"
         self._train("elimination", f"train/grpo_gates.py --config {config} {elimination}", (self.filtered,))
+        self._train("DuoAttention", f"{distil}.yaml")
         grpo = f"train/grpo_gates.py --config {config} --max_steps {size.grpo_steps} --save_steps 10 --curriculum "
         self._train("RLKV", f"{grpo}{{curriculum}}", (self.filtered,))
         beta = yaml.safe_load((ROOT / config).read_text())["l1_beta"]
