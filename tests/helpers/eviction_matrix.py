@@ -17,7 +17,12 @@ from rlkv.eviction import H2O, POLICIES, RKV, RPC, TOVA, EvictionPolicy, RandomE
 # Options that leave room for a choice in a budget of 24; {} for policies that are not named.
 VARIANTS: Mapping[str, list[dict[str, Any]]] = {
     "sink_window": [{"sink": 4}],
-    "rkv": [{}, {"variant": "published"}, {"recent_similar": 3, "sink": 3, "lam": 0.5, "threshold": 0.2}],
+    "rkv": [
+        {},
+        {"variant": "published"},
+        {"recent_similar": 3, "sink": 3, "lam": 0.5, "threshold": 0.2},
+        {"kernel": 6},
+    ],
     "snapkv": [{}, {"variant": "published", "observation": 4, "kernel": 3}],
     "rpc": [{"R": 10}, {"R": 6, "aggregation": "group", "sink": 2}],
     "h2o": [{}, {"sink": 5}],

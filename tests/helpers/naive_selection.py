@@ -31,9 +31,9 @@ def causal(logits: np.ndarray) -> np.ndarray:
 
 
 def windows(x: np.ndarray, kernel: int, fill: float) -> np.ndarray:
-    """``[..., N]`` -> ``[..., N, kernel]``, the entries around each; ``fill`` beyond the ends."""
-    side = kernel // 2
-    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(side, side)], constant_values=fill)
+    """``[..., N]`` -> ``[..., N, kernel]``, from i - W to i + W, or to i + W - 1 for 2W; ``fill`` beyond the ends."""
+    sides = (kernel // 2, (kernel - 1) // 2)
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [sides], constant_values=fill)
     return np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=-1)
 
 
@@ -58,10 +58,10 @@ def keep_all(scores: list[np.ndarray], budget: int, recent: int) -> tuple[np.nda
 
 
 def importance_paper(logits: np.ndarray, a: int, kernel: int) -> np.ndarray:
-    """Softmax per head, max over the group, renormalised, max over a window, mean over the queries."""
-    p = softmax(causal(logits)).max(axis=0)
+    """Per head softmax over all but the last a; max over the group, renormalised; max over a window; mean."""
+    p = softmax(logits[..., :-a]).max(axis=0)
     p = p / p.sum(axis=-1, keepdims=True)
-    return windows(p[:, :-a], kernel, -np.inf).max(axis=-1).mean(axis=0)
+    return windows(p, kernel, -np.inf).max(axis=-1).mean(axis=0)
 
 
 def importance_published(logits: np.ndarray, a: int, kernel: int) -> np.ndarray:
