@@ -43,28 +43,29 @@ def test_sink_window_is_a_budget():
 
 
 def test_rpc_schedule():
-    """The n-th eviction keeps (n+1) * P/c and the last R; the next one comes P tokens later."""
+    """The n-th eviction keeps (n+1) * P/c and the last R; the first comes at P + R, the next one P tokens later."""
     policy = RPC()
-    assert counts(policy, 1024, 0) == (256 + 32, 1024)
-    assert counts(policy, 2048, 1) == (512 + 32, 256 + 32 + 1024)
-    assert counts(policy, 3072, 2) == (768 + 32, 512 + 32 + 1024)
+    assert counts(policy, 1056, 0) == (256 + 32, 1056)
+    assert counts(policy, 2080, 1) == (512 + 32, 256 + 32 + 1024)
+    assert counts(policy, 3104, 2) == (768 + 32, 512 + 32 + 1024)
     assert policy.observation == 32
+    assert counts(RPC(P=4096), 4128)[1] == 4128  # "after the 4128th decoding step", appendix B.1
     odd = RPC(P=50, R=7, c=3)
-    assert counts(odd, 50, 0) == (16 + 7, 50)
+    assert counts(odd, 57, 0) == (16 + 7, 57)
     assert counts(odd, 99, 4) == (80 + 7, 64 + 7 + 50)
 
 
 def test_rpc_schedule_evicts_every_p_tokens():
     policy = RPC(P=50, R=7, c=3)
     held, evictions, at = 0, 0, []
-    for seen in range(1, 301):
+    for seen in range(1, 310):
         held += 1
         entries, capacity = counts(policy, seen, evictions)
         if held >= capacity:
             held, evictions = entries, evictions + 1
             at.append(seen)
-    assert at == [50, 100, 150, 200, 250, 300]
-    assert held == 6 * 16 + 7
+    assert at == [57, 107, 157, 207, 257, 307]
+    assert held == 6 * 16 + 7 + 2
 
 
 @pytest.mark.parametrize("options", [{"budget": 64}, {"ratio": 0.5, "extra": 64}])
@@ -153,8 +154,8 @@ REFUSED = [
     ("rpc", {"R": 0}, "R is 0"),
     ("rpc", {"budget": 16}, "budget is 16"),
     ("rpc", {"c": 0.5}, "c is 0.5"),
-    ("rpc", {"c": 1}, "P is 1024"),
-    ("rpc", {"P": 42}, "P is 42"),
+    ("rpc", {"c": 1}, "c is 1"),
+    ("rpc", {"P": 0}, "P is 0"),
     ("h2o", {"budget": 10, "sink": 6}, "sink is 6"),
     ("sink_window", {"budget": 64, "window": 64}, "budget is 64, .*sink 16 . window 64"),
     ("sink_window", {"ratio": 0.5, "window": 64}, "window and ratio"),
