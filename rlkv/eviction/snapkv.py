@@ -32,7 +32,7 @@ class SnapKV(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_pooling(self, self.kernel, self.variant)
+        check_pooling(self, self.kernel, self.variant, ("paper", "published"))
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         return importance(keys, queries, valid, self.observation, self.kernel, self.variant)

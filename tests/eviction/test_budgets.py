@@ -91,6 +91,23 @@ def test_h2o_gives_half_to_recent_entries():
     assert set(range(48, 60)) <= set(H2O(budget=25).select(keys, queries, 25)[0, 0].tolist())
 
 
+def test_budgets_of_the_tables_of_rlkv():
+    """r * L + S + W - 4G; one entry above it (and above 512) 128 entries go.  H2O: both halves rounded down."""
+    policy = RKV(ratio=0.4, extra=80 - 4 * 4, variant="rlkv_tables")
+    assert counts(policy, 1000) == (872, 513)
+    assert counts(policy, 2000, 8) == (2000 - 9 * 128, 800 + 64 + 1)
+    seen, held, evictions = 0, 0, 0
+    while seen < 3000:
+        seen, held = seen + 1, held + 1
+        entries, capacity = counts(policy, seen, evictions)
+        if held >= capacity:
+            assert held == capacity
+            assert entries == held - 128
+            held, evictions = entries, evictions + 1
+    assert evictions == 14  # the 3,000 tokens less 1,264, in steps of 128
+    assert [counts(H2O(ratio=0.3, extra=5, variant="rlkv_tables"), seen) for seen in (100, 104)] == [(34, 36), (36, 37)]
+
+
 def test_snapkv_is_rkv_with_lambda_1():
     keys, queries = random_entries(2, 90, 2, 8, seed=2)
     for variant in ("paper", "published"):
@@ -145,7 +162,12 @@ REFUSED = [
     ("rkv", {"budget": 64, "threshold": -0.5}, "threshold is -0.5"),
     ("rkv", {"budget": 64, "recent_similar": 0}, "recent_similar is 0"),
     ("rkv", {"budget": 64, "recent_similar": 2, "variant": "published"}, "recent_similar is 2"),
-    ("rkv", {"budget": 64, "variant": "mine"}, "variant is 'mine'.* paper, published"),
+    ("rkv", {"budget": 64, "variant": "mine"}, "variant is 'mine'.* paper, published, rlkv_tables"),
+    ("rkv", {"budget": 64, "variant": "rlkv_tables"}, "ratio is None.*rlkv_tables"),
+    ("rkv", {"ratio": 0.4, "variant": "rlkv_tables", "compacted": 135}, "compacted is 135.* 136"),
+    ("rkv", {"budget": 64, "compacted": 256}, "compacted is 256"),
+    ("h2o", {"budget": 64, "variant": "published"}, "variant is 'published'.* rlkv_tables"),
+    ("snapkv", {"ratio": 0.4, "variant": "rlkv_tables"}, "variant is 'rlkv_tables'"),
     ("snapkv", {"budget": 64, "variant": "mine"}, "variant is 'mine'"),
     ("rkv", {"budget": 64, "kernel": 0}, "kernel is 0"),
     ("snapkv", {"budget": 64, "kernel": 4, "variant": "published"}, "kernel is 4.*published"),

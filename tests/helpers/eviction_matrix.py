@@ -71,6 +71,10 @@ INSTANCES: Mapping[str, EvictionPolicy] = {
     "ratio": RKV(ratio=0.3, extra=4, buffer=4, observation=3),
     "ratio random": RandomEviction(ratio=0.4, extra=9, buffer=3),
     "ratio h2o protected": H2O(ratio=0.3, extra=4, protect_prompt=True),
+    "rkv of rlkv's tables": RKV(
+        ratio=0.4, extra=4, buffer=3, observation=3, variant="rlkv_tables", compacted=10, kernel=3
+    ),
+    "h2o of rlkv's tables": H2O(ratio=0.3, extra=5, variant="rlkv_tables"),
     "own": OldestKey(budget=10, buffer=3, observation=2),
 }
 

@@ -6,6 +6,8 @@ the last a entries; every function returns (kept, scores): ascending indices ``[
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import numpy as np
 
 DIGITS = 2.0**40  # scores are compared to 12 digits: what is equal on paper is equal here
@@ -70,6 +72,12 @@ def importance_published(logits: np.ndarray, a: int, kernel: int) -> np.ndarray:
     return windows(p, kernel, -np.inf).max(axis=-1)
 
 
+def importance_tables(logits: np.ndarray, a: int, kernel: int) -> np.ndarray:
+    """Softmax per head over the entries before the last a, mean over the queries, max over the group and a window."""
+    p = softmax(logits[..., :-a]).mean(axis=1).max(axis=0)
+    return windows(p, kernel, -np.inf).max(axis=-1)
+
+
 def cosines(keys: np.ndarray) -> np.ndarray:
     unit = keys / (np.sqrt((keys**2).sum(axis=-1, keepdims=True)) + 1e-8)
     similarity = unit @ unit.T
@@ -91,13 +99,17 @@ def redundancy_published(keys: np.ndarray, threshold: float) -> np.ndarray:
     return softmax(similarity.mean(axis=0))
 
 
+IMPORTANCE = MappingProxyType(
+    {"paper": importance_paper, "published": importance_published, "rlkv_tables": importance_tables}
+)
+
+
 def rkv(keys, queries, budget, variant, lam=0.1, threshold=0.5, beta=1, kernel=7):
     a, scores = queries.shape[1], []
     for head, logits in zip(keys, grouped(keys, queries), strict=True):
-        if variant == "paper":
-            important, redundant = importance_paper(logits, a, kernel), redundancy_paper(head, threshold, beta)
-        else:
-            important, redundant = importance_published(logits, a, kernel), redundancy_published(head, threshold)
+        important = IMPORTANCE[variant](logits, a, kernel)
+        paper = variant == "paper"
+        redundant = redundancy_paper(head, threshold, beta) if paper else redundancy_published(head, threshold)
         scores.append(np.append(lam * important - (1 - lam) * redundant[:-a], np.zeros(a)))
     return keep_all(scores, budget, a)
 
