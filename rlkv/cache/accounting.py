@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlkv.cache.plan import CacheSettings
-from rlkv.cache.schedule import RowCounts, plan_segments
+from rlkv.cache.schedule import RowCounts, plan_segments, split_call
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.models.shape import ModelShape
 
@@ -46,12 +46,13 @@ def entries_by_step(policy: EvictionPolicy, prompts: Tensor, prefill: str = "ful
 
     ``prompts`` int64 ``[B]``: tokens of the first call, the others come one at a time; ``prefill`` as of the cache.
     """
-    seen, start = int(prompts.max()), RowCounts.start(len(prompts))
-    segments = plan_segments(policy, start, seen - prompts, 0, seen, in_one_go=prefill == "full")
-    while True:
+    seen, counts = int(prompts.max()), RowCounts.start(len(prompts))
+    for part in split_call(prefill, 0, seen):
+        segments = plan_segments(policy, counts, seen - prompts, *part, protect=policy.protect_prompt)
         counts = segments[-1].after
+    while True:
         yield counts.held
-        segments = plan_segments(policy, counts, None, seen, 1, in_one_go=True)
+        counts = plan_segments(policy, counts, None, seen, 1, in_one_go=True)[-1].after
         seen += 1
 
 

@@ -15,6 +15,22 @@ from torch import Tensor
 
 from rlkv.eviction.base import EvictionPolicy
 
+DECODED = 50  # last tokens of a prompt that RLKV's evaluator decodes (decoding_simulation_length in its code)
+_IN_FULL = {"full": lambda length: length, "local": lambda length: 0, "published": lambda n: max(0, n - DECODED)}
+PREFILL_MODES = tuple(_IN_FULL)
+
+
+def split_call(prefill: str, start: int, length: int) -> list[tuple[int, int, bool]]:
+    """The parts of a call of ``length`` tokens after ``start`` cached ones, as (start, length, in full).
+
+    Tokens of a part that is read in full see each other in all heads, and compressible heads are compressed after it;
+    other parts are read as if their tokens came one at a time.  Rows end at the last column, so that the last
+    ``DECODED`` columns hold the last tokens of every row, or all of a shorter one.
+    """
+    whole = _IN_FULL[prefill](length)
+    parts = [(start, whole, True), (start + whole, length - whole, False)]
+    return [part for part in parts if part[1]]
+
 
 @dataclass(frozen=True)
 class RowCounts:
@@ -77,19 +93,25 @@ class Segment:
 
 
 def plan_segments(
-    policy: EvictionPolicy, counts: RowCounts, padding: Tensor | None, start: int, length: int, in_one_go: bool
+    policy: EvictionPolicy,
+    counts: RowCounts,
+    padding: Tensor | None,
+    start: int,
+    length: int,
+    in_one_go: bool,
+    protect: bool = False,
 ) -> list[Segment]:
-    """How a call of ``length`` tokens after ``start`` cached ones is stored.
+    """How a call, or a part of one, of ``length`` tokens after ``start`` cached ones is stored.
 
     Args:
         counts: the rows before the call.
         padding: int64 ``[B]``, columns of left padding in each row; None: no padding.
         in_one_go: the tokens of the call see each other in full and eviction waits for its end; otherwise rows evict
             at exactly the tokens at which they would if the tokens came one at a time.
+        protect: none of the tokens may ever be evicted.
     """
     begin, end = start, start + length
     padding = torch.zeros_like(counts.held) if padding is None else padding.cpu()
-    protect = policy.protect_prompt and start == 0
     segments = []
     while begin < end:
         stop = end if in_one_go or protect else _next_eviction(policy, counts, padding, begin, end)

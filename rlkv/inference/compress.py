@@ -135,7 +135,9 @@ def compress(
         sparsity: share of all KV heads that is compressed; None with a ``HeadAllocation`` or without gates.
         sink, window: first and last tokens of each row that a compressible head keeps; the current one counts.
         prefill: ``"full"``: all heads read a prompt in full and compress it afterwards; ``"local"``: compressible
-            heads read it through sinks and window too, as in training.
+            heads read it through sinks and window too, as in training; ``"published"``: all of it but its last 50
+            tokens in full, these as if they were decoded, as in the evaluation of RLKV (a prompt of up to 50 tokens:
+            all of it).
         scope: ``"global"`` or ``"layer"``: where heads compete for staying full.
         eviction: a policy from :mod:`rlkv.eviction`, such as ``RKV(budget=256)``, for the compressible heads, instead
             of ``sink`` and ``window``.

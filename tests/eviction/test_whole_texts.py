@@ -64,9 +64,9 @@ def held_by_the_cache(policy: EvictionPolicy, keys: torch.Tensor, queries: torch
     (layer,) = cache.layers
     begin = 0
     for end in range(PROMPT, keys.shape[1] + 1):
-        plan = CachedCall(None, begin, end - begin, rows=1).plan(cache.state, keys.device)
+        parts = CachedCall(None, begin, end - begin, rows=1).plan(cache.state, keys.device)
         span = slice(begin, end)
-        layer.attend_and_store(queries[None, :, span], keys[None, :, span], keys[None, :, span], plan, HEAD_SIZE**-0.5)
+        layer.attend_and_store(queries[None, :, span], keys[None, :, span], keys[None, :, span], parts, HEAD_SIZE**-0.5)
         yield [head.nonzero()[:, 0].tolist() for head in cache.held(0)[0]]
         begin = end
 
