@@ -104,6 +104,7 @@ CACHES = {
     "rpc": {"eviction": RPC(P=12, R=3, c=3)},
     "ratio": {"eviction": RandomEviction(ratio=0.4, extra=9, buffer=3)},
     "local prefill": {"sink": 2, "window": 5, "prefill": "local"},
+    "published prefill": {"prefill": "published", "eviction": RKV(budget=24, buffer=4, observation=2)},
 }
 
 
