@@ -41,12 +41,15 @@ class EntrySize:
         return 2 * self.head_dim * self.itemsize
 
 
-def entries_by_step(policy: EvictionPolicy, prompts: Tensor, prefill: str = "full") -> Iterator[Tensor]:
+def entries_by_step(
+    policy: EvictionPolicy, prompts: Tensor, prefill: str = "full", planned: Tensor | None = None
+) -> Iterator[Tensor]:
     """Entries that a compressible head holds of each row, int64 ``[B]``: after the prompts, after one more token, ...
 
-    ``prompts`` int64 ``[B]``: tokens of the first call, the others come one at a time; ``prefill`` as of the cache.
+    ``prompts`` int64 ``[B]``: tokens of the first call, the others come one at a time; ``prefill`` as of the cache,
+    ``planned`` as of :class:`RowCounts`.
     """
-    seen, counts = int(prompts.max()), RowCounts.start(len(prompts))
+    seen, counts = int(prompts.max()), RowCounts.start(len(prompts), planned)
     for part in split_call(prefill, 0, seen):
         segments = plan_segments(policy, counts, seen - prompts, *part, protect=policy.protect_prompt)
         counts = segments[-1].after
@@ -57,18 +60,25 @@ def entries_by_step(policy: EvictionPolicy, prompts: Tensor, prefill: str = "ful
 
 
 def kv_nbytes(
-    settings: CacheSettings, full: Tensor, size: EntrySize, prompts: Tensor, tokens: Tensor
+    settings: CacheSettings,
+    full: Tensor,
+    size: EntrySize,
+    prompts: Tensor,
+    tokens: Tensor,
+    planned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Bytes in use, and bytes of the full cache, of each row: int64 ``[B]`` each.
 
     Args:
         settings: what compressible heads keep; full: bool ``[layers, KV heads]``.
         prompts, tokens: int64 ``[B]``, tokens of the first call and of all calls.
+        planned: int64 ``[B]``, lengths of texts that fix the budgets of a ratio; None: budgets grow with the text.
     """
     entries = torch.zeros_like(prompts)
     if settings.eviction is not None:
         steps = range(int((tokens - prompts).max()) + 1)
-        for step, held in zip(steps, entries_by_step(settings.eviction, prompts, settings.prefill), strict=False):
+        by_step = entries_by_step(settings.eviction, prompts, settings.prefill, planned)
+        for step, held in zip(steps, by_step, strict=False):
             entries = torch.where(tokens - prompts >= step, held, entries)
     policy, num_full = settings.eviction, int(full.sum())
     num_compressible = full.numel() - num_full

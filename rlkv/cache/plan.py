@@ -116,7 +116,7 @@ class CacheState:
     """What the layers of one cache share.
 
     ``limit`` is the length at which generation ends, if known; ``row_counts`` where the rows stand under an eviction
-    policy; ``record`` whether the positions of cached tokens are noted.
+    policy; ``record`` whether the positions of cached tokens are noted; ``planned`` as of :class:`RowCounts`.
     """
 
     settings: CacheSettings
@@ -124,6 +124,7 @@ class CacheState:
     padding: Padding | None = None
     row_counts: RowCounts | None = None
     record: bool = False
+    planned: Tensor | None = None
 
     def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[CallPart]:
         """Note the padding, cut the call into its parts, and plan how an eviction policy stores them."""
@@ -132,7 +133,7 @@ class CacheState:
         parts = [CallPart(*part) for part in split_call(self.settings.prefill, start, length)]
         if policy is None:
             return parts
-        counts = RowCounts.start(rows) if self.row_counts is None else self.row_counts
+        counts = RowCounts.start(rows, self.planned) if self.row_counts is None else self.row_counts
         padded = self.padding.counts if self.padding is not None else None
         protect = policy.protect_prompt and start == 0
         for part in parts:

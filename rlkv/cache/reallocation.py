@@ -181,7 +181,7 @@ class HeadReallocationCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, the padding and what was kept; memory stays."""
-        self.state.padding = self.state.row_counts = None
+        self.state.padding = self.state.row_counts = self.state.planned = None
         self.kept.clear()
         for layer in self._layers.values():
             layer.reset()

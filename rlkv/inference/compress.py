@@ -53,12 +53,17 @@ class CompressedSession:
     default_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict
     cache: HeadReallocationCache | None = None
 
-    def new_cache(self, limit: int | None = None) -> HeadReallocationCache:
-        """An empty cache of this session's allocation and sizes; ``limit``: tokens at which generation ends."""
+    def new_cache(self, limit: int | None = None, planned: torch.Tensor | None = None) -> HeadReallocationCache:
+        """An empty cache of this session's allocation and sizes.
+
+        Args:
+            limit: tokens at which generation ends.
+            planned: int64 ``[B]``, a length of text for each row: the policy's ratio is of that length, from the start.
+        """
         kept = self.settings
         sizes = (kept.sink, kept.window, kept.prefill, 0, kept.eviction, self.record)
         cache = HeadReallocationCache(self.allocation.full, *sizes, stock_layers=self.default_layers)
-        cache.state.limit = limit
+        cache.state.limit, cache.state.planned = limit, planned
         return cache
 
     def check(self, cache: Any) -> HeadReallocationCache:

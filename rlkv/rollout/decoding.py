@@ -49,8 +49,9 @@ class Decoding:
 
     Attributes:
         model: in eval mode, on its device.
-        new_cache: an empty cache for texts of at most so many columns; None: the model's own.  Where the cache
-            has ``can_join``, prompts join the running batch; otherwise the next batch begins when one has ended.
+        new_cache: an empty cache for texts of at most so many columns, of the prompts with these indices; None: the
+            model's own.  Where the cache has ``can_join``, prompts join the running batch; otherwise the next batch
+            begins when one has ended.
         rollout: which of the calls with one seed this is: its draws are others.
         logprobs: whether log-probabilities are noted.
         stop: ends rows early, with the reason ``repetition``.
@@ -62,7 +63,7 @@ class Decoding:
     eos_ids: Sequence[int]
     pad_id: int
     max_rows: int
-    new_cache: Callable[[int], Cache | None]
+    new_cache: Callable[[int, list[int]], Cache | None]
     rollout: int = 0
     logprobs: bool = False
     stop: StopRule | None = None
@@ -112,7 +113,7 @@ class _Batch:
         self.padding_R = torch.tensor([length - len(ids) for _, ids, _ in prompts], device=device)
         self.running_R = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self.columns = 0
-        self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens)
+        self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens, [row.index for row in self.rows])
 
     @property
     def joins(self) -> bool:
