@@ -23,12 +23,9 @@ REFILL_AT = 0.75  # share of rows that still run at which the others leave: ever
 
 
 class StopRule(Protocol):
-    """Decides at every full ``window`` of new tokens of a row, given these, whether the row is to end."""
+    """Decides after each new token of a row, given all of its new tokens, whether the row is to end."""
 
-    @property
-    def window(self) -> int: ...
-
-    def __call__(self, token_ids: list[int]) -> bool: ...
+    def ends(self, token_ids: list[int]) -> bool: ...
 
 
 @dataclass
@@ -171,12 +168,12 @@ class _Batch:
     def _append(self, row: Row, token: int, logprob: float) -> None:
         row.token_ids.append(token)
         row.logprobs.append(logprob)
-        stop, length = self.decoding.stop, len(row.token_ids)
+        stop = self.decoding.stop
         if token in self.decoding.eos_ids:
             row.finish_reason = "stop"
-        elif stop is not None and length % stop.window == 0 and stop(row.token_ids[-stop.window :]):
+        elif stop is not None and stop.ends(row.token_ids):
             row.finish_reason = "repetition"
-        elif length == self.decoding.sampling.max_new_tokens:
+        elif len(row.token_ids) == self.decoding.sampling.max_new_tokens:
             row.finish_reason = "length"
 
     def leave(self) -> None:

@@ -209,6 +209,8 @@ class _Run:
         prompt = torch.tensor([self.lengths[unit[0]]])
         tokens = prompt + len(completion.token_ids) - 1  # the last token is never fed
         settings, full = self.settings, self.engine.allocation.full
+        # a text that ends by itself is not checked at its end token
+        checked = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
         planned = None if settings.planned is None else torch.tensor([settings.planned[unit[0]]])
         held, whole = kv_nbytes(settings.cache, full, self.size, prompt, tokens, planned)
         return {
@@ -216,7 +218,7 @@ class _Run:
             "sample": sample,
             "correct": self.problems[unit[0]].grade(completion.text),
             "finish_reason": completion.finish_reason,
-            "repetitive": self.settings.rule(completion.token_ids),
+            "repetitive": settings.rule(checked),
             "kv_bytes": int(held),
             "kv_bytes_full": int(whole),
             "seconds": round(completion.seconds, 4),
