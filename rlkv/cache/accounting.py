@@ -85,7 +85,8 @@ def kv_nbytes(
     if policy is None:
         of_head = tokens.clamp(max=settings.ring) * size.nbytes
     else:
-        of_head = entries * (size.nbytes + (4 if policy.accumulates else 0))
+        copies = size.group_size if policy.per_query_head else 1
+        of_head = copies * entries * (size.nbytes + (4 if policy.accumulates else 0))
         if policy.uses_queries and not policy.accumulates:
             of_head = of_head + tokens.clamp(max=policy.observation) * size.group_size * size.head_dim * size.itemsize
     return num_full * tokens * size.nbytes + num_compressible * of_head, full.numel() * tokens * size.nbytes

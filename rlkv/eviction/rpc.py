@@ -34,7 +34,8 @@ class RPC(EvictionPolicy):
         R: the selector window, most recent entries whose queries judge the others and which are always kept.
         c: compression ratio.
         aggregation: over which query heads the mean is taken.  "all": those of the layer, so that all heads keep the
-            same tokens; "group": those of a KV head; "head": none, which is refused for models with grouped queries.
+            same tokens; "group": those of a KV head; "head": none, each query head keeps its own tokens, which takes
+            a copy of keys and values per query head (table 4: for comparison only).
         kernel: entries of the pooling window.
         observation: equals R; not an option.
     """
@@ -64,6 +65,10 @@ class RPC(EvictionPolicy):
         self.require(own, "buffer", "left out without a budget or a ratio: P says when the schedule evicts")
         self.require(self.kernel > 0 and self.kernel % 2 == 1, "kernel", "an odd number of entries")
         self.require(self.aggregation in AGGREGATIONS, "aggregation", f"one of {', '.join(AGGREGATIONS)}")
+
+    @property
+    def per_query_head(self) -> bool:
+        return self.aggregation == "head"
 
     @property
     def scheduled(self) -> bool:
@@ -98,7 +103,7 @@ class RPC(EvictionPolicy):
         if self.aggregation == "head" and group_size > 1:
             raise ValueError(
                 f'{self.name}: aggregation="head" lets each query head keep its own tokens, but {group_size} of them '
-                'share a KV head here: use "group" or "all"'
+                'share keys here: give each its own keys, as the cache does, or use "group" or "all"'
             )
         pooled_heads = received.flatten(1, 2)[:, None] if self.aggregation == "all" else received
         mean = sum_rows(pooled_heads) / pooled_heads.shape[2]

@@ -7,15 +7,17 @@ import torch
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache, schedule
 from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.eviction import RPC
 from tests.helpers.cached_logits import MIXED
 from tests.helpers.eviction_matrix import INSTANCES
 from tests.helpers.models import make_tiny_model
 
+HEAD = RPC(P=12, R=3, c=3, aggregation="head")
 LENGTHS = [(20, 44), (4, 31), (30, 30), (1, 26)]
 
 
 @pytest.mark.parametrize("prefill", ["full", "published"])
-@pytest.mark.parametrize("policy", [None, *INSTANCES.values()], ids=["ring", *INSTANCES])
+@pytest.mark.parametrize("policy", [None, HEAD, *INSTANCES.values()], ids=["ring", "rpc by head", *INSTANCES])
 def test_computed_bytes_are_those_of_a_cache_of_one_row(policy, prefill, monkeypatch) -> None:
     monkeypatch.setattr(schedule, "DECODED", 6)
     model = make_tiny_model("qwen3")
