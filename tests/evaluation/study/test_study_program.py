@@ -143,15 +143,13 @@ def test_methods_at_matched_bytes(study: Path, inputs: Path) -> None:
         assert found[name]["accuracy"]["mean"] == sum(correct) / NUM_PROBLEMS
         own = kv_share(cache, heads, size, lengths(f"{name}, 30% saved"))
         assert found[name]["accuracy"]["kv_share"] == pytest.approx(own)
-    fixed = conditions["rkv, fixed budget, 30% saved"]
-    assert fixed["planned"] == [tokens for _, tokens in lengths("full cache")]
-    none_full, policy = torch.zeros(4, 6, dtype=torch.bool), make_policy(**fixed["policy"])
-    assert 0.6 < kv_share(CacheSettings(eviction=policy), none_full, size, lengths("full cache"), fixed=True) <= 0.7
-    right = []
+    fixed, texts = conditions["rkv, fixed budget, 30% saved"], lengths("full cache")
+    assert fixed["planned"] == [tokens for _, tokens in texts]
+    none_full, policy, right = torch.zeros(4, 6, dtype=torch.bool), make_policy(**fixed["policy"]), []
+    assert 0.6 < kv_share(CacheSettings(eviction=policy), none_full, size, texts, fixed=True) <= 0.7
     for problem, tokens in zip(problems, fixed["planned"], strict=True):
         own = replace(policy, ratio=None, budget=int(policy.ratio * tokens) + policy.extra)
-        cache = CacheSettings(eviction=own)
-        right += decode(model, tokenizer, [problem], HeadAllocation(none_full), cache, TOKENS)[1]
+        right += decode(model, tokenizer, [problem], HeadAllocation(none_full), CacheSettings(eviction=own), TOKENS)[1]
     assert found["rkv, fixed budget"]["accuracy"]["mean"] == sum(right) / NUM_PROBLEMS
 
 
