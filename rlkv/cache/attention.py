@@ -17,30 +17,28 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from rlkv.attention.call import refuse_variants
 from rlkv.cache.layer import NewStates
-from rlkv.cache.plan import CacheState, CallLayout
-from rlkv.cache.schedule import Segment
+from rlkv.cache.plan import CacheState, CallLayout, CallPart
 
 IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 
 
 @dataclass(eq=False)
 class CachedCall:
-    """One forward call, as the mask function sees it; its layers share one :class:`CallLayout` per device."""
+    """One forward call, as the mask function sees it; its layers share the layouts of its parts on each device."""
 
     attention_mask: Tensor | None
     start: int
     length: int
     rows: int
-    _plans: dict[torch.device, CallLayout] = field(default_factory=dict)
-    _segments: list[Segment] = field(default_factory=list)
+    _plans: dict[torch.device, list[CallLayout]] = field(default_factory=dict)
+    _parts: list[CallPart] = field(default_factory=list)
 
-    def plan(self, state: CacheState, device: torch.device) -> CallLayout:
-        """The plan on ``device``; the first layer of the call notes padding and counts in ``state``."""
-        span = (self.start, self.length)
-        if not self._plans:
-            self._segments = state.begin_call(self.attention_mask, *span, self.rows)
+    def plan(self, state: CacheState, device: torch.device) -> list[CallLayout]:
+        """The parts on ``device``; the first layer of the call notes padding and counts in ``state``."""
+        if not self._parts:
+            self._parts = state.begin_call(self.attention_mask, self.start, self.length, self.rows)
         if device not in self._plans:
-            self._plans[device] = CallLayout(span, state, device, self._segments)
+            self._plans[device] = [CallLayout(part, state, device) for part in self._parts]
         return self._plans[device]
 
 

@@ -26,7 +26,8 @@ class KeptTokens:
 
     Attributes:
         row, seen: its number at that time (rows may be reordered later), and tokens of it that had been read.
-        heads: the H KV heads of the layer that are compressible.
+        heads: the H KV heads of the layer that are compressible; under a policy per query head positions and scores
+            have H * G rows.
         positions: int64 ``[H, K]``, ascending positions of the kept tokens in their row (padding does not count).
         scores: float32 ``[H, K]``, their scores (of tokens that are always kept: as the policy gave them).
     """
@@ -58,6 +59,8 @@ class EvictingStore(Store):
             self.planes["positions"] = torch.empty(shape, dtype=torch.long, device=key.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
+        if self.policy.per_query_head and query.shape[2] > 1:
+            return self.attend(*self._by_query_head(query, key, value), plan, scale).view_as(query)
         parts = []
         for segment in plan.segments:
             span = slice(segment.segment.begin, segment.segment.end)
@@ -68,6 +71,8 @@ class EvictingStore(Store):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
+        if self.policy.per_query_head and query.shape[2] > 1:
+            return self.store(*self._by_query_head(query, key, value), plan, scale)
         (segment,) = plan.segments
         self._finish(self._new_entries(key, value, segment, plan), query, segment, scale)
 
@@ -115,7 +120,16 @@ class EvictingStore(Store):
         counts = self.state.row_counts
         columns = slice(counts.columns - int(counts.held[row]), counts.columns)
         found = torch.zeros(self.num_heads, tokens, dtype=torch.bool)
-        return found.scatter_(1, self.planes["positions"][row, :, columns].cpu(), True)
+        found.scatter_(1, self.planes["positions"][row, :, columns].cpu(), True)
+        return found.unflatten(0, (len(self.heads), -1)).any(dim=1)  # by any query head, if each keeps its own
+
+    def _by_query_head(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B, H * G, 1, n, D]``, and keys and values ``[B, H * G, n, D]``, each query head with its own."""
+        key, value = (states.repeat_interleave(query.shape[2], dim=1) for states in (key, value))
+        if self.num_heads != key.shape[1]:  # the first call: nothing is held yet
+            self.num_heads = key.shape[1]
+            self.allocate(key, value)
+        return query.flatten(1, 2)[:, :, None], key, value
 
     def _new_entries(self, key: Tensor, value: Tensor, segment: SegmentTensors, plan: CallLayout) -> dict[str, Tensor]:
         new = {"keys": key, "values": value}

@@ -125,25 +125,36 @@ class ReallocationLayer(CacheLayerMixin):
         parts = [store.held(row, tokens) for _, store in self.stores]
         return torch.cat(parts).index_select(0, self.restore.cpu())
 
-    def attend_and_store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
-        """Cache the n new tokens and attend: query ``[B, H * G, n, D]`` -> ``[B, n, H * G, D]``."""
+    def attend_and_store(
+        self, query: Tensor, key: Tensor, value: Tensor, parts: list[CallLayout], scale: float
+    ) -> Tensor:
+        """Cache the n new tokens and attend, part by part: query ``[B, H * G, n, D]`` -> ``[B, n, H * G, D]``."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         elif key.shape[0] != self.batch_size:
             raise ValueError(f"the cache holds {self.batch_size} rows but the call has {key.shape[0]}: use a new cache")
         # inference only: a graph through the buffers would never be freed
         query, key, value = query.detach().unflatten(1, (self.num_heads, -1)), key.detach(), value.detach()
+        if len(parts) == 1:
+            out = self._attend_part(query, key, value, parts[0], scale)
+        else:
+            lengths = [plan.length for plan in parts]
+            split = zip(query.split(lengths, 3), key.split(lengths, 2), value.split(lengths, 2), parts, strict=True)
+            out = torch.cat([self._attend_part(*states, scale) for states in split], dim=3)
+        return out.flatten(1, 2).transpose(1, 2).contiguous()
+
+    def _attend_part(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
+        """Query ``[B, H, G, n, D]`` -> its shape."""
         if plan.is_prompt:
             out = attend(query, key, value, plan.full_mask, plan.is_causal, scale)
             self.store(query, key, value, plan, scale)
-        else:
-            parts = [
-                store.attend(self._pick(query, index), self._pick(key, index), self._pick(value, index), plan, scale)
-                for index, store in self.stores
-            ]
-            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1).index_select(1, self.restore)
+            return out
+        of_stores = [
+            store.attend(self._pick(query, index), self._pick(key, index), self._pick(value, index), plan, scale)
+            for index, store in self.stores
+        ]
         self.length = plan.end
-        return out.flatten(1, 2).transpose(1, 2).contiguous()
+        return of_stores[0] if len(of_stores) == 1 else torch.cat(of_stores, dim=1).index_select(1, self.restore)
 
     def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
         """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending to anything."""

@@ -8,18 +8,16 @@ slot j of a row whose newest position is t is in use exactly if j <= t.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from rlkv.attention import LocalSizes
-from rlkv.cache.schedule import RowCounts, Segment, SegmentTensors, plan_segments
+from rlkv.cache.schedule import PREFILL_MODES, RowCounts, Segment, SegmentTensors, plan_segments, split_call
 from rlkv.eviction.base import EvictionPolicy
 
-PREFILL_MODES = ("full", "local")
 BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
 
 
@@ -100,12 +98,25 @@ def read_padding(attention_mask: Tensor | None, known: Padding | None, start: in
     return padding
 
 
+@dataclass(frozen=True)
+class CallPart:
+    """Tokens of a call that are read in one way (:func:`rlkv.cache.schedule.split_call`).
+
+    ``start``: columns before them; ``segments``: how an eviction policy stores them, empty without one.
+    """
+
+    start: int
+    length: int
+    in_full: bool
+    segments: list[Segment] = field(default_factory=list)
+
+
 @dataclass
 class CacheState:
     """What the layers of one cache share.
 
     ``limit`` is the length at which generation ends, if known; ``row_counts`` where the rows stand under an eviction
-    policy; ``record`` whether the positions of cached tokens are noted.
+    policy; ``record`` whether the positions of cached tokens are noted; ``planned`` as of :class:`RowCounts`.
     """
 
     settings: CacheSettings
@@ -113,18 +124,24 @@ class CacheState:
     padding: Padding | None = None
     row_counts: RowCounts | None = None
     record: bool = False
+    planned: Tensor | None = None
 
-    def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[Segment]:
-        """Note the padding and plan how an eviction policy stores the call (without one: no segments)."""
+    def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[CallPart]:
+        """Note the padding, cut the call into its parts, and plan how an eviction policy stores them."""
         self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
+        parts = [CallPart(*part) for part in split_call(self.settings.prefill, start, length)]
         if policy is None:
-            return []
-        before = RowCounts.start(rows) if self.row_counts is None else self.row_counts
+            return parts
+        counts = RowCounts.start(rows, self.planned) if self.row_counts is None else self.row_counts
         padded = self.padding.counts if self.padding is not None else None
-        segments = plan_segments(policy, before, padded, start, length, self.settings.prefill == "full")
-        self.row_counts = segments[-1].after
-        return segments
+        protect = policy.protect_prompt and start == 0
+        for part in parts:
+            span = (part.start, part.length, part.in_full)
+            part.segments.extend(plan_segments(policy, counts, padded, *span, protect=protect))
+            counts = part.segments[-1].after
+        self.row_counts = counts
+        return parts
 
     def join(self, other: CacheState, rows: tuple[int, int], layout: JoinLayout) -> None:
         """Append the rows of ``other``; ``rows``: how many each has."""
@@ -164,21 +181,19 @@ class Block:
 
 
 class CallLayout:
-    """Indices and masks that all layers of one forward call share; each is built once, when first asked for."""
+    """Indices and masks that all layers share in one part of a call; each is built once, when first asked for."""
 
-    def __init__(
-        self, call: tuple[int, int], state: CacheState, device: torch.device, segments: Sequence[Segment] = ()
-    ) -> None:
-        """``call``: cached tokens before it, and its own."""
-        self.settings, self.device, (self.start, self.length) = state.settings, device, call
+    def __init__(self, part: CallPart, state: CacheState, device: torch.device) -> None:
+        self.settings, self.device = state.settings, device
+        self.start, self.length, self.in_full = part.start, part.length, part.in_full
         self.end = self.start + self.length
-        self.segments = [SegmentTensors(segment, device) for segment in segments]
+        self.segments = [SegmentTensors(segment, device) for segment in part.segments]
         self.padding = state.padding.to(device) if state.padding is not None else None
 
     @property
     def is_prompt(self) -> bool:
-        """Whether all heads attend to the whole call in full, with nothing cached before it."""
-        return self.start == 0 and self.length > 1 and self.settings.prefill == "full"
+        """Whether all heads attend to the whole part in full, with nothing cached before it."""
+        return self.start == 0 and self.length > 1 and self.in_full
 
     @property
     def is_causal(self) -> bool:
@@ -239,8 +254,8 @@ class CallLayout:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """The call in blocks.  With prefill "full" one block, in which queries see all earlier tokens of the call."""
-        step, blocks = self.length if self.settings.prefill == "full" else BLOCK, []
+        """The part in blocks; one if it is read in full: queries see all earlier tokens of their block."""
+        step, blocks = self.length if self.in_full else BLOCK, []
         for begin in range(self.start, self.end, step):
             end = min(begin + step, self.end)
             span = (begin - self.start, end - self.start)
@@ -260,7 +275,7 @@ class CallLayout:
         key = torch.cat([self._ring_positions(begin - self._counts), query], dim=1)[:, None, :]
         query = query[:, :, None]
         seen = (key < sink) | (key > query - window)
-        if self.settings.prefill == "full":
+        if self.in_full:
             seen[:, :, ring:] = True
         seen &= (key >= 0) & (key <= query)
         # a padding query sees itself, as in full_mask

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindo
 
 from rlkv.cache.evicting import EvictingStore, KeptTokens
 from rlkv.cache.layer import ReallocationLayer
-from rlkv.cache.plan import CacheSettings, CacheState, CallLayout, JoinLayout
+from rlkv.cache.plan import CacheSettings, CacheState, CallLayout, CallPart, JoinLayout
 from rlkv.cache.stores import RingStore, Store
 from rlkv.eviction.base import EvictionPolicy
 
@@ -29,19 +29,20 @@ class HeadReallocationCache(Cache):
     at which ``generate`` must end.
 
     Full heads see everything before a token; compressible heads the first S real tokens of its row and the last W,
-    itself included, and with ``prefill="full"`` all earlier tokens of the same call, which is compressed afterwards.
+    itself included, and with ``prefill="full"`` all earlier tokens of the same call, which is compressed afterwards;
+    ``"published"`` reads all but the last 50 tokens of each row so, as RLKV's evaluator does.
 
     *Eviction.*  With a policy, compressible heads keep what it chooses instead: up to ``budget + buffer`` entries of
     each row (more for policies without a fixed budget).  ``nbytes`` then also counts the queries and scores that the
     policy needs.  In a call of several tokens, ``prefill="full"`` evicts at its end and ``"local"`` at the same
-    tokens as calls of one token would.  Positions stay those of the text.
+    tokens as calls of one token would (``"published"``: first so, then so).  Positions stay those of the text.
 
     Rows may be padded on the left, the same in every call.  Beams are reordered; ``crop`` is refused.
 
     Args:
         full: bool ``[num_layers, num_kv_heads]``, True for full heads (``HeadAllocation.full``).
         sink, window: S first and W last real tokens of each row that compressible heads keep.
-        prefill: ``"full"`` or ``"local"``.
+        prefill: ``"full"``, ``"local"`` or ``"published"``.
         reserve: tokens for which full heads get memory up front, exactly; 0: grow with the text.
         eviction: the policy of the compressible heads; None: ``sink`` and ``window``.
         record: note the positions of cached tokens: ``kept`` lists what each eviction kept, ``held`` what is cached.
@@ -90,7 +91,7 @@ class HeadReallocationCache(Cache):
 
     def fill(self, key: Tensor, value: Tensor) -> None:
         """For measurements: store the states ``[B, H, T, D]`` of a prompt in every layer of an empty cache."""
-        plan = CallLayout((0, key.shape[2]), self.state, key.device)
+        plan = CallLayout(CallPart(0, key.shape[2], in_full=True), self.state, key.device)
         if self.settings.eviction is not None:
             raise ValueError("fill() has no queries to give an eviction policy: let the model read a prompt instead")
         for layer in self._layers.values():
@@ -180,7 +181,7 @@ class HeadReallocationCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, the padding and what was kept; memory stays."""
-        self.state.padding = self.state.row_counts = None
+        self.state.padding = self.state.row_counts = self.state.planned = None
         self.kept.clear()
         for layer in self._layers.values():
             layer.reset()

@@ -7,7 +7,7 @@ token goes to the same column in all rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -15,19 +15,49 @@ from torch import Tensor
 
 from rlkv.eviction.base import EvictionPolicy
 
+DECODED = 50  # last tokens of a prompt that RLKV's evaluator decodes (decoding_simulation_length in its code)
+_IN_FULL = {"full": lambda length: length, "local": lambda length: 0, "published": lambda n: max(0, n - DECODED)}
+PREFILL_MODES = tuple(_IN_FULL)
+
+
+def split_call(prefill: str, start: int, length: int) -> list[tuple[int, int, bool]]:
+    """The parts of a call of ``length`` tokens after ``start`` cached ones, as (start, length, in full).
+
+    Tokens of a part that is read in full see each other in all heads, and compressible heads are compressed after it;
+    other parts are read as if their tokens came one at a time.  Rows end at the last column, so that the last
+    ``DECODED`` columns hold the last tokens of every row, or all of a shorter one.
+    """
+    whole = _IN_FULL[prefill](length)
+    parts = [(start, whole, True), (start + whole, length - whole, False)]
+    return [part for part in parts if part[1]]
+
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Of each row, int64 ``[B]``: entries held, how many of the first are never evicted, tokens seen, evictions."""
+    """Of each row, int64 ``[B]``: entries held, tokens seen, how many of the first are never evicted, evictions.
+
+    ``planned``: length of the text by which the row's budget is fixed from its start; 0: it grows with the text.
+    """
 
     held: Tensor
     seen: Tensor
     protected: Tensor
     evictions: Tensor
+    planned: Tensor
 
     @classmethod
-    def start(cls, rows: int) -> RowCounts:
-        return cls(*(torch.zeros(rows, dtype=torch.long) for _ in range(4)))
+    def start(cls, rows: int, planned: Tensor | None = None) -> RowCounts:
+        held, seen, protected, evictions, none = torch.zeros(5, rows, dtype=torch.long)
+        return cls(held, seen, protected, evictions, none if planned is None else planned)
+
+    @property
+    def _columns(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def counted(self) -> Tensor:
+        """Tokens by which the policy counts: those seen, or of the planned text, without protected ones."""
+        return (torch.where(self.planned > 0, self.planned, self.seen) - self.protected).clamp(min=0)
 
     @property
     def columns(self) -> int:
@@ -36,16 +66,15 @@ class RowCounts:
 
     def select(self, rows: Tensor) -> RowCounts:
         rows = rows.cpu()
-        return RowCounts(*(counts[rows] for counts in (self.held, self.seen, self.protected, self.evictions)))
+        return RowCounts(*(counts[rows] for counts in self._columns))
 
     def join(self, other: RowCounts) -> RowCounts:
         """The rows of both."""
-        mine, others = ((c.held, c.seen, c.protected, c.evictions) for c in (self, other))
-        return RowCounts(*(torch.cat(pair) for pair in zip(mine, others, strict=True)))
+        return RowCounts(*(torch.cat(pair) for pair in zip(self._columns, other._columns, strict=True)))
 
     def due(self, policy: EvictionPolicy) -> Tensor:
         """bool ``[B]``: rows whose evictable entries have reached the policy's capacity."""
-        return self.held - self.protected >= policy.capacity(self.seen - self.protected, self.evictions)
+        return self.held - self.protected >= policy.capacity(self.counted, self.evictions)
 
     def advance(self, tokens: Tensor, protect: bool) -> RowCounts:
         """After ``tokens`` ``[B]`` more entries, none of which may be evicted if ``protect``."""
@@ -55,7 +84,7 @@ class RowCounts:
     def evict(self, policy: EvictionPolicy, due: Tensor) -> tuple[RowCounts, Tensor]:
         """The counts after the rows ``due`` evicted, and how many evictable entries each row then has."""
         evictable = self.held - self.protected
-        entries = policy.entries(self.seen - self.protected, self.evictions)
+        entries = policy.entries(self.counted, self.evictions)
         kept = torch.where(due, torch.minimum(entries, evictable), evictable)
         return replace(self, held=self.protected + kept, evictions=self.evictions + due.long()), kept
 
@@ -77,19 +106,25 @@ class Segment:
 
 
 def plan_segments(
-    policy: EvictionPolicy, counts: RowCounts, padding: Tensor | None, start: int, length: int, in_one_go: bool
+    policy: EvictionPolicy,
+    counts: RowCounts,
+    padding: Tensor | None,
+    start: int,
+    length: int,
+    in_one_go: bool,
+    protect: bool = False,
 ) -> list[Segment]:
-    """How a call of ``length`` tokens after ``start`` cached ones is stored.
+    """How a call, or a part of one, of ``length`` tokens after ``start`` cached ones is stored.
 
     Args:
         counts: the rows before the call.
         padding: int64 ``[B]``, columns of left padding in each row; None: no padding.
         in_one_go: the tokens of the call see each other in full and eviction waits for its end; otherwise rows evict
             at exactly the tokens at which they would if the tokens came one at a time.
+        protect: none of the tokens may ever be evicted.
     """
     begin, end = start, start + length
     padding = torch.zeros_like(counts.held) if padding is None else padding.cpu()
-    protect = policy.protect_prompt and start == 0
     segments = []
     while begin < end:
         stop = end if in_one_go or protect else _next_eviction(policy, counts, padding, begin, end)
@@ -111,8 +146,7 @@ def _next_eviction(policy: EvictionPolicy, counts: RowCounts, padding: Tensor, b
     while True:
         # a capacity may grow with the tokens read: go on until each row is due or at the end
         stored = counts.advance(tokens, False)
-        evictable, seen = stored.held - stored.protected, stored.seen - stored.protected
-        missing = policy.capacity(seen, stored.evictions) - evictable
+        missing = policy.capacity(stored.counted, stored.evictions) - (stored.held - stored.protected)
         open_rows = (missing > 0) & (first + tokens < end)
         if not open_rows.any():
             return min(end, int((first + tokens).min()))

@@ -2,6 +2,11 @@
 
 In text, word sequences in a file or in random common words of the tokenizer's vocabulary; for the tiny model, bindings
 among definitions of its task.
+
+As in the published code, passkeys lie at depths of 5 to 95% of the haystack, and all tokens after the haystack count,
+questions and passkeys (in the paper's text the passkeys alone).  Different are the wording and the words; the haystack,
+there always the beginning of BookSum; the lengths, there 50 values between the limits; and that the states compared are
+those that predict these tokens, one position earlier.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ ORDINALS = (
 INTRODUCTION = "The following text hides several passkeys. Read it and remember them.\n\n"
 NEEDLE = "\n\nPlease remember: the {ordinal} passkey is:{words}.\n\n"
 QUESTION = "\n\nWhat was the {ordinal} passkey in the text above? The {ordinal} passkey is:"
+DEPTHS, SHALLOWEST, DEEPEST = 1000, 0.05, 0.95  # of passkeys: evenly spaced shares of the haystack, both ends included
 WORDS_PER_SENTENCE = 12
 FEWEST_FILLER_WORDS = 200
 
@@ -119,17 +125,20 @@ class TextRecall:
         pieces = self._pieces(rng)
         room = rng.randint(self.min_length, self.max_length) - self._fixed_length(pieces)
         text = self._filler(rng, max(0, room))
-        cuts = sorted(rng.randint(0, len(text)) for _ in pieces)
+        cuts = [int(len(text) * depth) for depth in self._depths(rng)]
         ids = list(self._head)
-        for piece, start, end in zip(pieces, [0, *cuts], cuts, strict=False):
-            ids += text[start:end] + piece.needle
+        for piece, begin, end in zip(pieces, [0, *cuts], cuts, strict=False):
+            ids += text[begin:end] + piece.needle
         ids += text[cuts[-1] :]
-        answers: list[int] = []
+        start = len(ids)
         for piece in pieces:
-            ids += piece.question
-            answers += range(len(ids), len(ids) + len(piece.answer))
-            ids += piece.answer
-        return MarkedText(tuple(ids), tuple(answers))
+            ids += piece.question + piece.answer
+        return MarkedText(tuple(ids), tuple(range(start, len(ids))))
+
+    def _depths(self, rng: random.Random) -> list[float]:
+        """Where the passkeys lie, as shares of the haystack, ascending and all different."""
+        steps = sorted(rng.sample(range(DEPTHS), self.passkeys))
+        return [SHALLOWEST + (DEEPEST - SHALLOWEST) * step / (DEPTHS - 1) for step in steps]
 
     def _pieces(self, rng: random.Random) -> list[_Piece]:
         found = []

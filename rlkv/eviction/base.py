@@ -110,6 +110,11 @@ class EvictionPolicy(ABC):
         """The largest number of entries that a head holds of a sequence; None: no limit."""
         return None if self.budget is None or self.protect_prompt else self.budget + self.buffer
 
+    @property
+    def per_query_head(self) -> bool:
+        """Whether each query head keeps entries of its own: G times as many as a policy for KV heads."""
+        return False
+
     def recent(self, budget: Tensor) -> Tensor:
         """How many of the most recent entries are always kept; ``budget`` and result int64 ``[B]``."""
         return torch.full_like(budget, self.observation)

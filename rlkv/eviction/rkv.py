@@ -21,7 +21,7 @@ from rlkv.eviction.attention import (
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.eviction.registry import register
 
-VARIANTS = ("paper", "published")
+VARIANTS = ("paper", "published", "rlkv_tables")
 TILE = 128  # columns of similarities that should be computed at once
 FIXED = 2.0**40  # units of 1 in which similarities are added up
 EPSILON = 1e-8  # added to a key's norm: a key of zeros is not similar to any
@@ -36,11 +36,16 @@ class RKV(EvictionPolicy):
     (:func:`redundancy`), both ``[B, H, N]``.
 
     Attributes:
-        lam: the paper's lambda.
+        lam: the paper's lambda, 0.1; the released code runs with 0.07 unless it is told otherwise.
         threshold: T, the cosine similarity above which two keys are similar.
-        recent_similar: beta, for how many of its most recent similar tokens a token does not count as a repetition.
-        kernel: entries of the pooling window.
-        variant: "paper", or "published" for the selection of the authors' code.
+        recent_similar: beta, how many of its most recent similar tokens each token forgives.
+        kernel: entries of the pooling window; with 2W of them (the paper's equation 4) from i - W to i + W - 1.
+        variant: "paper"; "published" for the selection of the authors' code (in which only odd kernels run);
+            "rlkv_tables" for what the tables of RLKV (arXiv 2510.08525) were measured with, see :meth:`capacity`.
+        compacted: of "rlkv_tables": how many of the last entries compete, the older ones stay.
+
+    The budget of RLKV's tables is ``ratio`` of the tokens read and S + W - 4G entries, for the G query heads of a KV
+    head, whose observed queries take the bytes of 4G entries: ``extra=64`` for 16 + 64 and G = 4, 52 for G = 7.
     """
 
     lam: float = 0.1
@@ -48,20 +53,47 @@ class RKV(EvictionPolicy):
     recent_similar: int = 1
     kernel: int = 7
     variant: str = "paper"
+    compacted: int = 512
 
     name: ClassVar[str] = "rkv"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.kernel > 0 and self.kernel % 2 == 1, "kernel", "an odd number of entries")
-        self.require(self.variant in VARIANTS, "variant", f"one of {', '.join(VARIANTS)}")
+        check_pooling(self, self.kernel, self.variant, VARIANTS)
         for field in ("lam", "threshold"):
             self.require(0 <= getattr(self, field) <= 1, field, "from 0 to 1")
         self.require(self.recent_similar >= 1, "recent_similar", "1 or more tokens")
-        fits = self.variant != "published" or self.recent_similar == 1
-        self.require(fits, "recent_similar", '1 with variant="published"')
+        fits = self.variant == "paper" or self.recent_similar == 1
+        self.require(fits, "recent_similar", f'1 with variant="{self.variant}"')
+        if self._of_tables:
+            self.require(self.ratio is not None, "ratio", 'given with variant="rlkv_tables"')
+            least = self.buffer + self.observation
+            self.require(self.compacted >= least, "compacted", f"at least buffer + observation, {least}")
+        else:
+            self.require(self.compacted == RKV.compacted, "compacted", 'left out without variant="rlkv_tables"')
+
+    @property
+    def _of_tables(self) -> bool:
+        return self.variant == "rlkv_tables"
+
+    def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
+        """As of the base class; in RLKV's tables every eviction removes ``buffer`` entries."""
+        return seen - self.buffer * (evictions + 1) if self._of_tables else super().entries(seen, evictions)
+
+    def capacity(self, seen: Tensor, evictions: Tensor) -> Tensor:
+        """As of the base class; in RLKV's tables one entry above the budget, and above ``compacted``."""
+        if not self._of_tables:
+            return super().capacity(seen, evictions)
+        return super().entries(seen, evictions).clamp(min=self.compacted) + 1
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
+        if not self._of_tables:
+            return self._scores(keys, queries, valid)
+        last = slice(-self.compacted, None)
+        scores = self._scores(keys[:, :, last], queries, valid[:, last])
+        return F.pad(scores, (keys.shape[2] - scores.shape[2], 0), value=torch.finfo(torch.float32).max)
+
+    def _scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         important = importance(keys, queries, valid, self.observation, self.kernel, self.variant)
         if self.lam == 1:
             return important
@@ -69,32 +101,44 @@ class RKV(EvictionPolicy):
         return self.lam * important - (1 - self.lam) * redundant
 
 
+def check_pooling(policy: EvictionPolicy, kernel: int, variant: str, variants: tuple[str, ...]) -> None:
+    """Raise ValueError unless the policy's fields ``kernel`` and ``variant`` fit :func:`importance`."""
+    policy.require(variant in variants, "variant", f"one of {', '.join(variants)}")
+    policy.require(kernel >= 1, "kernel", "1 or more entries")
+    fits = variant == "paper" or kernel % 2 == 1
+    policy.require(fits, "kernel", f'an odd number of entries with variant="{variant}"')
+
+
 def importance(keys: Tensor, queries: Tensor, valid: Tensor, observation: int, kernel: int, variant: str) -> Tensor:
     """I, the attention that the last ``observation`` queries pay to the entries before them: ``[B, H, N]``.
 
-    "paper" (section 3.2): the softmax of each query head runs over all entries that the query sees, the observation
-    tokens up to its own among them; the maximum over the heads of a group, divided by its sum over the same entries;
-    the maximum over a window of ``kernel`` entries; the mean over the queries.
-    "published": the maximum over the group's logits; a softmax over the entries before the observation tokens; the
-    mean over the queries; the maximum over a window.  In both, windows do not reach into the observation tokens.
+    Attention is a softmax over the candidates, the entries before the observation tokens (section 3.1).
+
+    "paper" (section 3.2): the softmax of each query head; the maximum over the heads of a group, divided by its sum
+    over the candidates (equation 3; as printed, equation 2 has no softmax, which is what "published" computes); the
+    maximum over a window of ``kernel`` candidates; the mean over the queries.
+    "published": the maximum over the group's logits; their softmax; the mean over the queries; the maximum over a
+    window.  "rlkv_tables": the softmax of each query head; the mean over the queries; the maximum over the group and
+    then over a window.  Windows do not reach into the observation tokens.
 
     Args: keys ``[B, H, N, D]``; queries ``[B, Q, a, D]``, of the last a entries; valid bool ``[B, N]``.
     """
     flat = FlatHeads.of(keys, queries[:, :, -observation:], valid)
     (num_flat, n, d), (g, a) = flat.keys.shape, flat.queries.shape[1:3]
-    last, candidate = slice(n - a, n), torch.arange(n, device=keys.device) < n - observation
     important = torch.empty(num_flat, n, dtype=torch.float32, device=keys.device)
     for heads in pieces(num_flat, n * max(d, g * a)):
-        logits, valid_LN = attention_logits(flat.keys[heads], flat.queries[heads]), flat.valid[heads]
+        logits = attention_logits(flat.keys[heads], flat.queries[heads])
+        mask = visible(flat.valid[heads], slice(n - a, n), hidden=observation)
         # attention is never negative: a 0 (padding, observation tokens) changes no maximum
-        if variant == "published":
-            attention = masked_softmax(logits.amax(dim=1), visible(valid_LN, last, hidden=observation))
-            important[heads] = _max_pool(sum_rows(attention)[:, None] / a, kernel)[:, 0]
-        else:
-            attention = masked_softmax(logits, visible(valid_LN, last)[:, None]).amax(dim=1)
+        if variant == "paper":
+            attention = masked_softmax(logits, mask[:, None]).amax(dim=1)
             total = attention.sum(dim=-1, keepdim=True)
-            attention = (attention / total.masked_fill(total == 0, 1)).masked_fill(~candidate, 0)
+            attention = attention / total.masked_fill(total == 0, 1)
             important[heads] = sum_rows(_max_pool(attention, kernel)) / a
+        else:
+            grouped = logits.amax(dim=1, keepdim=True) if variant == "published" else logits
+            received = sum_rows(masked_softmax(grouped, mask[:, None])).amax(dim=1, keepdim=True)
+            important[heads] = _max_pool(received / a, kernel)[:, 0]
     return important.unflatten(0, keys.shape[:2])
 
 
@@ -103,8 +147,13 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
 
     Cosine similarity of all pairs of keys (section 3.3), observation tokens included, 0 on the diagonal.  In the row
     of each token the ``recent_similar`` last entries with a similarity above ``threshold`` are set to 0, wherever they
-    stand before or after it: the latest copy does not count as a repetition.  Then the mean over the rows for each
-    entry, and a softmax over all entries.  "published": a token with no similar one has the first entry set to 0.
+    stand before or after it.  Then the mean over the rows for each entry, and a softmax over all entries.
+
+    *Which of two similar tokens is forgiven.*  The paper's text: only the beta most recent of the similar tokens are
+    retained.  Its formula: ``S[j, i] = 0`` for the beta most recent j that are similar to i, then for each i the mean
+    over j, which takes something off every copy, also the early ones.  The released code: as the text, the latest
+    similar token of each row is forgiven (beta = 1), and where there is none, the first entry.  Here: as the text and
+    the code, with any beta; the first entry is not forgiven in "paper".
 
     The mean needs no N x N matrix: the similarities of an entry add up to the product of its unit key and the sum of
     all unit keys, and what was set to 0 is taken off (:func:`_latest_similar`).
@@ -120,7 +169,7 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
         unit = unit / (unit.norm(dim=-1, keepdim=True) + EPSILON)
         unit = unit.masked_fill(~valid_LN[heads, :, None], 0)  # padding is not similar to any key
         forgiven, found = _latest_similar(unit, valid_LN[heads], threshold, recent_similar)
-        if variant == "published":
+        if variant != "paper":
             column = unit.gather(1, first[heads, None, None].expand(-1, 1, d).clamp(max=n - 1))
             alone = (unit * column).sum(dim=-1).masked_fill(found > 0, 0)
             # the first entry's own similarity is 0 already
@@ -164,5 +213,5 @@ def _latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -
 
 
 def _max_pool(values: Tensor, kernel: int) -> Tensor:
-    """``[L, a, N]`` -> the maximum over the ``kernel`` entries around each."""
-    return F.max_pool1d(values, kernel, stride=1, padding=kernel // 2)
+    """``[L, a, N]`` -> the maximum over ``kernel`` entries around each, one more before it than after if even."""
+    return F.max_pool1d(values, kernel, stride=1, padding=kernel // 2)[..., : values.shape[-1]]

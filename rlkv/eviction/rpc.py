@@ -24,8 +24,9 @@ class RPC(EvictionPolicy):
     the prompt); the sum over the R queries, the mean over heads, and the mean over a window of ``kernel`` entries
     (entries beyond the ends count as 0) give the scores ``[B, H, N]``.
 
-    The schedule: after n evictions the next one is due at ``n * int(P/c) + P`` entries plus, from the second on,
-    the R that the one before kept; it keeps ``(n+1) * int(P/c)`` and the last R.  The entries grow with the text.
+    The schedule (section 3.3): the first eviction is due at P + R tokens, the others every P tokens after it.  After n
+    evictions the next one chooses among ``n * int(P/c) + P`` entries and keeps ``(n+1) * int(P/c)`` of them, and the
+    last R.  The entries grow with the text.
     ``budget`` or ``ratio`` replace this schedule (with ``buffer``), e.g. to hold as many bytes as another policy.
 
     Attributes:
@@ -33,7 +34,8 @@ class RPC(EvictionPolicy):
         R: the selector window, most recent entries whose queries judge the others and which are always kept.
         c: compression ratio.
         aggregation: over which query heads the mean is taken.  "all": those of the layer, so that all heads keep the
-            same tokens; "group": those of a KV head; "head": none, which is refused for models with grouped queries.
+            same tokens; "group": those of a KV head; "head": none, each query head keeps its own tokens, which takes
+            a copy of keys and values per query head (table 4: for comparison only).
         kernel: entries of the pooling window.
         observation: equals R; not an option.
     """
@@ -65,6 +67,10 @@ class RPC(EvictionPolicy):
         self.require(self.aggregation in AGGREGATIONS, "aggregation", f"one of {', '.join(AGGREGATIONS)}")
 
     @property
+    def per_query_head(self) -> bool:
+        return self.aggregation == "head"
+
+    @property
     def scheduled(self) -> bool:
         """Whether P and c, not a budget, say when to evict and how much to keep."""
         return self.budget is None and self.ratio is None
@@ -77,10 +83,9 @@ class RPC(EvictionPolicy):
     def _check_budget(self) -> None:
         if not self.scheduled:
             return super()._check_budget()
-        self.require(self.c >= 1, "c", "1 or more")
-        kept = self.step + self.R
-        self.require(kept < self.P, "P", f"more than what the first eviction keeps, int(P/c) + R = {kept}")
-        self.check_entries(kept)
+        self.require(self.c > 1, "c", "more than 1")
+        self.require(self.P >= 1, "P", "1 or more tokens")
+        self.check_entries(self.step + self.R)
 
     def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
         if not self.scheduled:
@@ -90,7 +95,7 @@ class RPC(EvictionPolicy):
     def capacity(self, seen: Tensor, evictions: Tensor) -> Tensor:
         if not self.scheduled:
             return super().capacity(seen, evictions)
-        return evictions * self.step + (evictions > 0) * self.R + self.P
+        return evictions * self.step + self.P + self.R
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         received = attention_received(keys, queries[:, :, -self.R :], valid, hidden=self.R)
@@ -98,7 +103,7 @@ class RPC(EvictionPolicy):
         if self.aggregation == "head" and group_size > 1:
             raise ValueError(
                 f'{self.name}: aggregation="head" lets each query head keep its own tokens, but {group_size} of them '
-                'share a KV head here: use "group" or "all"'
+                'share keys here: give each its own keys, as the cache does, or use "group" or "all"'
             )
         pooled_heads = received.flatten(1, 2)[:, None] if self.aggregation == "all" else received
         mean = sum_rows(pooled_heads) / pooled_heads.shape[2]

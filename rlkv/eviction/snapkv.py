@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.eviction.registry import register
-from rlkv.eviction.rkv import VARIANTS, importance
+from rlkv.eviction.rkv import check_pooling, importance
 
 
 @register
@@ -20,7 +20,7 @@ class SnapKV(EvictionPolicy):
     The score is :func:`rlkv.eviction.rkv.importance`, ``[B, H, N]``.
 
     Attributes:
-        kernel: entries of the max-pooling window, odd.
+        kernel: entries of the max-pooling window, as of R-KV.
         variant: "paper" or "published": the order in which softmax, the maximum over the group and the mean over
             queries are taken.
     """
@@ -32,8 +32,7 @@ class SnapKV(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.kernel > 0 and self.kernel % 2 == 1, "kernel", "an odd number of entries")
-        self.require(self.variant in VARIANTS, "variant", f"one of {', '.join(VARIANTS)}")
+        check_pooling(self, self.kernel, self.variant, ("paper", "published"))
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         return importance(keys, queries, valid, self.observation, self.kernel, self.variant)

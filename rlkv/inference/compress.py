@@ -53,12 +53,17 @@ class CompressedSession:
     default_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict
     cache: HeadReallocationCache | None = None
 
-    def new_cache(self, limit: int | None = None) -> HeadReallocationCache:
-        """An empty cache of this session's allocation and sizes; ``limit``: tokens at which generation ends."""
+    def new_cache(self, limit: int | None = None, planned: torch.Tensor | None = None) -> HeadReallocationCache:
+        """An empty cache of this session's allocation and sizes.
+
+        Args:
+            limit: tokens at which generation ends.
+            planned: int64 ``[B]``, a length of text for each row: the policy's ratio is of that length, from the start.
+        """
         kept = self.settings
         sizes = (kept.sink, kept.window, kept.prefill, 0, kept.eviction, self.record)
         cache = HeadReallocationCache(self.allocation.full, *sizes, stock_layers=self.default_layers)
-        cache.state.limit = limit
+        cache.state.limit, cache.state.planned = limit, planned
         return cache
 
     def check(self, cache: Any) -> HeadReallocationCache:
@@ -135,7 +140,9 @@ def compress(
         sparsity: share of all KV heads that is compressed; None with a ``HeadAllocation`` or without gates.
         sink, window: first and last tokens of each row that a compressible head keeps; the current one counts.
         prefill: ``"full"``: all heads read a prompt in full and compress it afterwards; ``"local"``: compressible
-            heads read it through sinks and window too, as in training.
+            heads read it through sinks and window too, as in training; ``"published"``: all of it but its last 50
+            tokens in full, these as if they were decoded, as in the evaluation of RLKV (a prompt of up to 50 tokens:
+            all of it).
         scope: ``"global"`` or ``"layer"``: where heads compete for staying full.
         eviction: a policy from :mod:`rlkv.eviction`, such as ``RKV(budget=256)``, for the compressible heads, instead
             of ``sink`` and ``window``.

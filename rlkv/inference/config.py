@@ -42,7 +42,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     template: str | None = None
     """prompt template: rlkv, boxed or plain; default: the one that the gates were trained with, else rlkv"""
     prefill: str | None = None  # type: ignore[assignment]
-    """full or local (as in training): how prompts are read; default: full, with vllm local"""
+    """full, local (as in training) or published: how prompts are read; default: full, with vllm local"""
     scope: Literal["global", "layer"] = "global"
     """heads compete in the whole model, or in each layer"""
     max_new_tokens: int = 512
@@ -110,6 +110,8 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
         for option, is_given in (("--show-kept", self.show_kept), ("--compare-full", self.compare_full)):
             if is_given:
                 raise ValueError(f"{option} does not work with --backend vllm: leave out one of the two")
+        if self.prefill == "published":
+            raise ValueError("--prefill published does not work with --backend vllm: use full or local")
         if self.device != "auto":
             raise ValueError("--device does not work with --backend vllm: the installed vLLM is for CPUs or for GPUs")
         if self.is_chat:

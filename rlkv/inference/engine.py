@@ -76,6 +76,7 @@ class InferenceEngine(HFEngine):
         super().__init__(model, tokenizer, batch_size)
         self.allocation, self.eviction, self.record = allocation, eviction, record
         self._session: CompressedSession | None = None
+        self._planned: torch.Tensor | None = None
         self.sizes: dict[str, Any] = {"sink": sink, "window": window, "prefill": prefill}
 
     def describe(self) -> dict[str, Any]:
@@ -133,9 +134,16 @@ class InferenceEngine(HFEngine):
         stop: StopRule | None = None,
         before_change: Callable[[Cache], None] | None = None,
         full: bool = False,
+        planned: Sequence[int] | None = None,
     ) -> Generator[tuple[int, Completion], None, None]:
-        """As :meth:`HFEngine.stream`, under the allocation; ``full``: with the full cache instead."""
+        """As :meth:`HFEngine.stream`, under the allocation.
+
+        Args:
+            full: with the full cache instead.
+            planned: for each prompt the length of a text, of which the policy's ratio is taken from the start.
+        """
         with self._caches(full):
+            self._planned = None if planned is None else torch.tensor(planned)
             yield from super().stream(prompts, sampling, numbers, stop, before_change)
 
     def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
@@ -151,8 +159,10 @@ class InferenceEngine(HFEngine):
         tokens = sum(len(completion.token_ids) for completion in completions)
         return completions, replace(sum(usages, NO_USAGE), tokens=tokens, seconds=seconds)
 
-    def _new_cache(self, limit: int) -> Cache | None:
-        return super()._new_cache(limit) if self._session is None else self._session.new_cache(limit=limit)
+    def _new_cache(self, limit: int, rows: list[int]) -> Cache | None:
+        if self._session is None:
+            return super()._new_cache(limit, rows)
+        return self._session.new_cache(limit, None if self._planned is None else self._planned[rows])
 
     @contextmanager
     def _caches(self, full: bool) -> Iterator[Callable[[], Cache]]:

@@ -41,8 +41,9 @@ class CacheOptions:
     """first tokens that a compressible head keeps; default: what the gates file says, else 16"""
     window: int | None = None
     """last tokens that a compressible head keeps; default: what the gates file says, else 64"""
-    prefill: Literal["full", "local"] = "full"
-    """full: every head reads the whole prompt and is compressed afterwards; local: as in training"""
+    prefill: Literal["full", "local", "published"] = "full"
+    """full: every head reads the whole prompt and is compressed afterwards; local: as in training; published: full but
+    for its last 50 tokens, which are decoded, as in the evaluation of RLKV"""
 
     def cache_settings(self, gates: Mapping[str, HeadGates], eviction: EvictionPolicy | None = None) -> CacheSettings:
         """Sink and window as given, else what the gates files say (all the same), else 16 and 64."""

@@ -87,7 +87,7 @@ def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings)
         raise ValueError("use_cache=False leaves nothing to compress: generate with the cache under compress(...)")
     if mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant:
         raise ValueError("assisted generation takes tokens back, which a compressed cache cannot: leave it out")
-    if in_chunks and settings.prefill == "full":
+    if in_chunks and settings.prefill != "local":
         raise ValueError(
             "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use prefill='local'"
         )

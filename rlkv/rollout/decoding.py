@@ -23,12 +23,9 @@ REFILL_AT = 0.75  # share of rows that still run at which the others leave: ever
 
 
 class StopRule(Protocol):
-    """Decides at every full ``window`` of new tokens of a row, given these, whether the row is to end."""
+    """Decides after each new token of a row, given all of its new tokens, whether the row is to end."""
 
-    @property
-    def window(self) -> int: ...
-
-    def __call__(self, token_ids: list[int]) -> bool: ...
+    def ends(self, token_ids: list[int]) -> bool: ...
 
 
 @dataclass
@@ -49,8 +46,9 @@ class Decoding:
 
     Attributes:
         model: in eval mode, on its device.
-        new_cache: an empty cache for texts of at most so many columns; None: the model's own.  Where the cache
-            has ``can_join``, prompts join the running batch; otherwise the next batch begins when one has ended.
+        new_cache: an empty cache for texts of at most so many columns, of the prompts with these indices; None: the
+            model's own.  Where the cache has ``can_join``, prompts join the running batch; otherwise the next batch
+            begins when one has ended.
         rollout: which of the calls with one seed this is: its draws are others.
         logprobs: whether log-probabilities are noted.
         stop: ends rows early, with the reason ``repetition``.
@@ -62,7 +60,7 @@ class Decoding:
     eos_ids: Sequence[int]
     pad_id: int
     max_rows: int
-    new_cache: Callable[[int], Cache | None]
+    new_cache: Callable[[int, list[int]], Cache | None]
     rollout: int = 0
     logprobs: bool = False
     stop: StopRule | None = None
@@ -112,7 +110,7 @@ class _Batch:
         self.padding_R = torch.tensor([length - len(ids) for _, ids, _ in prompts], device=device)
         self.running_R = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self.columns = 0
-        self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens)
+        self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens, [row.index for row in self.rows])
 
     @property
     def joins(self) -> bool:
@@ -170,12 +168,12 @@ class _Batch:
     def _append(self, row: Row, token: int, logprob: float) -> None:
         row.token_ids.append(token)
         row.logprobs.append(logprob)
-        stop, length = self.decoding.stop, len(row.token_ids)
+        stop = self.decoding.stop
         if token in self.decoding.eos_ids:
             row.finish_reason = "stop"
-        elif stop is not None and length % stop.window == 0 and stop(row.token_ids[-stop.window :]):
+        elif stop is not None and stop.ends(row.token_ids):
             row.finish_reason = "repetition"
-        elif length == self.decoding.sampling.max_new_tokens:
+        elif len(row.token_ids) == self.decoding.sampling.max_new_tokens:
             row.finish_reason = "length"
 
     def leave(self) -> None:

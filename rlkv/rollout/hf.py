@@ -59,8 +59,8 @@ class HFEngine(RolloutEngine):
                 assert row.finish_reason is not None
                 yield row.index, self._completion(row.token_ids, row.finish_reason, row.seconds)
 
-    def _new_cache(self, limit: int) -> Cache | None:
-        """An empty cache for ``limit`` tokens; None where compress(...) brings its own."""
+    def _new_cache(self, limit: int, rows: list[int]) -> Cache | None:
+        """An empty cache for ``limit`` tokens of the prompts ``rows``; None where compress(...) brings its own."""
         compressed = self.model.config._attn_implementation == COMPRESSED
         return None if compressed else full_cache(self.model.config, limit)
 

@@ -36,7 +36,7 @@ def roll_out(
         max_rows: rows decoded at once.
     """
 
-    def new_cache(limit: int) -> Cache:
+    def new_cache(limit: int, rows: list[int]) -> Cache:
         return full_cache(model.config, limit)
 
     decoding = Decoding(model, sampling, eos_ids, pad_id, max_rows, new_cache, rollout=rows.rollout, logprobs=True)

@@ -64,6 +64,11 @@ class ServingSettings:
             optional = value is None and name != "reference_tokens"
             if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"rlkv: {name} must be an integer of at least {least}, got {value!r}")
+        if self.prefill == "published":
+            raise ValueError(
+                "rlkv: prefill 'published' is not served by the vLLM plugin, whose steps read a prompt in one way: use "
+                "'full' or 'local', or rlkv-infer with its own backend, which has all three"
+            )
         for name, choices in (("scope", ("global", "layer")), ("prefill", ("local", "full"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"rlkv: {name} must be {' or '.join(choices)}, got {getattr(self, name)!r}")

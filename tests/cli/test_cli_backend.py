@@ -25,6 +25,7 @@ def test_what_works_passes() -> None:
         ({"show_kept": Path("page.html")}, "--show-kept"),
         ({"compare_full": True}, "--compare-full"),
         ({"device": "cpu"}, "--device"),
+        ({"prefill": "published"}, "--prefill published"),
         ({"gates": None, "eviction": "rkv", "budget": 64}, "--gates"),
     ],
 )

@@ -39,12 +39,16 @@ def test_samples_hide_what_is_asked_for(tokenizer: Any) -> None:
         lengths.add(len(sample.ids))
         assert 900 <= len(sample.ids) <= 1200
         assert sample.ids[0] == tokenizer.bos_token_id
-        answers = tokenizer.decode([sample.ids[i] for i in sample.answers]).split()
-        assert len(answers) == 3 * 4
-        assert set(answers) <= set(PASSKEY_WORDS)
+        assert sample.answers == tuple(range(sample.answers[0], len(sample.ids)))  # all that follows the haystack
+        asked = tokenizer.decode([sample.ids[i] for i in sample.answers])
+        answers = [part.split()[:4] for part in asked.split("passkey is:")[1:]]
+        assert len(answers) == 3
+        assert {word for words in answers for word in words} <= set(PASSKEY_WORDS)
+        assert asked.count("What was the") == 3
         before = tokenizer.decode(sample.ids[: sample.answers[0]])
-        places = [before.index(" ".join(answers[i : i + 4])) for i in (0, 4, 8)]
+        places = [before.index(f"passkey is: {' '.join(words)}") / len(before) for words in answers]
         assert places == sorted(places)
+        assert 0.04 < places[0] < places[-1] < 0.96
         assert "third passkey is" in before
     assert len(lengths) > 1
     assert task.draw(random.Random(1)) == task.draw(random.Random(1)) != task.draw(random.Random(2))

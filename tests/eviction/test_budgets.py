@@ -43,28 +43,29 @@ def test_sink_window_is_a_budget():
 
 
 def test_rpc_schedule():
-    """The n-th eviction keeps (n+1) * P/c and the last R; the next one comes P tokens later."""
+    """The n-th eviction keeps (n+1) * P/c and the last R; the first comes at P + R, the next one P tokens later."""
     policy = RPC()
-    assert counts(policy, 1024, 0) == (256 + 32, 1024)
-    assert counts(policy, 2048, 1) == (512 + 32, 256 + 32 + 1024)
-    assert counts(policy, 3072, 2) == (768 + 32, 512 + 32 + 1024)
+    assert counts(policy, 1056, 0) == (256 + 32, 1056)
+    assert counts(policy, 2080, 1) == (512 + 32, 256 + 32 + 1024)
+    assert counts(policy, 3104, 2) == (768 + 32, 512 + 32 + 1024)
     assert policy.observation == 32
+    assert counts(RPC(P=4096), 4128)[1] == 4128  # "after the 4128th decoding step", appendix B.1
     odd = RPC(P=50, R=7, c=3)
-    assert counts(odd, 50, 0) == (16 + 7, 50)
+    assert counts(odd, 57, 0) == (16 + 7, 57)
     assert counts(odd, 99, 4) == (80 + 7, 64 + 7 + 50)
 
 
 def test_rpc_schedule_evicts_every_p_tokens():
     policy = RPC(P=50, R=7, c=3)
     held, evictions, at = 0, 0, []
-    for seen in range(1, 301):
+    for seen in range(1, 310):
         held += 1
         entries, capacity = counts(policy, seen, evictions)
         if held >= capacity:
             held, evictions = entries, evictions + 1
             at.append(seen)
-    assert at == [50, 100, 150, 200, 250, 300]
-    assert held == 6 * 16 + 7
+    assert at == [57, 107, 157, 207, 257, 307]
+    assert held == 6 * 16 + 7 + 2
 
 
 @pytest.mark.parametrize("options", [{"budget": 64}, {"ratio": 0.5, "extra": 64}])
@@ -88,6 +89,23 @@ def test_h2o_gives_half_to_recent_entries():
     assert H2O(budget=25).recent(torch.tensor([25, 40, 1])).tolist() == [12, 20, 1]
     keys, queries = random_entries(1, 60, 2, 60, seed=1)
     assert set(range(48, 60)) <= set(H2O(budget=25).select(keys, queries, 25)[0, 0].tolist())
+
+
+def test_budgets_of_the_tables_of_rlkv():
+    """r * L + S + W - 4G; one entry above it (and above 512) 128 entries go.  H2O: both halves rounded down."""
+    policy = RKV(ratio=0.4, extra=80 - 4 * 4, variant="rlkv_tables")
+    assert counts(policy, 1000) == (872, 513)
+    assert counts(policy, 2000, 8) == (2000 - 9 * 128, 800 + 64 + 1)
+    seen, held, evictions = 0, 0, 0
+    while seen < 3000:
+        seen, held = seen + 1, held + 1
+        entries, capacity = counts(policy, seen, evictions)
+        if held >= capacity:
+            assert held == capacity
+            assert entries == held - 128
+            held, evictions = entries, evictions + 1
+    assert evictions == 14  # the 3,000 tokens less 1,264, in steps of 128
+    assert [counts(H2O(ratio=0.3, extra=5, variant="rlkv_tables"), seen) for seen in (100, 104)] == [(34, 36), (36, 37)]
 
 
 def test_snapkv_is_rkv_with_lambda_1():
@@ -144,16 +162,22 @@ REFUSED = [
     ("rkv", {"budget": 64, "threshold": -0.5}, "threshold is -0.5"),
     ("rkv", {"budget": 64, "recent_similar": 0}, "recent_similar is 0"),
     ("rkv", {"budget": 64, "recent_similar": 2, "variant": "published"}, "recent_similar is 2"),
-    ("rkv", {"budget": 64, "variant": "mine"}, "variant is 'mine'.* paper, published"),
+    ("rkv", {"budget": 64, "variant": "mine"}, "variant is 'mine'.* paper, published, rlkv_tables"),
+    ("rkv", {"budget": 64, "variant": "rlkv_tables"}, "ratio is None.*rlkv_tables"),
+    ("rkv", {"ratio": 0.4, "variant": "rlkv_tables", "compacted": 135}, "compacted is 135.* 136"),
+    ("rkv", {"budget": 64, "compacted": 256}, "compacted is 256"),
+    ("h2o", {"budget": 64, "variant": "published"}, "variant is 'published'.* rlkv_tables"),
+    ("snapkv", {"ratio": 0.4, "variant": "rlkv_tables"}, "variant is 'rlkv_tables'"),
     ("snapkv", {"budget": 64, "variant": "mine"}, "variant is 'mine'"),
-    ("snapkv", {"budget": 64, "kernel": 4}, "kernel is 4"),
+    ("rkv", {"budget": 64, "kernel": 0}, "kernel is 0"),
+    ("snapkv", {"budget": 64, "kernel": 4, "variant": "published"}, "kernel is 4.*published"),
     ("rpc", {"kernel": 0}, "kernel is 0"),
     ("rpc", {"aggregation": "layer"}, "aggregation is 'layer'.* all, group, head"),
     ("rpc", {"R": 0}, "R is 0"),
     ("rpc", {"budget": 16}, "budget is 16"),
     ("rpc", {"c": 0.5}, "c is 0.5"),
-    ("rpc", {"c": 1}, "P is 1024"),
-    ("rpc", {"P": 42}, "P is 42"),
+    ("rpc", {"c": 1}, "c is 1"),
+    ("rpc", {"P": 0}, "P is 0"),
     ("h2o", {"budget": 10, "sink": 6}, "sink is 6"),
     ("sink_window", {"budget": 64, "window": 64}, "budget is 64, .*sink 16 . window 64"),
     ("sink_window", {"ratio": 0.5, "window": 64}, "window and ratio"),

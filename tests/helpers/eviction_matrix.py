@@ -17,7 +17,12 @@ from rlkv.eviction import H2O, POLICIES, RKV, RPC, TOVA, EvictionPolicy, RandomE
 # Options that leave room for a choice in a budget of 24; {} for policies that are not named.
 VARIANTS: Mapping[str, list[dict[str, Any]]] = {
     "sink_window": [{"sink": 4}],
-    "rkv": [{}, {"variant": "published"}, {"recent_similar": 3, "sink": 3, "lam": 0.5, "threshold": 0.2}],
+    "rkv": [
+        {},
+        {"variant": "published"},
+        {"recent_similar": 3, "sink": 3, "lam": 0.5, "threshold": 0.2},
+        {"kernel": 6},
+    ],
     "snapkv": [{}, {"variant": "published", "observation": 4, "kernel": 3}],
     "rpc": [{"R": 10}, {"R": 6, "aggregation": "group", "sink": 2}],
     "h2o": [{}, {"sink": 5}],
@@ -66,6 +71,10 @@ INSTANCES: Mapping[str, EvictionPolicy] = {
     "ratio": RKV(ratio=0.3, extra=4, buffer=4, observation=3),
     "ratio random": RandomEviction(ratio=0.4, extra=9, buffer=3),
     "ratio h2o protected": H2O(ratio=0.3, extra=4, protect_prompt=True),
+    "rkv of rlkv's tables": RKV(
+        ratio=0.4, extra=4, buffer=3, observation=3, variant="rlkv_tables", compacted=10, kernel=3
+    ),
+    "h2o of rlkv's tables": H2O(ratio=0.3, extra=5, variant="rlkv_tables"),
     "own": OldestKey(budget=10, buffer=3, observation=2),
 }
 

@@ -34,7 +34,7 @@ def attention(keys_ND: Tensor, query_D: Tensor, begin: int, end: int) -> Tensor:
 
 def neighbours(values_N: Tensor, j: int, kernel: int) -> Tensor:
     """The values of a window of ``kernel`` entries around j, as far as they exist."""
-    return values_N[max(0, j - kernel // 2) : j + kernel // 2 + 1]
+    return values_N[max(0, j - kernel // 2) : j + (kernel - 1) // 2 + 1]
 
 
 def importance(policy: RKV | SnapKV, keys_ND: Tensor, queries_GaD: Tensor) -> Tensor:
@@ -42,14 +42,13 @@ def importance(policy: RKV | SnapKV, keys_ND: Tensor, queries_GaD: Tensor) -> Te
     n, candidates = keys_ND.shape[0], keys_ND.shape[0] - policy.observation
     queries_aGD = queries_GaD[:, -policy.observation :].transpose(0, 1)
     per_query = []
-    for i, queries_GD in enumerate(queries_aGD):
+    for queries_GD in queries_aGD:
         if policy.variant == "published":
             logits = [max(float(q @ keys_ND[j]) / math.sqrt(keys_ND.shape[1]) for q in queries_GD) for j in range(n)]
             per_query.append(torch.tensor(logits[:candidates]).softmax(dim=0))
         else:
-            own = n - queries_aGD.shape[0] + i
-            most = torch.stack([attention(keys_ND, q, 0, own + 1) for q in queries_GD]).amax(dim=0)
-            most = (most / most.sum())[:candidates]
+            most = torch.stack([attention(keys_ND, q, 0, candidates) for q in queries_GD]).amax(dim=0)
+            most = most / most.sum()
             per_query.append(torch.stack([neighbours(most, j, policy.kernel).max() for j in range(candidates)]))
     mean = torch.stack(per_query).mean(dim=0)
     if policy.variant == "published":

@@ -51,7 +51,7 @@ class NaiveRun:
     full: torch.Tensor
     layers: dict[int, _Layer] = field(default_factory=dict)
     start: int = 0  # tokens before this call
-    prompt: int = 0  # tokens of the first call
+    prompt: int = 0  # first tokens, which may be protected
 
 
 _runs: list[NaiveRun] = []
@@ -122,10 +122,18 @@ AttentionMaskInterface.register("rlkv_naive_eviction", lambda **kwargs: None)
 
 @torch.no_grad()
 def naive_logits(
-    model: PreTrainedModel, ids: torch.Tensor, calls: list[int], policy: EvictionPolicy, full: torch.Tensor
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    calls: list[int],
+    policy: EvictionPolicy,
+    full: torch.Tensor,
+    prompt: int | None = None,
 ) -> tuple[torch.Tensor, NaiveRun]:
-    """Logits ``[1, T, vocabulary]`` of one row ``[1, T]`` fed in ``calls``, tokens of a call seeing each other."""
-    run = NaiveRun(policy, full, prompt=calls[0])
+    """Logits ``[1, T, vocabulary]`` of one row ``[1, T]`` fed in ``calls``, tokens of a call seeing each other.
+
+    ``prompt``: how many tokens are the prompt; default: those of the first call.
+    """
+    run = NaiveRun(policy, full, prompt=calls[0] if prompt is None else prompt)
     _runs.append(run)
     before = model.config._attn_implementation
     model.set_attn_implementation("rlkv_naive_eviction")

@@ -6,6 +6,8 @@ the last a entries; every function returns (kept, scores): ascending indices ``[
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import numpy as np
 
 DIGITS = 2.0**40  # scores are compared to 12 digits: what is equal on paper is equal here
@@ -31,9 +33,9 @@ def causal(logits: np.ndarray) -> np.ndarray:
 
 
 def windows(x: np.ndarray, kernel: int, fill: float) -> np.ndarray:
-    """``[..., N]`` -> ``[..., N, kernel]``, the entries around each; ``fill`` beyond the ends."""
-    side = kernel // 2
-    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(side, side)], constant_values=fill)
+    """``[..., N]`` -> ``[..., N, kernel]``, from i - W to i + W, or to i + W - 1 for 2W; ``fill`` beyond the ends."""
+    sides = (kernel // 2, (kernel - 1) // 2)
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [sides], constant_values=fill)
     return np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=-1)
 
 
@@ -58,15 +60,21 @@ def keep_all(scores: list[np.ndarray], budget: int, recent: int) -> tuple[np.nda
 
 
 def importance_paper(logits: np.ndarray, a: int, kernel: int) -> np.ndarray:
-    """Softmax per head, max over the group, renormalised, max over a window, mean over the queries."""
-    p = softmax(causal(logits)).max(axis=0)
+    """Per head softmax over all but the last a; max over the group, renormalised; max over a window; mean."""
+    p = softmax(logits[..., :-a]).max(axis=0)
     p = p / p.sum(axis=-1, keepdims=True)
-    return windows(p[:, :-a], kernel, -np.inf).max(axis=-1).mean(axis=0)
+    return windows(p, kernel, -np.inf).max(axis=-1).mean(axis=0)
 
 
 def importance_published(logits: np.ndarray, a: int, kernel: int) -> np.ndarray:
     """Max over the group of logits, softmax over the entries before the last a, mean, max over a window."""
     p = softmax(logits.max(axis=0)[:, :-a]).mean(axis=0)
+    return windows(p, kernel, -np.inf).max(axis=-1)
+
+
+def importance_tables(logits: np.ndarray, a: int, kernel: int) -> np.ndarray:
+    """Softmax per head over the entries before the last a, mean over the queries, max over the group and a window."""
+    p = softmax(logits[..., :-a]).mean(axis=1).max(axis=0)
     return windows(p, kernel, -np.inf).max(axis=-1)
 
 
@@ -91,13 +99,17 @@ def redundancy_published(keys: np.ndarray, threshold: float) -> np.ndarray:
     return softmax(similarity.mean(axis=0))
 
 
+IMPORTANCE = MappingProxyType(
+    {"paper": importance_paper, "published": importance_published, "rlkv_tables": importance_tables}
+)
+
+
 def rkv(keys, queries, budget, variant, lam=0.1, threshold=0.5, beta=1, kernel=7):
     a, scores = queries.shape[1], []
     for head, logits in zip(keys, grouped(keys, queries), strict=True):
-        if variant == "paper":
-            important, redundant = importance_paper(logits, a, kernel), redundancy_paper(head, threshold, beta)
-        else:
-            important, redundant = importance_published(logits, a, kernel), redundancy_published(head, threshold)
+        important = IMPORTANCE[variant](logits, a, kernel)
+        paper = variant == "paper"
+        redundant = redundancy_paper(head, threshold, beta) if paper else redundancy_published(head, threshold)
         scores.append(np.append(lam * important - (1 - lam) * redundant[:-a], np.zeros(a)))
     return keep_all(scores, budget, a)
 

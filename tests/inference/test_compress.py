@@ -47,7 +47,7 @@ def test_sparsity_zero_is_stock_generate_and_exit_restores_everything(tiny_model
     assert torch.equal(tiny_model.generate(ids, attention_mask=mask, **GREEDY), stock)
 
 
-@pytest.mark.parametrize("prefill", ["full", "local"])
+@pytest.mark.parametrize("prefill", ["full", "local", "published"])
 def test_generate_equals_a_step_by_step_loop(tiny_model: PreTrainedModel, prefill: str) -> None:
     with rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill=prefill) as session, torch.no_grad():
         generated = tiny_model.generate(prompt(), **GREEDY)

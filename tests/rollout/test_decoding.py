@@ -34,8 +34,8 @@ def prompts(engine: HFEngine) -> list[str]:
 
 
 def refused_at(ids: list[int]) -> int | None:
-    """Where the rule ends a text: the end of the first window that it refuses."""
-    ends = range(RULE.window, len(ids) + 1, RULE.window)
+    """Where the rule ends a text: the end of the first window that it refuses, the very first one excepted."""
+    ends = range(2 * RULE.window, len(ids) + 1, RULE.window)
     return next((end for end in ends if len(set(ids[end - RULE.window : end])) < RULE.distinct), None)
 
 
@@ -104,6 +104,7 @@ CACHES = {
     "rpc": {"eviction": RPC(P=12, R=3, c=3)},
     "ratio": {"eviction": RandomEviction(ratio=0.4, extra=9, buffer=3)},
     "local prefill": {"sink": 2, "window": 5, "prefill": "local"},
+    "published prefill": {"prefill": "published", "eviction": RKV(budget=24, buffer=4, observation=2)},
 }
 
 

@@ -51,6 +51,7 @@ def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[st
         ({"window": 0}, r"^rlkv: window\b.*0"),
         ({"scope": "head"}, r"^rlkv: scope\b.*'head'"),
         ({"prefill": "none"}, r"^rlkv: prefill\b.*'none'"),
+        ({"prefill": "published"}, r"^rlkv: prefill\b.*'published'"),
         ({"prefill": "full", "eviction": {"name": "rkv", "budget": 64}}, r"^rlkv: prefill\b.*eviction"),
         ({"sparsty": 1}, "'sparsty'"),
         ({"eviction": "rkv"}, r"^rlkv: eviction\b.*mapping"),

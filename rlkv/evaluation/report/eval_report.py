@@ -271,11 +271,16 @@ def _settings(config: dict[str, Any]) -> list[str]:
             f"{config['top_p']:g}, top-k {config['top_k'] or 'unlimited'}, seed {config['seed']}"
         )
     window, distinct = config["repetition"]
+    prompts = {
+        "full": "in full by all heads",
+        "local": "through them, as in training",
+        "published": "in full by all heads, their last 50 tokens decoded through them, as in the evaluation of RLKV",
+    }
     stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts continue"
     return [
         f"{how}; new tokens at most: {limits}; {config['batch_size']} texts at once; {config['dtype']}.",
         f"Without a policy, compressible heads keep {config['sink']} + {config['window']} entries. Prompts are read "
-        f"{'in full by all heads' if config['prefill'] == 'full' else 'through them, as in training'}.",
+        f"{prompts[config['prefill']]}.",
         f"Repetitive: {window} tokens hold fewer than {distinct} distinct ones; {stopped}.",
         f"{config['processes']} process{'es' if config['processes'] > 1 else ''}.",
     ]

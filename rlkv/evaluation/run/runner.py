@@ -61,6 +61,8 @@ class RunSettings:
         num_samples: samples per problem.
         batch_size: units decoded together.
         rule: what counts as repetitive; with ``stop_repetitive`` such texts are ended.
+        planned: for each problem the length of a text, of which the policy's ratio is taken from the start, in place
+            of the tokens read so far.
         rank, ranks: which share of the units this process takes; rows do not depend on it.
 
     Raises:
@@ -75,6 +77,7 @@ class RunSettings:
     rank: int = 0
     ranks: int = 1
     stop_repetitive: bool = False
+    planned: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_positive(self, "num_samples", "batch_size")
@@ -86,7 +89,8 @@ class RunSettings:
     def fingerprint(self) -> dict[str, Any]:
         """All settings that rows depend on."""
         policy = self.cache.eviction
-        compared = {name: value for name, value in asdict(self).items() if name not in ("rank", "ranks")}
+        left_out = ("rank", "ranks", *(["planned"] if self.planned is None else []))
+        compared = {name: value for name, value in asdict(self).items() if name not in left_out}
         return compared | {"cache": asdict(self.cache) | {"eviction": policy.describe() if policy else None}}
 
 
@@ -193,6 +197,7 @@ class _Run:
             [problem * settings.num_samples + sample for problem, sample in units],
             settings.rule if settings.stop_repetitive else None,
             full=bool(engine.allocation.full.all()),
+            planned=None if settings.planned is None else [settings.planned[problem] for problem, _ in units],
         )
         with closing(stream):
             for place, completion in stream:
@@ -203,13 +208,17 @@ class _Run:
         key, sample = self.key(unit)
         prompt = torch.tensor([self.lengths[unit[0]]])
         tokens = prompt + len(completion.token_ids) - 1  # the last token is never fed
-        held, whole = kv_nbytes(self.settings.cache, self.engine.allocation.full, self.size, prompt, tokens)
+        settings, full = self.settings, self.engine.allocation.full
+        # a text that ends by itself is not checked at its end token
+        checked = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+        planned = None if settings.planned is None else torch.tensor([settings.planned[unit[0]]])
+        held, whole = kv_nbytes(settings.cache, full, self.size, prompt, tokens, planned)
         return {
             "key": key,
             "sample": sample,
             "correct": self.problems[unit[0]].grade(completion.text),
             "finish_reason": completion.finish_reason,
-            "repetitive": self.settings.rule(completion.token_ids),
+            "repetitive": settings.rule(checked),
             "kv_bytes": int(held),
             "kv_bytes_full": int(whole),
             "seconds": round(completion.seconds, 4),

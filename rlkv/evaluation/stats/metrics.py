@@ -197,7 +197,8 @@ def sentence_redundancy(text: str) -> float:
 class RepetitionRule:
     """A text is repetitive if ``window`` tokens in a row hold fewer than ``distinct`` different ones.
 
-    Checked at every full ``window`` of the output, as in RLKV (arXiv 2510.08525: 400 tokens, 40 distinct ones).
+    Checked at every full ``window`` of the output but the first, as in RLKV's evaluator (arXiv 2510.08525: 400 tokens,
+    40 distinct ones), whose first check is at 800 tokens.
     ValueError unless 1 <= distinct <= window: every text would be repetitive, or none.
     """
 
@@ -212,8 +213,13 @@ class RepetitionRule:
             )
 
     def __call__(self, token_ids: list[int]) -> bool:
-        ends = range(self.window, len(token_ids) + 1, self.window)
-        return any(len(set(token_ids[end - self.window : end])) < self.distinct for end in ends)
+        """Whether some check fails."""
+        return any(self.ends(token_ids[:end]) for end in range(self.window, len(token_ids) + 1, self.window))
+
+    def ends(self, token_ids: list[int]) -> bool:
+        """Whether there is a check after these tokens, and it fails."""
+        due = len(token_ids) > self.window and len(token_ids) % self.window == 0
+        return due and len(set(token_ids[-self.window :])) < self.distinct
 
 
 def error_mode(row: dict[str, Any]) -> str | None:

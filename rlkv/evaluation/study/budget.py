@@ -1,6 +1,7 @@
 """Token eviction at matched bytes of KV: in all heads or under a ranking, with dynamic or fixed budgets.
 
-A dynamic budget is a share of the text read so far, a fixed one a number of entries (RLKV, figure 16).
+A dynamic budget is a share of the text read so far; a fixed one is a share of the length of the same problem's text
+with the full cache (RLKV, figure 16).
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Budget(Analysis):
             f"{task}: greedy accuracy on {full['n']} problems, in parentheses the difference to the full cache "
             f"({full['mean']:.3f}); below, its 95% interval over problems, what the method's own texts held, and its "
             f"budget. {LEGEND} Budgets are the largest that hold at most the rest of the full cache's bytes over the "
-            f"texts of the full-cache run. {BYTES_NOTE}. A policy alone evicts in all heads; 'ranking + policy' keeps "
+            "texts of the full-cache run; a fixed one is a share of the problem's text there, a dynamic one of the "
+            f"text so far. {BYTES_NOTE}. A policy alone evicts in all heads; 'ranking + policy' keeps "
             f"heads full (first seed of the ranking) and gives the others about {metrics['head_share']:g} of the mean "
             f"budget. {NOT_AVAILABLE}: what must stay (the prompt, {metrics['extra']} entries) is more than that.",
         )
@@ -154,6 +156,7 @@ def _of(condition: Condition, outcome: Outcome, full: Outcome) -> Metrics:
     return {
         "full_heads": condition.allocation.num_full,
         "budget": None if policy is None else policy.describe(),
+        "fixed": condition.planned is not None,
         "accuracy": accuracy_of([outcome], full),
         "modes": None if shares is None else {mode: round(of["mean"] * solved) for mode, of in shares.items()},
         "mean_output_tokens": float(np.mean(outcome.lengths)),
@@ -175,11 +178,9 @@ def _accuracy_cell(of: Metrics) -> Cell:
     cell, budget = accuracy_cell(of["accuracy"]), of["budget"]
     if budget is None:
         kept = f"{of['full_heads']} heads full"
-    elif budget["budget"] is not None:
-        kept = f"{budget['budget']} entries"
     else:
         heads = f"{of['full_heads']} heads full, " if of["full_heads"] else ""
-        kept = f"{heads}{budget['ratio']:.3f} of the text + {budget['extra']}"
+        kept = f"{heads}{budget['ratio']:.3f} of the {'full-cache text' if of['fixed'] else 'text'} + {budget['extra']}"
     return Cell(cell.text, cell.sign, f"{cell.note}\n{of['accuracy']['kv_share']:.0%} held: {kept}")
 
 

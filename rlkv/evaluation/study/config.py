@@ -13,6 +13,8 @@ from rlkv.evaluation.study.rankings import RESERVED, group_by_name
 from rlkv.eviction import POLICIES
 from rlkv.inference.options import check_positive
 
+MIN_EXTRA = 5
+
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig(TaskOptions):
@@ -51,12 +53,12 @@ class StudyConfig(TaskOptions):
     """of the budget analysis, shares of the full cache's bytes"""
     head_share: float = 0.5
     """budget analysis: share of the mean budget that compressible heads keep under the first gates"""
-    buffer: int = 16
-    """entries between two compactions (h2o, tova: always 1)"""
-    observation: int = 4
-    """observed tokens of rkv, snapkv and rpc"""
-    extra: int = 20
-    """entries in addition to a dynamic budget's share of the text"""
+    buffer: int | None = None
+    """entries between two compactions (h2o, tova: always 1); default: the policies' own"""
+    observation: int | None = None
+    """observed tokens of rkv, snapkv and rpc; default: the policies' own"""
+    extra: int | None = None
+    """entries in addition to a budget's share of the text; default: sink + window"""
     published: str | None = None
     """model whose published numbers are shown; default: --model"""
     measure_only: bool = False
@@ -77,6 +79,8 @@ class StudyConfig(TaskOptions):
         if self.random_draws < 0:
             raise ValueError(f"--random-draws must be at least 0, got {self.random_draws}")
         check_positive(self, "buffer", "observation")
+        if self.extra is not None and self.extra < MIN_EXTRA:
+            raise ValueError(f"--extra is {self.extra}: policies need {MIN_EXTRA} or more entries besides the ratio")
         if not self.gates:
             raise ValueError("--gates needs at least one NAME=FILE")
         _ = self.gates_files, self.ablation_files

@@ -6,7 +6,7 @@ largest budget that holds at most the rest, over the texts of the full-cache run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,14 +23,18 @@ from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 
 FIXED = "fixed budget"
-MIN_EXTRA = 5
 STEPS = 2**14  # ratios are multiples of 1/16384 of the text
 
 
-def kv_share(settings: CacheSettings, full: Tensor, size: EntrySize, lengths: list[tuple[int, int]]) -> float:
-    """Bytes in use / bytes of the full cache, both summed over texts of (prompt, all) cached tokens."""
+def kv_share(
+    settings: CacheSettings, full: Tensor, size: EntrySize, lengths: list[tuple[int, int]], fixed: bool = False
+) -> float:
+    """Bytes in use / bytes of the full cache, both summed over texts of (prompt, all) cached tokens.
+
+    ``fixed``: a ratio is of each text's length from its start, not of the tokens read so far.
+    """
     prompts, tokens = (torch.tensor(column) for column in zip(*lengths, strict=True))
-    held, whole = kv_nbytes(settings, full, size, prompts, tokens)
+    held, whole = kv_nbytes(settings, full, size, prompts, tokens, tokens if fixed else None)
     return float(held.sum() / whole.sum())
 
 
@@ -39,50 +43,42 @@ class ByteTarget:
     """At most ``share`` of the full cache's bytes, over texts of ``lengths`` (prompt, all) cached tokens.
 
     Each method gives the largest budget that fits, or None; ``full`` is bool ``[layers, KV heads]``, the full heads.
+    ``cache``: sinks and window, and how prompts are read.
     """
 
     share: float
     size: EntrySize
     lengths: list[tuple[int, int]]
+    cache: CacheSettings
 
-    def fits(self, settings: CacheSettings, full: Tensor) -> bool:
-        return kv_share(settings, full, self.size, self.lengths) <= self.share
+    def _fits(self, policy: EvictionPolicy | None, full: Tensor, fixed: bool = False) -> bool:
+        settings = replace(self.cache, eviction=policy)
+        return kv_share(settings, full, self.size, self.lengths, fixed) <= self.share
 
-    def match_ratio(self, policy: EvictionPolicy, full: Tensor) -> EvictionPolicy | None:
-        """``policy`` with the largest ratio of the text so far, in place of its budget."""
-        return self._largest(lambda step: replace(policy, budget=None, ratio=step / STEPS), full, 0, STEPS)
+    def match_ratio(self, policy: EvictionPolicy, full: Tensor, fixed: bool = False) -> EvictionPolicy | None:
+        """``policy`` with the largest ratio of the text so far or, if ``fixed``, of the text's whole length."""
 
-    def match_budget(self, policy: EvictionPolicy, full: Tensor) -> EvictionPolicy | None:
-        """``policy`` with the largest fixed budget."""
-        least = policy.sink + max(policy.observation, 1)
-        longest = max(least, *(tokens for _, tokens in self.lengths))
-        return self._largest(lambda budget: replace(policy, ratio=None, budget=budget), full, least, longest)
+        def sized(step: int) -> EvictionPolicy:
+            return replace(policy, budget=None, ratio=step / STEPS)
 
-    def _largest(
-        self, sized: Callable[[int], EvictionPolicy], full: Tensor, low: int, high: int
-    ) -> EvictionPolicy | None:
-        """``sized`` with the largest number from ``low`` to ``high`` that fits, by bisection."""
-
-        def fits(number: int) -> bool:
-            return self.fits(CacheSettings(eviction=sized(number)), full)
-
-        if not fits(low):
+        low, high = 0, STEPS
+        if not self._fits(sized(low), full, fixed):
             return None
-        if fits(high):
+        if self._fits(sized(high), full, fixed):
             return sized(high)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+            low, high = (middle, high) if self._fits(sized(middle), full, fixed) else (low, middle)
         return sized(low)
 
-    def match_heads(self, settings: CacheSettings, order: Order, shape: tuple[int, int]) -> Tensor | None:
-        """Full heads when heads are compressed in ``order`` until the rest fits."""
+    def match_heads(self, order: Order, shape: tuple[int, int]) -> Tensor | None:
+        """Full heads when heads are compressed in ``order`` until the rest fits; they keep sinks and a window."""
         full = torch.ones(shape, dtype=torch.bool)
         for head in order:
-            if self.fits(settings, full):
+            if self._fits(None, full):
                 return full
             full[head] = False
-        return full if self.fits(settings, full) else None
+        return full if self._fits(None, full) else None
 
 
 @dataclass(frozen=True)
@@ -96,25 +92,23 @@ class Match:
 
 
 def policy_templates(
-    names: tuple[str, ...], buffer: int, observation: int, extra: int, prompt_variants: bool
+    names: tuple[str, ...], buffer: int | None, observation: int | None, extra: int, sink: int, prompt_variants: bool
 ) -> dict[str, EvictionPolicy]:
     """Policies of the same sizes, by the name that they have in a table; a matching sets their budgets.
 
-    A policy that by default compacts at every token, observes one or keeps no sinks stays so.  With ``prompt_variants``
-    each policy also comes with the other choice of ``protect_prompt``.
+    A policy that by default compacts at every token, observes one or keeps no sinks stays so; None: its own default.
+    With ``prompt_variants`` each policy also comes with the other choice of ``protect_prompt``.
     """
-    if extra < MIN_EXTRA:
-        raise ValueError(f"--extra is {extra}: policies need {MIN_EXTRA} or more entries in addition to the ratio")
     found = {}
     for name in names:
         sizes: dict[str, Any] = {"ratio": 0.0, "extra": extra}
         defaults = make_policy(name, budget=4096)
-        if defaults.buffer > 1:
+        if defaults.buffer > 1 and buffer is not None:
             sizes["buffer"] = buffer
-        if defaults.observation > 1 and defaults.uses_queries:
+        if defaults.observation > 1 and defaults.uses_queries and observation is not None:
             sizes["R" if hasattr(defaults, "R") else "observation"] = observation
         if defaults.sink:
-            sizes["sink"] = min(4, extra - 1)
+            sizes["sink"] = min(sink, extra - 1)
         found[name] = policy = make_policy(name, **sizes)
         if prompt_variants:
             other = replace(policy, protect_prompt=not policy.protect_prompt)
@@ -125,11 +119,13 @@ def policy_templates(
 def matched_methods(study: Study, task: str) -> list[Match]:
     """All methods at every saving.
 
-    Policies alone in all heads with a dynamic and, of those named in the options, a fixed budget; every ranking (its
-    first seed) with sinks and a window; policies under the heads of the first ranking.
+    Policies alone in all heads with a dynamic and, of those named in the options, a fixed budget, for each problem a
+    share of its own full-cache text (RLKV, figure 16); every ranking (its first seed) with sinks and a window;
+    policies under the heads of the first ranking.
     """
     lengths = study.measurements.text_lengths(task, study.full(task))
-    targets = {saved: ByteTarget(1 - saved, study.entry_size, lengths) for saved in study.config.savings}
+    cache = study.measurements.tasks[task].settings.cache
+    targets = {saved: ByteTarget(1 - saved, study.entry_size, lengths, cache) for saved in study.config.savings}
     return [
         Match(method, heads, saved, condition)
         for saved, target in targets.items()
@@ -141,21 +137,22 @@ def _matches(study: Study, task: str, target: ByteTarget) -> Iterator[tuple[str,
     shape, first = study.first.shape, study.first
     none_full = torch.zeros(shape, dtype=torch.bool)
 
-    def evicting(full: Tensor, policy: EvictionPolicy | None) -> Condition | None:
-        return None if policy is None else Condition(task, HeadAllocation(full), policy)
+    def evicting(full: Tensor, template: EvictionPolicy, fixed: bool = False) -> Condition | None:
+        policy = target.match_ratio(template, full, fixed)
+        planned = tuple(tokens for _, tokens in target.lengths) if fixed else None
+        return None if policy is None else Condition(task, HeadAllocation(full), policy, planned)
 
     for name, template in study.policies.items():
-        yield name, "", evicting(none_full, target.match_ratio(template, none_full))
+        yield name, "", evicting(none_full, template)
         if name in study.config.policies:
-            yield f"{name}, {FIXED}", "", evicting(none_full, target.match_budget(template, none_full))
-    sizes = study.measurements.tasks[task].settings.cache
+            yield f"{name}, {FIXED}", "", evicting(none_full, template, fixed=True)
     for ranking in study.rankings:
-        full = target.match_heads(sizes, ranking.orders[0], shape)
+        full = target.match_heads(ranking.orders[0], shape)
         condition = None if full is None else Condition(task, HeadAllocation(full))
         yield f"{ranking.name} + sinks + window", ranking.name, condition
     split = split_heads(first.orders[0], target.share, study.config.head_share, shape)
     for name, template in study.policies.items():
-        condition = None if split is None else evicting(split, target.match_ratio(template, split))
+        condition = None if split is None else evicting(split, template)
         yield f"{first.name} + {name}", first.name, condition
 
 

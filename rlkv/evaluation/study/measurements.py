@@ -123,21 +123,27 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
 
 @dataclass(frozen=True)
 class Condition:
-    """A task under an allocation; compressible heads keep sinks and a window, or what ``policy`` chooses."""
+    """A task under an allocation; compressible heads keep sinks and a window, or what ``policy`` chooses.
+
+    ``planned``: for each problem the length of a text, of which the policy's ratio is taken from the start.
+    """
 
     task: str
     allocation: HeadAllocation
     policy: EvictionPolicy | None = None
+    planned: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.allocation.num_compressible == 0:
-            object.__setattr__(self, "policy", None)  # nothing to evict from
+            for name in ("policy", "planned"):  # nothing to evict from
+                object.__setattr__(self, name, None)
 
     @property
     def key(self) -> str:
         """A short name of all that the condition is."""
         policy = None if self.policy is None else self.policy.describe()
-        content = json.dumps([self.allocation.full.int().tolist(), policy], sort_keys=True)
+        planned = [] if self.planned is None else [self.planned]
+        content = json.dumps([self.allocation.full.int().tolist(), policy, *planned], sort_keys=True)
         return f"{self.task.replace(':', '_')}-{digest(content.encode())[:12]}"
 
 
@@ -198,7 +204,8 @@ class Measurements:
         def on_rows(done: int, _: int, accuracy: float) -> None:
             bar.update(before + done, title=label, note=f"accuracy {accuracy:.3f}")
 
-        settings = replace(task.settings, cache=replace(task.settings.cache, eviction=condition.policy))
+        cache = replace(task.settings.cache, eviction=condition.policy)
+        settings = replace(task.settings, cache=cache, planned=condition.planned)
         file = self.folder / f"rows-{condition.key}.jsonl"
         rows = run_method(self.model, self.tokenizer, task.problems, heads, settings, file, self.facts, on_rows)
         found = {row["key"]: row for row in rows}
@@ -222,6 +229,7 @@ class Measurements:
                 "rows": f"rows-{condition.key}.jsonl",
                 "full_heads": condition.allocation.full.int().tolist(),
                 "policy": None if condition.policy is None else condition.policy.describe(),
+                "planned": condition.planned,
                 "accuracy": float(outcome.correct.mean()),
                 "n": int(outcome.correct.size),
                 "kv_share": outcome.kv_share,

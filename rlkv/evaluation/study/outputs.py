@@ -70,8 +70,8 @@ class ErrorModes(Analysis):
             ["heads", *levels(metrics["sparsities"])],
             [[name, *map(_modes_cell, of)] for name, of in found["methods"].items()],
             f"{task}: share that fails, of {solved} (mean over seeds); below, how it fails, with 95% intervals over "
-            f"problems. Repetitive: fewer than {rule['distinct']} distinct tokens in a stretch of {rule['window']}; "
-            "overlength: cut at the limit; incorrect: the rest. The first that fits counts.",
+            f"problems. Repetitive: fewer than {rule['distinct']} distinct tokens in a stretch of {rule['window']} "
+            "(not the first); overlength: cut at the limit; incorrect: the rest. The first that fits counts.",
         )
         panels = {
             f"s = {sparsity:g}": {

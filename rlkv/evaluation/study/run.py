@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.report.plots import FULL_CACHE
@@ -45,9 +46,6 @@ def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]
 def load_study(config: StudyConfig) -> Study:
     """Everything that the options name, read and checked before anything is written."""
     find_tasks(config.tasks, config.data)  # a wrong name is refused before the model is loaded
-    policies = policy_templates(
-        config.policies, config.buffer, config.observation, config.extra, config.prompt_variants
-    )
     published = published_name(config.published or config.model)
     if config.published and published is None:
         raise ValueError(f"--published {config.published!r}: nothing is known to be published for a model of this name")
@@ -57,6 +55,10 @@ def load_study(config: StudyConfig) -> Study:
     methods = gates_rankings(config.gates_files, model.config)
     variants = gates_rankings(config.ablation_files, model.config)
     cache = config.cache_settings({"first": methods[0].gates[0]})
+    extra = cache.ring if config.extra is None else config.extra
+    config = replace(config, extra=extra)
+    sizes = (config.buffer, config.observation, extra, cache.sink)
+    policies = policy_templates(config.policies, *sizes, config.prompt_variants)
     prepared = []
     template = config.chosen_template(gates for method in (*methods, *variants) for gates in method.gates)
     for task, loaded in config.problems(template):

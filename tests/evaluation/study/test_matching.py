@@ -27,33 +27,20 @@ POLICIES = [
 
 
 def target(share: float) -> ByteTarget:
-    return ByteTarget(share, SIZE, LENGTHS)
+    return ByteTarget(share, SIZE, LENGTHS, CacheSettings(sink=4, window=16))
 
 
-@pytest.mark.parametrize("share", [0.6, 0.8])
+@pytest.mark.parametrize(("fixed", "share"), [(False, 0.6), (False, 0.8), (True, 0.7)])
 @pytest.mark.parametrize("full", [NONE_FULL, HALF_FULL], ids=["all heads", "half full"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
-def test_the_largest_ratio_that_fits(policy, full: torch.Tensor, share: float) -> None:
-    found = target(share).match_ratio(policy, full)
+def test_the_largest_ratio_that_fits(policy, full: torch.Tensor, fixed: bool, share: float) -> None:
+    found = target(share).match_ratio(policy, full, fixed)
     assert found is not None
     assert replace(found, ratio=0.0) == policy
-    held = kv_share(CacheSettings(eviction=found), full, SIZE, LENGTHS)
-    assert share - 0.02 < held <= share  # an entry of the shortest text is 0.5% of it
-    larger = replace(found, ratio=found.ratio + 2**-13)
-    assert kv_share(CacheSettings(eviction=larger), full, SIZE, LENGTHS) >= held
-
-
-@pytest.mark.parametrize("full", [NONE_FULL, HALF_FULL], ids=["all heads", "half full"])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
-def test_the_largest_fixed_budget_that_fits(policy, full: torch.Tensor) -> None:
-    found = target(0.7).match_budget(policy, full)
-    assert found is not None
-    assert found.ratio is None
-    assert replace(found, ratio=0.0, budget=None) == policy
-    assert kv_share(CacheSettings(eviction=found), full, SIZE, LENGTHS) <= 0.7
-    larger = replace(found, budget=found.budget + 1)
-    assert kv_share(CacheSettings(eviction=larger), full, SIZE, LENGTHS) > 0.7
-    assert target(0.001).match_budget(policy, full) is None
+    held = kv_share(CacheSettings(eviction=found), full, SIZE, LENGTHS, fixed)
+    assert share - 0.06 < held <= share  # a buffer of the shortest text is 8% of it
+    larger = replace(found, ratio=found.ratio + 2**-14)
+    assert kv_share(CacheSettings(eviction=larger), full, SIZE, LENGTHS, fixed) > share
 
 
 def test_what_must_stay_can_be_too_much() -> None:
@@ -72,9 +59,9 @@ def test_everything_fits_into_everything() -> None:
 
 def test_heads_are_compressed_in_their_order_until_it_fits() -> None:
     order = ((1, 3), (0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2), (0, 3))
-    sizes = CacheSettings(sink=4, window=16)
+    sizes = target(1).cache
     for share in (0.9, 0.6, 0.3):
-        full = target(share).match_heads(sizes, order, (2, 4))
+        full = target(share).match_heads(order, (2, 4))
         assert full is not None
         assert kv_share(sizes, full, SIZE, LENGTHS) <= share
         count = int((~full).sum())
@@ -82,4 +69,4 @@ def test_heads_are_compressed_in_their_order_until_it_fits() -> None:
         fewer = full.clone()
         fewer[order[count - 1]] = True
         assert kv_share(sizes, fewer, SIZE, LENGTHS) > share
-    assert target(0.01).match_heads(sizes, order, (2, 4)) is None
+    assert target(0.01).match_heads(order, (2, 4)) is None

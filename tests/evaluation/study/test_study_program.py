@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_methods_at_matched_bytes(study: Path, inputs: Path) -> None:
         *(f"{name} + sinks + window" for name in ("mine", "other <b>", "oracle (measured)", "random heads")),
     }
     assert found["rkv"]["budget"]["ratio"] > 0
-    assert found["rkv, fixed budget"]["budget"]["budget"] > 0
+    assert (found["rkv"]["fixed"], found["rkv, fixed budget"]["fixed"]) == (False, True)
     assert found["rkv"]["full_heads"] == 0 < found["mine + rkv"]["full_heads"] < 24
     model, tokenizer = tiny.load()
     problems = [json.loads(line) for line in (inputs / "problems.jsonl").read_text().splitlines()]
@@ -142,6 +143,14 @@ def test_methods_at_matched_bytes(study: Path, inputs: Path) -> None:
         assert found[name]["accuracy"]["mean"] == sum(correct) / NUM_PROBLEMS
         own = kv_share(cache, heads, size, lengths(f"{name}, 30% saved"))
         assert found[name]["accuracy"]["kv_share"] == pytest.approx(own)
+    fixed, texts = conditions["rkv, fixed budget, 30% saved"], lengths("full cache")
+    assert fixed["planned"] == [tokens for _, tokens in texts]
+    none_full, policy, right = torch.zeros(4, 6, dtype=torch.bool), make_policy(**fixed["policy"]), []
+    assert 0.6 < kv_share(CacheSettings(eviction=policy), none_full, size, texts, fixed=True) <= 0.7
+    for problem, tokens in zip(problems, fixed["planned"], strict=True):
+        own = replace(policy, ratio=None, budget=int(policy.ratio * tokens) + policy.extra)
+        right += decode(model, tokenizer, [problem], HeadAllocation(none_full), CacheSettings(eviction=own), TOKENS)[1]
+    assert found["rkv, fixed budget"]["accuracy"]["mean"] == sum(right) / NUM_PROBLEMS
 
 
 def test_no_method_fits_a_saving_that_is_too_large(inputs: Path, tmp_path: Path) -> None:
