@@ -144,7 +144,7 @@ def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str
     assert read_curriculum(tmp_path) == []
     table = pyarrow.parquet.read_table(tmp_path / "out" / "curriculum.parquet")
     assert table.num_rows == 0
-    assert table.column_names == ["problem", "answer", "output", "output_tokens", "bucket", "template"]
+    assert table.column_names == ["problem", "answer", "output", "output_tokens", "bucket", "template", "model"]
 
 
 def test_repeated_problems_take_their_outputs_in_order(tmp_path: Path, model_folder: str) -> None:
