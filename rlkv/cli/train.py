@@ -37,6 +37,10 @@ def _train() -> None:
     from rlkv.training.run import train_gates
 
     settings, args = parse_config(sys.argv[1:])
+    if settings.plan:
+        from rlkv.training.plan import describe_plan
+
+        return print(describe_plan(settings, args))
     find = {"rlkv": train_gates, "elimination": eliminate_heads}[settings.finder]
     try:
         find(settings, args)

@@ -55,8 +55,8 @@ class Footprint:
         return cls(shape, parameters, parameters * size, kv)
 
     def kv_room(self, free: int, reserve_gib: float = ENGINE_GIB, copies: int = 1) -> int:
-        """Bytes that are left for KV on a card, with ``copies`` of the weights there."""
-        return max(0, int(USABLE * free - copies * self.weights - reserve_gib * GIB))
+        """Bytes of a GPU that are left for KV, with ``copies`` of the weights there; negative if it is too small."""
+        return int(USABLE * free - copies * self.weights - reserve_gib * GIB)
 
     def rows(self, engine: str, kv: int, positions: int, most: int | None = None) -> int:
         """Rows of up to ``positions`` tokens that ``kv`` bytes hold, at least 1.
