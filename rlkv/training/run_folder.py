@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -113,8 +114,9 @@ def link(place: Path, target: Path) -> None:
     if place.exists() and not place.is_symlink():
         print(f"{place} is a file of its own and was left as it is: the gates are in {target}", flush=True)
         return
+    place.parent.mkdir(parents=True, exist_ok=True)
     place.unlink(missing_ok=True)
-    place.symlink_to(target.absolute())
+    place.symlink_to(os.path.relpath(target, place.parent))
     print(f"{place} -> {target}", flush=True)
 
 
