@@ -59,7 +59,6 @@ def build_decoder(config: FilterConfig, problems: list[Problem]) -> Decoder:
 
 def sized_and_announced(config: FilterConfig, problems: int) -> FilterConfig:
     """``config`` with sizes that fit the GPU, after one line with the engine and an estimate of the time."""
-    assert config.max_new_tokens is not None
     assert config.max_length is not None
     footprint = None if config.model in BUILT_IN else Footprint.of(config.model, config.dtype)
     config = config.sized(footprint, config.max_length)
@@ -68,7 +67,10 @@ def sized_and_announced(config: FilterConfig, problems: int) -> FilterConfig:
     line = f"{problems:,} problems through {NAMES[config.engine]}{why and f' ({why})'}, {config.batch_size} at once"
     if footprint is not None:
         has_gpu = resolve_device(config.device).type == "cuda"
-        rate, mean = footprint.rate(config.engine, config.batch_size, has_gpu), MEAN_LENGTH * config.max_new_tokens
+        rate, mean = (
+            footprint.rate(config.engine, config.batch_size, has_gpu),
+            MEAN_LENGTH * (config.max_new_tokens or 0),
+        )
         line += (
             f": about {rough(problems * mean / rate)} on {'a GPU' if has_gpu else 'this CPU'}, if it makes {rate:,.0f} "
             f"tokens/s and a problem takes {mean:,.0f} tokens (assumed; the bar shows the measured pace)"
@@ -151,7 +153,7 @@ def finish(config: FilterConfig, shards: Shards, problems: list[Problem], starte
 
 
 def write_curriculum(folder: Path, rows: list[Row]) -> None:
-    """``curriculum.jsonl`` and ``curriculum.parquet``: problem, answer, output, output_tokens, bucket, template, model."""
+    """``curriculum.jsonl`` and ``curriculum.parquet``, with the same fields."""
     arrow, parquet = require("pyarrow", "train"), require("pyarrow.parquet", "train")
     write_jsonl(folder / "curriculum.jsonl", rows)
     text, count = arrow.string(), arrow.int64()

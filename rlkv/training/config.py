@@ -94,7 +94,9 @@ class RunSettings:
         """
         if self.curriculum is not None:
             if not Path(self.curriculum).exists():
-                raise ValueError(f"{self.curriculum}: there is no such file; `{self.filter_command()}` writes a curriculum")
+                raise ValueError(
+                    f"{self.curriculum}: there is no such file; `{self.filter_command()}` writes a curriculum"
+                )
             foreign = [] if self.allow_foreign_curriculum else foreign_models(self.curriculum, self.model)
             if foreign:
                 raise ValueError(

@@ -17,7 +17,10 @@ from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettin
 
 PROMPT_TOKENS = 1024  # room for a prompt, as in the paper: 8,192 less 7,168
 TRAINER_GIB = 16.0  # forward and backward of one row of 8,192 tokens, with gradient checkpointing
-UPDATE_FLOPS = {True: 2e14, False: 1e11}  # floating-point operations/s with and without a GPU; 6 per parameter and token
+UPDATE_FLOPS = {
+    True: 2e14,
+    False: 1e11,
+}  # floating-point operations/s with and without a GPU; 6 per parameter and token
 PLANNED_GPU = 80 * GIB  # what --plan counts with where there is no GPU
 
 

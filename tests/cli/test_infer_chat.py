@@ -26,7 +26,9 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         if path.exists():
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 0, "max_position_embeddings": 700}))
+            path.write_text(
+                json.dumps(json.loads(path.read_text()) | {"eos_token_id": 0, "max_position_embeddings": 700})
+            )
     return folder
 
 

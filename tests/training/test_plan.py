@@ -137,7 +137,10 @@ def test_a_curriculum_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_curriculum_names_the_command_that_writes_it() -> None:
-    for path, command in (("results/curriculum_smol/curriculum.parquet", "--model smol`"), ("a/b.jsonl", "--output-dir a`")):
+    for path, command in (
+        ("results/curriculum_smol/curriculum.parquet", "--model smol`"),
+        ("a/b.jsonl", "--output-dir a`"),
+    ):
         with pytest.raises(ValueError, match=f"{path}.*rlkv-filter .*{command}"):
             RLKVSettings(model="smol", curriculum=path).with_curriculum()
 

@@ -124,7 +124,11 @@ def test_the_configs_evaluate_what_the_training_writes(name: str) -> None:
     config = parse(EvalConfig, arguments=["--config", f"eval_{name}", "--output-dir", "out"])
     trained = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     assert config.gates[0] == f"rlkv={trained['output_dir']}/gates.pt"
-    assert (config.model, config.sink, config.window) == (trained["model"], trained["deploy_sink"], trained["deploy_window"])
+    assert (config.model, config.sink, config.window) == (
+        trained["model"],
+        trained["deploy_sink"],
+        trained["deploy_window"],
+    )
 
 
 def test_sizes_come_from_the_gates(gates_file: Path) -> None:
