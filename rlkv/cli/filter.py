@@ -12,8 +12,7 @@ line says which, and about how long it takes.
 
 A run that was stopped resumes when it is started again with the same settings.  Buckets, their seed and
 --fill-short-buckets may be changed afterwards: nothing is decoded again.  Writes curriculum.parquet, curriculum.jsonl,
-report.json and report.md into --output-dir, by default results/curriculum_MODEL, where the configs of rlkv-train look for
-them.
+report.json and report.md into --output-dir, by default results/curriculum_MODEL: where the configs of rlkv-train look.
 """
 
 from __future__ import annotations

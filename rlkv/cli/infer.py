@@ -74,7 +74,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _streamed(session: InferSession, decode: Callable[[OnText], Reply], message: str) -> Reply:
+def _streamed(session: InferSession, decode: Callable[[OnText], Reply], message: str) -> Any:
     """What ``decode`` returns, with its text on stdout as it comes."""
     stream = ThinkingStream(session.render(message))
     try:

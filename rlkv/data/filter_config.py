@@ -72,8 +72,10 @@ class DecodeOptions(ModelOptions):
         """With the engine that ``auto`` stands for."""
         from rlkv.rollout.estimate import choose_engine
 
+        if self.engine != "auto":
+            return self
         is_fixed = self.model in BUILT_IN or self.device != "auto"
-        return replace(self, engine="hf" if self.engine == "auto" and is_fixed else choose_engine(self.engine)[0])
+        return replace(self, engine="hf" if is_fixed or choose_engine("auto")[0] == "hf" else "vllm")
 
     def sized(self, footprint: Footprint | None, positions: int) -> Self:
         """With rows of ``positions`` tokens and memory that fit the GPU, where none were given; of a chosen engine."""

@@ -57,7 +57,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def short_name(model: str) -> str:
-    """``llama8b``, ``qwen7b`` or ``qwen3_4b``, as the configs are called; of another model the last part of its name."""
+    """``llama8b``, ``qwen7b`` or ``qwen3_4b``, as the configs; of another model the last part of its name."""
     return PUBLISHED[model][0] if model in PUBLISHED else Path(model).absolute().name
 
 

@@ -44,7 +44,7 @@ class Footprint:
 
     @classmethod
     def of(cls, model: str, dtype: str = "auto") -> Footprint | None:
-        """Of a published model, a folder, a built-in name or a hub id; None if the hub is needed and does not answer."""
+        """Of a published model, a folder, a built-in name or a hub id; None if the hub would have to answer."""
         config = _config(model)
         if config is None:
             return None
@@ -95,7 +95,7 @@ def free_memory() -> int | None:
 
 
 def choose_engine(asked: str, processes: int = 1) -> tuple[str, str]:
-    """``(engine, why)``: for ``auto`` vLLM where it can be used, else transformers and why; otherwise what was asked for.
+    """``(engine, why)``: for ``auto`` vLLM where it can be used, else transformers and why; else what was asked for.
 
     Args:
         processes: of a training; an engine inside the trainer serves one.

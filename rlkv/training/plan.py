@@ -106,8 +106,8 @@ class Plan:
         total = "" if self.steps is None else f" and {rough(self.steps * self.step_seconds)} in all"
         where = "a GPU" if self.has_gpu else "this CPU"
         return (
-            f"about {rough(self.step_seconds)} a step{total} on {where}, if rollouts make {self.rate:,.0f} tokens/s and "
-            f"a completion takes {self.mean_tokens:,.0f} tokens (assumed, not measured)"
+            f"about {rough(self.step_seconds)} a step{total} on {where}, if rollouts make {self.rate:,.0f} tokens/s "
+            f"and a completion takes {self.mean_tokens:,.0f} tokens (assumed, not measured)"
         )
 
 
@@ -129,8 +129,8 @@ def make_plan(settings: RLKVSettings, args: GateTrainingArguments, free: int | N
         most = min(samples, DEFAULT_ROWS) if rollout == "hf" else samples
         rows = rows or footprint.rows(rollout, int(kv_gib * GIB) if rollout == "vllm" else room, positions, most)
         lacking = max(0, row - room) / GIB
-    sizes = {"rollout_kv_gib": kv_gib or DEFAULT_KV_GIB, "rollout_rows": rows or DEFAULT_ROWS}
-    chosen = replace(settings, rollout=rollout, **sizes)
+    rows, kv_gib = rows or DEFAULT_ROWS, kv_gib or DEFAULT_KV_GIB
+    chosen = replace(settings, rollout=rollout, rollout_rows=rows, rollout_kv_gib=kv_gib)
     problems, tokens = _curriculum_facts(settings.curriculum)
     return Plan(chosen, args, why, footprint, free is not None, problems, tokens, lacking)
 

@@ -73,5 +73,5 @@ def test_a_curriculum_says_which_model_solved_it(tmp_path: Path) -> None:
 
 
 def test_no_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="kv-gib.* 0"):
+    with pytest.raises(ValueError, match=r"kv-gib.* 0"):
         FilterConfig(kv_gib=0).check()

@@ -65,9 +65,5 @@ def test_shapes_of_folders_and_of_what_cannot_be_read(tmp_path: Path, monkeypatc
 
 
 def test_times_are_rounded_to_their_unit() -> None:
-    assert [rough(seconds) for seconds in (10, 700, 3 * 3600, 3.4 * 86400)] == [
-        "a minute",
-        "12 min",
-        "3.0 h",
-        "3.4 days",
-    ]
+    times = [rough(seconds) for seconds in (10, 700, 3 * 3600, 3.4 * 86400)]
+    assert times == ["a minute", "12 min", "3.0 h", "3.4 days"]
