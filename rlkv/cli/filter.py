@@ -2,7 +2,8 @@
 
 Decodes every problem greedily with the full KV cache, keeps the right answers, counts their tokens and samples each
 length bucket.  Without options it does the paper's job: DeepScaleR from the hub with DeepSeek-R1-Distill-Llama-8B,
-7,168 tokens a completion, 600 + 600 + 1,000 + 800 problems.
+7,168 tokens a completion, 600 + 600 + 1,000 + 800 problems.  vLLM decodes where it is installed, else transformers; a
+line says which, and about how long it takes.
 
     rlkv-filter                                                   # the paper's job, on a GPU
     rlkv-filter --config filter_tiny                              # the built-in model, on a CPU
@@ -11,7 +12,7 @@ length bucket.  Without options it does the paper's job: DeepScaleR from the hub
 
 A run that was stopped resumes when it is started again with the same settings.  Buckets, their seed and
 --fill-short-buckets may be changed afterwards: nothing is decoded again.  Writes curriculum.parquet, curriculum.jsonl,
-report.json and report.md into --output-dir.
+report.json and report.md into --output-dir, by default results/curriculum_MODEL: where the configs of rlkv-train look.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _filter() -> None:
     from rlkv.cli.options import parse
     from rlkv.data.filter_config import FilterConfig
 
-    config = parse(FilterConfig, __doc__)
+    config = parse(FilterConfig, __doc__).resolved()
     from rlkv.data.filter_job import run_filter
     from rlkv.data.filtering import STATUSES
 

@@ -5,7 +5,7 @@
 One prompt, on the built-in model with its own gates:
     rlkv-infer --model tiny --prompt "a=7 . b=2 . c = b + a . find c ?"
 
-A chat (end it with Ctrl-D, start over with /reset):
+A chat, with answers up to the model's limit (Ctrl-C stops one, /reset starts over, Ctrl-D ends it):
     rlkv-infer --gates results/demo/gates.pt --sparsity 0.5
 
 A file of problems, resumed where it stopped, with accuracy if they have answers:
@@ -28,15 +28,18 @@ Another model, sampled:
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
+from rlkv.cli.thinking import ThinkingStream
 from rlkv.inference.config import InferConfig
 from rlkv.utils.atomic import write_text
 
 if TYPE_CHECKING:
+    from rlkv.inference.engine import OnText, Reply
     from rlkv.inference.session import InferSession
 
 
@@ -71,13 +74,24 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-_stream = partial(print, end="", flush=True)
+def _streamed(session: InferSession, decode: Callable[[OnText], Reply], message: str) -> Any:
+    """What ``decode`` returns, with its text on stdout as it comes."""
+    stream = ThinkingStream(session.render(message))
+    try:
+        return decode(stream)
+    finally:
+        stream.close()
+
+
+def _cut(reply: Reply) -> str:
+    ended = reply.completion.finish_reason != "length"
+    return "" if ended else f", cut at {len(reply.completion.token_ids)} tokens (--max-new-tokens or the model's limit)"
 
 
 def _answer(session: InferSession, prompt: str) -> None:
     engine, sampling, page = session.engine, session.sampling, session.config.show_kept
     ids = engine.encode(session.render(prompt))
-    reply = engine.reply(ids, sampling, _stream)
+    reply = _streamed(session, partial(engine.reply, ids, sampling), prompt)
     print(flush=True)
     if page is not None:
         from rlkv.inference.kept_page import render_kept_page
@@ -86,10 +100,10 @@ def _answer(session: InferSession, prompt: str) -> None:
         write_text(page, html)
         _say(f"kept tokens: {page}")
     if not session.config.compare_full:
-        _say(f"{reply.usage.summary()}, {session.heads()}")
+        _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply)}")
         return
     _say("--- full cache:")
-    full = engine.reply(ids, sampling, _stream, full=True)
+    full = _streamed(session, partial(engine.reply, ids, sampling, full=True), prompt)
     print(flush=True)
     same = "the same tokens" if reply.completion == full.completion else "other tokens"
     _say(f"compressed  {reply.usage.summary()}, {session.heads()}")
@@ -135,7 +149,7 @@ def _chat(session: InferSession) -> None:
 def _chat_turn(session: InferSession, chat: Any, message: str) -> None:
     restarted = chat.restarted
     try:
-        reply = chat.say(message, _stream)
+        reply = _streamed(session, partial(chat.say, message), message)
     except ValueError as error:  # a text that became too long ends the turn, not the chat
         _say(f"error: {error}")
         return
@@ -144,7 +158,7 @@ def _chat_turn(session: InferSession, chat: Any, message: str) -> None:
         return
     print(flush=True)
     note = ", the template rewrote the past: read again" if chat.restarted > restarted else ""
-    _say(f"{reply.usage.summary()}, {session.heads()}{note}")
+    _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply)}{note}")
 
 
 def main() -> None:

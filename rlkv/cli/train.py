@@ -2,8 +2,8 @@ r"""Find the heads: GRPO on problems that the model solves, with an L1 penalty t
 
     rlkv-train --config tiny                                     # the built-in model on problems of its own task
     rlkv-train --config tiny --curriculum results/curriculum/curriculum.parquet
-    accelerate launch --config_file configs/accelerate/ddp.yaml train/grpo_gates.py --config llama8b \
-        --curriculum curriculum.parquet
+    accelerate launch train/grpo_gates.py --config configs/llama8b.yaml
+    rlkv-train --config llama8b --plan                           # what that takes: steps, memory, engine, time
     rlkv-train --config tiny --finder elimination --curriculum results/curriculum/curriculum.parquet
 
 --finder elimination measures instead of training: heads go one by one, each time the one that the curriculum's recorded
@@ -37,6 +37,10 @@ def _train() -> None:
     from rlkv.training.run import train_gates
 
     settings, args = parse_config(sys.argv[1:])
+    if settings.plan:
+        from rlkv.training.plan import describe_plan
+
+        return print(describe_plan(settings, args))
     find = {"rlkv": train_gates, "elimination": eliminate_heads}[settings.finder]
     try:
         find(settings, args)

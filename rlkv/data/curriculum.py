@@ -10,6 +10,14 @@ import random
 import re
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+
+from rlkv.models.published import short_name
+
+
+def curriculum_folder(model: str) -> Path:
+    """Where the filter writes the curriculum of ``model`` by default, and where the packaged configs look for it."""
+    return Path("results") / f"curriculum_{short_name(model)}"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlkv.models.builtin import SMOL, TINY
 from rlkv.models.hub import dataset_rows
+from rlkv.models.published import same_model
 from rlkv.utils.extras import require
 from rlkv.utils.jsonl import read_jsonl
 
@@ -78,6 +79,12 @@ def curriculum_template(path: str | Path | None) -> str | None:
         found = ", ".join(sorted(map(str, names)))
         raise ValueError(f"{path}: its rows name several prompt templates ({found}): pass --template")
     return next(iter(names), None)
+
+
+def foreign_models(path: str | Path, model: str) -> list[str]:
+    """Other models than ``model`` that a curriculum's outputs come from, as far as its rows say."""
+    named = {str(row["model"]) for row in read_curriculum(path) if row.get("model")}
+    return sorted(name for name in named if not same_model(name, model))
 
 
 def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:

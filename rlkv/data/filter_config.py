@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from rlkv.data.curriculum import PAPER_BUCKETS, SMOL_BUCKETS, TINY_BUCKETS, Bucket, parse_buckets
+from rlkv.data.curriculum import PAPER_BUCKETS, SMOL_BUCKETS, TINY_BUCKETS, Bucket, curriculum_folder, parse_buckets
 from rlkv.data.deepscaler import HUB_DATASET
 from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.models.builtin import SMOL, TINY
@@ -15,8 +15,10 @@ from rlkv.smol.task import MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     from rlkv.rollout.base import RolloutEngine
+    from rlkv.rollout.estimate import Footprint
 
 Preset = dict[str, Any]
+DEFAULT_ROWS = 16
 
 
 def _preset(input: str, max_length: int, max_new_tokens: int, template: str, buckets: tuple[Bucket, ...]) -> Preset:
@@ -46,15 +48,19 @@ class DecodeOptions(ModelOptions):
     """seed of the sampling, and of --input tiny and smol"""
     template: str | None = None
     """prompt template: rlkv, boxed or plain; default: plain for the model smol, else rlkv"""
-    engine: Literal["hf", "vllm"] = "hf"
-    """what decodes: transformers, or vLLM"""
-    batch_size: int = 16
-    """problems decoded together"""
+    engine: Literal["auto", "hf", "vllm"] = "auto"
+    """what decodes: transformers (hf) or vLLM; auto: vLLM where it is installed, transformers for built-in models"""
+    batch_size: int | None = None
+    """problems decoded together; default: what the GPU holds, without one 16"""
+    kv_gib: float | None = None
+    """vllm: memory of its KV cache in GiB; default: what the GPU has left, without one 4"""
     max_new_tokens: int | None = None
     """tokens of a completion; default: 440 for the model tiny, 448 for smol, else 7168"""
 
     def check(self) -> None:
         check_positive(self, "num_problems", "batch_size", "max_new_tokens", "limit")
+        if self.kv_gib is not None and not self.kv_gib > 0:
+            raise ValueError(f"--kv-gib must be above 0, got {self.kv_gib}")
         if self.engine == "vllm" and find_spec("vllm") is None:
             raise ValueError("engine 'vllm' comes with the extra rlkv[vllm], which is not installed: use --engine hf")
         if self.engine == "vllm" and self.device != "auto":
@@ -62,12 +68,33 @@ class DecodeOptions(ModelOptions):
                 f"--engine vllm takes the device that it was built for, not {self.device!r}: leave out --device"
             )
 
-    def load_engine(self) -> RolloutEngine:
-        """The model in its engine."""
+    def with_engine(self) -> Self:
+        """With the engine that ``auto`` stands for."""
+        from rlkv.rollout.estimate import choose_engine
+
+        if self.engine != "auto":
+            return self
+        is_fixed = self.model in BUILT_IN or self.device != "auto"
+        return replace(self, engine="hf" if is_fixed or choose_engine("auto")[0] == "hf" else "vllm")
+
+    def sized(self, footprint: Footprint | None, positions: int) -> Self:
+        """With rows of ``positions`` tokens and memory that fit the GPU, where none were given; of a chosen engine."""
+        from rlkv.rollout.estimate import DEFAULT_KV_GIB, GIB, free_memory
+
+        free, kv_gib, rows = free_memory(), self.kv_gib, self.batch_size
+        if footprint is not None and free is not None:
+            kv_gib = footprint.kv_room(free) / GIB if kv_gib is None else kv_gib
+            rows = rows or footprint.rows(self.engine, int(kv_gib * GIB), positions)
+        return replace(self, kv_gib=kv_gib or DEFAULT_KV_GIB, batch_size=rows or DEFAULT_ROWS)
+
+    def load_engine(self, positions: int | None = None) -> RolloutEngine:
+        """The model in its engine, for texts of up to ``positions`` tokens; of sized options."""
+        assert self.batch_size is not None
+        assert self.kv_gib is not None
         if self.engine == "vllm":
             from rlkv.vllm.engine import VLLMEngine
 
-            return VLLMEngine(self.model, dtype=self.dtype, max_rows=self.batch_size)
+            return VLLMEngine(self.model, None, self.dtype, positions, self.kv_gib, self.batch_size)
         from rlkv.rollout.hf import HFEngine
 
         return HFEngine(*self.load(), batch_size=self.batch_size)
@@ -83,8 +110,8 @@ class FilterConfig(DecodeOptions):
     """file of recorded outputs (problem + output) to filter; nothing is decoded"""
     outputs_field: str = "output"
     """field of --outputs that holds the output, e.g. solution"""
-    output_dir: str = "outputs/curriculum"
-    """where shards, curriculum and report go"""
+    output_dir: str | None = None
+    """where shards, curriculum and report go; default: results/curriculum_MODEL"""
     buckets: tuple[str, ...] = ()
     """output tokens LOW-HIGH:COUNT (above LOW, at most HIGH), several with commas or spaces; default: the paper's"""
     fill_short_buckets: bool = False
@@ -106,7 +133,9 @@ class FilterConfig(DecodeOptions):
         preset = dict(BUILT_IN.get(self.model, PAPER))
         if self.outputs is not None:
             preset["input"] = self.outputs  # recorded outputs that carry their answers
-        return replace(self, **{name: value for name, value in preset.items() if getattr(self, name) in (None, ())})
+        preset["output_dir"] = str(curriculum_folder(self.model))
+        chosen = {name: value for name, value in preset.items() if getattr(self, name) in (None, ())}
+        return replace(self, **chosen).with_engine()
 
 
 def parse_shard(text: str) -> tuple[int, int]:

@@ -12,10 +12,11 @@ from typing import Any
 from rlkv.data.curriculum import Selection, parse_buckets, select
 from rlkv.data.decoders import Decoder, EngineDecoder, RecordedDecoder
 from rlkv.data.deepscaler import Problem, load_problems
-from rlkv.data.filter_config import FilterConfig, parse_shard
+from rlkv.data.filter_config import BUILT_IN, DEFAULT_ROWS, FilterConfig, parse_shard
 from rlkv.data.filtering import STATUSES, Outcome, Shards, run_shard
 from rlkv.models.loading import load_tokenizer, resolve_device, resolve_dtype
 from rlkv.models.prompts import choose_template
+from rlkv.rollout.estimate import MEAN_LENGTH, NAMES, Footprint, choose_engine, rough
 from rlkv.utils.atomic import atomic_path, write_json, write_text
 from rlkv.utils.extras import require
 from rlkv.utils.jsonl import write_jsonl
@@ -52,7 +53,30 @@ def build_decoder(config: FilterConfig, problems: list[Problem]) -> Decoder:
         tokenizer = load_tokenizer(config.model)
         return RecordedDecoder(config.outputs, config.outputs_field, problems, tokenizer, config.max_new_tokens)
     template = choose_template(config.template, model=config.model)
-    return EngineDecoder(config.load_engine(), template, config.max_new_tokens, config.max_length)
+    engine = config.load_engine(config.max_length)
+    return EngineDecoder(engine, template, config.max_new_tokens, config.max_length)
+
+
+def sized_and_announced(config: FilterConfig, problems: int) -> FilterConfig:
+    """``config`` with sizes that fit the GPU, after one line with the engine and an estimate of the time."""
+    assert config.max_length is not None
+    footprint = None if config.model in BUILT_IN else Footprint.of(config.model, config.dtype)
+    config = config.sized(footprint, config.max_length)
+    assert config.batch_size is not None
+    why = choose_engine("auto")[1] if config.engine == "hf" and footprint is not None else ""
+    line = f"{problems:,} problems through {NAMES[config.engine]}{why and f' ({why})'}, {config.batch_size} at once"
+    if footprint is not None:
+        has_gpu = resolve_device(config.device).type == "cuda"
+        rate, mean = (
+            footprint.rate(config.engine, config.batch_size, has_gpu),
+            MEAN_LENGTH * (config.max_new_tokens or 0),
+        )
+        line += (
+            f": about {rough(problems * mean / rate)} on {'a GPU' if has_gpu else 'this CPU'}, if it makes {rate:,.0f} "
+            f"tokens/s and a problem takes {mean:,.0f} tokens (assumed; the bar shows the measured pace)"
+        )
+    print(line, flush=True)
+    return config
 
 
 @dataclass(frozen=True)
@@ -72,6 +96,7 @@ def run_filter(config: FilterConfig) -> FilterResult:
     config.check()
     config = config.resolved()
     assert config.input is not None
+    assert config.output_dir is not None
     started = time.monotonic()
     choose_template(config.template, model=config.model)  # an unknown one fails before anything is loaded
     problems = load_problems(config.input, config.num_problems, config.seed, config.limit)
@@ -80,12 +105,15 @@ def run_filter(config: FilterConfig) -> FilterResult:
         raise ValueError(f"shard {config.shard}: there are only {len(problems)} problems to share out")
     settings = job_settings(config, problems, num_shards)
     shards = Shards(Path(config.output_dir), len(problems), num_shards, settings)
-    if shard in shards.missing():
+    still_open = shards.missing()
+    if shard in still_open:
+        if config.outputs is None:
+            config = sized_and_announced(config, still_open[shard])
         decoder = build_decoder(config, problems)
         title = "filter" if num_shards == 1 else f"filter, shard {config.shard}"
         bar = progress_bar(title, "problems", len(shards.indices(shard)))
         with bar as progress, closing(Verifier()) as verifier:
-            run_shard(shards, shard, problems, decoder, verifier, config.batch_size, progress)
+            run_shard(shards, shard, problems, decoder, verifier, config.batch_size or DEFAULT_ROWS, progress)
     still_open = shards.missing()
     return FilterResult(None if still_open else finish(config, shards, problems, started), still_open)
 
@@ -103,6 +131,7 @@ def finish(config: FilterConfig, shards: Shards, problems: list[Problem], starte
             "output_tokens": outcome.tokens[i],
             "bucket": bucket,
             "template": config.template,
+            "model": config.model if config.outputs is None else None,  # nobody says what recorded outputs come from
         }
         for i, bucket in selection.chosen.items()
     ]
@@ -124,11 +153,12 @@ def finish(config: FilterConfig, shards: Shards, problems: list[Problem], starte
 
 
 def write_curriculum(folder: Path, rows: list[Row]) -> None:
-    """``curriculum.jsonl`` and ``curriculum.parquet``: problem, answer, output, output_tokens, bucket, template."""
+    """``curriculum.jsonl`` and ``curriculum.parquet``, with the same fields."""
     arrow, parquet = require("pyarrow", "train"), require("pyarrow.parquet", "train")
     write_jsonl(folder / "curriculum.jsonl", rows)
     text, count = arrow.string(), arrow.int64()
-    fields = {"problem": text, "answer": text, "output": text, "output_tokens": count, "bucket": text, "template": text}
+    names = ("problem", "answer", "output", "output_tokens", "bucket", "template", "model")
+    fields = {name: count if name == "output_tokens" else text for name in names}
     with atomic_path(folder / "curriculum.parquet") as path:
         parquet.write_table(arrow.Table.from_pylist(rows, schema=arrow.schema(fields.items())), path)
 

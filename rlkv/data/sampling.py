@@ -13,12 +13,13 @@ from rlkv.data.filter_job import problems_digest
 from rlkv.inference.options import SamplingOptions, check_positive
 from rlkv.models.builtin import TINY
 from rlkv.models.prompts import choose_template, render_prompt
+from rlkv.rollout.estimate import Footprint
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import commit
 from rlkv.utils.store import open_store
 from rlkv.verifier.verifier import Verifier
 
-FREE = {"output", "batch_size", "device"}  # what may differ between a run and its continuation
+FREE = {"output", "batch_size", "kv_gib", "device"}  # what may differ between a run and its continuation
 VERDICTS = {None: "unknown", True: "correct", False: "wrong"}
 
 
@@ -46,7 +47,7 @@ class SampleConfig(SamplingOptions, DecodeOptions):
         """With a built-in model's problems, limit and template, else those of ``tiny``, where none were given."""
         preset = BUILT_IN.get(self.model, BUILT_IN[TINY])
         chosen = {name: preset[name] for name in ("input", "max_new_tokens") if getattr(self, name) is None}
-        return replace(self, template=choose_template(self.template, model=self.model), **chosen)
+        return replace(self, template=choose_template(self.template, model=self.model), **chosen).with_engine()
 
 
 def sample(config: SampleConfig) -> None:
@@ -70,7 +71,7 @@ def sample(config: SampleConfig) -> None:
         wanted = [(i, s) for i in range(len(problems)) for s in range(config.samples) if (i, s) not in store.done]
         if not wanted:
             return
-        engine = config.load_engine()
+        engine = config.sized(Footprint.of(config.model, config.dtype), config.max_new_tokens).load_engine()
         sampling = config.sampling_params(config.max_new_tokens)
         prompts = [render_prompt(engine.tokenizer, problems[i].problem, config.template) for i, _ in wanted]
         numbers = [i * config.samples + s for i, s in wanted]

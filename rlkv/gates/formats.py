@@ -105,7 +105,9 @@ def _read_local(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = _pick(path)
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder, {EXPECTED}")
+        raise ValueError(
+            f"{path}: no such file or folder, {EXPECTED}: rlkv-train writes gates.pt into its output folder"
+        )
     if path.is_dir():
         return read_peft(path)
     if path.stat().st_size == 0:

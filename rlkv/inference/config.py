@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
 from rlkv.models.builtin import PACKAGED_GATES
 
+FILE_TOKENS = 8192  # of an answer in a file; the paper's evaluation
+
 if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
 
@@ -45,8 +47,8 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     """full, local (as in training) or published: how prompts are read; default: full, with vllm local"""
     scope: Literal["global", "layer"] = "global"
     """heads compete in the whole model, or in each layer"""
-    max_new_tokens: int = 512
-    """longest answer, in tokens"""
+    max_new_tokens: int | None = None
+    """longest answer, in tokens; default: up to the model's limit, of --input and vllm at most 8192"""
     batch_size: int = 8
     """problems of --input that are decoded together"""
     compare_full: bool = False
@@ -63,6 +65,13 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
         """Which gates to load: built-in models have their own; None: an eviction policy serves all heads."""
         has_own = self.gates is None and self.eviction is None and self.model in PACKAGED_GATES
         return self.model if has_own else self.gates
+
+    def longest_answer(self, positions: int, longest_prompt: int) -> int:
+        """Tokens that an answer may have, for a model of ``positions``."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        room = max(1, positions - longest_prompt)
+        return room if self.input is None and self.backend == "hf" else min(room, FILE_TOKENS)
 
     def check(self) -> None:
         """Raise ``ValueError`` for options that contradict each other."""

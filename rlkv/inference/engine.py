@@ -220,7 +220,7 @@ class Chat:
         self._cache: Cache | None = None
 
     def say(self, message: str, on_text: OnText | None = None) -> Reply:
-        """The model's answer to ``message``.
+        """The model's answer to ``message``, at most up to the model's positions.
 
         Raises:
             ValueError: as :meth:`InferenceEngine.reply`; the conversation is then as before.
@@ -230,8 +230,9 @@ class Chat:
         held = [] if cache is None else self._ids[: cache.get_seq_length()]
         if ids[: len(held)] != held or len(ids) <= len(held):
             cache = None
+        longest = max(1, min(self.sampling.max_new_tokens, self.engine.max_positions - len(ids)))
         try:
-            reply = self.engine.reply(ids, self.sampling, on_text, cache)
+            reply = self.engine.reply(ids, replace(self.sampling, max_new_tokens=longest), on_text, cache)
         except BaseException:
             self._cache = None  # holds a part of an answer that the conversation does not have
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class InferSession:
     def open(cls, config: InferConfig) -> InferSession:
         """Load the model; whatever does not depend on it is checked before."""
         config.check()
-        policy, sampling = config.policy(), config.sampling_params(config.max_new_tokens)
+        policy, sampling = config.policy(), config.sampling_params(config.max_new_tokens or 1)
         problems = read_problems(config.input) if config.input else []
         gates = None if config.gates_source is None else HeadGates.load(config.gates_source)
         sparsity, allocation = config.sparsity, None
@@ -69,6 +70,7 @@ class InferSession:
         prefill = config.prefill or ("local" if config.backend == "vllm" else "full")
         cache = replace(config, prefill=prefill).cache_settings({} if gates is None else {"": gates}, policy)
         model = config.model or (gates.model.model_id if gates is not None and gates.model is not None else None)
+        texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
         if model is None:
             raise ValueError(f"{config.gates} does not name its model: pass --model")
         of_gates = None if gates is None else gates.training.get("template")
@@ -76,10 +78,11 @@ class InferSession:
         if config.backend == "vllm":
             assert gates is not None, "checked with the options"
             assert allocation is not None
-            texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
             engine: Any = _open_vllm(config, model, gates, allocation, cache, texts, template)
         else:
             engine = _open_hf(config, model, gates, allocation, cache)
+        longest = max(engine.prompt_lengths([render_prompt(engine.tokenizer, text, template) for text in texts]))
+        sampling = replace(sampling, max_new_tokens=config.longest_answer(engine.max_positions, longest))
         settings = {
             "model": model,
             "allocation": digest(bytes(engine.allocation.full.flatten().tolist())),
@@ -135,10 +138,11 @@ def _open_vllm(
     from rlkv.vllm.settings import ServingSettings
 
     tokenizer, settings = load_tokenizer(name), ServingSettings.of(allocation, cache)
-    gates.check_model(load_config(name))
-    options: dict[str, Any] = {"dtype": config.dtype}
-    if cache.prefill == "full":  # steps and pool must have room for the longest text, and no more than that
-        texts = [render_prompt(tokenizer, problem, template) for problem in problems]
-        longest = max(map(len, tokenizer(texts, add_special_tokens=False).input_ids))
-        options["max_positions"] = longest + config.max_new_tokens
-    return ServingEngine(name, settings, config.batch_size, **options)
+    model_config = load_config(name)
+    gates.check_model(model_config)
+    texts = [render_prompt(tokenizer, problem, template) for problem in problems]
+    longest = max(map(len, tokenizer(texts, add_special_tokens=False).input_ids))
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    # steps and pool must have room for the longest text, and no more than that
+    positions = longest + config.longest_answer(limit, longest)
+    return ServingEngine(name, settings, config.batch_size, dtype=config.dtype, max_positions=positions)

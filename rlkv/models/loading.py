@@ -97,18 +97,19 @@ def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def _is_path(model: str) -> bool:
+def is_path(model: str) -> bool:
+    """Whether ``model`` means a local path rather than a hub id."""
     return Path(model).exists() or (os.sep in model.rstrip(os.sep) and model.startswith((".", os.sep, "~")))
 
 
 def _hub_error(model: str) -> str | None:
     """Why the hub cannot be asked for ``model``; None if it can, or need not."""
-    return None if model in BUILT_IN or _is_path(model) else connection_error(model, "config.json")
+    return None if model in BUILT_IN or is_path(model) else connection_error(model, "config.json")
 
 
 def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
     reason = str(error).splitlines()[0]
-    if _is_path(model):
+    if is_path(model):
         return f"cannot load a model from {model!r}: {reason}"
     if hub_error is not None:
         reason = f"{hub_error}; its local cache does not hold it either"

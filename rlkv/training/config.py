@@ -6,15 +6,18 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NoReturn, Self, cast
 
 import yaml
 from trl import GRPOConfig, TrlParser
 
-from rlkv.data.deepscaler import curriculum_template
+from rlkv.data.curriculum import curriculum_folder
+from rlkv.data.deepscaler import curriculum_template, foreign_models
 from rlkv.models.prompts import choose_template
 from rlkv.utils.configs import take_config
 
+DEFAULT_ROWS = 64  # of a rollout, where no GPU says what fits
 _SAMPLING = "rollouts know temperature, top_p and top_k"
 _OBJECTIVE = "the loss is the paper's objective"
 # options of trl that would be ignored or do harm: names, the only allowed value, why
@@ -58,6 +61,7 @@ class RunSettings:
     model: str = option("tiny", "a built-in name (tiny, smol), a local folder or a hub id")
     dtype: str = option("auto", "dtype of the frozen model: auto, float32, bfloat16, float16")
     curriculum: str | None = option(None, "the filter's .parquet or .jsonl (problem, answer, output)")
+    allow_foreign_curriculum: bool = option(False, "train on a curriculum that another model wrote")
     template: str | None = option(
         None, "prompt template: rlkv, boxed or plain; default: the curriculum's, else the model's"
     )
@@ -69,14 +73,36 @@ class RunSettings:
     wandb: str = option("disabled", "online, offline or disabled")
     wandb_project: str = option("rlkv", "W&B project")
     resume: bool = option(True, "resume from the last checkpoint in output_dir")
+    gates_link: str | None = option(None, "a link to the exported gates.pt, made at the end; a file there stays")
 
     def __post_init__(self) -> None:
         check_choice("wandb", self.wandb, ("online", "offline", "disabled"))
         if self.image_steps < 0:
             raise ValueError(f"image_steps must be 0 or more, got {self.image_steps}")
 
-    def with_template(self) -> Self:
-        """With the curriculum's prompt template where none was asked for."""
+    def filter_command(self) -> str:
+        """What writes the curriculum."""
+        folder = Path(self.curriculum or "").parent
+        elsewhere = "" if folder == curriculum_folder(self.model) else f" --output-dir {folder}"
+        return f"rlkv-filter --model {self.model}{elsewhere}"
+
+    def with_curriculum(self) -> Self:
+        """With the curriculum's prompt template where none was asked for.
+
+        Raises:
+            ValueError: if the curriculum is absent or unreadable, or another model wrote it, which was not allowed.
+        """
+        if self.curriculum is not None:
+            if not Path(self.curriculum).exists():
+                raise ValueError(
+                    f"{self.curriculum}: there is no such file; `{self.filter_command()}` writes a curriculum"
+                )
+            foreign = [] if self.allow_foreign_curriculum else foreign_models(self.curriculum, self.model)
+            if foreign:
+                raise ValueError(
+                    f"{self.curriculum} holds what {', '.join(foreign)} solved, not {self.model}: make its own with "
+                    f"`rlkv-filter --model {self.model}`, or pass --allow_foreign_curriculum true"
+                )
         named = self.template, curriculum_template(self.curriculum)
         return replace(self, template=choose_template(*named, model=self.model))
 
@@ -133,16 +159,23 @@ class RLKVSettings(RunSettings):
     reward_offset: float = option(0.0, "the policy loss sees (reward - offset) * scale")
     reward_scale: float = option(1.0, "the policy loss sees (reward - offset) * scale")
     rollout: str = option(
-        "hf", "which engine samples: hf (the trainer's model), vllm (in this process) or vllm-server (another GPU)"
+        "hf",
+        "which engine samples: hf (the trainer's model), vllm (in this process), vllm-server (another GPU), or auto: "
+        "vllm where it is installed and fits, else hf",
     )
     rollout_url: str = option("http://127.0.0.1:8700", "vllm-server: where rollout/serve_vllm.py listens")
     rollout_patience: float = option(600.0, "vllm-server: seconds without an answer before the training gives up")
-    rollout_kv_gib: float = option(4.0, "vllm: memory of its KV cache in GiB")
+    rollout_kv_gib: float | None = option(
+        None, "vllm: memory of its KV cache in GiB; default: what the GPU has left, without one 4"
+    )
     rollout_eager: bool = option(False, "vllm: neither compile the model nor capture graphs")
     importance_cap: float = option(
         3.0, "vllm, vllm-server: largest weight of a token in the importance correction, 0: no correction"
     )
-    rollout_rows: int = option(64, "completions decoded at once by one process")
+    rollout_rows: int | None = option(
+        None, "completions decoded at once by one process; default: what the GPU holds, without one 64"
+    )
+    plan: bool = option(False, "print steps, tokens, memory, engine and an estimate of the time, and stop")
     forward_rows: int = option(16, "rows per forward of the loss (one process only)")
     elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
     elimination_sparsity: float = option(0.8, "elimination: sparsity up to which heads go")
@@ -152,7 +185,7 @@ class RLKVSettings(RunSettings):
         super().__post_init__()
         check_choice("finder", self.finder, ("rlkv", "elimination"))
         check_choice("advantage", self.advantage, ("group", "batch"))
-        check_choice("rollout", self.rollout, ("hf", "vllm", "vllm-server"))
+        check_choice("rollout", self.rollout, ("auto", "hf", "vllm", "vllm-server"))
         if self.l1_beta < 0:
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
         if self.init_gates is not None and self.finder != "rlkv":
@@ -164,7 +197,11 @@ class RLKVSettings(RunSettings):
             raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")
         if self.importance_cap != 0 and self.importance_cap < 1:
             raise ValueError(f"importance_cap must be 0 (no correction) or at least 1, got {self.importance_cap}")
-        if min(self.rollout_rows, self.forward_rows, self.elimination_traces) < 1:
+        if self.plan and self.finder != "rlkv":
+            raise ValueError(f"plan is for --finder rlkv: --finder {self.finder} shows its bound as it runs")
+        if self.rollout_kv_gib is not None and not self.rollout_kv_gib > 0:
+            raise ValueError(f"rollout_kv_gib must be above 0, got {self.rollout_kv_gib}")
+        if min(self.rollout_rows or 1, self.forward_rows, self.elimination_traces) < 1 or self.rollout_rows == 0:
             raise ValueError("rollout_rows, forward_rows and elimination_traces must be at least 1")
 
 

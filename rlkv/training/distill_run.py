@@ -40,7 +40,7 @@ def distill_gates(
     if tokenizer is None:
         tokenizer = load_tokenizer(settings.model)
     if settings.data == "traces":
-        settings = settings.with_template()
+        settings = settings.with_curriculum()
     draw, facts = load_data(settings, tokenizer)
     config = {**asdict(settings), **facts, "haystack": None, "loss": settings.loss_kind}
     run = RunFolder(Path(settings.output_dir), settings, config)

@@ -115,7 +115,7 @@ def eliminate_heads(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
-    settings = settings.with_template()
+    settings = settings.with_curriculum()
     if settings.curriculum is None:
         raise ValueError("no solutions to measure heads on: pass --curriculum FILE, which rlkv-filter writes")
     if args.world_size > 1:

@@ -18,7 +18,9 @@ from rlkv.attention import LocalSizes
 from rlkv.cache.growing import full_cache
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.decoding import Decoding, Row
+from rlkv.rollout.estimate import DEFAULT_KV_GIB
 from rlkv.rollout.gated import GatedEngine, Rows, Sample, gate_version
+from rlkv.training.config import DEFAULT_ROWS
 from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
 
 if TYPE_CHECKING:
@@ -100,8 +102,8 @@ def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_pro
         sizes,
         settings.dtype,
         max_positions=positions,
-        kv_gib=settings.rollout_kv_gib,
-        max_rows=settings.rollout_rows,
+        kv_gib=settings.rollout_kv_gib or DEFAULT_KV_GIB,
+        max_rows=settings.rollout_rows or DEFAULT_ROWS,
         enforce_eager=settings.rollout_eager,
     )
 

@@ -15,10 +15,12 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import TINY
 from rlkv.models.loading import load_model, resolve_dtype
 from rlkv.models.prompts import build_messages, choose_template
+from rlkv.rollout.estimate import free_memory
 from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
 from rlkv.training.callbacks import StepLine
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.head_gate import set_gates
+from rlkv.training.plan import make_plan
 from rlkv.training.rollout import open_engine
 from rlkv.training.run_folder import RunFolder
 from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
@@ -49,7 +51,9 @@ def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Data
     if settings.curriculum is not None:
         rows = read_curriculum(settings.curriculum)
     elif settings.model != TINY:
-        raise ValueError("no problems to train on: pass --curriculum FILE, which rlkv-filter writes")
+        raise ValueError(
+            f"no problems to train on: pass --curriculum FILE, which `rlkv-filter --model {settings.model}` writes"
+        )
     else:
         room = args.max_completion_length or 0
         fitting = [n for n in range(MIN_DEFINITIONS, MAX_DEFINITIONS + 1) if longest_solution(n) <= room]
@@ -108,7 +112,7 @@ def train_gates(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
-    settings = settings.with_template()
+    settings = make_plan(settings.with_curriculum(), args, free_memory()).announced()
     curriculum = load_curriculum(settings, args)
     start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
     config = run_config(settings, args, curriculum, start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +32,11 @@ PARTIAL = ".partial"  # where a checkpoint is written until it is complete
 # what may differ between a run and its continuation; the problems themselves are compared by their digest
 RESUMABLE_KEYS = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit"}
 RESUMABLE_KEYS |= {"run_name", "rollout_url", "rollout_patience", "rollout_kv_gib", "rollout_eager"}
-RESUMABLE_KEYS |= {"max_steps", "num_train_epochs", "curriculum"}
+RESUMABLE_KEYS |= {"max_steps", "num_train_epochs", "curriculum", "rollout_rows"}
+RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "plan"}
 # what a gates file does not say of its training: files of this machine, and what does not belong to the method
 UNPUBLISHED_KEYS = {"curriculum", "haystack", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
-UNPUBLISHED_KEYS |= {"rollout_url", "save_steps", "image_steps"}
+UNPUBLISHED_KEYS |= {"rollout_url", "save_steps", "image_steps", "gates_link", "plan"}
 
 
 @contextmanager
@@ -107,6 +109,17 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
     return newest
 
 
+def link(place: Path, target: Path) -> None:
+    """Make ``place`` a link to ``target``; an older link is replaced, a file or folder is not."""
+    if place.exists() and not place.is_symlink():
+        print(f"{place} is a file of its own and was left as it is: the gates are in {target}", flush=True)
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.symlink_to(os.path.relpath(target, place.parent))
+    print(f"{place} -> {target}", flush=True)
+
+
 class RunFolder:
     """One run of ``settings`` in ``path``; ``config`` is all that defines it, JSON-able.
 
@@ -171,3 +184,5 @@ class RunFolder:
         summary = {"training": gates.training, "config": self.config, **provenance()}
         write_json(self.path / "summary.json", summary)
         gates.save(self.path / "gates.pt")
+        if self.settings.gates_link is not None:
+            link(Path(self.settings.gates_link), self.path / "gates.pt")

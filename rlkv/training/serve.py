@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rlkv.attention import LocalSizes
 from rlkv.inference.options import ModelOptions, check_positive
+from rlkv.rollout.estimate import DEFAULT_KV_GIB, GIB, Footprint, free_memory
 from rlkv.rollout.gated import DEFAULT_PORT, EngineFacts, GatedEngine
 from rlkv.rollout.server import RolloutServer
 
@@ -27,8 +28,8 @@ class ServeConfig(ModelOptions):
     """port to listen on, 0: a free one"""
     max_positions: int | None = None
     """tokens of a prompt and its completion, default: what the model allows"""
-    kv_gib: float = 4.0
-    """vllm: memory of the KV cache in GiB"""
+    kv_gib: float | None = None
+    """vllm: memory of the KV cache in GiB; default: what the GPU has left, without one 4"""
     max_rows: int = 64
     """completions decoded at once"""
     eager: bool = False
@@ -49,7 +50,9 @@ def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
     if config.engine == "vllm":
         from rlkv.vllm.engine import VLLMEngine
 
-        limits = config.max_positions, config.kv_gib, config.max_rows
+        footprint, free = Footprint.of(config.model, config.dtype), free_memory()
+        fitting = DEFAULT_KV_GIB if footprint is None or free is None else footprint.kv_room(free) / GIB
+        limits = config.max_positions, config.kv_gib or fitting, config.max_rows
         engine = VLLMEngine(config.model, sizes, config.dtype, *limits, enforce_eager=config.eager)
         positions = engine.max_positions
     else:

@@ -17,7 +17,7 @@ from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import GatedEngine, Rows
 from rlkv.training import objective
 from rlkv.training.callbacks import ClampGates, GateMean
-from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
 from rlkv.training.gate_loss import GateLossTrainer
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
 from rlkv.training.resumable import RESPONSE_METRICS
@@ -134,7 +134,7 @@ class RLKVTrainer(GateLossTrainer):
             unwrapped.eval()
             try:
                 base, pad_id = unwrapped.get_base_model(), self._tokenizer.pad_token_id
-                ended = roll_out(base, rows, sampling, ends, pad_id, self.settings.rollout_rows)
+                ended = roll_out(base, rows, sampling, ends, pad_id, self.settings.rollout_rows or DEFAULT_ROWS)
                 return [(row.token_ids, row.logprobs) for row in sorted(ended, key=lambda row: row.index)]
             finally:
                 unwrapped.train()

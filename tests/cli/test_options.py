@@ -111,5 +111,5 @@ def test_packaged_configs_are_those_of_the_repository() -> None:
 
 @pytest.mark.parametrize("arguments", [["--config", "absent"], ["--config=absent"], ["--config"]])
 def test_a_config_that_is_absent_is_refused_with_those_that_fit(arguments: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"--config.*\(eval_llama8b, eval_tiny\)"):
+    with pytest.raises(ValueError, match=r"--config.*\(eval_llama8b, .*eval_tiny\)"):
         take_config(arguments, EvalConfig)

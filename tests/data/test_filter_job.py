@@ -79,6 +79,7 @@ def test_recorded_outputs(tmp_path: Path, model_folder: str, recorded: str) -> N
         assert row["output"] == source["output"]
         assert row["answer"] == source["answer"]
         assert row["output_tokens"] == length
+        assert row["model"] is None  # recorded outputs may come from any
     assert Counter(r["bucket"] for r in curriculum) == {"0-64": 4, "64-128": len(long_ones)}
     assert pyarrow.parquet.read_table(tmp_path / "out" / "curriculum.parquet").to_pylist() == curriculum
     markdown = (tmp_path / "out" / "report.md").read_text()
@@ -144,7 +145,7 @@ def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str
     assert read_curriculum(tmp_path) == []
     table = pyarrow.parquet.read_table(tmp_path / "out" / "curriculum.parquet")
     assert table.num_rows == 0
-    assert table.column_names == ["problem", "answer", "output", "output_tokens", "bucket", "template"]
+    assert table.column_names == ["problem", "answer", "output", "output_tokens", "bucket", "template", "model"]
 
 
 def test_repeated_problems_take_their_outputs_in_order(tmp_path: Path, model_folder: str) -> None:

@@ -1,9 +1,7 @@
 """The programs as a user starts them: files, exit codes, and one sentence where something is missing."""
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -80,18 +78,6 @@ def test_the_report_names_paths_as_they_were_given(
     assert (config["input"], config["outputs"], config["output_dir"]) == ("mine.jsonl", "mine.jsonl", "o/out")
     for name in ("report.json", "report.md"):
         assert str(tmp_path) not in Path("o/out", name).read_text()
-
-
-def test_filter_program_without_a_network_says_what_to_do() -> None:
-    # a port that nothing listens on: the same with and without a network; a process of its own, as users start it
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}
-    command = [sys.executable, "data_prep/filter_deepscaler.py"]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line]
-    assert line.startswith("error: cannot load data set 'agentica-org/DeepScaleR-Preview-Dataset'")
-    for flag in ("--input FILE.jsonl", "--model FOLDER", "--model tiny"):
-        assert flag in line
 
 
 NO_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed here")

@@ -174,12 +174,12 @@ def test_the_curriculum_says_which_template(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = [{"problem": "1 + 1", "answer": "2", "template": "plain"}] * 2
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert RLKVSettings(curriculum=str(path)).with_template().template == "plain"
-    assert RLKVSettings(curriculum=str(path), template="boxed").with_template().template == "boxed"
-    assert RLKVSettings().with_template().template == "rlkv"
+    assert RLKVSettings(curriculum=str(path)).with_curriculum().template == "plain"
+    assert RLKVSettings(curriculum=str(path), template="boxed").with_curriculum().template == "boxed"
+    assert RLKVSettings().with_curriculum().template == "rlkv"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "template": "boxed"}]))
     with pytest.raises(ValueError, match="--template"):
-        RLKVSettings(curriculum=str(path)).with_template()
+        RLKVSettings(curriculum=str(path)).with_curriculum()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from rlkv.cache import CacheSettings
 from rlkv.cli.eval import run as evaluate
@@ -24,6 +25,7 @@ from rlkv.inference.options import CacheOptions
 from rlkv.models import hub
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import load
+from rlkv.utils.configs import CONFIGS
 from rlkv.utils.progress import ProgressBar
 from tests.helpers.paths import ROOT
 from tests.helpers.programs import load_program
@@ -101,18 +103,32 @@ def test_samples_and_early_stops_are_reported(tmp_path: Path) -> None:
     assert "such texts are ended there" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["eval_llama8b", "eval_tiny"])
+@pytest.mark.parametrize("name", ["eval_llama8b", "eval_qwen7b", "eval_qwen3_4b", "eval_tiny"])
 def test_the_example_configs_parse(name: str) -> None:
     config = parse(EvalConfig, arguments=["--config", name, "--output-dir", "out"])
-    assert config.batch_size in (16, 50)
+    is_tiny = name == "eval_tiny"
+    assert config.batch_size == (50 if is_tiny else 16)
     assert config.repetition == (400, 40)
-    assert config.stop_repetitive is False
+    assert config.stop_repetitive is not is_tiny
     rankings = [item.partition("=")[0] for item in config.gates]
     methods = parse_methods(config.methods, rankings)
     assert methods[0].name == "full"
     assert {m.ranking for m in methods} == {None, "random-heads", *rankings}
+    assert {m.policy.name for m in methods if m.policy} == ({"rkv"} if is_tiny else {"rkv", "h2o"})
     tasks = find_tasks(config.tasks, None)
-    assert {task.name for task in tasks} >= ({"tiny"} if "tiny" in name else {"gsm8k", "aime24", "mmlu_pro:law"})
+    assert {task.name for task in tasks} >= ({"tiny"} if is_tiny else {"gsm8k", "aime24", "mmlu_pro:law"})
+
+
+@pytest.mark.parametrize("name", ["llama8b", "qwen7b", "qwen3_4b"])
+def test_the_configs_evaluate_what_the_training_writes(name: str) -> None:
+    config = parse(EvalConfig, arguments=["--config", f"eval_{name}", "--output-dir", "out"])
+    trained = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    assert config.gates[0] == f"rlkv={trained['output_dir']}/gates.pt"
+    assert (config.model, config.sink, config.window) == (
+        trained["model"],
+        trained["deploy_sink"],
+        trained["deploy_window"],
+    )
 
 
 def test_sizes_come_from_the_gates(gates_file: Path) -> None:

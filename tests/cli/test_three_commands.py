@@ -1,0 +1,65 @@
+"""The README's three commands: what each lacks on a bare machine, and that they run through on the built-in model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+FILTER = [sys.executable, str(ROOT / "data_prep/filter_deepscaler.py")]
+TRAIN = [str(ROOT / "train/grpo_gates.py"), "--config", str(ROOT / "configs/llama8b.yaml")]
+INFER = [sys.executable, "-m", "rlkv.cli.infer", "--gates", "gates.pt", "--sparsity", "0.5"]
+TINY = ["--model", "tiny", "--curriculum", "results/curriculum_tiny/curriculum.parquet", "--dtype", "float32"]
+TINY += ["--wandb", "disabled", "--max_steps", "1", "--prompts_per_step", "2", "--max_completion_length", "100"]
+TINY += ["--per_device_train_batch_size", "8", "--rollout", "hf"]
+
+
+def run(command: list[str], folder: Path, text: str = "") -> subprocess.CompletedProcess[str]:
+    """In ``folder``, without a GPU and with a hub that does not answer."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}
+    return subprocess.run(command, cwd=folder, env=variables, input=text, capture_output=True, text=True, timeout=250)
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "advice"),
+    [
+        (FILTER, "agentica-org/DeepScaleR-Preview-Dataset", "--input FILE.jsonl .*--model FOLDER.*--model tiny"),
+        ([sys.executable, *TRAIN], "results/curriculum_llama8b/curriculum.parquet", "rlkv-filter --model deepseek-ai"),
+        (INFER, "gates.pt", "rlkv-train"),
+    ],
+    ids=["filter", "train", "infer"],
+)
+def test_on_a_bare_machine_one_sentence_names_what_is_missing(
+    command: list[str], missing: str, advice: str, tmp_path: Path
+) -> None:
+    done = run(command, tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert missing in line
+    assert re.search(advice, line)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(600)
+def test_they_run_through_on_the_built_in_model(tmp_path: Path) -> None:
+    """The config of an 8B model with the tiny one in its place."""
+    filtered = run([*FILTER, "--model", "tiny", "--num-problems", "20"], tmp_path)
+    assert filtered.returncode == 0, filtered.stderr
+    assert "20 problems through transformers, 16 at once" in filtered.stdout
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]
+    trained = run([*launcher, *TRAIN, *TINY], tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert "rollouts through transformers, 64 rows at once" in trained.stdout
+    assert (tmp_path / "gates.pt").samefile(tmp_path / "outputs/llama8b/gates.pt")
+    asked = run(INFER, tmp_path, "a=7 . b=2 . c = b + a . find c ?\n")
+    assert asked.returncode == 0, asked.stderr
+    assert r"\boxed{ 9 }" in asked.stdout
