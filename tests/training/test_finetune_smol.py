@@ -34,9 +34,8 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_loss_is_the_mean_over_the_tokens_of_solutions(tmp_path: Path) -> None:
     with progress_bar("", "steps", 4) as bar:
         trainer = make_trainer(FinetuneConfig(output_dir=tmp_path, **{**SHORT, "batch_size": 3}), bar)
-    inputs = next(iter(trainer.get_train_dataloader()))
+    inputs = next(batch for batch in trainer.get_train_dataloader() if not batch["attention_mask"].all())
     assert (inputs["labels"] == -100).any()
-    assert inputs["attention_mask"].min() == 0, "a batch with padding"
     model = trainer.model.float()
     trainer.accelerator.native_amp = False
     with torch.no_grad():
