@@ -85,6 +85,8 @@ class RunSettings:
             raise ValueError(
                 f"{self.num_samples} samples of greedy decoding are all the same: set a temperature or take one sample"
             )
+        if self.planned is not None and getattr(self.cache.eviction, "variant", None) == "rlkv_tables":
+            raise ValueError("planned lengths do not go with variant=rlkv_tables, whose budget grows with the text")
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that rows depend on."""

@@ -58,7 +58,7 @@ class StudyConfig(TaskOptions):
     observation: int | None = None
     """observed tokens of rkv, snapkv and rpc; default: the policies' own"""
     extra: int | None = None
-    """entries in addition to a budget's share of the text; default: sink + window"""
+    """entries in addition to a budget's share of the text; default: sink + window, or what a policy always keeps"""
     published: str | None = None
     """model whose published numbers are shown; default: --model"""
     measure_only: bool = False

@@ -116,6 +116,13 @@ def policy_templates(
     return found
 
 
+def default_extra(names: tuple[str, ...], observation: int | None, sink: int, ring: int) -> int:
+    """``ring``, or what one of the policies always keeps where that is more."""
+    defaults = [make_policy(name, budget=4096) for name in names]
+    observed = [policy.observation if observation is None else observation for policy in defaults]
+    return max([ring, *((sink if of.sink else 0) + n for of, n in zip(defaults, observed, strict=True))])
+
+
 def matched_methods(study: Study, task: str) -> list[Match]:
     """All methods at every saving.
 

@@ -15,7 +15,7 @@ from rlkv.evaluation.study.budget import Budget
 from rlkv.evaluation.study.comparison import Ablations, Comparison
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.gates import GateDistribution
-from rlkv.evaluation.study.matching import policy_templates
+from rlkv.evaluation.study.matching import default_extra, policy_templates
 from rlkv.evaluation.study.measurements import Measurements, StudyTask
 from rlkv.evaluation.study.outputs import ErrorModes, Lengths
 from rlkv.evaluation.study.rankings import gates_rankings, read_truth, reference_rankings
@@ -55,7 +55,9 @@ def load_study(config: StudyConfig) -> Study:
     methods = gates_rankings(config.gates_files, model.config)
     variants = gates_rankings(config.ablation_files, model.config)
     cache = config.cache_settings({"first": methods[0].gates[0]})
-    extra = cache.ring if config.extra is None else config.extra
+    extra = config.extra
+    if extra is None:
+        extra = default_extra(config.policies, config.observation, cache.sink, cache.ring)
     config = replace(config, extra=extra)
     sizes = (config.buffer, config.observation, extra, cache.sink)
     policies = policy_templates(config.policies, *sizes, config.prompt_variants)

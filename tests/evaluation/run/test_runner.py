@@ -251,6 +251,12 @@ def test_samples_differ_and_repeat(model_and_tokenizer, tmp_path: Path) -> None:
         RunSettings(CacheSettings(), SamplingParams(30), num_samples=2)
 
 
+def test_planned_lengths_do_not_go_with_a_growing_budget() -> None:
+    policy = RKV(ratio=0.3, extra=64, variant="rlkv_tables")
+    with pytest.raises(ValueError, match="rlkv_tables"):
+        replace(GREEDY, cache=CacheSettings(eviction=policy), planned=(3000,))
+
+
 def test_bytes_of_a_row_are_its_own(model_and_tokenizer, tmp_path: Path) -> None:
     _, tokenizer = model_and_tokenizer
     rows, _ = run(model_and_tokenizer, tmp_path / "rows.jsonl")

@@ -9,7 +9,7 @@ import torch
 
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.study.matching import ByteTarget, kv_share
+from rlkv.evaluation.study.matching import ByteTarget, default_extra, kv_share, policy_templates
 from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
 
 SIZE = EntrySize(head_dim=16, group_size=2, itemsize=4)
@@ -70,3 +70,11 @@ def test_heads_are_compressed_in_their_order_until_it_fits() -> None:
         fewer[order[count - 1]] = True
         assert kv_share(sizes, fewer, SIZE, LENGTHS) > share
     assert target(0.01).match_heads(order, (2, 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "observation", "extra"), [(("rkv", "h2o"), None, 20), (("rkv", "rpc"), None, 32), (("rpc",), 4, 20)]
+)
+def test_what_policies_keep_always_fits(names: tuple[str, ...], observation: int | None, extra: int) -> None:
+    assert default_extra(names, observation, sink=4, ring=20) == extra
+    assert set(policy_templates(names, None, observation, extra, 4, False)) == set(names)
