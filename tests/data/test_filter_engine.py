@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlkv.data.curriculum import curriculum_folder
-from rlkv.data.deepscaler import foreign_models, read_curriculum
+from rlkv.data.deepscaler import other_models, read_curriculum
 from rlkv.data.filter_config import FilterConfig
 from rlkv.data.filter_job import run_filter, sized_and_announced
 from rlkv.models.published import PUBLISHED, short_name
@@ -92,8 +92,8 @@ def test_a_curriculum_says_which_model_solved_it(tmp_path: Path) -> None:
     run_filter(FilterConfig(model="tiny", num_problems=8, output_dir=str(tmp_path)))
     for name in ("curriculum.parquet", "curriculum.jsonl"):
         assert {row["model"] for row in read_curriculum(tmp_path / name)} == {"tiny"}
-        assert foreign_models(tmp_path / name, "tiny") == []
-        assert foreign_models(tmp_path / name, "smol") == ["tiny"]
+        assert other_models(tmp_path / name, "tiny") == []
+        assert other_models(tmp_path / name, "smol") == ["tiny"]
 
 
 def test_no_memory_is_refused() -> None:
