@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlkv.rollout.estimate import Footprint
 
 Preset = dict[str, Any]
-DEFAULT_ROWS = 16
+DEFAULT_BATCH = 16  # problems decoded together, where no GPU says what fits
 
 
 def _preset(input: str, max_length: int, max_new_tokens: int, template: str, buckets: tuple[Bucket, ...]) -> Preset:
@@ -101,7 +101,7 @@ class DecodeOptions(ModelOptions):
                 kv_gib = kv_gib or footprint.vllm_kv_gib(free, positions)
                 room = int(kv_gib * GIB)
             rows = rows or footprint.rows(self.engine, room, positions)
-        return replace(self, kv_gib=kv_gib or DEFAULT_KV_GIB, batch_size=rows or DEFAULT_ROWS)
+        return replace(self, kv_gib=kv_gib or DEFAULT_KV_GIB, batch_size=rows or DEFAULT_BATCH)
 
     def load_engine(self, positions: int | None = None) -> RolloutEngine:
         """The model in its engine, for texts of up to ``positions`` tokens; of sized options."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rlkv.data.curriculum import Selection, parse_buckets, select
 from rlkv.data.decoders import Decoder, EngineDecoder, RecordedDecoder
 from rlkv.data.deepscaler import Problem, load_problems
-from rlkv.data.filter_config import BUILT_IN, DEFAULT_ROWS, DecodeOptions, FilterConfig, parse_shard
+from rlkv.data.filter_config import BUILT_IN, DEFAULT_BATCH, DecodeOptions, FilterConfig, parse_shard
 from rlkv.data.filtering import STATUSES, Outcome, Shards, run_shard
 from rlkv.models.loading import load_tokenizer, resolve_device, resolve_dtype
 from rlkv.models.prompts import choose_template
@@ -119,7 +119,7 @@ def run_filter(config: FilterConfig) -> FilterResult:
         title = "filter" if num_shards == 1 else f"filter, shard {config.shard}"
         bar = progress_bar(title, "problems", len(shards.indices(shard)))
         with bar as progress, closing(Verifier()) as verifier:
-            run_shard(shards, shard, problems, decoder, verifier, config.batch_size or DEFAULT_ROWS, progress)
+            run_shard(shards, shard, problems, decoder, verifier, config.batch_size or DEFAULT_BATCH, progress)
     still_open = shards.missing()
     return FilterResult(None if still_open else finish(config, shards, problems, started), still_open)
 

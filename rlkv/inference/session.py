@@ -144,5 +144,5 @@ def _open_vllm(
     longest = max(map(len, tokenizer(texts, add_special_tokens=False).input_ids))
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     # room for the longest text and no more; what the model does not take is refused with its prompt
-    positions = min(limit, longest + config.longest_answer(limit, longest))
+    positions = longest + config.longest_answer(limit, longest)
     return ServingEngine(name, settings, config.batch_size, dtype=config.dtype, max_positions=positions)

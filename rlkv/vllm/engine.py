@@ -51,7 +51,7 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             sizes: S and W of the local branch; None: a stock model without gates.
-            max_positions: tokens of a prompt and its completion together; None: what the model allows.
+            max_positions: tokens of a prompt and its completion together; None, or more: what the model allows.
             kv_gib: memory of the KV cache in GiB; rows that do not fit wait.
             max_rows: completions decoded at once.
             engine_options: further options of ``vllm.LLM``.
@@ -77,7 +77,7 @@ class VLLMEngine(RolloutEngine):
                 model_source(model),
                 # as the trainer's copy of the model: the engine's own "auto" would take 16 bits on a CPU too
                 dtype=str(resolve_dtype(dtype, resolve_device())).removeprefix("torch."),
-                max_model_len=max_positions,
+                max_model_len=_positions(model, max_positions),
                 max_num_seqs=max_rows,
                 kv_cache_memory_bytes=int(kv_gib * GIB),
                 skip_tokenizer_init=True,
@@ -179,6 +179,11 @@ def _generation_config(model: str) -> Any:
         return GenerationConfig.from_pretrained(model_source(model))
     except OSError:  # the folder holds none
         return None
+
+
+def _positions(model: str, asked: int | None) -> int | None:
+    limit = getattr(load_config(model).get_text_config(), "max_position_embeddings", None)
+    return asked if asked is None or limit is None else min(asked, limit)
 
 
 def _gpu_options() -> dict[str, Any]:
