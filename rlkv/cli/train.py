@@ -40,7 +40,9 @@ def _train() -> None:
     if settings.plan:
         from rlkv.training.plan import describe_plan
 
-        return print(describe_plan(settings, args))
+        if args.process_index == 0:
+            print(describe_plan(settings, args))
+        return
     find = {"rlkv": train_gates, "elimination": eliminate_heads}[settings.finder]
     try:
         find(settings, args)

@@ -81,7 +81,7 @@ def curriculum_template(path: str | Path | None) -> str | None:
     return next(iter(names), None)
 
 
-def foreign_models(path: str | Path, model: str) -> list[str]:
+def other_models(path: str | Path, model: str) -> list[str]:
     """Other models than ``model`` that a curriculum's outputs come from, as far as its rows say."""
     named = {str(row["model"]) for row in read_curriculum(path) if row.get("model")}
     return sorted(name for name in named if not same_model(name, model))

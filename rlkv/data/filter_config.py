@@ -12,13 +12,14 @@ from rlkv.data.deepscaler import HUB_DATASET
 from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.models.builtin import SMOL, TINY
 from rlkv.smol.task import MAX_NEW_TOKENS
+from rlkv.vllm.choice import check_vllm_options, choose_engine
 
 if TYPE_CHECKING:
     from rlkv.rollout.base import RolloutEngine
     from rlkv.rollout.estimate import Footprint
 
 Preset = dict[str, Any]
-DEFAULT_ROWS = 16
+DEFAULT_BATCH = 16  # problems decoded together, where no GPU says what fits
 
 
 def _preset(input: str, max_length: int, max_new_tokens: int, template: str, buckets: tuple[Bucket, ...]) -> Preset:
@@ -59,33 +60,48 @@ class DecodeOptions(ModelOptions):
 
     def check(self) -> None:
         check_positive(self, "num_problems", "batch_size", "max_new_tokens", "limit")
-        if self.kv_gib is not None and not self.kv_gib > 0:
-            raise ValueError(f"--kv-gib must be above 0, got {self.kv_gib}")
+        check_vllm_options(self.engine, self.device, self.kv_gib)
         if self.engine == "vllm" and find_spec("vllm") is None:
             raise ValueError("engine 'vllm' comes with the extra rlkv[vllm], which is not installed: use --engine hf")
-        if self.engine == "vllm" and self.device != "auto":
-            raise ValueError(
-                f"--engine vllm takes the device that it was built for, not {self.device!r}: leave out --device"
-            )
 
-    def with_engine(self) -> Self:
-        """With the engine that ``auto`` stands for."""
-        from rlkv.rollout.estimate import choose_engine
-
+    def chosen_engine(self, positions: int) -> tuple[Literal["hf", "vllm"], str]:
+        """The engine that ``auto`` stands for, for texts of ``positions`` tokens, and why it is not vLLM."""
         if self.engine != "auto":
-            return self
-        is_fixed = self.model in BUILT_IN or self.device != "auto"
-        return replace(self, engine="hf" if is_fixed or choose_engine("auto")[0] == "hf" else "vllm")
+            return self.engine, ""
+        if self.model in BUILT_IN or self.device != "auto":
+            return "hf", ""
+        from rlkv.models.loading import resolve_device
+        from rlkv.rollout.estimate import Footprint, free_memory
+
+        free = free_memory(resolve_device())
+        engine, why = choose_engine("auto", has_gpu=free is not None)
+        if engine == "hf":
+            return "hf", why
+        footprint = None if free is None or self.kv_gib is not None else Footprint.of(self.model, self.dtype)
+        lacking = 0.0 if footprint is None or free is None else footprint.lacking(footprint.kv_room(free), positions)
+        return ("hf", f"the GPU is too small for vLLM by about {lacking:.1f} GiB") if lacking else ("vllm", "")
+
+    def with_engine(self, positions: int) -> Self:
+        """With :meth:`chosen_engine`."""
+        return replace(self, engine=self.chosen_engine(positions)[0])
 
     def sized(self, footprint: Footprint | None, positions: int) -> Self:
-        """With rows of ``positions`` tokens and memory that fit the GPU, where none were given; of a chosen engine."""
+        """With rows of ``positions`` tokens and memory that fit the GPU, where none were given; of a chosen engine.
+
+        Raises:
+            ValueError: if the GPU is too small for vLLM.
+        """
+        from rlkv.models.loading import resolve_device
         from rlkv.rollout.estimate import DEFAULT_KV_GIB, GIB, free_memory
 
-        free, kv_gib, rows = free_memory(), self.kv_gib, self.batch_size
+        free, kv_gib, rows = free_memory(resolve_device(self.device)), self.kv_gib, self.batch_size
         if footprint is not None and free is not None:
-            kv_gib = footprint.kv_room(free) / GIB if kv_gib is None else kv_gib
-            rows = rows or footprint.rows(self.engine, int(kv_gib * GIB), positions)
-        return replace(self, kv_gib=kv_gib or DEFAULT_KV_GIB, batch_size=rows or DEFAULT_ROWS)
+            room = footprint.kv_room(free)
+            if self.engine == "vllm":
+                kv_gib = kv_gib or footprint.vllm_kv_gib(free, positions)
+                room = int(kv_gib * GIB)
+            rows = rows or footprint.rows(self.engine, room, positions)
+        return replace(self, kv_gib=kv_gib or DEFAULT_KV_GIB, batch_size=rows or DEFAULT_BATCH)
 
     def load_engine(self, positions: int | None = None) -> RolloutEngine:
         """The model in its engine, for texts of up to ``positions`` tokens; of sized options."""
@@ -135,7 +151,9 @@ class FilterConfig(DecodeOptions):
             preset["input"] = self.outputs  # recorded outputs that carry their answers
         preset["output_dir"] = str(curriculum_folder(self.model))
         chosen = {name: value for name, value in preset.items() if getattr(self, name) in (None, ())}
-        return replace(self, **chosen).with_engine()
+        resolved = replace(self, **chosen)
+        assert resolved.max_length is not None
+        return resolved.with_engine(resolved.max_length)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlkv.data.curriculum import Selection, parse_buckets, select
 from rlkv.data.decoders import Decoder, EngineDecoder, RecordedDecoder
 from rlkv.data.deepscaler import Problem, load_problems
-from rlkv.data.filter_config import BUILT_IN, DEFAULT_ROWS, FilterConfig, parse_shard
+from rlkv.data.filter_config import BUILT_IN, DEFAULT_BATCH, DecodeOptions, FilterConfig, parse_shard
 from rlkv.data.filtering import STATUSES, Outcome, Shards, run_shard
 from rlkv.models.loading import load_tokenizer, resolve_device, resolve_dtype
 from rlkv.models.prompts import choose_template
-from rlkv.rollout.estimate import MEAN_LENGTH, NAMES, Footprint, choose_engine, rough
+from rlkv.rollout.estimate import MEAN_LENGTH, NAMES, Footprint, rough
 from rlkv.utils.atomic import atomic_path, write_json, write_text
 from rlkv.utils.extras import require
 from rlkv.utils.jsonl import write_jsonl
@@ -24,6 +24,8 @@ from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import digest, hardware_line, provenance
 from rlkv.utils.store import Row
 from rlkv.verifier.verifier import Verifier
+
+Options = TypeVar("Options", bound=DecodeOptions)
 
 
 def problems_digest(problems: list[Problem]) -> str:
@@ -57,14 +59,17 @@ def build_decoder(config: FilterConfig, problems: list[Problem]) -> Decoder:
     return EngineDecoder(engine, template, config.max_new_tokens, config.max_length)
 
 
-def sized_and_announced(config: FilterConfig, problems: int) -> FilterConfig:
-    """``config`` with sizes that fit the GPU, after one line with the engine and an estimate of the time."""
-    assert config.max_length is not None
-    footprint = None if config.model in BUILT_IN else Footprint.of(config.model, config.dtype)
-    config = config.sized(footprint, config.max_length)
+def sized_and_announced(config: Options, count: int, positions: int, unit: str = "problem") -> Options:
+    """``config`` with sizes that fit the GPU, after one line with the engine and an estimate of the time.
+
+    Args:
+        positions: tokens of the longest prompt and its completion.
+    """
+    footprint = None if config.model in BUILT_IN else Footprint.of(config.model, config.dtype, config.device)
+    why = replace(config, engine="auto").chosen_engine(positions)[1] if config.engine == "hf" else ""
+    config = config.sized(footprint, positions)
     assert config.batch_size is not None
-    why = choose_engine("auto")[1] if config.engine == "hf" and footprint is not None else ""
-    line = f"{problems:,} problems through {NAMES[config.engine]}{why and f' ({why})'}, {config.batch_size} at once"
+    line = f"{count:,} {unit}s through {NAMES[config.engine]}{why and f' ({why})'}, {config.batch_size} at once"
     if footprint is not None:
         has_gpu = resolve_device(config.device).type == "cuda"
         rate, mean = (
@@ -72,8 +77,8 @@ def sized_and_announced(config: FilterConfig, problems: int) -> FilterConfig:
             MEAN_LENGTH * (config.max_new_tokens or 0),
         )
         line += (
-            f": about {rough(problems * mean / rate)} on {'a GPU' if has_gpu else 'this CPU'}, if it makes {rate:,.0f} "
-            f"tokens/s and a problem takes {mean:,.0f} tokens (assumed; the bar shows the measured pace)"
+            f": about {rough(count * mean / rate)} on {'a GPU' if has_gpu else 'this CPU'}, if it makes {rate:,.0f} "
+            f"tokens/s and a {unit} takes {mean:,.0f} tokens (assumed; the bar shows the measured pace)"
         )
     print(line, flush=True)
     return config
@@ -108,12 +113,13 @@ def run_filter(config: FilterConfig) -> FilterResult:
     still_open = shards.missing()
     if shard in still_open:
         if config.outputs is None:
-            config = sized_and_announced(config, still_open[shard])
+            assert config.max_length is not None
+            config = sized_and_announced(config, still_open[shard], config.max_length)
         decoder = build_decoder(config, problems)
         title = "filter" if num_shards == 1 else f"filter, shard {config.shard}"
         bar = progress_bar(title, "problems", len(shards.indices(shard)))
         with bar as progress, closing(Verifier()) as verifier:
-            run_shard(shards, shard, problems, decoder, verifier, config.batch_size or DEFAULT_ROWS, progress)
+            run_shard(shards, shard, problems, decoder, verifier, config.batch_size or DEFAULT_BATCH, progress)
     still_open = shards.missing()
     return FilterResult(None if still_open else finish(config, shards, problems, started), still_open)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rlkv.data.deepscaler import load_problems
 from rlkv.data.filter_config import BUILT_IN, DecodeOptions
-from rlkv.data.filter_job import problems_digest
+from rlkv.data.filter_job import problems_digest, sized_and_announced
 from rlkv.inference.options import SamplingOptions, check_positive
 from rlkv.models.builtin import TINY
+from rlkv.models.loading import load_tokenizer
 from rlkv.models.prompts import choose_template, render_prompt
-from rlkv.rollout.estimate import Footprint
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import commit
 from rlkv.utils.store import open_store
@@ -47,7 +47,8 @@ class SampleConfig(SamplingOptions, DecodeOptions):
         """With a built-in model's problems, limit and template, else those of ``tiny``, where none were given."""
         preset = BUILT_IN.get(self.model, BUILT_IN[TINY])
         chosen = {name: preset[name] for name in ("input", "max_new_tokens") if getattr(self, name) is None}
-        return replace(self, template=choose_template(self.template, model=self.model), **chosen).with_engine()
+        resolved = replace(self, template=choose_template(self.template, model=self.model), **chosen)
+        return resolved.with_engine(resolved.max_new_tokens or 0)
 
 
 def sample(config: SampleConfig) -> None:
@@ -71,9 +72,12 @@ def sample(config: SampleConfig) -> None:
         wanted = [(i, s) for i in range(len(problems)) for s in range(config.samples) if (i, s) not in store.done]
         if not wanted:
             return
-        engine = config.sized(Footprint.of(config.model, config.dtype), config.max_new_tokens).load_engine()
+        tokenizer = load_tokenizer(config.model)
+        prompts = [render_prompt(tokenizer, problems[i].problem, config.template) for i, _ in wanted]
+        longest = max(map(len, tokenizer(prompts, add_special_tokens=False).input_ids))
+        positions = longest + config.max_new_tokens
+        engine = sized_and_announced(config, len(wanted), positions, "completion").load_engine(positions)
         sampling = config.sampling_params(config.max_new_tokens)
-        prompts = [render_prompt(engine.tokenizer, problems[i].problem, config.template) for i, _ in wanted]
         numbers = [i * config.samples + s for i, s in wanted]
         bar = progress_bar("sample", "completions", len(problems) * config.samples)
         with bar as progress, closing(Verifier()) as verifier:

@@ -106,7 +106,8 @@ def _read_local(path: Path) -> dict[str, Any]:
         path = _pick(path)
     if not path.exists():
         raise ValueError(
-            f"{path}: no such file or folder, {EXPECTED}: rlkv-train writes gates.pt into its output folder"
+            f"{path}: no such file or folder, {EXPECTED}: rlkv-train and rlkv-distill write gates.pt into their output "
+            "folders"
         )
     if path.is_dir():
         return read_peft(path)

@@ -141,8 +141,8 @@ def compress(
         sink, window: first and last tokens of each row that a compressible head keeps; the current one counts.
         prefill: ``"full"``: all heads read a prompt in full and compress it afterwards; ``"local"``: compressible
             heads read it through sinks and window too, as in training; ``"published"``: all of it but its last 50
-            tokens in full, these as if they were decoded, as in the evaluation of RLKV (a prompt of up to 50 tokens:
-            all of it).
+            tokens in full, these as if they were decoded, as in the evaluation of RLKV (a prompt of up to 50 tokens is
+            decoded as a whole).
         scope: ``"global"`` or ``"layer"``: where heads compete for staying full.
         eviction: a policy from :mod:`rlkv.eviction`, such as ``RKV(budget=256)``, for the compressible heads, instead
             of ``sink`` and ``window``.

@@ -143,6 +143,6 @@ def _open_vllm(
     texts = [render_prompt(tokenizer, problem, template) for problem in problems]
     longest = max(map(len, tokenizer(texts, add_special_tokens=False).input_ids))
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    # steps and pool must have room for the longest text, and no more than that
+    # room for the longest text and no more; what the model does not take is refused with its prompt
     positions = longest + config.longest_answer(limit, longest)
     return ServingEngine(name, settings, config.batch_size, dtype=config.dtype, max_positions=positions)

@@ -1,4 +1,4 @@
-"""Which engine decodes, how many rows fit the card, and about how long it takes: said before a long job begins.
+"""How many rows fit the GPU, and about how long a job takes: said before a long one begins.
 
 The rates and reserves in capitals are assumptions for planning, not measurements; a job shows its measured pace as soon
 as it has one.  Units: bytes, seconds, tokens; a row is a text that is being decoded.
@@ -7,7 +7,6 @@ as it has one.  Units: bytes, seconds, tokens; a row is a text that is being dec
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -21,10 +20,10 @@ from rlkv.models.shape import ModelShape
 GIB = 2**30
 NAMES = {"hf": "transformers", "vllm": "vLLM", "vllm-server": "the vLLM server"}
 
-USABLE = 0.9  # share of a card's free memory
+USABLE = 0.9  # share of the free memory of a GPU
 ENGINE_GIB = 6.0  # activations, buffers and graphs of a decoding engine
 MOST_ROWS = {"hf": 64, "vllm": 256}
-DEFAULT_KV_GIB = 4.0  # where no card says what fits
+DEFAULT_KV_GIB = 4.0  # where no GPU says what fits
 MEAN_LENGTH = 0.5  # mean tokens of a completion, as a share of the longest
 
 HF_STEP_SECONDS = 1e-3  # a decoding step of transformers on a GPU, per layer: launches bound it, not the rows
@@ -37,26 +36,46 @@ CPU_RATE = 5e10  # the same on a CPU, whichever engine: 6 tokens/s for 8e9
 class Footprint:
     """What a model takes: ``weights`` in bytes, and the bytes of KV of one token in all heads."""
 
+    architecture: str
     shape: ModelShape
     parameters: int
     weights: int
     kv_per_token: int
 
     @classmethod
-    def of(cls, model: str, dtype: str = "auto") -> Footprint | None:
-        """Of a published model, a folder, a built-in name or a hub id; None if the hub would have to answer."""
+    def of(cls, model: str, dtype: str = "auto", device: str = "auto") -> Footprint | None:
+        """Of a published model, a folder, a built-in name or a hub id; None if the hub would have to answer.
+
+        Args:
+            device: where it decodes, which the dtype ``auto`` depends on.
+        """
         config = _config(model)
         if config is None:
             return None
         with torch.device("meta"):
-            parameters = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
-        shape, size = ModelShape.from_config(config, model), resolve_dtype(dtype, resolve_device()).itemsize
+            built = AutoModelForCausalLM.from_config(config)
+        parameters = sum(weight.numel() for weight in built.parameters())
+        shape, size = ModelShape.from_config(config, model), resolve_dtype(dtype, resolve_device(device)).itemsize
         kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size
-        return cls(shape, parameters, parameters * size, kv)
+        return cls(type(built).__name__, shape, parameters, parameters * size, kv)
 
     def kv_room(self, free: int, reserve_gib: float = ENGINE_GIB, copies: int = 1) -> int:
         """Bytes of a GPU that are left for KV, with ``copies`` of the weights there; negative if it is too small."""
         return int(USABLE * free - copies * self.weights - reserve_gib * GIB)
+
+    def lacking(self, room: int, positions: int) -> float:
+        """GiB by which ``room`` bytes are too small for a row of ``positions`` tokens; 0 if it fits."""
+        return max(0, positions * self.kv_per_token - room) / GIB
+
+    def vllm_kv_gib(self, free: int, positions: int) -> float:
+        """GiB of KV that vLLM alone has on a GPU; ``ValueError`` if they hold no row of ``positions`` tokens."""
+        room = self.kv_room(free)
+        if lacking := self.lacking(room, positions):
+            raise ValueError(
+                f"the GPU is too small for {self.shape.model_id} in vLLM by about {lacking:.1f} GiB ({free / GIB:.1f} "
+                "GiB are free): free it, decode shorter texts or take --engine hf"
+            )
+        return room / GIB
 
     def rows(self, engine: str, kv: int, positions: int, most: int | None = None) -> int:
         """Rows of up to ``positions`` tokens that ``kv`` bytes hold, at least 1.
@@ -89,24 +108,9 @@ def _config(model: str) -> PretrainedConfig | None:
         return None
 
 
-def free_memory() -> int | None:
-    """Free bytes of the GPU; None without one."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
-
-
-def choose_engine(asked: str, processes: int = 1) -> tuple[str, str]:
-    """``(engine, why)``: for ``auto`` vLLM where it can be used, else transformers and why; else what was asked for.
-
-    Args:
-        processes: of a training; an engine inside the trainer serves one.
-    """
-    if asked != "auto":
-        return asked, ""
-    if find_spec("vllm") is None:
-        return "hf", "vLLM is not installed: pip install 'rlkv[vllm]'"
-    if processes > 1:
-        return "hf", f"vLLM in the trainer takes one process, not {processes}: see --rollout vllm-server"
-    return "vllm", ""
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of a GPU; None for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def rough(seconds: float) -> str:

@@ -13,7 +13,7 @@ import yaml
 from trl import GRPOConfig, TrlParser
 
 from rlkv.data.curriculum import curriculum_folder
-from rlkv.data.deepscaler import curriculum_template, foreign_models
+from rlkv.data.deepscaler import curriculum_template, other_models
 from rlkv.models.prompts import choose_template
 from rlkv.utils.configs import take_config
 
@@ -97,7 +97,7 @@ class RunSettings:
                 raise ValueError(
                     f"{self.curriculum}: there is no such file; `{self.filter_command()}` writes a curriculum"
                 )
-            foreign = [] if self.allow_foreign_curriculum else foreign_models(self.curriculum, self.model)
+            foreign = [] if self.allow_foreign_curriculum else other_models(self.curriculum, self.model)
             if foreign:
                 raise ValueError(
                     f"{self.curriculum} holds what {', '.join(foreign)} solved, not {self.model}: make its own with "

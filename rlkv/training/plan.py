@@ -1,4 +1,4 @@
-"""What a training takes, said before anything is loaded: the engine, sizes that fit the card, time; and ``--plan``.
+"""What a training takes, said before anything is loaded: the engine, sizes that fit the GPU, time; and ``--plan``.
 
 The rates and reserves are assumptions (see :mod:`rlkv.rollout.estimate`); every step of a run prints what was measured.
 """
@@ -12,8 +12,9 @@ from pathlib import Path
 from rlkv.data.deepscaler import read_curriculum
 from rlkv.models.builtin import BUILT_IN
 from rlkv.models.loading import resolve_dtype
-from rlkv.rollout.estimate import DEFAULT_KV_GIB, GIB, MEAN_LENGTH, NAMES, Footprint, choose_engine, free_memory, rough
+from rlkv.rollout.estimate import DEFAULT_KV_GIB, GIB, MEAN_LENGTH, NAMES, Footprint, free_memory, rough
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
+from rlkv.vllm.choice import choose_engine
 
 PROMPT_TOKENS = 1024  # room for a prompt, as in the paper: 8,192 less 7,168
 TRAINER_GIB = 16.0  # forward and backward of one row of 8,192 tokens, with gradient checkpointing
@@ -33,7 +34,7 @@ class Plan:
         why: why the engine is not vLLM; empty if it is, or was asked for.
         footprint: None for a model whose shape is not known, and for built-in ones, for which the rates mean nothing.
         problems, tokens: of the curriculum, and of its mean output; None if it is not there or does not say.
-        lacking: GiB that the card is too small by; 0 if all fits.
+        lacking: GiB that the GPU is too small by; 0 if all fits.
     """
 
     settings: RLKVSettings
@@ -113,24 +114,25 @@ class Plan:
 
 def make_plan(settings: RLKVSettings, args: GateTrainingArguments, free: int | None) -> Plan:
     """For a GPU with ``free`` bytes; None: for a CPU."""
-    rollout, why = choose_engine(settings.rollout, args.world_size)
     kv_gib, rows, lacking = settings.rollout_kv_gib, settings.rollout_rows, 0.0
     dtype = str(resolve_dtype(settings.dtype, args.device)).removeprefix("torch.")
     footprint = None if settings.model in BUILT_IN else Footprint.of(settings.model, dtype)
+    gated = None if footprint is None else footprint.architecture
+    rollout, why = choose_engine(settings.rollout, free is not None, args.world_size, gated)
     if footprint is not None and free is not None and rollout != "vllm-server":
         positions = PROMPT_TOKENS + (args.max_completion_length or 0)
         row = positions * footprint.kv_per_token
         room = footprint.kv_room(free, TRAINER_GIB, copies=1 if rollout == "hf" else 2)  # vLLM brings its own weights
-        if settings.rollout == "auto" and rollout == "vllm" and room < row:
+        if settings.rollout == "auto" and rollout == "vllm" and footprint.lacking(room, positions):
             rollout, why = "hf", "two copies of the weights leave no room for KV"
             room = footprint.kv_room(free, TRAINER_GIB)
         kv_gib = max(room, row) / GIB if kv_gib is None else kv_gib
         samples = (args.generation_batch_size or DEFAULT_ROWS) // args.world_size
         most = min(samples, DEFAULT_ROWS) if rollout == "hf" else samples
         rows = rows or footprint.rows(rollout, int(kv_gib * GIB) if rollout == "vllm" else room, positions, most)
-        lacking = max(0, row - room) / GIB
-    rows, kv_gib = rows or DEFAULT_ROWS, kv_gib or DEFAULT_KV_GIB
-    chosen = replace(settings, rollout=rollout, rollout_rows=rows, rollout_kv_gib=kv_gib)
+        lacking = footprint.lacking(room, positions)
+    kv_gib = (kv_gib or DEFAULT_KV_GIB) if rollout == "vllm" else None
+    chosen = replace(settings, rollout=rollout, rollout_rows=rows or DEFAULT_ROWS, rollout_kv_gib=kv_gib)
     problems, tokens = _curriculum_facts(settings.curriculum)
     return Plan(chosen, args, why, footprint, free is not None, problems, tokens, lacking)
 
@@ -146,7 +148,7 @@ def _curriculum_facts(path: str | None) -> tuple[int | None, float | None]:
 
 def describe_plan(settings: RLKVSettings, args: GateTrainingArguments) -> str:
     """The page of ``--plan``, for the GPU that is here or else for one of 80 GiB."""
-    free = free_memory()
+    free = free_memory(args.device)
     plan = make_plan(settings, args, free or PLANNED_GPU)
     settings, footprint = plan.settings, plan.footprint
     total = None if plan.steps is None else plan.steps * plan.completions

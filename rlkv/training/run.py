@@ -112,7 +112,7 @@ def train_gates(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
-    settings = make_plan(settings.with_curriculum(), args, free_memory()).announced()
+    settings = make_plan(settings.with_curriculum(), args, free_memory(args.device)).announced()
     curriculum = load_curriculum(settings, args)
     start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
     config = run_config(settings, args, curriculum, start)

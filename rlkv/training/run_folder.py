@@ -37,6 +37,7 @@ RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "plan"}
 # what a gates file does not say of its training: files of this machine, and what does not belong to the method
 UNPUBLISHED_KEYS = {"curriculum", "haystack", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
 UNPUBLISHED_KEYS |= {"rollout_url", "save_steps", "image_steps", "gates_link", "plan"}
+UNPUBLISHED_KEYS |= {"rollout_kv_gib", "rollout_rows", "allow_foreign_curriculum"}
 
 
 @contextmanager

@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 from rlkv.attention import LocalSizes
 from rlkv.inference.options import ModelOptions, check_positive
-from rlkv.rollout.estimate import DEFAULT_KV_GIB, GIB, Footprint, free_memory
+from rlkv.models.loading import resolve_device
+from rlkv.rollout.estimate import DEFAULT_KV_GIB, Footprint, free_memory
 from rlkv.rollout.gated import DEFAULT_PORT, EngineFacts, GatedEngine
 from rlkv.rollout.server import RolloutServer
+from rlkv.vllm.choice import check_vllm_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,17 @@ class ServeConfig(ModelOptions):
     """vllm: neither compile the model nor capture graphs"""
 
     def check(self) -> None:
-        if self.engine == "vllm" and self.device != "auto":
-            raise ValueError(
-                f"--engine vllm takes the device that it was built for, not {self.device!r}: leave out --device"
-            )
+        check_vllm_options(self.engine, self.device, self.kv_gib)
         check_positive(self, "max_rows", "max_positions")
+
+
+def fitting_kv_gib(config: ServeConfig) -> float:
+    """GiB of KV that fit the GPU; ``ValueError`` if it is too small."""
+    free = free_memory(resolve_device())
+    footprint = None if free is None else Footprint.of(config.model, config.dtype)
+    if footprint is None or free is None:
+        return DEFAULT_KV_GIB
+    return footprint.vllm_kv_gib(free, config.max_positions or 1)
 
 
 def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
@@ -50,9 +58,8 @@ def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
     if config.engine == "vllm":
         from rlkv.vllm.engine import VLLMEngine
 
-        footprint, free = Footprint.of(config.model, config.dtype), free_memory()
-        fitting = DEFAULT_KV_GIB if footprint is None or free is None else footprint.kv_room(free) / GIB
-        limits = config.max_positions, config.kv_gib or fitting, config.max_rows
+        kv_gib = fitting_kv_gib(config) if config.kv_gib is None else config.kv_gib
+        limits = config.max_positions, kv_gib, config.max_rows
         engine = VLLMEngine(config.model, sizes, config.dtype, *limits, enforce_eager=config.eager)
         positions = engine.max_positions
     else:

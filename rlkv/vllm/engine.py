@@ -13,11 +13,11 @@ from torch import Tensor
 from rlkv.attention import LocalSizes
 from rlkv.models.loading import load_tokenizer, model_source, resolve_device, resolve_dtype
 from rlkv.rollout.base import Completion, RolloutEngine, SamplingParams, end_tokens
+from rlkv.rollout.estimate import GIB
 from rlkv.rollout.gated import Rows, Sample, gate_version
 from rlkv.vllm.plugin import check_version
 from rlkv.vllm.settings import ARCHITECTURES, DRAW_KEY, MIXED, MIXED_KEY
 
-GIB = 2**30
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; "1" gives it one of its own
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer runner takes another kind of logits processors
@@ -51,7 +51,7 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             sizes: S and W of the local branch; None: a stock model without gates.
-            max_positions: tokens of a prompt and its completion together; None: what the model allows.
+            max_positions: tokens of a prompt and its completion together; None, or more: what the model allows.
             kv_gib: memory of the KV cache in GiB; rows that do not fit wait.
             max_rows: completions decoded at once.
             engine_options: further options of ``vllm.LLM``.
@@ -71,13 +71,13 @@ class VLLMEngine(RolloutEngine):
         self.tokenizer = load_tokenizer(model)
         self.has_gates = sizes is not None
         self._calls = 0
-        options = {} if sizes is None else _mixed_options(model, sizes)
+        options = _gpu_options() | ({} if sizes is None else _mixed_options(model, sizes))
         try:
             self.llm = LLM(
                 model_source(model),
                 # as the trainer's copy of the model: the engine's own "auto" would take 16 bits on a CPU too
                 dtype=str(resolve_dtype(dtype, resolve_device())).removeprefix("torch."),
-                max_model_len=max_positions,
+                max_model_len=_positions(model, max_positions),
                 max_num_seqs=max_rows,
                 kv_cache_memory_bytes=int(kv_gib * GIB),
                 skip_tokenizer_init=True,
@@ -179,6 +179,19 @@ def _generation_config(model: str) -> Any:
         return GenerationConfig.from_pretrained(model_source(model))
     except OSError:  # the folder holds none
         return None
+
+
+def _positions(model: str, asked: int | None) -> int | None:
+    limit = getattr(load_config(model).get_text_config(), "max_position_embeddings", None)
+    return asked if asked is None or limit is None else min(asked, limit)
+
+
+def _gpu_options() -> dict[str, Any]:
+    """vLLM refuses a GPU with less free than its share, 92%, also where the KV memory is given: 95% of what is free."""
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {"gpu_memory_utilization": 0.95 * free / total}
 
 
 def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:

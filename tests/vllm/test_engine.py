@@ -62,7 +62,8 @@ def served(
 ) -> Iterator[tuple[Path, VLLMEngine]]:
     folder = make_folder(request.param, tmp_path_factory.mktemp(request.param))
     # 48 tokens a step: prompts of up to 125 tokens are prefilled in chunks, next to rows that decode
-    with closing(VLLMEngine(str(folder), SIZES, max_num_batched_tokens=48, **OPTIONS)) as engine:
+    # and more positions than the 512 that the model has
+    with closing(VLLMEngine(str(folder), SIZES, max_positions=600, max_num_batched_tokens=48, **OPTIONS)) as engine:
         yield folder, engine
 
 

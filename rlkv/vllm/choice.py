@@ -1,0 +1,36 @@
+"""Whether vLLM decodes: decided from what is installed, before anything of it is imported."""
+
+from __future__ import annotations
+
+from rlkv.vllm.plugin import check_version, is_cpu_build
+from rlkv.vllm.settings import ARCHITECTURES
+
+
+def check_vllm_options(engine: str, device: str, kv_gib: float | None) -> None:
+    """Raise ``ValueError`` for no memory, and for a device that ``vllm`` cannot be told."""
+    if kv_gib is not None and not kv_gib > 0:
+        raise ValueError(f"--kv-gib must be above 0, got {kv_gib}")
+    if engine == "vllm" and device != "auto":
+        raise ValueError(f"--engine vllm takes the device that it was built for, not {device!r}: leave out --device")
+
+
+def choose_engine(asked: str, has_gpu: bool, processes: int = 1, gated: str | None = None) -> tuple[str, str]:
+    """``(engine, why)``: for ``auto`` vLLM where it can be used, else transformers and why; else what was asked for.
+
+    Args:
+        processes: of a training; an engine inside the trainer serves one.
+        gated: architecture of the model whose rollouts see gates; None: a stock model, or one that is not known.
+    """
+    if asked != "auto":
+        return asked, ""
+    try:
+        check_version()
+    except ValueError as error:
+        return "hf", str(error)
+    if not has_gpu and not is_cpu_build():
+        return "hf", "the installed vLLM is built for GPUs, and there is none"
+    if processes > 1:
+        return "hf", f"vLLM in the trainer takes one process, not {processes}: see --rollout vllm-server"
+    if gated is not None and gated not in ARCHITECTURES:
+        return "hf", f"rollouts of vLLM serve {', '.join(ARCHITECTURES)}, not {gated}"
+    return "vllm", ""

@@ -1,0 +1,22 @@
+"""A vLLM that seems to be installed, or absent."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from rlkv.vllm import plugin
+
+CPU_BUILD, GPU_BUILD = f"{plugin.TESTED}+cpu", plugin.TESTED
+
+
+def pretend_vllm(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
+    """As if the package ``vllm`` of version ``found`` were installed, and no other build; None: none at all."""
+
+    def version(name: str) -> str:
+        if found is None or name != "vllm":
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(plugin, "version", version)

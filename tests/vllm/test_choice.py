@@ -1,0 +1,47 @@
+"""What ``auto`` stands for, of what is installed and asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlkv.vllm.choice import check_vllm_options, choose_engine
+from tests.helpers.installed import CPU_BUILD, GPU_BUILD, pretend_vllm
+
+
+def test_auto_is_vllm_where_the_tested_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (CPU_BUILD, GPU_BUILD):
+        pretend_vllm(monkeypatch, found)
+        assert choose_engine("auto", has_gpu=True) == ("vllm", "")
+    assert choose_engine("auto", has_gpu=True, gated="Qwen3ForCausalLM") == ("vllm", "")
+    pretend_vllm(monkeypatch, CPU_BUILD)
+    assert choose_engine("auto", has_gpu=False) == ("vllm", "")
+
+
+@pytest.mark.parametrize(
+    ("found", "has_gpu", "processes", "gated", "reason"),
+    [
+        (None, True, 1, None, "rlkv[vllm]"),
+        ("0.30.1", True, 1, None, "0.30.1"),
+        (GPU_BUILD, False, 1, None, "GPU"),
+        (GPU_BUILD, True, 4, None, "vllm-server"),
+        (GPU_BUILD, True, 1, "GemmaForCausalLM", "GemmaForCausalLM"),
+    ],
+)
+def test_else_auto_is_transformers_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, has_gpu: bool, processes: int, gated: str | None, reason: str
+) -> None:
+    pretend_vllm(monkeypatch, found)
+    engine, why = choose_engine("auto", has_gpu, processes, gated)
+    assert engine == "hf"
+    assert reason in why
+    assert choose_engine("vllm", has_gpu, processes, gated) == ("vllm", "")
+
+
+def test_impossible_options_are_refused() -> None:
+    check_vllm_options("vllm", "auto", None)
+    check_vllm_options("hf", "cpu", 0.5)
+    for kv_gib in (0, -1.5):
+        with pytest.raises(ValueError, match=f"--kv-gib .*{kv_gib}"):
+            check_vllm_options("hf", "auto", kv_gib)
+    with pytest.raises(ValueError, match=r"'cpu'.*--device"):
+        check_vllm_options("vllm", "cpu", None)
