@@ -1,6 +1,6 @@
 """The three models of the RLKV paper (arXiv 2510.08525): short names, and shapes that a plan reads without the hub.
 
-Source of the shapes: ``config.json`` of each repository.
+The shapes are those of the models' ``config.json`` as public repositories quote them; the hub itself was not asked.
 """
 
 from __future__ import annotations

@@ -18,10 +18,7 @@ from rlkv.vllm.choice import choose_engine
 
 PROMPT_TOKENS = 1024  # room for a prompt, as in the paper: 8,192 less 7,168
 TRAINER_GIB = 16.0  # forward and backward of one row of 8,192 tokens, with gradient checkpointing
-UPDATE_FLOPS = {
-    True: 2e14,
-    False: 1e11,
-}  # floating-point operations/s with and without a GPU; 6 per parameter and token
+GPU_FLOPS, CPU_FLOPS = 2e14, 1e11  # floating-point operations/s of the update: 6 per parameter and token
 PLANNED_GPU = 80 * GIB  # what --plan counts with where there is no GPU
 
 
@@ -78,7 +75,10 @@ class Plan:
     def step_seconds(self) -> float:
         """Assumed time of a step, rollout and update."""
         assert self.footprint is not None
-        tokens, flops = self.completions * self.mean_tokens, UPDATE_FLOPS[self.has_gpu] * self.args.world_size
+        tokens, flops = (
+            self.completions * self.mean_tokens,
+            (GPU_FLOPS if self.has_gpu else CPU_FLOPS) * self.args.world_size,
+        )
         return tokens / self.rate + 6 * self.footprint.parameters * tokens / flops
 
     def engine(self) -> str:

@@ -46,8 +46,8 @@ def lines_of(code: str) -> list[tuple[str, list[str]]]:
     return [(line, words) for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def run_script(words: list[str]) -> None:
-    """Run a console script in this process, which has torch and transformers loaded, up to its exit code of 0."""
+def run_script(words: list[str]) -> str:
+    """Run a console script in this process, which has torch and transformers loaded; what failed, else nothing."""
     assert not FOR_A_SHELL & set("".join(words)), f"only a shell runs {shlex.join(words)}"
     scripts = entry_points(group="console_scripts", name=words[0])
     if not scripts:
@@ -59,18 +59,20 @@ def run_script(words: list[str]) -> None:
             patch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:
             scripts[words[0]].load()()
-    assert not ended.value.code, shlex.join(words)
+    return f"exit code {ended.value.code}: {shlex.join(words)}" if ended.value.code else ""
 
 
-def run_process(command: list[str]) -> None:
+def run_process(command: list[str]) -> str:
+    """Run a command; what failed, else nothing."""
     done = subprocess.run(command, env={**os.environ, **ALONE}, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+    shown = f"exit code {done.returncode}: {command[-1]}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+    return shown if done.returncode else ""
 
 
 @cache
 def help_of(script: str) -> str:
     with redirect_stdout(StringIO()) as out:
-        run_script([script, "--help"])
+        assert not run_script([script, "--help"])
     return out.getvalue()
 
 
@@ -108,13 +110,11 @@ def test_blocks_run_one_after_another(page: Path, tmp_path: Path, monkeypatch: p
         if how != "run":
             continue
         if language == "python":
-            run_process([sys.executable, "-c", code])
+            assert not run_process([sys.executable, "-c", code])
             continue
         for line, words in lines_of(code):
-            if words[0].startswith("rlkv-"):
-                run_script(words)
-            else:
-                run_process(["bash", "-c", line])
+            is_ours = words[0].startswith("rlkv-")
+            assert not (run_script(words) if is_ours else run_process(["bash", "-c", line]))
 
 
 def test_an_installed_script_runs_as_a_process() -> None:
