@@ -54,6 +54,10 @@ class FinetuneConfig:
     """peak; a linear warm-up of 20 steps, then a cosine down to 0"""
     rank: int = 8
     """of the LoRA on every matrix of the layers"""
+    start_from: str = ""
+    """folder of an adapter to train further; nothing: a new adapter"""
+    min_steps: int = 2
+    """shortest chain"""
     seed: int = 0
     """of problems and initial weights"""
     save_steps: int = 20
@@ -91,11 +95,13 @@ class _Trainer(SFTTrainer):
 
 def training_rows(config: FinetuneConfig) -> list[dict[str, Any]]:
     """Prompts and solutions in the order of training, ``steps * batch_size`` of them."""
-    rows = []
+    if not 1 <= config.min_steps <= MAX_STEPS:
+        raise ValueError(f"min_steps must be within [1, {MAX_STEPS}], got {config.min_steps}")
+    start, rows = max(3, config.min_steps), []
     for step in range(config.steps):
         rng = random.Random(f"rlkv-smol-finetune-{config.seed}-{step}")
-        longest = 3 + round(min(1.0, 2 * step / config.steps) * (MAX_STEPS - 3))
-        steps, distractors = rng.randint(2, longest), rng.randint(2, MAX_DISTRACTORS)
+        longest = start + round(min(1.0, 2 * step / config.steps) * (MAX_STEPS - start))
+        steps, distractors = rng.randint(config.min_steps, longest), rng.randint(2, MAX_DISTRACTORS)
         for _ in range(config.batch_size):
             drawn = draw_problem(rng, steps, distractors)
             solution = [{"role": "assistant", "content": drawn.solution}]
@@ -127,7 +133,7 @@ def make_trainer(config: FinetuneConfig, bar: ProgressBar) -> SFTTrainer:
         report_to="none",
         seed=config.seed,
     )
-    lora = LoraConfig(r=config.rank, lora_alpha=2 * config.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model, lora = _with_lora(model, config)
     rows = Dataset.from_list(training_rows(config))
     callbacks: list[TrainerCallback] = [_Progress(bar)]
     trainer = _Trainer(
@@ -135,6 +141,19 @@ def make_trainer(config: FinetuneConfig, bar: ProgressBar) -> SFTTrainer:
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _with_lora(model: Any, config: FinetuneConfig) -> tuple[Any, LoraConfig | None]:
+    """The model with the adapter to train further, or the model and the settings of a new one."""
+    rank, folder = config.rank, config.start_from
+    if not folder:
+        return model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    if not (Path(folder) / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"start_from={folder} has no {ADAPTER_CONFIG}: give the folder of an adapter")
+    found = LoraConfig.from_pretrained(folder).r
+    if found != rank:
+        raise ValueError(f"the adapter in start_from={folder} has rank {found}: give --rank {found} instead of {rank}")
+    return PeftModel.from_pretrained(model, folder, is_trainable=True), None
 
 
 def finetune(config: FinetuneConfig) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
 
 from rlkv.models.loading import load_tokenizer
 from rlkv.training import finetune_smol
@@ -51,6 +53,41 @@ def test_rows_are_the_same_each_time_and_grow() -> None:
     lengths = [len(row["completion"][0]["content"]) for row in rows]
     assert max(lengths[:10]) < max(lengths[-20:])
     assert len(rows) == 80
+
+
+def test_chains_have_at_least_min_steps() -> None:
+    rows = training_rows(FinetuneConfig(steps=40, batch_size=1, min_steps=6))
+    steps = [row["completion"][0]["content"].count(" depends on ") for row in rows]
+    assert min(steps) == 6
+    assert max(steps) == 12
+    with pytest.raises(ValueError, match="min_steps"):
+        training_rows(FinetuneConfig(min_steps=13))
+
+
+def test_an_adapter_is_trained_further(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    finetune(FinetuneConfig(output_dir=first, **SHORT))
+    further = FinetuneConfig(
+        output_dir=tmp_path / "further", start_from=str(first / "adapter"), **{**SHORT, "seed": 1, "steps": 2}
+    )
+    with progress_bar("", "steps", 2) as bar:
+        trained = {n: p for n, p in make_trainer(further, bar).model.named_parameters() if p.requires_grad}
+    old = load_file(first / "adapter" / "adapter_model.safetensors")
+    before = {name.replace(".default", ""): weight.detach().cpu().bfloat16() for name, weight in trained.items()}
+    assert before.keys() == old.keys()
+    assert all(torch.equal(before[name], old[name]) for name in old)
+    finetune(further)
+    new = load_file(tmp_path / "further" / "adapter" / "adapter_model.safetensors")
+    assert new.keys() == old.keys()
+    assert any(not torch.equal(new[name], old[name]) for name in old)
+
+
+def test_an_adapter_to_start_from_must_be_there_and_of_that_rank(tmp_path: Path) -> None:
+    with progress_bar("", "steps", 2) as bar, pytest.raises(ValueError, match=f"start_from={tmp_path}"):
+        make_trainer(FinetuneConfig(start_from=str(tmp_path), **SHORT), bar)
+    LoraConfig(r=4).save_pretrained(str(tmp_path))
+    with progress_bar("", "steps", 2) as bar, pytest.raises(ValueError, match="rank 4"):
+        make_trainer(FinetuneConfig(start_from=str(tmp_path), **SHORT), bar)
 
 
 def test_a_run_that_was_stopped_gives_the_same_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
