@@ -5,9 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +21,7 @@ from rlkv.models.shape import ModelShape
 from rlkv.tiny import problems
 from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.utils.store import open_store
+from tests.helpers import warm
 from tests.helpers.infer import infer
 from tests.helpers.models import make_tiny_model
 
@@ -180,12 +178,12 @@ def test_killed_process_resumes(gates_file: Path, problems_file: Path, tmp_path:
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     infer(*batch_arguments(gates_file, problems_file, whole, tokens=300))
     arguments = batch_arguments(gates_file, problems_file, output, tokens=300)
-    process = subprocess.Popen([sys.executable, "-m", "rlkv.cli.infer", *arguments], stderr=subprocess.DEVNULL)
+    process = warm.start(["-m", "rlkv.cli.infer", *arguments])
     deadline = time.monotonic() + 120
     while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert 0 < len(output.read_bytes().splitlines()) <= 10
     infer(*arguments)
     assert output.read_bytes() == whole.read_bytes()

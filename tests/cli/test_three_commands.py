@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import warm
 from tests.helpers.paths import ROOT
 
 FILTER = [sys.executable, str(ROOT / "data_prep/filter_deepscaler.py")]
@@ -52,7 +53,7 @@ def test_on_a_bare_machine_one_sentence_names_what_is_missing(
 @pytest.mark.timeout(600)
 def test_they_run_through_on_the_built_in_model(tmp_path: Path) -> None:
     """The config of an 8B model with the tiny one in its place."""
-    filtered = run([*FILTER, "--model", "tiny", "--num-problems", "20"], tmp_path)
+    filtered = warm.run([*FILTER[1:], "--model", "tiny", "--num-problems", "20"], tmp_path)
     assert filtered.returncode == 0, filtered.stderr
     assert "20 problems through transformers, 16 at once" in filtered.stdout
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]
@@ -60,6 +61,6 @@ def test_they_run_through_on_the_built_in_model(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     assert "rollouts through transformers, 64 rows at once" in trained.stdout
     assert (tmp_path / "gates.pt").samefile(tmp_path / "outputs/llama8b/gates.pt")
-    asked = run(INFER, tmp_path, "a=7 . b=2 . c = b + a . find c ?\n")
+    asked = warm.run(INFER[1:], tmp_path, "a=7 . b=2 . c = b + a . find c ?\n")
     assert asked.returncode == 0, asked.stderr
     assert r"\boxed{ 9 }" in asked.stdout

@@ -1,11 +1,9 @@
 """kill -9 at 20 random moments of a real job (a random tiny model): the files equal an uninterrupted run's."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.helpers import warm
 from tests.helpers.paths import ROOT
 
 VOLATILE = ("seconds", "finished", "command", "config")
@@ -21,15 +19,7 @@ def report(folder: Path) -> dict:
 
 
 def test_killed_runs_end_in_the_files_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.filter_kill_driver", tmp_path, str(KILLS)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = warm.run(["-m", "tests.helpers.filter_kill_driver", tmp_path, KILLS], ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["kills"] == KILLS, "every counted kill hit a running job"

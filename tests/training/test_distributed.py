@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,8 +15,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.rollout.gated import EngineFacts
 from rlkv.rollout.server import RolloutServer
 from rlkv.training.rollout import GatedHFEngine
-from tests.helpers import random_run
-from tests.helpers.paths import ROOT
+from tests.helpers import random_run, warm
 
 ZERO2 = {
     "zero_optimization": {"stage": 2},
@@ -39,19 +34,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> HeadGates:
 
 
 def run_two(folder: Path, options: list[str]) -> HeadGates:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    command += ["-m", "tests.helpers.random_run", str(folder), *COMMON, "--per_device_train_batch_size", "8", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=840)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    command = ["-m", "tests.helpers.random_run", folder, *COMMON, "--per_device_train_batch_size", "8", *options]
+    ranks = warm.run_ranks(command, folder.parent / "streams", timeout=840, TOKENIZERS_PARALLELISM="false")
+    assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
     assert json.loads((folder / "run_config.json").read_text())["processes"] == 2
     return HeadGates.load(folder / "gates.pt")
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from rlkv.rollout.estimate import GIB
 from rlkv.training.config import RLKVSettings, parse_config
 from rlkv.training.plan import Plan, describe_plan, make_plan
 from rlkv.training.run_folder import link
+from tests.helpers import warm
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
 from tests.helpers.paths import ROOT
 
@@ -39,9 +37,8 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_program_plans_without_hub_gpu_and_curriculum(tmp_path: Path) -> None:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "train/grpo_gates.py"), "--config", str(ROOT / "configs/llama8b.yaml")]
-    done = subprocess.run([*command, "--plan"], env=variables, capture_output=True, text=True, timeout=250)
+    command = [ROOT / "train/grpo_gates.py", "--config", ROOT / "configs/llama8b.yaml", "--plan"]
+    done = warm.run(command, CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stderr) == (0, "")
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert set(lines) == {"model", "curriculum", "steps", "tokens", "engine", "memory", "GPU", "time", "gates"}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlkv.cli.eval import run as evaluate
+from tests.helpers import warm
 from tests.helpers.paths import ROOT
 
 PROGRAM = ROOT / "inference" / "evaluate.py"
@@ -21,9 +18,7 @@ OPTIONS = ["--methods", *METHODS, "--limit", "10", "--max-new-tokens", "50", "--
 OPTIONS += ["--device", "cpu"]
 DIES = """
 import os
-from tests.helpers.paths import ROOT
 from rlkv.evaluation.run.distributed import join_processes
-from tests.helpers.paths import ROOT
 processes = join_processes("cpu")
 if processes.rank == 1:
     os._exit(7)
@@ -32,16 +27,6 @@ try:
 except ValueError as error:
     print(error)
 """
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def run_alone(folder: Path) -> None:
@@ -61,10 +46,8 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(280)
 def test_two_processes_write_the_rows_of_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
-    command += [str(PROGRAM), "--output-dir", str(tmp_path / "two"), *OPTIONS]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = warm.run_ranks([PROGRAM, "--output-dir", tmp_path / "two", *OPTIONS], tmp_path / "streams")
+    assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
     assert json.loads((tmp_path / "two" / "results.json").read_text())["config"]["processes"] == 2
     run_alone(tmp_path / "one")
     for method in METHODS:
@@ -82,13 +65,8 @@ def test_two_processes_write_the_rows_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_a_dead_process_is_noticed_by_the_others() -> None:
-    shared = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    command = [sys.executable, "-c", DIES]
-    started = [
-        subprocess.Popen(command, env={**shared, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
-        for rank in "01"
-    ]
-    outputs = [process.communicate(timeout=250)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 7]
-    assert "another process of this run ended before its share was done" in outputs[0]
+def test_a_dead_process_is_noticed_by_the_others(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    (survivor, text), (dead, _) = warm.run_ranks([tmp_path / "dies.py"], tmp_path / "streams")
+    assert (survivor, dead) == (0, 7)
+    assert "another process of this run ended before its share was done" in text

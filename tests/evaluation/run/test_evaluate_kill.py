@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from rlkv.utils.store import settings_path
+from tests.helpers import warm
 from tests.helpers.paths import ROOT
 
 VOLATILE = ("seconds", "tokens_per_second", "finished", "command", "output_dir")
@@ -45,15 +43,7 @@ def check_killed_folders(root: Path, summary: dict[str, Any]) -> None:
 
 
 def test_killed_evaluations_end_in_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.evaluate_kill_driver", tmp_path, str(KILLS), "12"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = warm.run(["-m", "tests.helpers.evaluate_kill_driver", tmp_path, KILLS, 12], ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["kills"] == KILLS
