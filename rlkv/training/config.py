@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self, cast
 
-import yaml
 from trl import GRPOConfig, TrlParser
 
 from rlkv.data.curriculum import curriculum_folder
 from rlkv.data.deepscaler import curriculum_template, other_models
 from rlkv.models.prompts import choose_template
 from rlkv.training.recipes import RECIPES
-from rlkv.utils.configs import take_config
+from rlkv.utils.configs import read_config, take_config
 
 DEFAULT_ROWS = 64  # of a rollout, where no GPU says what fits
 _SAMPLING = "rollouts know temperature, top_p and top_k"
@@ -124,15 +123,9 @@ def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
     """
     parser = _Parser(cast(Any, classes), allow_abbrev=False)
     file, arguments = take_config(arguments, *classes)
-    if file is not None:
-        arguments = ["--config", str(file), *arguments]
-    try:
-        parsed: Any = parser.parse_args_and_config(
-            arguments, return_remaining_strings=True, separate_remaining_strings=True
-        )
-    except yaml.YAMLError as error:
-        raise ValueError(f"the config file is not valid YAML: {error}") from error
-    *found, from_file, from_line = parsed
+    from_file = [] if file is None else parser.set_defaults_with_config(**read_config(file))
+    parsed: Any = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    *found, from_line = parsed
     unknown = [text.lstrip("-") for text in from_file[::2]] + [text for text in from_line if re.match("--", text)]
     unknown += [] if unknown else from_line
     if unknown:
