@@ -145,9 +145,9 @@ class RLKVSettings(RunSettings):
     init_value: float = option(1.0, "where every gate starts")
     init_gates: str | None = option(None, "gates file to start from, instead of init_value for every gate")
     l1_beta: float = option(1e-3, "beta of the L1 penalty (not trl's beta, which is KL)")
-    tau: float = option(0.5, "mean reward of a group above which the penalty acts")
+    tau: float = option(0.5, "mean reward above which the penalty acts")
     adaptive: bool = option(
-        True, "weight the penalty by the group's mean reward; false: l1_beta * (e - 1) whatever the reward"
+        True, "weight the penalty by the mean reward (see recipe); false: l1_beta * (e - 1) whatever the reward"
     )
     rollout: str = option(
         "hf",
@@ -200,8 +200,8 @@ class GateTrainingArguments(GRPOConfig):
     )
     recipe: str = option(
         "paper",
-        "paper: its formulas, advantages and mean reward of a group, a mean over samples; published: what the authors "
-        "ran, both over the batch, a mean over tokens, tokens above importance_cap left out",
+        "paper: its formulas: advantages and mean reward of a group, loss averaged over samples; published: what its "
+        "authors ran: both of the batch, loss averaged over tokens, without those above importance_cap",
     )
     # None until __post_init__
     epsilon: float = option(

@@ -58,8 +58,8 @@ def paper_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targe
 def published_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targets:
     """Advantages over the tokens of the batch, ``rbar`` of the batch, the mean over all of its tokens.
 
-    The run means ``rbar`` per micro-batch, but what splits its batches (``split_padded_tensor_dict_into_mb_list``)
-    hands the rewards, one number a sample, whole to every micro-batch.
+    The run computes ``rbar`` in every micro-batch, but what splits its batches (areal/utils/data.py,
+    ``split_padded_tensor_dict_into_mb_list``) hands each of them the rewards of all samples.
     """
     return Targets(
         objective.token_advantages(rewards_N, tokens_N),
