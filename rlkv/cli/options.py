@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
-import yaml
 
-from rlkv.utils.configs import packaged, take_config
+from rlkv.utils.configs import packaged, read_config, take_config
 
 T = TypeVar("T")
 CONFIG_HELP = """
@@ -90,13 +89,7 @@ def _check_choices(kind: type, arguments: Sequence[str]) -> None:
 
 def _as_arguments(kind: Any, path: Path, overridden: Container[str]) -> list[str]:
     """The values of a config file as options, without those that the command line has itself."""
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path} is not readable as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"--config {path} holds a {type(values).__name__}: write name: value on each line")
-    values = {str(key).replace("-", "_"): value for key, value in values.items()}
+    values = read_config(path)
     unknown = sorted(values.keys() - {field.name for field in fields(kind)})
     if unknown:
         raise ValueError(f"--config {path} has unknown keys {', '.join(unknown)}: --help lists all names")

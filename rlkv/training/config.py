@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self, cast
 
-import yaml
 from trl import GRPOConfig, TrlParser
 
 from rlkv.data.curriculum import curriculum_folder
 from rlkv.data.deepscaler import curriculum_template, other_models
 from rlkv.models.prompts import choose_template
-from rlkv.utils.configs import take_config
+from rlkv.training.recipes import RECIPES
+from rlkv.utils.configs import read_config, take_config
 
 DEFAULT_ROWS = 64  # of a rollout, where no GPU says what fits
 _SAMPLING = "rollouts know temperature, top_p and top_k"
-_OBJECTIVE = "the loss is the paper's objective"
+_OBJECTIVE = "the loss is that of the option recipe"
 # options of trl that would be ignored or do harm: names, the only allowed value, why
 _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("beta", 0.0, "gate training has no KL term (the L1 weight is l1_beta)"),
@@ -30,7 +30,7 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("use_adaptive_entropy sync_ref_model use_liger_kernel", False, _OBJECTIVE),
     ("delta off_policy_mask_threshold reward_weights", None, _OBJECTIVE),
     ("epsilon_high", None, "clipping is symmetric: set epsilon"),
-    ("scale_rewards", "group", "set advantage: group or batch instead"),
+    ("scale_rewards", "group", "advantages are those of the option recipe"),
     ("mask_truncated_completions", False, "truncated completions count, with the reward that they got"),
     ("logging_steps", 1, "the log has one record per step"),
     ("log_completions", False, "the log holds figures only"),
@@ -123,15 +123,9 @@ def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
     """
     parser = _Parser(cast(Any, classes), allow_abbrev=False)
     file, arguments = take_config(arguments, *classes)
-    if file is not None:
-        arguments = ["--config", str(file), *arguments]
-    try:
-        parsed: Any = parser.parse_args_and_config(
-            arguments, return_remaining_strings=True, separate_remaining_strings=True
-        )
-    except yaml.YAMLError as error:
-        raise ValueError(f"the config file is not valid YAML: {error}") from error
-    *found, from_file, from_line = parsed
+    from_file = [] if file is None else parser.set_defaults_with_config(**read_config(file))
+    parsed: Any = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    *found, from_line = parsed
     unknown = [text.lstrip("-") for text in from_file[::2]] + [text for text in from_line if re.match("--", text)]
     unknown += [] if unknown else from_line
     if unknown:
@@ -151,13 +145,10 @@ class RLKVSettings(RunSettings):
     init_value: float = option(1.0, "where every gate starts")
     init_gates: str | None = option(None, "gates file to start from, instead of init_value for every gate")
     l1_beta: float = option(1e-3, "beta of the L1 penalty (not trl's beta, which is KL)")
-    tau: float = option(0.5, "mean reward of a group above which the penalty acts")
+    tau: float = option(0.5, "mean reward above which the penalty acts")
     adaptive: bool = option(
-        True, "weight the penalty by the group's mean reward; false: l1_beta * (e - 1) whatever the reward"
+        True, "weight the penalty by the mean reward (see recipe); false: l1_beta * (e - 1) whatever the reward"
     )
-    advantage: str = option("group", "normalise advantages over the group or the batch")
-    reward_offset: float = option(0.0, "the policy loss sees (reward - offset) * scale")
-    reward_scale: float = option(1.0, "the policy loss sees (reward - offset) * scale")
     rollout: str = option(
         "hf",
         "which engine samples: hf (the trainer's model), vllm (in this process), vllm-server (another GPU), or auto: "
@@ -169,9 +160,6 @@ class RLKVSettings(RunSettings):
         None, "vllm: memory of its KV cache in GiB; default: what the GPU has left, without one 4"
     )
     rollout_eager: bool = option(False, "vllm: neither compile the model nor capture graphs")
-    importance_cap: float = option(
-        3.0, "vllm, vllm-server: largest weight of a token in the importance correction, 0: no correction"
-    )
     rollout_rows: int | None = option(
         None, "completions decoded at once by one process; default: what the GPU holds, without one 64"
     )
@@ -184,7 +172,6 @@ class RLKVSettings(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("finder", self.finder, ("rlkv", "elimination"))
-        check_choice("advantage", self.advantage, ("group", "batch"))
         check_choice("rollout", self.rollout, ("auto", "hf", "vllm", "vllm-server"))
         if self.l1_beta < 0:
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
@@ -195,8 +182,6 @@ class RLKVSettings(RunSettings):
             )
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")
-        if self.importance_cap != 0 and self.importance_cap < 1:
-            raise ValueError(f"importance_cap must be 0 (no correction) or at least 1, got {self.importance_cap}")
         if self.plan and self.finder != "rlkv":
             raise ValueError(f"plan is for --finder rlkv: --finder {self.finder} shows its bound as it runs")
         if self.rollout_kv_gib is not None and not self.rollout_kv_gib > 0:
@@ -212,6 +197,20 @@ class GateTrainingArguments(GRPOConfig):
     output_dir: str | None = option("outputs/gates", "log, checkpoints and exported gates")
     prompts_per_step: int | None = option(
         None, "prompts of one optimizer step over all processes; sets gradient_accumulation_steps"
+    )
+    recipe: str = option(
+        "paper",
+        "paper: its formulas: advantages and mean reward of a group, loss averaged over samples; published: what its "
+        "authors ran: both of the batch, loss averaged over tokens, without those above importance_cap",
+    )
+    # None until __post_init__
+    epsilon: float = option(
+        None, "clip range, which acts only with several updates per rollout; default: 0.2, of the recipe published 0.4"
+    )
+    importance_cap: float = option(
+        None,
+        "vllm, vllm-server: largest importance weight of a token, 0: no correction; default: 3, of the recipe "
+        "published 5",
     )
     learning_rate: float = option(0.01, "AdamW learning rate of the gates")
     lr_scheduler_type: str = option("constant", "learning rate schedule")
@@ -238,6 +237,12 @@ class GateTrainingArguments(GRPOConfig):
                     f"samples do not split evenly over {processes} processes of per_device_train_batch_size={at_once}"
                 )
             self.gradient_accumulation_steps = samples // (at_once * processes)
+        check_choice("recipe", self.recipe, list(RECIPES))
+        recipe = RECIPES[self.recipe]
+        self.epsilon = recipe.epsilon if self.epsilon is None else self.epsilon
+        self.importance_cap = recipe.importance_cap if self.importance_cap is None else self.importance_cap
+        if self.importance_cap != 0 and self.importance_cap < 1:
+            raise ValueError(f"importance_cap must be 0 (no correction) or at least 1, got {self.importance_cap}")
         super().__post_init__()
         for names, needed, why in _FIXED:
             for name in names.split():

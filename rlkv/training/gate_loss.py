@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlkv.training import objective
 from rlkv.training.config import RLKVSettings
+from rlkv.training.recipes import RECIPES
 from rlkv.training.resumable import ResumableGRPOTrainer
 
 # mean |difference| of log-probabilities above which two engines hold different models; rounding in bf16 gives ~0.02
@@ -57,7 +58,7 @@ def completion_logprobs(score: Score, ids_NT: Tensor, mask_NT: Tensor, num_compl
 class GateLossTrainer(ResumableGRPOTrainer):
     """Maximises ``policy objective - beta' * mean(alpha)`` (:mod:`rlkv.training.objective`).
 
-    Inputs are trl's, with ``group_mean``, the mean reward of each sample's group.
+    Inputs are trl's, with the :class:`~rlkv.training.recipes.Targets` of each sample.
     """
 
     settings: RLKVSettings
@@ -85,11 +86,11 @@ class GateLossTrainer(ResumableGRPOTrainer):
         return completion_logprobs(score, input_ids, attention_mask, logits_to_keep, rows), None, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        settings, group_mean = self.settings, inputs["group_mean"]
+        settings, mean_reward = self.settings, inputs["mean_reward"]
         if settings.adaptive:
-            weight = objective.adaptive_weight(group_mean, settings.l1_beta, settings.tau)
+            weight = objective.adaptive_weight(mean_reward, settings.l1_beta, settings.tau)
         else:
-            weight = objective.constant_weight(group_mean, settings.l1_beta)
+            weight = objective.constant_weight(mean_reward, settings.l1_beta)
         l1 = objective.penalty(weight, torch.cat([gate.view(-1) for gate in self.gates]))
         policy, clipped = self._policy_loss(model, inputs)
         counts = torch.stack([clipped, inputs["completion_mask"].sum().to(clipped)])
@@ -119,6 +120,7 @@ class GateLossTrainer(ResumableGRPOTrainer):
             completion_mask,
             clip=self.epsilon_low,
             num_samples=len(inputs["advantages"]),
+            divisor_N=inputs["divisor"][rows],
             weight_NT=weight,
         )
 
@@ -127,12 +129,13 @@ class GateLossTrainer(ResumableGRPOTrainer):
 
         None where the trainer's own model sampled: it differs by rounding alone.
         """
-        cap = self.settings.importance_cap
+        cap = self.args.importance_cap
         difference = (old_NT - rollout_NT).abs() * mask_NT
         corrects = self.settings.rollout != "hf" and cap > 0
-        weight = objective.truncated_ratio(old_NT, rollout_NT, cap) if corrects else None
-        truncated = torch.zeros_like(mask_NT) if weight is None else (weight >= cap) * mask_NT
-        sums = torch.stack([part.sum().float() for part in (difference, truncated, mask_NT)])
+        ratio = objective.importance_ratio(old_NT, rollout_NT)
+        weight = RECIPES[self.args.recipe].limit(ratio, cap) if corrects else None
+        above = (ratio > cap) * mask_NT * corrects
+        sums = torch.stack([part.sum().float() for part in (difference, above, mask_NT)])
         sums = self.accelerator.reduce(sums, reduction="sum")
         mean, share = (sums[:2] / sums[2].clamp(min=1)).tolist()
         self._note("rollout/logprob_diff_mean", mean)

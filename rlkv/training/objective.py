@@ -4,6 +4,8 @@ Maximised (arXiv 2510.08525)::
 
     mean_i [ mean_t min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) ] - beta'(rbar, tau) * mean(alpha)
 
+The published run averages, normalises and weighs otherwise: :mod:`rlkv.training.recipes`.
+
 Shapes: N samples in groups of G neighbours (the G samples of one prompt), T completion tokens.
 """
 
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0; the value that trl uses
+# that of the published run, 1e-5 for rewards of (r - 0.5) * 10, so that neither offset nor factor is left to set
+PUBLISHED_EPSILON = 1e-6
 
 
 def group_means(rewards_N: Tensor, group_size: int) -> Tensor:
@@ -42,30 +46,46 @@ def penalty(weight_N: Tensor, alphas: Tensor) -> Tensor:
     return weight_N.mean() * alphas.float().mean()
 
 
-def advantages(rewards_N: Tensor, group_size: int, normalization: str = "group") -> Tensor:
-    """``A_i = (r_i - mean) / (std + 1e-4)``, std with N - 1; 0 throughout a group (batch) of equal rewards.
+def advantages(rewards_N: Tensor, group_size: int) -> Tensor:
+    """``A_i = (r_i - mean) / (std + 1e-4)`` over the sample's group, std with N - 1; 0 in a group of equal rewards."""
+    stds = rewards_N.view(-1, group_size).std(1).repeat_interleave(group_size)
+    return (rewards_N - group_means(rewards_N, group_size)) / (stds + EPSILON)
+
+
+def token_advantages(rewards_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """``A_i = (r_i - m) / (s + 1e-6)``, m and s over all tokens of the batch: long samples count for more.
+
+    ``m = sum_i T_i r_i / T`` and ``s^2 = sum_i T_i (r_i - m)^2 / (T - 1)`` with ``T = sum_i T_i``, as the published run
+    normalises (areal/utils/data.py, ``Normalization``); 0 throughout a batch of equal rewards.
 
     Args:
-        normalization: ``group``: mean and std of the sample's own group (the paper's formula); ``batch``: of all
-            samples of the step (the published run).
+        tokens_N: ``T_i``, the number of completion tokens of each sample.
     """
-    size = group_size if normalization == "group" else len(rewards_N)
-    means = group_means(rewards_N, size)
-    stds = rewards_N.view(-1, size).std(1).repeat_interleave(size)
-    return (rewards_N - means) / (stds + EPSILON)
+    rewards, tokens = rewards_N.double(), tokens_N.double()
+    total = tokens.sum()
+    centred = rewards - (tokens * rewards).sum() / total.clamp(min=1)
+    std = ((tokens * centred**2).sum() / (total - 1).clamp(min=1)).sqrt()
+    return (centred / (std + PUBLISHED_EPSILON)).to(rewards_N.dtype)
 
 
-def truncated_ratio(trainer_NT: Tensor, rollout_NT: Tensor, cap: float) -> Tensor:
-    """``w_it = min(p_trainer(token) / p_rollout(token), cap)``, importance weights of an engine that rounds otherwise.
-
-    Exactly 1 where the engines agree.
+def importance_ratio(trainer_NT: Tensor, rollout_NT: Tensor) -> Tensor:
+    """``w_it = p_trainer(token) / p_rollout(token)`` for an engine that rounds otherwise; exactly 1 where both agree.
 
     Args:
         trainer_NT: log-probabilities of the sampled tokens under the trainer's model and the gates that sampled them.
         rollout_NT: those of the engine that sampled them.
-        cap: largest weight, at least 1.
     """
-    return torch.exp(trainer_NT.detach() - rollout_NT).clamp(max=cap)
+    return torch.exp(trainer_NT.detach() - rollout_NT)
+
+
+def truncate(ratio_NT: Tensor, cap: float) -> Tensor:
+    """``min(w, cap)``, cap at least 1: truncated importance weights."""
+    return ratio_NT.clamp(max=cap)
+
+
+def mask_above(ratio_NT: Tensor, cap: float) -> Tensor:
+    """``w`` where ``w <= cap``, else 0: such tokens are left out of the loss, not of the number it is divided by."""
+    return torch.where(ratio_NT > cap, 0.0, ratio_NT)
 
 
 def policy_loss(
@@ -75,16 +95,20 @@ def policy_loss(
     mask_NT: Tensor,
     clip: float,
     num_samples: int,
+    divisor_N: Tensor,
     weight_NT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``-1/num_samples * sum_i mean_t w_it min(rho_it A_i, clip(rho_it, 1 - clip, 1 + clip) A_i)``.
+    """``-1/num_samples * sum_i 1/d_i sum_t w_it min(rho_it A_i, clip(rho_it, 1 - clip, 1 + clip) A_i)``.
 
     Args:
         logprobs_NT: log-probabilities of the sampled tokens under the current gates; the gradient flows here.
         old_logprobs_NT: under the gates that sampled them, without gradient; ``rho = exp(logprobs - old)``.
         mask_NT: 1 for the completion's tokens, 0 for padding.
         num_samples: what the sum is divided by; more than N where samples of advantage 0 were left out.
-        weight_NT: ``w`` of :func:`truncated_ratio`, without gradient; None: 1.
+        divisor_N: ``d_i``: the sample's own tokens for a mean over tokens, then over samples; the mean of all samples
+            of the step for a mean over all tokens of the step, however its samples are split over micro-batches
+            (equally many each) and processes.
+        weight_NT: ``w`` of :func:`truncate` or :func:`mask_above`, without gradient; None: 1.
 
     Returns:
         The loss to minimise (a scalar), and the number of tokens whose ratio was clipped.
@@ -94,6 +118,6 @@ def policy_loss(
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     objective = torch.minimum(ratio * advantage, clipped_ratio * advantage)
     objective = objective if weight_NT is None else objective * weight_NT
-    per_sample = (objective * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1)
+    per_sample = (objective * mask_NT).sum(1) / divisor_N
     outside = ((ratio < 1 - clip) & (advantage < 0)) | ((ratio > 1 + clip) & (advantage > 0))
     return -per_sample.sum() / num_samples, (outside * mask_NT).sum().detach()

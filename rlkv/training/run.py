@@ -29,8 +29,8 @@ from rlkv.utils.provenance import digest
 _TRAINING_KEYS = [
     *["output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "prompts_per_step", "num_generations"],
     *["temperature", "top_p", "top_k", "max_completion_length", "learning_rate", "lr_scheduler_type", "weight_decay"],
-    *["adam_beta1", "adam_beta2", "max_grad_norm", "epsilon", "num_iterations", "steps_per_generation"],
-    *["generation_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"],
+    *["adam_beta1", "adam_beta2", "max_grad_norm", "recipe", "epsilon", "importance_cap", "num_iterations"],
+    *["steps_per_generation", "generation_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"],
     *["save_steps", "save_total_limit"],
 ]
 DRAWN = 200  # problems of the built-in task; as many as configs/filter_tiny.yaml selects

@@ -15,11 +15,11 @@ from trl.trainer.utils import RepeatSampler
 
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import GatedEngine, Rows
-from rlkv.training import objective
 from rlkv.training.callbacks import ClampGates, GateMean
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
 from rlkv.training.gate_loss import GateLossTrainer
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
+from rlkv.training.recipes import RECIPES
 from rlkv.training.resumable import RESPONSE_METRICS
 from rlkv.training.rollout import engine_roll_out, roll_out
 from rlkv.verifier.verifier import are_correct
@@ -151,14 +151,14 @@ class RLKVTrainer(GateLossTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """As trl, with our advantages and each sample's group mean, which is shuffled and split with its sample."""
+        """As trl, with the targets of the recipe, which are shuffled and split with their samples."""
         output = super()._generate_and_score_completions(inputs)
-        rewards, settings = self._rewards, self.settings
-        scaled = (rewards - settings.reward_offset) * settings.reward_scale
+        rewards = self._rewards
+        tokens = self.accelerator.gather(output["completion_mask"].sum(1))
+        targets = RECIPES[self.args.recipe].targets(rewards, tokens, self.num_generations)
         first = self.accelerator.process_index * len(inputs)
         local = slice(first, first + len(inputs))
-        output["advantages"] = objective.advantages(scaled, self.num_generations, settings.advantage)[local]
-        output["group_mean"] = objective.group_means(rewards, self.num_generations)[local]
+        output.update({name: values[local] for name, values in targets._asdict().items()})
         groups = rewards.view(-1, self.num_generations)
         self._of_rollout = {
             "reward/mean": rewards.mean().item(),

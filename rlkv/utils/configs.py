@@ -15,8 +15,31 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 def packaged(*kinds: Any) -> list[str]:
     """Names of the packaged configs that set nothing but fields of the dataclasses ``kinds``, a command's options."""
     keys = {field.name for kind in kinds for field in fields(kind)}
-    named = {path.stem: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("*.yaml")}
-    return sorted(name for name, values in named.items() if {key.replace("-", "_") for key in values} <= keys)
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml") if read_config(path).keys() <= keys)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The values of a YAML file by field; ``base: NAME`` adds those that only NAME.yaml, in the same folder, has.
+
+    Raises:
+        ValueError: if the file or its base cannot be read or is not a mapping, or if the base has a base.
+    """
+    values = _read_mapping(path)
+    base = values.pop("base", None)
+    inherited = {} if base is None else _read_mapping(path.with_name(f"{base}.yaml"))
+    if "base" in inherited:
+        raise ValueError(f"--config {path}: its base {base} has a base itself: name a file that has none")
+    return inherited | values
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} is not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} holds a {type(values).__name__}: write name: value on each line")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
 def take_config(arguments: Sequence[str], *kinds: type) -> tuple[Path | None, list[str]]:

@@ -53,15 +53,24 @@ def test_shipped_files_hold_the_papers_numbers(name: str) -> None:
     assert (training.max_completion_length, training.temperature, training.learning_rate) == (7168, 1.0, 0.01)
 
 
-def test_the_published_options_can_be_set() -> None:
-    options = ["--epsilon", "0.4", "--advantage", "batch", "--reward_offset", "0.5", "--reward_scale", "10"]
-    settings, training = parse_config([*options, "--use_cpu", "true"])
-    assert (training.epsilon, settings.advantage, settings.reward_offset, settings.reward_scale) == (
-        0.4,
-        "batch",
-        0.5,
-        10,
-    )
+@pytest.mark.parametrize("name", PAPER)
+def test_published_files_differ_from_the_papers_in_what_they_name(name: str) -> None:
+    expected, paper = parse_config(["--config", name, "--use_cpu", "true"])
+    settings, training = parse_config(["--config", f"{name}_published", "--use_cpu", "true"])
+    assert settings == expected  # model, curriculum, sizes, beta, tau
+    assert (paper.recipe, paper.epsilon, paper.importance_cap) == ("paper", 0.2, 3.0)
+    assert (training.recipe, training.epsilon, training.importance_cap) == ("published", 0.4, 5.0)
+    sampling = (training.temperature, training.top_p, training.top_k)
+    assert sampling == ((0.6, 0.95, 20) if name == "qwen3_4b" else (1.0, 1.0, paper.top_k))
+    found, before = training.to_dict(), paper.to_dict()
+    own = {"recipe", "epsilon", "importance_cap", "temperature", "top_k", "output_dir"}
+    assert {key for key in found if found[key] != before[key]} <= own
+
+
+def test_the_options_override_the_recipe() -> None:
+    options = ["--recipe", "published", "--epsilon", "0.3", "--importance_cap", "0", "--use_cpu", "true"]
+    training = parse_config(options)[1]
+    assert (training.epsilon, training.importance_cap) == (0.3, 0.0)
 
 
 def test_the_tiny_file_fits_the_tiny_model() -> None:
@@ -78,7 +87,7 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--l1_beta", "x"], "l1_beta"),
         (["--beta", "0.1"], "l1_beta"),
         (["--loss_type", "dapo"], "loss_type"),
-        (["--scale_rewards", "batch"], "advantage"),
+        (["--scale_rewards", "batch"], "recipe"),
         (["--use_transformers_continuous_batching", "true"], "continuous_batching"),
         (["--cache_implementation", "static"], "static"),
         (["--entropy_coef", "0.1"], "entropy_coef"),
@@ -88,7 +97,7 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--min_p", "0.1"], "min_p"),
         (["--report_to", "wandb"], "option wandb"),
         (["--temperature", "0"], "greedy"),
-        (["--advantage", "rank"], "advantage"),
+        (["--recipe", "rank"], "recipe.*paper, published.*'rank'"),
         (["--finder", "luck"], "finder.*'luck'"),
         (["--finder", "elimination", "--init_gates", "g.pt"], "init_gates"),
         (["--elimination_traces", "0"], "elimination_traces"),
@@ -108,7 +117,7 @@ def test_wrong_options_are_named(options: list[str], named: str) -> None:
 
 def test_wrong_keys_and_broken_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    for text, named in [("l1_betta: 3\n", "l1_betta"), ("sink: [1\n", "not valid YAML"), ("sink: many\n", "sink")]:
+    for text, named in [("l1_betta: 3\n", "l1_betta"), ("sink: [1\n", "run.yaml.*YAML"), ("sink: many\n", "sink")]:
         file.write_text(text)
         with pytest.raises(ValueError, match=named):
             parse_config(["--config", str(file)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,13 @@ ZERO2 = {
 COMMON = ["--learning_rate", "0.2"]
 
 
+def run_alone(folder: Path, options: Sequence[str] = ()) -> HeadGates:
+    return random_run.run(folder, [*COMMON, "--per_device_train_batch_size", "16", *options])
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> HeadGates:
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    return random_run.run(folder, [*COMMON, "--per_device_train_batch_size", "16"])
+    return run_alone(tmp_path_factory.mktemp("alone") / "run")
 
 
 def run_two(folder: Path, options: list[str]) -> HeadGates:
@@ -54,6 +58,13 @@ def check_equal(found: HeadGates, expected: HeadGates) -> None:
 @pytest.mark.timeout(900)
 def test_two_ddp_processes_train_the_same_gates(alone: HeadGates, tmp_path: Path) -> None:
     check_equal(run_two(tmp_path / "ddp", []), alone)
+
+
+@pytest.mark.timeout(900)
+def test_two_ddp_processes_share_the_tokens_of_the_published_recipe(tmp_path: Path) -> None:
+    recipe = ["--recipe", "published"]
+    parts = [*recipe, "--per_device_train_batch_size", "4"]  # two micro-batches on each of two processes
+    check_equal(run_two(tmp_path / "ddp", parts), run_alone(tmp_path / "alone", recipe))
 
 
 @pytest.mark.timeout(900)

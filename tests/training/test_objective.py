@@ -12,9 +12,12 @@ from rlkv.training.objective import (
     advantages,
     constant_weight,
     group_means,
+    importance_ratio,
+    mask_above,
     penalty,
     policy_loss,
-    truncated_ratio,
+    token_advantages,
+    truncate,
 )
 
 
@@ -53,24 +56,17 @@ def test_group_advantages() -> None:
     assert found.tolist() == pytest.approx([0.75 / (std + 1e-4), *[-0.25 / (std + 1e-4)] * 3, 0, 0, 0, 0], rel=1e-6)
 
 
-def test_batch_advantages() -> None:
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
-    std = math.sqrt((5 * 0.375**2 + 3 * 0.625**2) / 7)
-    found = advantages(rewards, 4, "batch")
-    assert found.tolist() == pytest.approx([(r - 0.625) / (std + 1e-4) for r in rewards.tolist()], rel=1e-5)
-    assert advantages(torch.ones(8), 4, "batch").tolist() == [0.0] * 8
-
-
-def test_scaled_rewards_change_advantages_by_rounding_only() -> None:
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    plain, scaled = advantages(rewards, 4), advantages((rewards - 0.5) * 10, 4)
-    assert (plain - scaled).abs().max() < 2e-4  # the 1e-4 added to std
+def test_token_advantages_count_every_token() -> None:
+    found = token_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1, 3, 4]))
+    mean, std = 5 / 8, math.sqrt((5 * 0.375**2 + 3 * 0.625**2) / 7)  # of 1, 0 0 0, 1 1 1 1
+    assert found.tolist() == pytest.approx([(r - mean) / (std + 1e-6) for r in (1.0, 0.0, 1.0)], rel=1e-6)
+    assert found.dtype == torch.float32
 
 
 def test_policy_loss_without_clipping_is_the_mean_advantage() -> None:
     logprobs = torch.log(torch.tensor([[0.5, 0.25, 0.1], [0.5, 0.5, 0.5]])).requires_grad_()
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
-    loss, clipped = policy_loss(logprobs, logprobs.detach(), torch.tensor([2.0, -1.0]), mask, clip=0.2, num_samples=4)
+    loss, clipped = policy_loss(logprobs, logprobs.detach(), torch.tensor([2.0, -1.0]), mask, 0.2, 4, mask.sum(1))
     assert loss.item() == pytest.approx(-(2.0 - 1.0) / 4)
     assert clipped.item() == 0
     loss.backward()
@@ -86,7 +82,9 @@ def test_policy_loss_clips_on_the_pessimistic_side(
     ratio: float, advantage: float, expected: float, clipped: int
 ) -> None:
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    loss, found = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2, 1)
+    loss, found = policy_loss(
+        logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2, 1, torch.ones(1)
+    )
     assert loss.item() == pytest.approx(-expected)
     assert found.item() == clipped
     loss.backward()
@@ -95,16 +93,28 @@ def test_policy_loss_clips_on_the_pessimistic_side(
 
 def test_the_importance_weight_is_one_where_the_engines_agree() -> None:
     logprobs = torch.randn(3, 5, requires_grad=True)
-    weight = truncated_ratio(logprobs, logprobs.detach().clone(), cap=3.0)
+    weight = importance_ratio(logprobs, logprobs.detach().clone())
     assert torch.equal(weight, torch.ones(3, 5))
     assert not weight.requires_grad
-    arguments = logprobs, logprobs.detach(), torch.tensor([1.0, -2.0, 0.5]), torch.ones(3, 5), 0.2, 3
+    arguments = (
+        logprobs,
+        logprobs.detach(),
+        torch.tensor([1.0, -2.0, 0.5]),
+        torch.ones(3, 5),
+        0.2,
+        3,
+        torch.full((3,), 5),
+    )
     assert policy_loss(*arguments, weight_NT=weight)[0] == policy_loss(*arguments)[0]
 
 
-def test_the_importance_weight_is_the_truncated_ratio() -> None:
-    trainer, rollout = torch.log(torch.tensor([[0.5, 0.2, 0.9]])), torch.log(torch.tensor([[0.25, 0.4, 0.1]]))
-    assert truncated_ratio(trainer, rollout, cap=3.0)[0].tolist() == pytest.approx([2.0, 0.5, 3.0])
+def test_importance_weights_above_the_cap_are_truncated_or_masked() -> None:
+    trainer, rollout = torch.log(torch.tensor([0.5, 0.2, 0.9])), torch.log(torch.tensor([0.25, 0.4, 0.1]))
+    ratio = importance_ratio(trainer, rollout)
+    assert ratio.tolist() == pytest.approx([2.0, 0.5, 9.0])
+    assert truncate(ratio, cap=3.0).tolist() == pytest.approx([2.0, 0.5, 3.0])
+    assert mask_above(ratio, cap=3.0).tolist() == pytest.approx([2.0, 0.5, 0.0])
+    assert mask_above(torch.tensor([5.0]), cap=5.0).item() == 5.0
 
 
 def test_weighted_tokens_give_the_trained_distribution_its_expectation() -> None:
@@ -112,7 +122,7 @@ def test_weighted_tokens_give_the_trained_distribution_its_expectation() -> None
     logits_p = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
     q, gain = torch.tensor([0.5, 0.2, 0.3]), torch.tensor([1.0, -2.0, 0.7])
     logprobs = logits_p.log_softmax(-1)
-    weight = truncated_ratio(logprobs, q.log(), cap=100.0)
+    weight = importance_ratio(logprobs, q.log())
     losses = [
         policy_loss(
             logprobs[None, token : token + 1],
@@ -121,6 +131,7 @@ def test_weighted_tokens_give_the_trained_distribution_its_expectation() -> None
             torch.ones(1, 1),
             0.2,
             1,
+            torch.ones(1),
             weight[None, token : token + 1],
         )[0]
         for token in range(3)
