@@ -53,17 +53,13 @@ class LlamaSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimingConfig(LlamaSizes):
-    """Options of a benchmark that times work in this process."""
+class ModelConfig(LlamaSizes):
+    """Options of a benchmark that runs the model in this process."""
 
     output_dir: Path = Path("results/bench")
     """Where the results go: .json, .md and .png."""
     rounds: int = 5
     """Turns that each of the compared takes."""
-    seconds: float = 4.0
-    """Most seconds of decoding in one turn."""
-    max_steps: int = 20
-    """Most timed decode steps in one turn."""
     threads: int | None = None
     """Torch threads; default: all cores."""
     device: str = "auto"
@@ -73,7 +69,7 @@ class TimingConfig(LlamaSizes):
 
     def check(self) -> None:
         """Raise ValueError for impossible settings."""
-        at_least(1, rounds=self.rounds, max_steps=self.max_steps)
+        at_least(1, rounds=self.rounds)
         if self.threads is not None:
             at_least(1, threads=self.threads)
 
@@ -101,6 +97,20 @@ class TimingConfig(LlamaSizes):
         page.records(results, columns)
         facts = {"parameters": parameters, "dtype": dtype, "device": str(device)}
         write_result(self.output_dir, name, title, self, results, page, panels, **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingConfig(ModelConfig):
+    """Options of a benchmark that times single decode steps."""
+
+    seconds: float = 4.0
+    """Most seconds of decoding in one turn."""
+    max_steps: int = 20
+    """Most timed decode steps in one turn."""
+
+    def check(self) -> None:
+        super().check()
+        at_least(1, max_steps=self.max_steps)
 
 
 def at_least(least: float, **options: float | tuple[float, ...]) -> None:

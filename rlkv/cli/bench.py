@@ -1,11 +1,15 @@
 """Speed and memory of the compressed cache.
 
     rlkv-bench decode        # a decode step against transformers' DynamicCache, about 15 minutes on 2 cores
+    rlkv-bench generation    # whole texts: memory, latency, throughput and the largest batch, a few minutes
     rlkv-bench compaction    # what an eviction costs with each policy, a few minutes
     rlkv-bench serving       # throughput of the vLLM plugin (needs vLLM), about an hour on 2 cores
 
 decode: a random Llama of about 100 M parameters (8 KV heads of 64, two query heads each) decodes with
 HeadReallocationCache at several sparsities and with transformers' DynamicCache (sdpa), taking turns in one run.
+
+generation: the same model writes whole texts with each method of compression and batch size; with --memory-gib also
+with the largest batch whose weights and KV fit.
 
 compaction: one eviction of every policy against one decode step of that model, and its memory.
 
@@ -20,12 +24,18 @@ from __future__ import annotations
 
 from rlkv.benchmarks.compaction import CompactionConfig, run_compaction
 from rlkv.benchmarks.decode import DecodeConfig, run_decode
+from rlkv.benchmarks.generation import GenerationConfig, run_generation
 from rlkv.benchmarks.serving import ServingConfig
 from rlkv.benchmarks.serving_page import run_serving
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse_command
 
-COMMANDS = {"decode": DecodeConfig, "compaction": CompactionConfig, "serving": ServingConfig}
+COMMANDS = {
+    "decode": DecodeConfig,
+    "generation": GenerationConfig,
+    "compaction": CompactionConfig,
+    "serving": ServingConfig,
+}
 
 
 def run() -> None:
@@ -33,6 +43,8 @@ def run() -> None:
     config = parse_command("rlkv-bench", COMMANDS, __doc__)
     if isinstance(config, ServingConfig):
         return run_serving(config)
+    if isinstance(config, GenerationConfig):
+        return run_generation(config)
     return run_decode(config) if isinstance(config, DecodeConfig) else run_compaction(config)
 
 
