@@ -87,7 +87,14 @@ class ModelConfig(LlamaSizes):
         model: Any = LlamaForCausalLM(self.llama(positions))
         return model.to(**self.options).eval()
 
-    def write(self, name: str, results: list[dict[str, Any]], columns: Mapping[str, str], panels: list[Panel]) -> None:
+    def write(
+        self,
+        name: str,
+        results: list[dict[str, Any]],
+        columns: Mapping[str, str],
+        panels: list[Panel],
+        sharey: bool = True,
+    ) -> None:
         """The files of a benchmark, with a table (:meth:`Page.records`) and a title that names model and machine."""
         device, dtype = self.options["device"], str(self.options["dtype"])[6:]
         with torch.device("meta"):
@@ -95,8 +102,8 @@ class ModelConfig(LlamaSizes):
         machine = hardware_line() + (f", {hardware()['torch_threads']} threads" if device.type == "cpu" else "")
         title, page = f"Llama of {parameters / 1e6:.0f} M parameters, {dtype}, {machine}", Page(f"rlkv-bench {name}")
         page.records(results, columns)
-        facts = {"parameters": parameters, "dtype": dtype, "device": str(device)}
-        write_result(self.output_dir, name, title, self, results, page, panels, **facts)
+        facts: dict[str, Any] = {"parameters": parameters, "dtype": dtype, "device": str(device)}
+        write_result(self.output_dir, name, title, self, results, page, panels, sharey, **facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +137,7 @@ def write_result(
     results: list[dict[str, Any]],
     page: Page,
     panels: list[Panel],
+    sharey: bool = True,
     **facts: Any,
 ) -> None:
     """Write NAME.json (with ``facts``; their ``versions`` join the installed ones), .md and .png; print the page."""
@@ -139,5 +147,5 @@ def write_result(
     write_json(folder / f"{name}.json", content)
     page.paragraph(f"{title}; torch {found['versions']['torch']}")
     page.write(folder / f"{name}.md")
-    plot_curves(folder / f"{name}.png", *panels, title=title, sharey=True)
+    plot_curves(folder / f"{name}.png", *panels, title=title, sharey=sharey)
     print(f"{page.markdown(folder)}\nwritten to {folder}")

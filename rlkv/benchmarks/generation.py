@@ -1,7 +1,8 @@
 """Whole texts with each method of compression and batch size: memory, latency, throughput, and the largest batch.
 
 Weights and prompts are random.  All settings take turns, so that a machine that slows down slows all of them.  Tables
-of this form: RLKV (arXiv 2510.08525), table 2; R-KV (arXiv 2505.24133), tables 1 and 3.
+of this form: RLKV (arXiv 2510.08525), table 2; R-KV (arXiv 2505.24133), tables 1 and 3.  The cache of a text as it
+grows: RPC (arXiv 2505.13866), figure 5.
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ class GenerationConfig(ModelConfig):
         at_least(1, batches=self.batches, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
         _ = self.parsed
 
+    def model(self) -> PreTrainedModel:
+        """With positions for the texts."""
+        return self.build_model(self.prompt_tokens + self.new_tokens)
+
     @cached_property
     def parsed(self) -> list[CompressionMethod]:
         """The methods; ValueError for names that are not known."""
@@ -94,20 +99,20 @@ class Setting:
         return cache
 
 
-def row_bytes(config: GenerationConfig, model: PreTrainedModel, method: CompressionMethod) -> int:
-    """Bytes of KV in use for one text, at the length at which they are most."""
+def bytes_by_length(config: GenerationConfig, model: PreTrainedModel, method: CompressionMethod) -> list[int]:
+    """Bytes of KV in use for one text: after its prompt, after one more token, ..."""
     tokens = torch.arange(config.prompt_tokens, config.prompt_tokens + config.new_tokens)
     settings = CacheSettings(config.sink, config.window, eviction=method.policy)
     full = method.allocation(model.config, {}, seed=0).full
     prompts = torch.full_like(tokens, config.prompt_tokens)
-    return int(kv_nbytes(settings, full, EntrySize.of(model), prompts, tokens)[0].max())
+    return kv_nbytes(settings, full, EntrySize.of(model), prompts, tokens)[0].tolist()
 
 
 def largest_batch(config: GenerationConfig, model: PreTrainedModel, method: CompressionMethod) -> int:
     """Texts whose KV fits next to the weights in ``memory_gib``; ValueError if not even one does."""
     assert config.memory_gib is not None
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    found = int((config.memory_gib * GIB - weights) // row_bytes(config, model, method))
+    found = int((config.memory_gib * GIB - weights) // max(bytes_by_length(config, model, method)))
     if found < 1:
         raise ValueError(
             f"--memory-gib {config.memory_gib:g} does not hold the weights ({weights / GIB:.2f} GiB) and one text of "
@@ -144,7 +149,7 @@ def take_turn(config: GenerationConfig, model: PreTrainedModel, setting: Setting
 
 def measure_generation(config: GenerationConfig) -> list[dict[str, Any]]:
     """A row for each method and batch; times are medians over the turns."""
-    model = config.build_model(config.prompt_tokens + config.new_tokens)
+    model = config.model()
     settings = [Setting(method, batch) for method in config.parsed for batch in config.batches]
     if config.memory_gib is not None:
         settings += [Setting(method, largest_batch(config, model, method)) for method in config.parsed]
@@ -174,11 +179,18 @@ def _row(config: GenerationConfig, model: PreTrainedModel, setting: Setting) -> 
 
 
 def run_generation(config: GenerationConfig) -> None:
-    """``rlkv-bench generation``: measure and write the results; tokens/s by batch size."""
+    """``rlkv-bench generation``: measure and write the results; tokens/s by batch size, KV of a text as it grows."""
     results = measure_generation(config)
     curves: dict[str, list[Point]] = {method.name: [] for method in config.parsed}
     for row in sorted(results, key=lambda row: row["batch"]):
         curves[row["method"]].append((row["batch"], *[row["tokens_per_second"]] * 3))
-    text = f"{config.prompt_tokens} + {config.new_tokens} tokens"
-    panel = Panel(text, "texts at once", curves, "tokens/s", limits=None, log=True)
-    config.write("generation", results, COLUMNS, [panel])
+    text, model = f"{config.prompt_tokens} + {config.new_tokens} tokens", config.model()
+    grown: dict[str, list[Point]] = {}
+    for method in config.parsed:
+        sizes = [size / 2**20 for size in bytes_by_length(config, model, method)]
+        grown[method.name] = [(config.prompt_tokens + i, size, size, size) for i, size in enumerate(sizes)]
+    panels = [
+        Panel(text, "texts at once", curves, "tokens/s", limits=None, log=True),
+        Panel("one text", "tokens read and written", grown, "MiB of KV in use", limits=None, ticks=False),
+    ]
+    config.write("generation", results, COLUMNS, panels, sharey=False)

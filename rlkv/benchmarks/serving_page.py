@@ -96,7 +96,7 @@ def run_serving(config: ServingConfig) -> None:
         f"random weights, {config.dtype}, {config.gates or 'random gates'}; vLLM {installed_version()}, "
         f"{'eager' if config.eager else 'compiled'}; {hardware_line()}"
     )
-    facts = {
+    facts: dict[str, Any] = {
         "device": resolve_device().type,
         "runs": runs,
         "lengths": {"prompts": [len(prompt) for prompt in config.prompts], "outputs": config.output_lengths},

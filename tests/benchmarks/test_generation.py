@@ -46,7 +46,7 @@ def test_a_row_for_each_method_and_batch_with_its_bytes() -> None:
 
 
 def test_the_largest_batch_fills_the_memory() -> None:
-    model = TOY.build_model(50)
+    model = TOY.model()
     weights = sum(parameter.nbytes for parameter in model.parameters())
     full, half, tova = TOY.parsed
     most = {full.name: 4 * 49 * ENTRY, half.name: (2 * 49 + 2 * 8) * ENTRY}

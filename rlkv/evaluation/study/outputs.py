@@ -1,4 +1,4 @@
-"""What texts are like: error modes (RLKV, figure 9), lengths (figure 10) and repetition (RPC, equation 1)."""
+"""What texts are like: error modes (RLKV, figures 9, 13), lengths (figures 10, 15), repetition (RPC, equation 1)."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from rlkv.evaluation.study.text import estimate, interval, levels
 COLOURS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}
 NGRAMS = (1, 2, 3)
 MEASURES = {"entropy": ngram_entropy, "repetition": repetition_rate, "frequency": ngram_frequency}
+SHOWN = 400  # characters of either end of a text that failed
+BINS = 20
 REPETITION = tuple(f"{n}-gram {what}" for what in MEASURES for n in NGRAMS)
 
 
@@ -49,7 +51,12 @@ class ErrorModes(Analysis):
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         right, methods = study.full(task).correct, study.sweep(task, mode_shares)
-        return {"solved": int(right.sum()), "n": int(right.size), "methods": methods}
+        return {
+            "solved": int(right.sum()),
+            "n": int(right.size),
+            "methods": methods,
+            "examples": failed_texts(study, task),
+        }
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
         if not found["solved"]:
@@ -81,6 +88,31 @@ class ErrorModes(Analysis):
         }
         plot = plot_stacked(self.plot_file(folder, task), panels, "share of problems", COLOURS)
         page.picture(plot, f"{task}: error modes among {solved}, per sparsity.")
+        for mode, example in found["examples"].items():
+            page.paragraph(
+                f"{mode}: {example['problem']} under {metrics['first']} at {example['sparsity']:g}, first seed, "
+                f"{example['tokens']} tokens:"
+            )
+            page.code(example["text"])
+
+
+def failed_texts(study: Study, task: str) -> dict[str, Metrics]:
+    """For each mode the first text of the first ranking that fails so, at the lowest sparsity at which one does.
+
+    Only problems that the full cache solves; the middle of a long text is left out.
+    """
+    right, found = study.full(task).correct, {}
+    problems, tokenizer = study.measurements.tasks[task].problems, study.measurements.tokenizer
+    for sparsity in study.sparsities:
+        run = study.runs(task, study.first, sparsity)[0]
+        for problem, mode, tokens, solved in zip(problems, run.modes, run.tokens, right, strict=True):
+            if not solved or mode is None or mode in found:
+                continue
+            text = str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+            if len(text) > 2 * SHOWN:
+                text = f"{text[:SHOWN]}\n[...]\n{text[-SHOWN:]}"
+            found[mode] = {"problem": problem.key, "sparsity": sparsity, "tokens": len(tokens), "text": text}
+    return found
 
 
 def _modes_cell(shares: Metrics) -> Cell:
@@ -122,7 +154,9 @@ class Lengths(Analysis):
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)
-        return {"full": self._of([full], full), "methods": study.sweep(task, self._of)}
+        methods, last = study.sweep(task, self._of), study.sparsities[-1]
+        texts = {FULL_CACHE: [full], **{ranking.name: study.runs(task, ranking, last) for ranking in study.rankings}}
+        return {"full": self._of([full], full), "methods": methods, "histogram": length_shares(texts)}
 
     def _of(self, runs: Sequence[Outcome], full: Outcome) -> Metrics:
         for run in runs:
@@ -165,12 +199,30 @@ class Lengths(Analysis):
             both = [(s, of["both_right"]) for s, of in zip(sparsities, lengths, strict=True)]
             common[name] = [point(s, of["difference"]) for s, of in both if of is not None]
         tokens, mean = "output tokens", full["all"]["mean"]
-        panels = (
+        panels = [
             Panel(f"{task}: all problems", SPARSITY, every, tokens, reference=mean, limits=None),
             Panel(f"{task}: both right", SPARSITY, common, f"{tokens}, minus the full cache's", limits=None),
+        ]
+        histogram = found["histogram"]
+        shares = {
+            name: [(x, y, y, y) for x, y in zip(histogram["centres"], of, strict=True)]
+            for name, of in histogram["shares"].items()
+        }
+        by_length = f"{task}: lengths at s = {sparsities[-1]:g}"
+        panels.append(Panel(by_length, tokens, shares, "share of texts", limits=None, ticks=False))
+        caption = (
+            f"{task}: output tokens with 95% intervals, of all problems and where both are right; shares of texts by "
+            f"length, {len(histogram['centres'])} bins."
         )
-        caption = f"{task}: output tokens with 95% intervals, of all problems and where both are right."
         self.add_plot(page, folder, task, caption, *panels)
+
+
+def length_shares(texts: dict[str, list[Outcome]]) -> Metrics:
+    """Shares of texts by length: ``centres`` of :data:`BINS` bins of equal width, and ``shares`` for each name."""
+    lengths = {name: np.concatenate([run.lengths for run in runs]) for name, runs in texts.items()}
+    edges = np.histogram_bin_edges(np.concatenate(list(lengths.values())), BINS)
+    shares = {name: (np.histogram(of, edges)[0] / of.size).tolist() for name, of in lengths.items()}
+    return {"centres": ((edges[1:] + edges[:-1]) / 2).tolist(), "shares": shares}
 
 
 def _length_cell(metrics: Metrics) -> Cell:

@@ -13,7 +13,7 @@ from rlkv.evaluation.stats.metrics import (
     wilson_interval,
 )
 from rlkv.evaluation.study.measurements import accuracy_of, compare, mean_scores, outcome_of
-from rlkv.evaluation.study.outputs import both_right, mode_shares, repetition_of
+from rlkv.evaluation.study.outputs import both_right, length_shares, mode_shares, repetition_of
 from tests.helpers.study_fakes import outcome
 
 
@@ -82,6 +82,19 @@ def test_modes_count_only_what_full_solves() -> None:
     )
     assert {of["n"] for of in shares.values()} == {3}
     assert mode_shares(runs, outcome("0000")) is None
+
+
+def test_lengths_fall_into_common_bins() -> None:
+    texts = {
+        "full": [outcome("11", lengths=[10, 20])],
+        "mine": [outcome("11", lengths=[30, 30]), outcome("11", lengths=[10, 30])],
+    }
+    found = length_shares(texts)
+    assert len(found["centres"]) == 20
+    assert found["centres"][0] == pytest.approx(10.5)
+    assert found["shares"]["full"][0] == found["shares"]["full"][10] == 0.5
+    assert found["shares"]["mine"][0] == 0.25
+    assert found["shares"]["mine"][-1] == 0.75
 
 
 def test_lengths_where_both_are_right() -> None:

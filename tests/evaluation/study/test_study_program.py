@@ -187,6 +187,11 @@ def test_analyses_agree_with_each_other(study: Path) -> None:
         solved = found["modes"]["tasks"]["tiny"]["solved"]
         assert solved == round(full["accuracy"] * NUM_PROBLEMS)
         assert 0 <= sum(of["mean"] for of in shares.values()) <= 1, name
+    for mode, example in found["modes"]["tasks"]["tiny"]["examples"].items():
+        assert found["modes"]["tasks"]["tiny"]["methods"]["mine"][0][mode]["mean"] > 0
+        assert example["text"] in (study / "report.md").read_text()
+    for shares in found["lengths"]["tasks"]["tiny"]["histogram"]["shares"].values():
+        assert sum(shares) == pytest.approx(1)
     assert found["comparison"]["costs"]["mine"]["steps"] == [
         {"step": "training", "unit": "CPU", "mean": 7.0, "low": 7.0, "high": 7.0, "n": 1}
     ]
