@@ -189,8 +189,9 @@ def run_generation(config: GenerationConfig) -> None:
     for method in config.parsed:
         sizes = [size / 2**20 for size in bytes_by_length(config, model, method)]
         grown[method.name] = [(config.prompt_tokens + i, size, size, size) for i, size in enumerate(sizes)]
+    plain = {name: {"marker": ""} for name in grown}
     panels = [
         Panel(text, "texts at once", curves, "tokens/s", limits=None, log=True),
-        Panel("one text", "tokens read and written", grown, "MiB of KV in use", limits=None, ticks=False),
+        Panel("one text", "tokens read and written", grown, "MiB of KV in use", styles=plain, limits=None, ticks=False),
     ]
     config.write("generation", results, COLUMNS, panels, sharey=False)
