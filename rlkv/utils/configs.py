@@ -19,6 +19,14 @@ def packaged(*kinds: Any) -> list[str]:
     return sorted(name for name, values in named.items() if {key.replace("-", "_") for key in values} <= keys)
 
 
+def preset_file(name: str) -> Path:
+    """The packaged file of a preset, such as ``modern``; a ``ValueError`` lists them if there is none of that name."""
+    files = {path.stem: path for path in sorted((CONFIGS / "presets").glob("*.yaml"))}
+    if name not in files:
+        raise ValueError(f"there is no preset {name!r}: choose one of {', '.join(files)}")
+    return files[name]
+
+
 def take_config(arguments: Sequence[str], *kinds: type) -> tuple[Path | None, list[str]]:
     """The YAML file that ``--config`` names, a path or a packaged file such as ``llama8b``, and the other arguments.
 
