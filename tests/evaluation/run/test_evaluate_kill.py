@@ -1,4 +1,4 @@
-"""kill -9 at random moments of a real evaluation: rows and results are those of an uninterrupted one."""
+"""kill -9 at random moments of an evaluation with samples: rows and results are those of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from typing import Any
 from rlkv.utils.store import settings_path
 from tests.helpers.paths import ROOT
 
-VOLATILE = ("seconds", "tokens_per_second", "finished", "command", "output_dir")
-KILLS = 2  # twenty were run once: docs/evaluate.md
+VOLATILE = (
+    "seconds",
+    "seconds_per_text",
+    "seconds_times_full",
+    "tokens_per_second",
+    "finished",
+    "command",
+    "output_dir",
+)
+KILLS, PROBLEMS = 10, 3
 
 
 def stable(content: Any) -> Any:
@@ -28,7 +36,7 @@ def rows(folder: Path) -> dict[str, list[Any]]:
     for file in sorted(folder.glob("tiny/*/rows-*.jsonl")):
         measured = [stable(json.loads(line)) for line in file.read_text().splitlines()]
         settings = json.loads(settings_path(file).read_text())
-        found[file.parent.name] = [settings, *sorted(measured, key=lambda row: row["key"])]
+        found[file.parent.name] = [settings, *sorted(measured, key=lambda row: (row["key"], row["sample"]))]
     return found
 
 
@@ -47,7 +55,7 @@ def check_killed_folders(root: Path, summary: dict[str, Any]) -> None:
 def test_killed_evaluations_end_in_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.evaluate_kill_driver", tmp_path, str(KILLS), "12"],
+        [sys.executable, "-m", "tests.helpers.evaluate_kill_driver", tmp_path, str(KILLS), str(PROBLEMS)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -57,5 +65,6 @@ def test_killed_evaluations_end_in_the_rows_of_an_uninterrupted_one(tmp_path: Pa
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["kills"] == KILLS
+    assert summary["hit_decoding"] > 0
     assert summary["grew"] > 0
     check_killed_folders(tmp_path, summary)
