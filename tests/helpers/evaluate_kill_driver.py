@@ -2,10 +2,10 @@
 
     python -m tests.helpers.evaluate_kill_driver FOLDER KILLS PROBLEMS
 
-Every problem has the samples of the preset modern.  A process of its own, because it forks: it imports everything once, on one thread, and each child starts at once.  A
-kill comes after a random number of further rows and a random time.  Prints one JSON line: kills that hit a running
-evaluation, those of them that hit decoding, rounds, rounds that wrote rows, the finished folders, seconds, and where
-rows were lost.
+Every problem has the four samples of the preset modern.  A process of its own, because it forks: it imports everything
+once, on one thread, and each child starts at once.  A kill comes after a random number of further rows and a random
+time.  Prints one JSON line: kills that hit a running evaluation, those of them that hit decoding, rounds, rounds that
+wrote rows, the finished folders, seconds, and where rows were lost.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rlkv.evaluation.tasks.registry import TASKS, load_task
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 
-METHODS = ("full", "random-heads@0.5", "random-heads@0.5+rkv@40:buffer=8")
-OPTIONS = ("--preset", "modern", "--tasks", "tiny", "--max-new-tokens", "100", "--batch-size", "6", "--device", "cpu")
+METHODS = ("full", "random-heads@0.5+rkv@40:buffer=8")
+OPTIONS = ("--preset", "modern", "--tasks", "tiny", "--max-new-tokens", "40", "--batch-size", "6", "--device", "cpu")
 SAMPLES = 4
 
 
