@@ -8,8 +8,8 @@ r"""Evaluate methods on benchmarks: every generation in a file, tables with inte
     rlkv-eval --config eval_llama8b --output-dir results/llama8b
     accelerate launch --num_processes 4 inference/evaluate.py --config eval_llama8b --output-dir FOLDER
 
-Greedy by default; --num-samples 64 --temperature 0.6 --top-p 0.95 for pass@1 over samples and pass@k.  The same command
-resumes where it was stopped, also with another number of processes, and refuses to mix settings.  Methods are named as
+Greedy by default; --preset modern (or rlkv, rkv, rpc) is a published protocol: tasks, samples, temperature and limits.
+The same command resumes where it was stopped, also with another number of processes, and refuses to mix settings.  Methods are named as
 in rlkv/evaluation/run/methods.py.  Without --data the problems come from the hub.
 """
 
