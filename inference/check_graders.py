@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.data.deepscaler import Problem
+from rlkv.data.deepscaler import SUFFIXES, Problem
 from rlkv.evaluation.report.checks import Check, accepted, check_verifier, share_of, write_checks
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.tasks.base import EvalProblem
@@ -62,10 +62,11 @@ def check_math(problems: list[EvalProblem], verifier: Verifier, source: str, own
 
 
 def math_checks(data: Path, timeout: float, workers: int) -> list[Check]:
-    """Every maths task with data, in the prompt's form and, where references have solutions, in their own words."""
+    """Every maths task with a file, in the prompt's form and, where references have solutions, in their own words."""
     rows = []
+    here = {file.stem for file in data.iterdir() if file.suffix in SUFFIXES}
     with closing(Verifier(num_workers=workers, timeout=timeout)) as verifier:
-        for task in [task for task in TASKS.values() if task.kind == "math" and task.draw is None]:
+        for task in [task for task in TASKS.values() if task.kind == "math" and task.file in here]:
             problems = load_task(task.name, data)
             forms = {"answer in the prompt's form": False}
             if any(last_box(p.meta["solution"]) for p in problems):

@@ -6,11 +6,12 @@ r"""Evaluate methods on benchmarks: every generation in a file, tables with inte
         --data FOLDER --gates rlkv=a.tsv duo=b.tsv \
         --methods full rlkv@0.4 duo@0.4 random-heads@0.4 rkv@ratio=0.6 rlkv@0.4+rkv@256 --output-dir results/llama8b
     rlkv-eval --config eval_llama8b --output-dir results/llama8b
+    rlkv-eval --preset modern --config eval_llama8b --output-dir results/llama8b_modern
     accelerate launch --num_processes 4 inference/evaluate.py --config eval_llama8b --output-dir FOLDER
 
-Greedy by default; --num-samples 64 --temperature 0.6 --top-p 0.95 for pass@1 over samples and pass@k.  The same command
-resumes where it was stopped, also with another number of processes, and refuses to mix settings.  Methods are named as
-in rlkv/evaluation/run/methods.py.  Without --data the problems come from the hub.
+Greedy by default; --preset modern (or rlkv, rkv, rpc) is a published protocol: tasks, samples, temperature and limits.
+The same command resumes where it was stopped, also with another number of processes, and refuses to mix settings.
+Methods are named as in rlkv/evaluation/run/methods.py.  Without --data the problems come from the hub.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Command lines from typed dataclasses: a YAML file sets defaults, options override them, unknown names are refused.
 
 The fields of a config class, with their types and the docstrings below them, are the options; ``--config`` takes the
-name of a packaged file or a path.  What was parsed *is* what a result file records (``dataclasses.asdict``).
+name of a packaged file or a path.  A class with a field ``preset`` takes what neither sets from
+``configs/presets/PRESET.yaml``.  What was parsed *is* what a result file records (``dataclasses.asdict``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from rlkv.utils.configs import packaged, read_config, take_config
+from rlkv.utils.configs import packaged, preset_file, read_config, take_config
 
 T = TypeVar("T")
 CONFIG_HELP = """
@@ -35,8 +36,9 @@ def parse(
         prog: the command's name in ``--help``; default: the program's file name.
 
     Raises:
-        ValueError: for a config file that is missing, damaged or has unknown keys, an option that is given twice, a
-            value that is not among an option's choices, and what the method ``check`` of the class refuses, if any.
+        ValueError: for a config file that is missing, damaged or has unknown keys, an unknown preset, an option that is
+            given twice, a value that is not among an option's choices, and what the method ``check`` of the class
+            refuses, if any.
         SystemExit: with code 2, after one box on stderr, for an unknown option or a value of the wrong type.
     """
     file, given = take_config(sys.argv[1:] if arguments is None else arguments, kind)
@@ -44,7 +46,11 @@ def parse(
     twice = [field for field, count in names.items() if count > 1]
     if twice:
         raise ValueError(f"--{twice[0].replace('_', '-')} is given twice: give it once, several values after one name")
-    from_file = [] if file is None else _as_arguments(kind, file, names)
+    values = {} if file is None else _read_values(kind, file, f"--config {file}")
+    preset = _preset(given) or values.get("preset")
+    if preset is not None and "preset" in _field_names(kind):
+        values = _read_values(kind, preset_file(preset), f"--preset {preset}") | values
+    from_file = _as_arguments(values, names)
     text = (description or kind.__doc__ or "").strip()
     if {"-h", "--help"} & set(given):
         configs = ", ".join(packaged(kind))
@@ -87,12 +93,30 @@ def _check_choices(kind: type, arguments: Sequence[str]) -> None:
             raise ValueError(f"unknown {option} {given!r}: choose one of {', '.join(get_args(hint))}")
 
 
-def _as_arguments(kind: Any, path: Path, overridden: Container[str]) -> list[str]:
-    """The values of a config file as options, without those that the command line has itself."""
+def _preset(given: Sequence[str]) -> str | None:
+    """What the command line has for ``--preset``."""
+    for argument, following in pairwise([*given, ""]):
+        option, equals, value = argument.partition("=")
+        if option == "--preset":
+            return value if equals else following
+    return None
+
+
+def _field_names(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def _read_values(kind: Any, path: Path, what: str) -> dict[str, Any]:
+    """The values of a YAML file by the names of fields; ``what`` names it in errors."""
     values = read_config(path)
-    unknown = sorted(values.keys() - {field.name for field in fields(kind)})
+    unknown = sorted(values.keys() - _field_names(kind))
     if unknown:
-        raise ValueError(f"--config {path} has unknown keys {', '.join(unknown)}: --help lists all names")
+        raise ValueError(f"{what} has unknown keys {', '.join(unknown)}: --help lists all names")
+    return values
+
+
+def _as_arguments(values: Mapping[str, Any], overridden: Container[str]) -> list[str]:
+    """``values`` as options, without those that the command line has itself."""
     arguments: list[str] = []
     for key, value in values.items():
         option = key.replace("_", "-")

@@ -42,6 +42,14 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
+def preset_file(name: str) -> Path:
+    """The packaged file of a preset, such as ``modern``; a ``ValueError`` lists them if there is none of that name."""
+    files = {path.stem: path for path in sorted((CONFIGS / "presets").glob("*.yaml"))}
+    if name not in files:
+        raise ValueError(f"there is no preset {name!r}: choose one of {', '.join(files)}")
+    return files[name]
+
+
 def take_config(arguments: Sequence[str], *kinds: type) -> tuple[Path | None, list[str]]:
     """The YAML file that ``--config`` names, a path or a packaged file such as ``llama8b``, and the other arguments.
 

@@ -1,11 +1,11 @@
 """Run rlkv-eval in forked children and kill -9 them at random moments; used by test_evaluate_kill.py.
 
-    python -m tests.helpers.evaluate_kill_driver FOLDER KILLS [PROBLEMS]
+    python -m tests.helpers.evaluate_kill_driver FOLDER KILLS PROBLEMS
 
-A process of its own, because it forks: it imports everything once, on one thread, and each child starts at once.  A
-kill comes after a random number of further rows and a random time.  Prints one JSON line: kills that hit a running
-evaluation, those of them that hit decoding, rounds, rounds that wrote rows, the finished folders, seconds, and where
-rows were lost.
+Every problem has the four samples of the preset modern.  A process of its own, because it forks: it imports everything
+once, on one thread, and each child starts at once.  A kill comes after a random number of further rows and a random
+time.  Prints one JSON line: kills that hit a running evaluation, those of them that hit decoding, rounds, rounds that
+wrote rows, the finished folders, seconds, and where rows were lost.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from rlkv.evaluation.tasks.registry import TASKS, load_task
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 
-METHODS = ("full", "random-heads@0.5", "random-heads@0.5+rkv@40:buffer=8")
-BATCH, NEW_TOKENS = 6, 100
+METHODS = ("full", "random-heads@0.5+rkv@40:buffer=8")
+OPTIONS = ("--preset", "modern", "--tasks", "tiny", "--max-new-tokens", "40", "--batch-size", "6", "--device", "cpu")
+SAMPLES = 4
 
 
 def fork_evaluation(folder: Path, problems: int) -> int:
@@ -37,9 +38,8 @@ def fork_evaluation(folder: Path, problems: int) -> int:
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
-            options = ["--methods", *METHODS, "--limit", str(problems), "--max-new-tokens", str(NEW_TOKENS)]
-            options += ["--batch-size", str(BATCH), "--sink", "4", "--window", "16", "--device", "cpu"]
-            evaluate(["--output-dir", str(folder), *options])
+            options = ["--methods", *METHODS, "--limit", str(problems), "--sink", "4", "--window", "16"]
+            evaluate(["--output-dir", str(folder), *OPTIONS, *options])
             code = 0
         finally:
             os._exit(code)
@@ -77,7 +77,7 @@ def main(root: Path, kills_wanted: int, problems: int) -> None:
     started = time.monotonic()
     assert exit_code(fork_evaluation(root / "whole", problems)) == 0
     whole_seconds = time.monotonic() - started
-    total = problems * len(METHODS)
+    total = problems * SAMPLES * len(METHODS)
 
     kills = decoding = rounds = finished = grew = 0
     lost: list[str] = []
@@ -110,4 +110,4 @@ def main(root: Path, kills_wanted: int, problems: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 40)
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+from rlkv.evaluation.report.eval_summary import NGRAMS, Summary, summarize
 from rlkv.evaluation.report.page import MARKS_LEGEND, Cell, Page, provenance_facts, sign_of
 from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.evaluation.report.published import write_published
 from rlkv.evaluation.run.evaluation import Evaluation
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod
-from rlkv.evaluation.stats.metrics import (
-    FEW_CHANGED,
-    MODES,
-    error_mode,
-    mean_with_interval,
-    ngram_entropy,
-    paired_difference,
-    problem_scores,
-    repetition_rate,
-    sentence_redundancy,
-    smallest_provable_difference,
-)
+from rlkv.evaluation.stats.metrics import FEW_CHANGED, MODES
 from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import provenance
 
-NGRAMS = (1, 2, 3)
 COARSE = 0.05  # a task whose smallest provable difference is larger proves little: the report says so in bold
 HOW_TO_READ = (
     "Accuracy is pass@1 in percent, with its 95% interval for the full cache. For a method, in parentheses: the "
@@ -39,84 +26,6 @@ HOW_TO_READ = (
     "The p values are not corrected for the number of comparisons. KV: bytes of KV in use at the end of each text, "
     "over the bytes of the full cache for the same tokens. s: share of KV heads that are compressible."
 )
-Row = dict[str, Any]
-Summary = dict[str, Any]
-
-
-def by_problem(rows: list[Row]) -> dict[str, list[bool]]:
-    """Verdicts on the samples of each problem, in the order of their keys."""
-    groups = groupby(sorted(rows, key=itemgetter("key")), itemgetter("key"))
-    return {key: [row["correct"] for row in samples] for key, samples in groups}
-
-
-def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | None) -> Summary:
-    """pass@1 with its interval, the difference to the full cache with its own, pass@k, lengths, bytes, error modes.
-
-    Args:
-        full_rows: of the full cache on the same problems; None if it was not run: no differences and error modes then.
-    """
-    verdicts = by_problem(rows)
-    scores = problem_scores(list(verdicts.values()))
-    estimate = mean_with_interval(scores)
-    tokens, seconds = sum(len(row["token_ids"]) for row in rows), sum(row["seconds"] for row in rows)
-    summary: Summary = {
-        "task": task,
-        "method": method,
-        "n": len(scores),
-        "samples": len(rows) // len(scores),
-        "accuracy": estimate.mean,
-        "ci_low": estimate.low,
-        "ci_high": estimate.high,
-        "pass_at_k": pass_at(list(verdicts.values())),
-        "mean_output_tokens": tokens / len(rows),
-        "kv_bytes": sum(row["kv_bytes"] for row in rows),
-        "kv_bytes_full": sum(row["kv_bytes_full"] for row in rows),
-        "seconds": round(seconds, 2),
-        "tokens_per_second": tokens / max(1e-9, seconds),
-        "smallest_provable_difference": smallest_provable_difference(len(scores)),
-        **_texts(rows),
-    }
-    if full_rows is not None and method != FULL:
-        full = by_problem(full_rows)
-        if list(full) != list(verdicts):
-            raise ValueError(f"{task}: {method} and the full cache were run on other problems: run both on the same")
-        test = paired_difference(problem_scores(list(full.values())), scores)
-        summary |= {"difference": test.difference, "difference_low": test.low, "difference_high": test.high}
-        summary |= {"p_value": test.p_value, **_versus_full(rows, full_rows)}
-    return summary
-
-
-def pass_at(verdicts: list[list[bool]]) -> dict[str, dict[str, float]]:
-    """pass@k for k = 1, 2, 4, ... up to the samples of each problem, with 95% intervals over problems."""
-    powers = (2**i for i in range(min(map(len, verdicts)).bit_length()))
-    estimates = {str(k): mean_with_interval(problem_scores(verdicts, k)) for k in powers}
-    return {k: {"mean": of.mean, "low": of.low, "high": of.high} for k, of in estimates.items()}
-
-
-def _texts(rows: list[Row]) -> Row:
-    """How the texts repeat themselves, each a mean over texts, and how many were ended early for it."""
-    return {
-        "share_repetitive": fmean(row["repetitive"] for row in rows),
-        "stopped_for_repetition": sum(row["finish_reason"] == "repetition" for row in rows),
-        "share_at_limit": fmean(row["finish_reason"] == "length" for row in rows),
-        "sentence_redundancy": fmean(sentence_redundancy(row["text"]) for row in rows),
-        **{f"entropy_{n}_gram": fmean(ngram_entropy(row["token_ids"], n) for row in rows) for n in NGRAMS},
-        **{f"repeated_{n}_grams": fmean(repetition_rate(row["token_ids"], n) for row in rows) for n in NGRAMS},
-    }
-
-
-def _versus_full(rows: list[Row], full_rows: list[Row]) -> Row:
-    """On the samples that the full cache solves: error modes, and mean output tokens of both where both are right."""
-    solved = {(row["key"], row["sample"]): len(row["token_ids"]) for row in full_rows if row["correct"]}
-    common = [(row, solved[unit]) for row in rows if (unit := (row["key"], row["sample"])) in solved]
-    both = [(len(row["token_ids"]), full) for row, full in common if row["correct"]]
-    own, full = map(fmean, zip(*both, strict=True)) if both else (None, None)
-    modes = [error_mode(row) for row, _ in common]
-    return {
-        **{"tokens_both_right": own, "full_tokens_both_right": full, "n_both_right": len(both)},
-        "solved_in_full": len(solved),
-        **{mode: modes.count(mode) for mode in MODES},
-    }
 
 
 def write_report(folder: Path, done: Evaluation) -> None:
@@ -149,9 +58,11 @@ def evaluation_page(
         page.heading(task)
         _what_it_proves(page, next(iter(found.values())))
         _accuracy_table(page, task, methods, found)
-        _pass_at_table(page, found)
+        _samples_table(page, found)
+        _paired_table(page, found)
         write_published(page, config["model"], task)
         _mode_table(page, found)
+        _cost_table(page, found)
         _text_table(page, found)
     page.heading("How it was run")
     page.code(origin["command"])
@@ -213,17 +124,70 @@ def _cell(summary: Summary) -> Cell:
     return Cell(text, sign)
 
 
-def _pass_at_table(page: Page, found: dict[str, Summary]) -> None:
-    samples = sorted({s["samples"] for s in found.values()})
-    if samples == [1]:
-        return
-    rows = [[name, *(_percent(**of) for of in s["pass_at_k"].values())] for name, s in found.items()]
+def _samples_table(page: Page, found: dict[str, Summary]) -> None:
+    def cell(interval: dict[str, float] | None) -> str:
+        return _percent(**interval) if interval else "none"
+
+    first = next(iter(found.values()))
+    several = first["samples"] > 1
     page.table(
-        ["method", *(f"k = {k}" for k in next(iter(found.values()))["pass_at_k"])],
-        rows,
-        f"pass@k in percent from {', '.join(map(str, samples))} samples of each problem: the probability that one of "
-        "k is right, without bias (arXiv 2107.03374, equation 1), with 95% intervals over problems (Wilson where all "
-        "scores are 0 or 1, else bootstrap).",
+        [
+            *("method", *(f"pass@{k}" for k in first["pass_at_k"])),
+            *([f"all {first['samples']} right"] if several else []),
+            *("terminated texts", "right of these"),
+        ],
+        [
+            [
+                *(name, *map(cell, s["pass_at_k"].values())),
+                *([cell(s["strict"])] if several else []),
+                *(f"{100 * s['share_terminated']:.1f}", cell(s["right_of_terminated"])),
+            ]
+            for name, s in found.items()
+        ],
+        f"In percent, from {first['samples']} samples of each problem, with 95% intervals over problems (Wilson where "
+        "all scores are 0 or 1, else bootstrap). pass@1 is the mean over problems of the mean over samples, pass@k the "
+        "probability that one of k is right, without bias (arXiv 2107.03374, equation 1). All right: strict accuracy. "
+        "Terminated: texts that end by themselves, neither at the limit nor for repetition; the last column is the "
+        "accuracy among these alone.",
+    )
+
+
+def _paired_table(page: Page, found: dict[str, Summary]) -> None:
+    tested = [s for s in found.values() if "difference" in s]
+    if not tested:
+        return
+    page.table(
+        ["method", "difference in points", "problems better, worse", "p, sign test", "p, flip test"],
+        [
+            [
+                s["method"],
+                f"{_points(s['difference'])} [{_points(s['difference_low'])}, {_points(s['difference_high'])}]",
+                f"{s['problems_better']}, {s['problems_worse']} of {s['n']}",
+                f"{s['sign_p_value']:.3g}",
+                f"{s['p_value']:.3g}",
+            ]
+            for s in tested
+        ],
+        "Against the full cache, on the scores (means over samples) of the same problems: paired bootstrap; exact sign "
+        "test, which ignores how much a problem changed; sign-flip permutation test, which does not.",
+    )
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:+.1f}"
+
+
+def _cost_table(page: Page, found: dict[str, Summary]) -> None:
+    columns = {
+        **{"method": "{method}", "output tokens": "{mean_output_tokens:.0f}", "times full": "{tokens_times_full:.2f}"},
+        **{"seconds per text": "{seconds_per_text:.2f}", "seconds": "{seconds:.0f}"},
+        **{"seconds, times full": "{seconds_times_full:.2f}", "tokens/s": "{tokens_per_second:.1f}"},
+    }
+    page.records(
+        found.values(),
+        columns,
+        "Mean output tokens of a text; wall-clock time of decoding, per text and in all (the sum over processes); "
+        "tokens per second. A method with more tokens per second takes longer if its texts are longer.",
     )
 
 
@@ -231,14 +195,14 @@ def _mode_table(page: Page, found: dict[str, Summary]) -> None:
     caption = (
         "Error modes on the samples that the full cache solves (their number is in the first column): repetitive, else "
         "cut at the limit (overlength), else incorrect. Ended early: texts that were stopped for repetition. Mean "
-        "output tokens, over all and, for the method and the full cache, over the samples that both solve."
+        "output tokens of the method and the full cache over the samples that both solve."
     )
     if any(s["samples"] > 1 for s in found.values()):
         caption += " Sample i of a problem is paired with the full cache's sample i, another draw: chance counts too."
     columns = {
         **{"method": "{method}", "solved by full": "{solved_in_full}", **{mode: f"{{{mode}}}" for mode in MODES}},
-        **{"ended early": "{stopped_for_repetition}", "output tokens": "{mean_output_tokens:.0f}"},
-        "where both are right": "{tokens_both_right:.0f}, full {full_tokens_both_right:.0f} (n = {n_both_right})",
+        "ended early": "{stopped_for_repetition}",
+        "tokens, both right": "{tokens_both_right:.0f}, full {full_tokens_both_right:.0f} (n = {n_both_right})",
     }
     page.records(found.values(), columns, caption)
 
@@ -250,24 +214,24 @@ def _text_table(page: Page, found: dict[str, Summary]) -> None:
         **{f"repeated {n}-grams": f"{{repeated_{n}_grams:.3f}}" for n in NGRAMS},
         "repeated sentences": "{sentence_redundancy:.3f}",
         "repetitive texts": "{share_repetitive:.3f}",
-        "tokens/s": "{tokens_per_second:.1f}",
     }
     page.records(
         found.values(),
         columns,
         "Means over texts: entropy of n-grams of tokens in bits (arXiv 2505.13866, equation 1; it grows with the "
         "length of a text), share of n-grams and of sentences that occurred before in their text; share of repetitive "
-        "texts; tokens per second of decoding.",
+        "texts.",
     )
 
 
 def _settings(config: dict[str, Any]) -> list[str]:
     """The options, one sentence each."""
     limits = ", ".join(f"{task} {tokens:,}" for task, tokens in config["max_new_tokens"].items())
+    samples = ", ".join(f"{task} {number}" for task, number in config["num_samples"].items())
     how = "Greedy decoding"
     if config["temperature"] > 0:
         how = (
-            f"{config['num_samples']} samples of each problem at temperature {config['temperature']:g}, top-p "
+            f"Samples of each problem: {samples}; temperature {config['temperature']:g}, top-p "
             f"{config['top_p']:g}, top-k {config['top_k'] or 'unlimited'}, seed {config['seed']}"
         )
     window, distinct = config["repetition"]

@@ -15,8 +15,9 @@ from typing import Any
 
 from rlkv.evaluation.run.distributed import join_processes
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod, named_gates, parse_methods
-from rlkv.evaluation.run.options import TaskOptions
+from rlkv.evaluation.run.options import TaskOptions, number_for
 from rlkv.evaluation.run.runner import KEY, RunSettings, render_problems, run_method
+from rlkv.evaluation.tasks.base import EvalTask
 from rlkv.eviction import POLICIES
 from rlkv.inference.options import SamplingOptions
 from rlkv.utils.progress import ProgressBar, progress_bar
@@ -35,10 +36,21 @@ class EvalConfig(SamplingOptions, TaskOptions):
     """such as full rlkv@0.5 rkv@ratio=0.5"""
     gates: tuple[str, ...] = ()
     """NAME=FILE, rankings of heads by the names that methods use"""
-    num_samples: int = 1
-    """samples of each problem"""
+    num_samples: tuple[str, ...] = ()
+    """samples of each problem: N, or TASK=N for single tasks; default: 1"""
     stop_repetitive: bool = False
     """end a text when it is repetitive (recorded in its row)"""
+    preset: str | None = None
+    """rlkv, rkv, rpc or modern: a published protocol, which sets what neither --config nor the command line does"""
+
+    def check(self) -> None:
+        """As of :class:`TaskOptions`, and the numbers of samples."""
+        super().check()
+        number_for("", self.num_samples, "--num-samples")
+
+    def samples_of(self, task: EvalTask) -> int:
+        """Samples of each problem of ``task``."""
+        return number_for(task.name, self.num_samples, "--num-samples") or 1
 
 
 @dataclass(frozen=True)
@@ -59,8 +71,8 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     settings = {
         task.name: RunSettings(
             cache,
-            config.sampling_params(config.max_new_tokens or task.max_new_tokens),
-            config.num_samples,
+            config.sampling_params(config.token_limit(task)),
+            config.samples_of(task),
             config.batch_size,
             config.rule,
             stop_repetitive=config.stop_repetitive,
@@ -92,13 +104,15 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     rows = {}
     for (task, name), folder in folders.items():
         found = {(row["key"], row["sample"]): row for file in _files(folder) for row in iter_rows(file, KEY)}
-        rows[task, name] = [found[p.key, sample] for p, sample in product(problems[task], range(config.num_samples))]
+        samples = range(settings[task].num_samples)
+        rows[task, name] = [found[problem.key, sample] for problem, sample in product(problems[task], samples)]
     chosen = {
         "sink": cache.sink,
         "template": template,
         "window": cache.window,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "max_new_tokens": {task: settings[task].sampling.max_new_tokens for task in settings},
+        "max_new_tokens": {task: own.sampling.max_new_tokens for task, own in settings.items()},
+        "num_samples": {task: own.num_samples for task, own in settings.items()},
         "processes": processes.count,
     }
     return Evaluation(methods, rows, asdict(config) | chosen)

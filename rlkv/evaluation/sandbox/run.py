@@ -51,8 +51,13 @@ class Verdict:
         return self.reason == "passed"
 
 
-def run_tests(program: str, tests: Sequence[str], limits: Limits | None = None, *, setup: str = "") -> Verdict:
+def run_tests(
+    program: str, tests: Sequence[str], limits: Limits | None = None, *, setup: str = "", stdin: str | None = None
+) -> Verdict:
     """Run an untrusted program (not as ``__main__``), then ``setup``, then tests with at least one assert each.
+
+    With ``stdin`` the program runs as ``__main__`` with that text as its input; tests know what it wrote as ``output``,
+    and none of its other names.
 
     Raises:
         ValueError: a test is not Python or contains no assert, or there are no tests.
@@ -69,7 +74,7 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits | None = None, 
             raise ValueError(f"the test {test!r} has no assert statement: it would pass with any program")
     start, nonce, pipe = time.monotonic(), secrets.token_hex(16), subprocess.PIPE
     numbered = {f"test {number}": test for number, test in enumerate(tests, 1)}
-    job = json.dumps({"program": program, "tests": numbered, "setup": setup, "nonce": nonce})
+    job = json.dumps({"program": program, "tests": numbered, "setup": setup, "stdin": stdin, "nonce": nonce})
     folder = tempfile.mkdtemp(prefix="rlkv-sandbox-")
     arguments = [os.path.dirname(__file__), folder, json.dumps(asdict(limits or Limits()))]
     # -I -S: no environment, no site-packages, nothing of the current folder

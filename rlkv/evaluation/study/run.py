@@ -64,7 +64,7 @@ def load_study(config: StudyConfig) -> Study:
     prepared = []
     template = config.chosen_template(gates for method in (*methods, *variants) for gates in method.gates)
     for task, loaded in config.problems(template):
-        sampling = SamplingParams(config.max_new_tokens or task.max_new_tokens)
+        sampling = SamplingParams(config.token_limit(task))
         settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
         problems = render_problems(task, loaded, tokenizer)
         prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False).input_ids

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["math", "choice", "code"]
+Kind = Literal["math", "choice", "code", "instructions"]
 Row = tuple[str, dict[str, Any]]  # where it stands (file and line, for errors), its fields
 
-_PLACEHOLDER = re.compile(r"\{(problem|options|letters|tests)\}")
+_PLACEHOLDER = re.compile(r"\{(problem|options|letters|tests|form)\}")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class EvalProblem:
     Attributes:
         id: unique and stable: what result files name it by.
         prompt: the user's message, template included.
-        answer: the reference answer: an expression, a letter, or a program.
-        meta: what else the row holds: ``solution`` (maths), ``options`` (choice), ``tests`` and ``setup`` (code).
+        answer: the reference answer: an expression, a letter, or a program; empty where a row has none.
+        meta: what else the row holds: ``solution`` (maths), ``options`` (choice), tests (code), instructions.
     """
 
     id: str

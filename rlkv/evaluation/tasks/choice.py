@@ -1,7 +1,8 @@
-"""Multiple choice: MMLU-Pro, and the letter that a completion ends in."""
+"""Multiple choice: MMLU-Pro, GPQA-Diamond and LongReason, and the letter that a completion ends in."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from functools import partial
 from string import ascii_uppercase
@@ -19,6 +20,11 @@ TEMPLATE = (
     "'Answer: $LETTER' (without quotes) where LETTER is one of {letters}. Think step by step before answering.\n\n"
     "{problem}\n\n{options}\n\nAnswer:"
 )
+LONG_TEMPLATE = (
+    "{problem}\n\nThink step by step before answering. The last line of your response should be of the following "
+    "format: 'Answer: $LETTER' (without quotes) where LETTER is that of the right option."
+)
+LENGTHS = ("8k", "16k", "32k", "64k", "128k")  # splits: tokens of a prompt
 SAMPLE = 500
 SAMPLE_SEED = 42  # of the published evaluation
 CATEGORIES = ("chemistry", "computer_science", "law", "physics")
@@ -39,18 +45,16 @@ def parse_choice(row: dict[str, Any], where: str, number: int) -> ParsedRow:
         options = options[:-1]
     if not 2 <= len(options) <= len(ascii_uppercase):
         raise ValueError(f"{where}: {len(options)} options, expected 2 to {len(ascii_uppercase)}")
+    key = text_field(row, "question_id", where) if "question_id" in row else str(number)
+    answer = _answer(row, ascii_uppercase[: len(options)], where)
+    return _parsed(key, text_field(row, "question", where), options, answer, category=row.get("category"))
+
+
+def _parsed(key: str, question: str, options: list[str], answer: str, **meta: Any) -> ParsedRow:
     letters = ascii_uppercase[: len(options)]
-    question = text_field(row, "question", where)
-    return ParsedRow(
-        key=text_field(row, "question_id", where) if "question_id" in row else str(number),
-        texts={
-            "problem": question,
-            "letters": letters,
-            "options": "\n".join(f"{letter}: {option}" for letter, option in zip(letters, options, strict=True)),
-        },
-        answer=_answer(row, letters, where),
-        meta={"problem": question, "options": options, "category": row.get("category")},
-    )
+    lines = "\n".join(f"{letter}: {option}" for letter, option in zip(letters, options, strict=True))
+    texts = {"problem": question, "letters": letters, "options": lines}
+    return ParsedRow(key, texts, answer, {"problem": question, "options": options, **meta})
 
 
 def _answer(row: dict[str, Any], letters: str, where: str) -> str:
@@ -82,6 +86,29 @@ def select_category(rows: Iterable[Row], category: str) -> list[Row]:
     return [found[i] for i in sorted(chosen)]
 
 
+def parse_gpqa(row: dict[str, Any], where: str, number: int) -> ParsedRow:
+    """A row of GPQA: Question, Correct Answer, Incorrect Answer 1 to 3, perhaps Record ID.
+
+    The options are shuffled with the question as the seed: the same order in every run and every copy of the data.
+    """
+    names = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
+    question, *options = (text_field(row, name, where).strip() for name in ("Question", *names))
+    if not question or not all(options):
+        raise ValueError(f"{where}: the question or an answer is empty")
+    order = random.Random(question).sample(range(4), 4)
+    key = text_field(row, "Record ID", where) if "Record ID" in row else str(number)
+    return _parsed(key, question, [options[i] for i in order], ascii_uppercase[order.index(0)])
+
+
+def parse_longreason(row: dict[str, Any], where: str, number: int) -> ParsedRow:
+    """A row of LongReason: prompt (context, question and options), answer (a letter), perhaps example_idx."""
+    prompt, answer = text_field(row, "prompt", where), text_field(row, "answer", where).strip().upper()
+    if not prompt.strip() or len(answer) != 1 or answer not in ascii_uppercase:
+        raise ValueError(f"{where}: the prompt is empty, or answer {answer!r} is not a letter")
+    key = text_field(row, "example_idx", where) if "example_idx" in row else str(number)
+    return ParsedRow(key, {"problem": prompt}, answer, {"problem": prompt, "options": list(ascii_uppercase)})
+
+
 MMLU_PRO = tuple(
     EvalTask(
         name=f"mmlu_pro:{category}",
@@ -96,4 +123,29 @@ MMLU_PRO = tuple(
         select=partial(select_category, category=category),
     )
     for category in CATEGORIES
+)
+GPQA_DIAMOND = EvalTask(
+    name="gpqa_diamond",
+    kind="choice",
+    template=TEMPLATE,
+    max_new_tokens=32768,
+    file="gpqa_diamond",
+    fields="Question, Correct Answer, Incorrect Answer 1, Incorrect Answer 2 and Incorrect Answer 3",
+    hub=HubData("Idavidrein/gpqa", "gpqa_diamond", "train"),
+    parse=parse_gpqa,
+    grade=grade_choice,
+)
+LONGREASON = tuple(
+    EvalTask(
+        name=f"longreason:{length}",
+        kind="choice",
+        template=LONG_TEMPLATE,
+        max_new_tokens=8192,
+        file=f"longreason_{length}",
+        fields="prompt and answer",
+        hub=HubData("lz1bytedance/LongReason", split=length),
+        parse=parse_longreason,
+        grade=grade_choice,
+    )
+    for length in LENGTHS
 )

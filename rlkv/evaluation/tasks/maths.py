@@ -1,4 +1,4 @@
-"""Tasks whose answer is a number or an expression: GSM8K, MATH-500, AIME, the tiny task."""
+"""Tasks whose answer is a number or an expression: GSM8K, MATH-500, AIME, HMMT, the built-in models' tasks."""
 
 from __future__ import annotations
 
@@ -108,6 +108,8 @@ MATHS = (
         ids=("id", "problem_idx"),
         max_new_tokens=16384,
     ),
+    math_task("aime26", HubData("MathArena/aime_2026", split="train"), ids=("problem_idx", "id"), max_new_tokens=16384),
+    math_task("hmmt25", HubData("MathArena/hmmt_feb_2025", split="train"), ids=("problem_idx",), max_new_tokens=16384),
 )
 # the longest solution has 418 tokens
 TINY = math_task("tiny", text=("problem",), ids=(), max_new_tokens=440, template=TEMPLATES["rlkv"], draw=draw_tiny)

@@ -9,17 +9,18 @@ from types import MappingProxyType
 
 from rlkv.data.deepscaler import SUFFIXES, read_rows
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, Row
-from rlkv.evaluation.tasks.choice import MMLU_PRO
+from rlkv.evaluation.tasks.choice import GPQA_DIAMOND, LONGREASON, MMLU_PRO
 from rlkv.evaluation.tasks.code import MBPP
+from rlkv.evaluation.tasks.ifeval import IFEVAL
+from rlkv.evaluation.tasks.livecodebench import LIVECODEBENCH
 from rlkv.evaluation.tasks.maths import MATHS, SMOL, TINY
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.hub import dataset_rows
 from rlkv.models.prompts import DEFAULT_TEMPLATE, TEMPLATES, choose_template
 
-_TASKS = (*MATHS, MBPP, *MMLU_PRO, TINY, SMOL)
+_TASKS = (*MATHS, MBPP, *LIVECODEBENCH, *MMLU_PRO, GPQA_DIAMOND, *LONGREASON, IFEVAL, TINY, SMOL)
 TASKS = MappingProxyType({task.name: task for task in _TASKS})
 assert len(TASKS) == len(_TASKS), "two tasks have one name"
-ELSEWHERE = ("ifeval", "livecodebench")  # why: docs/evaluate.md
 DRAWN = 400  # problems of a task without data
 
 
@@ -27,11 +28,6 @@ def find_task(name: str) -> EvalTask:
     """The task ``name``; a ``ValueError`` lists the names if there is none."""
     if name in TASKS:
         return TASKS[name]
-    if name.lower() in ELSEWHERE:
-        raise ValueError(
-            f"task {name!r} is not built in: its graders belong to other evaluation programs, "
-            "docs/evaluate.md says what running it there would need"
-        )
     raise ValueError(f"unknown task {name!r}: choose one of {', '.join(TASKS)}")
 
 

@@ -1,82 +1,195 @@
-"""Figures of an evaluation from rows written by hand."""
+"""The report: the paper's layout, what n problems prove, published numbers apart, the same in HTML and Markdown."""
 
 from __future__ import annotations
 
+import re
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlkv.evaluation.report.eval_report import by_problem, pass_at, summarize
-from rlkv.evaluation.stats.metrics import wilson_interval
+from rlkv.evaluation.report.eval_report import evaluation_page
+from rlkv.evaluation.report.eval_summary import summarize
+from rlkv.evaluation.report.page import Heading, Page, Paragraph, Table
+from rlkv.evaluation.report.published import published_name
+from rlkv.evaluation.run.methods import parse_method
+from rlkv.utils.provenance import provenance
+
+METHODS = ["full", "rlkv@0.2", "rlkv@0.4", "duo@0.4", "rlkv@0.4+rkv@256", "rkv@ratio=0.5"]
+CONFIG = {
+    **{"model": "tiny", "max_new_tokens": {"aime24": 16384}, "sink": 16, "window": 64, "prefill": "full", "seed": 0},
+    **{
+        "num_samples": {"aime24": 1},
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "batch_size": 8,
+        "dtype": "torch.bfloat16",
+    },
+    **{"repetition": (400, 40), "stop_repetitive": False, "processes": 1},
+}
 
 
-def row(key: str, correct: bool, sample: int = 0, **more: Any) -> dict[str, Any]:
-    fields = {"finish_reason": "stop", "repetitive": False, "kv_bytes": 50, "kv_bytes_full": 100, "seconds": 2.0}
-    return {"key": key, "sample": sample, "correct": correct, **fields, "text": "a b.", "token_ids": [1, 2, 3], **more}
-
-
-def test_one_sample_of_each_problem() -> None:
-    full = [row("a", True), row("b", True), row("c", False), row("d", True, token_ids=[1] * 9)]
-    rows = [
-        row("d", True, token_ids=[1] * 5),
-        row("c", True),
-        row("b", False, finish_reason="length"),
-        row("a", False, finish_reason="repetition", repetitive=True, token_ids=[7, 7, 7, 7]),
+def rows(right: int, n: int) -> list[dict[str, Any]]:
+    fields = {"finish_reason": "stop", "repetitive": False, "kv_bytes": 61, "kv_bytes_full": 100, "seconds": 1.0}
+    return [
+        {"key": f"{i:03}", "sample": 0, "correct": i < right, **fields, "text": "t.", "token_ids": [1]}
+        for i in range(n)
     ]
-    found = summarize("math500", "rlkv@0.5", rows, full)
-    assert (found["n"], found["samples"], found["accuracy"]) == (4, 1, 0.5)
-    assert found["difference"] == pytest.approx(0.5 - 0.75)
-    assert found["difference_low"] <= found["difference"] <= found["difference_high"]
-    assert found["p_value"] == 1.0  # three changes, two down and one up
-    assert found["ci_low"] < 0.5 < found["ci_high"]
-    assert (found["kv_bytes"], found["kv_bytes_full"], found["seconds"]) == (200, 400, 8.0)
-    assert found["tokens_per_second"] == pytest.approx((5 + 3 + 3 + 4) / 8)
-    assert found["solved_in_full"] == 3
-    assert (found["repetitive"], found["overlength"], found["incorrect"]) == (1, 1, 0)
-    assert (found["stopped_for_repetition"], found["share_repetitive"], found["share_at_limit"]) == (1, 0.25, 0.25)
-    assert (found["tokens_both_right"], found["full_tokens_both_right"], found["n_both_right"]) == (5, 9, 1)
-    assert found["repeated_1_grams"] == pytest.approx((4 / 5 + 0 + 0 + 3 / 4) / 4)
-    assert found["entropy_1_gram"] == pytest.approx((0 + 2 * 1.5849625 + 0) / 4)
-    assert found["pass_at_k"].keys() == {"1"}
-    assert found["smallest_provable_difference"] is None  # of four problems
 
 
-def test_the_full_cache_has_no_difference() -> None:
-    rows = [row("a", True), row("b", False)]
-    assert not {"difference", "repetitive"} & summarize("tiny", "full", rows, rows).keys()
-    assert not {"difference", "repetitive"} & summarize("tiny", "rlkv@0.5", rows, None).keys()
+def page(model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", n: int = 30, task: str = "aime24") -> Page:
+    full = rows(n // 2, n)
+    right = {"full": n // 2, "rlkv@0.2": n // 2 - 8, "rlkv@0.4": n // 2 + 9}
+    summaries = [
+        summarize(task, name, full if name == "full" else rows(right.get(name, n // 2), n), full) for name in METHODS
+    ]
+    parsed = [parse_method(name, ["rlkv", "duo"]) for name in METHODS]
+    return evaluation_page(parsed, summaries, provenance(), {**CONFIG, "model": model})
 
 
-def test_other_problems_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"rlkv@0\.5"):
-        summarize("tiny", "rlkv@0.5", [row("a", True)], [row("b", True)])
+def tables(found: Page) -> list[Table]:
+    return [block for block in found.blocks if isinstance(block, Table)]
 
 
-def test_samples_give_pass_at_k() -> None:
-    right = {"a": [True, False, False, False], "b": [False] * 4, "c": [True] * 4}
-    rows = [row(key, verdict, i) for key, verdicts in right.items() for i, verdict in enumerate(verdicts)]
-    assert by_problem(rows[::-1]).keys() == right.keys()
-    found = summarize("tiny", "rlkv@0.5", rows, None)
-    assert (found["n"], found["samples"]) == (3, 4)
-    means = {k: estimate["mean"] for k, estimate in found["pass_at_k"].items()}
-    # 1 - C(3, k) / C(4, k) for a, 0 for b, 1 for c
-    assert means == pytest.approx({"1": (0.25 + 0 + 1) / 3, "2": (0.5 + 0 + 1) / 3, "4": (1 + 0 + 1) / 3})
-    assert found["accuracy"] == means["1"]
-    for estimate in found["pass_at_k"].values():
-        assert 0 <= estimate["low"] <= estimate["mean"] <= estimate["high"] <= 1
+def test_rankings_down_sparsities_across() -> None:
+    heads, others, *_ = tables(page())
+    assert heads.columns == ("heads", "s = 0", "s = 0.2", "s = 0.4")
+    assert [line[0].text for line in heads.rows] == ["full cache", "rlkv", "duo", "rlkv+rkv@256"]
+    full, rlkv, duo, both = heads.rows
+    assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\]", full[1].text)
+    assert rlkv[1].text == duo[2].text == both[2].text == ""
+    assert re.fullmatch(r"23\.3 \(-26\.7\* \[-\d+\.\d, -\d+\.\d\]\) KV 61%", rlkv[2].text)
+    assert (rlkv[2].sign, rlkv[3].sign, duo[3].sign) == ("worse", "better", "same")
+    assert re.fullmatch(r"80\.0 \(\+30\.0\* .*", rlkv[3].text)
+    assert [line[0].text for line in others.rows] == ["full cache", "rkv@ratio=0.5"]
 
 
-@pytest.mark.parametrize("verdict", [True, False])
-def test_samples_that_are_all_right_or_all_wrong_have_wilsons_interval(verdict: bool) -> None:
-    rows = [row(key, verdict, i) for key in "abcde" for i in range(4)]
-    found = summarize("tiny", "rlkv@0.5", rows, None)
-    low, high = wilson_interval(5 * verdict, 5)  # over problems, not samples
-    assert (found["ci_low"], found["ci_high"]) == (low, high)
-    assert high - low > 0.4
-    for estimate in found["pass_at_k"].values():
-        assert (estimate["low"], estimate["high"]) == (low, high)
+def test_few_problems_are_said_to_prove_little() -> None:
+    said = [block for block in page().blocks if isinstance(block, Paragraph) and "problems:" in block.text]
+    assert len(said) == 1
+    assert said[0].strong
+    assert "30 problems: at least 6 must change, all in one direction" in said[0].text
+    assert "which is a difference of 20.0 points" in said[0].text
+    assert said[0].text.endswith("this task proves little.")
+    many = next(b for b in page(n=500).blocks if isinstance(b, Paragraph) and "problems:" in b.text)
+    assert not many.strong
+    assert "a difference of 1.2 points" in many.text
+    few = next(b for b in page(n=5).blocks if isinstance(b, Paragraph) and "5 problems" in b.text)
+    assert "prove nothing" in few.text
 
 
-def test_k_goes_up_by_powers_of_two() -> None:
-    assert list(pass_at([[True] * 6, [False] * 6])) == ["1", "2", "4"]
-    assert list(pass_at([[True] * 64])) == ["1", "2", "4", "8", "16", "32", "64"]
+def test_published_numbers_stand_apart_with_their_sources() -> None:
+    found = page("/models/DeepSeek-R1-Distill-Llama-8B/")
+    place = next(i for i, b in enumerate(found.blocks) if isinstance(b, Heading) and "not measured here" in b.text)
+    table, sources = found.blocks[place + 1], found.blocks[place + 2]
+    assert isinstance(table, Table)
+    own = {line[0].text: [cell.text for cell in line[1:]] for line in table.rows if line[-1].text == "[1]"}
+    assert table.columns == ("method", "s = 0", "s = 0.2", "s = 0.4", "s = 0.6", "s = 0.8", "without s", "source")
+    assert set(own) == {"h2o", "rkv", "duo", "kvzip", "rlkv"}
+    assert "36.7" in next(
+        cell.text for line in table.rows if line[0].text == "full cache" for cell in line if cell.text[:1].isdigit()
+    )
+    assert any("2510.08525v3), table 6" in item for item in sources.items)  # type: ignore[union-attr]
+    for measured in tables(found)[:2]:
+        assert not {"h2o", "kvzip"} & {line[0].text for line in measured.rows}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-4B-Thinking-2507"),
+        ("./qwen3-4b-thinking-2507", "Qwen/Qwen3-4B-Thinking-2507"),
+        ("tiny", None),
+    ],
+)
+def test_models_are_found_by_the_last_part_of_their_name(model: str, name: str | None) -> None:
+    assert published_name(model) == name
+
+
+def test_nothing_published_is_left_out() -> None:
+    assert not any(isinstance(b, Heading) and "Published" in b.text for b in page("tiny", task="tiny").blocks)
+
+
+class Links(HTMLParser):
+    """What a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [
+            str(v) for k, v in attrs if k in ("src", "href", "data") and not str(v).startswith(("#", "data:"))
+        ]
+
+
+def test_html_and_markdown_say_the_same(tmp_path: Path) -> None:
+    found = page()
+    text, document = found.markdown(tmp_path), found.html()
+    for block in tables(found):
+        for line in block.rows:
+            for cell in line:
+                assert cell.text.replace("*", "\\*") in text
+                assert cell.text in document
+    links = Links()
+    links.feed(document)
+    assert links.found == [], "the page needs nothing else"
+    assert provenance()["versions"]["torch"] in document
+    assert '<td class="worse">' in document
+    assert '<td class="better">' in document
+    for content in (text, document):
+        assert "Greedy decoding; new tokens at most: aime24 16,384" in content
+
+
+def test_samples_get_pass_at_k_and_strict_accuracy() -> None:
+    sampled = [{**row, "sample": sample} for row in rows(3, 8) for sample in range(4)]
+    sampled[0] |= {"correct": False, "finish_reason": "length"}
+    methods = [parse_method("full", [])]
+    found = evaluation_page(methods, [summarize("tiny", "full", sampled, None)], provenance(), CONFIG)
+    (said,) = (b.text for b in found.blocks if isinstance(b, Paragraph) and "8 problems:" in b.text)
+    assert "at least 6 must change" in said
+    assert "points" not in said  # with samples, a problem may change by less than one
+    assert any("Sample i of a problem is paired" in t.caption for t in tables(found))
+    table = next(t for t in tables(found) if "pass@1" in t.columns)
+    own = ("all 4 right", "terminated texts", "right of these")
+    assert table.columns == ("method", "pass@1", "pass@2", "pass@4", *own)
+    shown = [cell.text.partition(" ")[0] for cell in table.rows[0]]
+    assert shown == ["full", "34.4", "37.5", "37.5", "25.0", "96.9", "35.5"]
+    assert not any("p, sign test" in t.columns for t in tables(found))
+
+
+def test_one_sample_has_no_column_of_its_own_for_all_right() -> None:
+    table = next(t for t in tables(page()) if "pass@1" in t.columns)
+    assert table.columns == ("method", "pass@1", "terminated texts", "right of these")
+
+
+def test_paired_tests_and_cost_of_every_method() -> None:
+    paired = next(t for t in tables(page()) if "p, sign test" in t.columns)
+    shown = {line[0].text: [cell.text for cell in line[1:]] for line in paired.rows}
+    assert set(shown) == set(METHODS) - {"full"}
+    assert shown["rlkv@0.2"][1:] == ["0, 8 of 30", "0.00781", "0.00781"]
+    assert shown["rlkv@0.4"][0].startswith("+30.0 [")
+    cost = next(t for t in tables(page()) if "tokens/s" in t.columns)
+    costs = {line[0].text: [cell.text for cell in line[1:]] for line in cost.rows}
+    assert costs["full"] == ["1", "", "1.00", "30", "", "1.0"]
+    assert costs["rlkv@0.2"] == ["1", "1.00", "1.00", "30", "1.00", "1.0"]
+
+
+def test_error_modes_have_their_denominator() -> None:
+    table = next(t for t in tables(page()) if t.columns[1] == "solved by full")
+    shown = {line[0].text: [cell.text for cell in line[1:5]] for line in table.rows}
+    assert shown["full"] == ["", "", "", ""]
+    assert shown["rlkv@0.2"] == ["15", "0", "0", "8"]
+    assert "Sample i" not in table.caption
+
+
+def test_random_heads_are_said_to_be_one_draw() -> None:
+    methods = [parse_method(name, []) for name in ("full", "random-heads@0.4")]
+    full = rows(4, 8)
+    summaries = [summarize("tiny", m.name, full, full) for m in methods]
+    found = evaluation_page(methods, summaries, provenance(), CONFIG)
+    said = "random-heads is one draw of heads (seed 0)"
+    assert any(isinstance(b, Paragraph) and b.text.startswith(said) for b in found.blocks)
+    assert not any(isinstance(b, Paragraph) and "one draw" in b.text for b in page().blocks)

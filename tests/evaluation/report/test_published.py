@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from rlkv.evaluation.report.published import find_published, published_numbers
-from rlkv.evaluation.tasks.registry import TASKS
+from rlkv.utils.configs import preset_file
 
 LLAMA = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 MODELS = (LLAMA, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen3-4B-Thinking-2507")
-TABLE_TASKS = [name for name in TASKS if name not in ("tiny", "smol", "aime25")]
+TABLE_TASKS = yaml.safe_load(preset_file("rlkv").read_text())["tasks"]
 ITEMS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "mbpp": 500, "mmlu_pro:computer_science": 410}
 
 

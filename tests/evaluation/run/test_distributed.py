@@ -11,6 +11,7 @@ import pytest
 from rlkv.cli.eval import run as evaluate
 from tests.helpers import warm
 from tests.helpers.paths import ROOT
+from tests.helpers.results import stable
 
 PROGRAM = ROOT / "inference" / "evaluate.py"
 METHODS = ("full", "random-heads@0.5+rkv@40:buffer=8")
@@ -36,12 +37,11 @@ def run_alone(folder: Path) -> None:
 def rows(folder: Path, method: str, name: str = "rows-*.jsonl") -> list[dict[str, Any]]:
     files = (folder / "tiny" / method).glob(name)
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return sorted(({**line, "seconds": 0} for line in lines), key=lambda row: row["key"])
+    return sorted(map(stable, lines), key=lambda row: row["key"])
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
-    results = json.loads((folder / "results.json").read_text())["results"]
-    return [{**row, "seconds": 0, "tokens_per_second": 0} for row in results]
+    return stable(json.loads((folder / "results.json").read_text())["results"])
 
 
 @pytest.mark.timeout(280)

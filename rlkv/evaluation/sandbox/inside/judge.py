@@ -28,7 +28,7 @@ def main() -> NoReturn:
     job = json.load(sys.stdin)
     program.nonce = job["nonce"]
     try:
-        program.ask("run", job["program"])
+        program.ask("run", job["program"], job["stdin"])
         program.where, program.tests = "setup", job["setup"]
         exec(job["setup"], program)
         for where, test in job["tests"].items():

@@ -4,6 +4,7 @@ Plain data travels as JSON. Values are rebuilt as exact types: an object with it
 subclasses lose their type (``Counter`` becomes ``dict``). Other objects stay here; the judge knows them by a number.
 """
 
+import functools
 import json
 import operator
 import os
@@ -11,6 +12,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
@@ -49,6 +51,26 @@ def decode(form: list[Any]) -> Any:
     return READERS[name](content if type(content) is str else [decode(item) for item in content])
 
 
+def run(module: types.ModuleType, source: str, stdin: str | None) -> None:
+    """Execute ``source`` as ``module``, or with a text for standard input as ``__main__``: then ``output`` remains."""
+    if stdin is None:
+        exec(compile(source, "solution.py", "exec"), module.__dict__)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__.update(exit=sys.exit, quit=sys.exit)  # which the module site defines, else
+    with open("stdin", "w+b") as given, open("stdout", "w+b") as written:
+        given.write(stdin.encode())
+        given.seek(0)
+        os.dup2(given.fileno(), 0)  # files, not objects in their place: programs open(0) and write to 1, too
+        os.dup2(written.fileno(), 1)
+        with open(0, closefd=False) as sys.stdin, open(1, "w", closefd=False) as sys.stdout:
+            with suppress(SystemExit):
+                exec(compile(source, "solution.py", "exec"), main.__dict__)
+            sys.stdout.flush()  # it may be another now
+        written.seek(0)
+        module.__dict__["output"] = written.read().decode(errors="replace")
+
+
 def work(requests: int, replies: int, folder: str, limits: dict[str, int]) -> NoReturn:
     """Report what the isolation lacks; answer requests with ``("value", v)`` or ``("error", exception, message)``."""
     null = os.open(os.devnull, os.O_RDWR)
@@ -62,7 +84,7 @@ def work(requests: int, replies: int, folder: str, limits: dict[str, int]) -> No
     # not __main__: code under ``if __name__ == "__main__"`` does not run, as in the usual harnesses
     module = sys.modules["solution"] = types.ModuleType("solution")
     operations = {
-        "run": lambda source: exec(compile(source, "solution.py", "exec"), module.__dict__),
+        "run": functools.partial(run, module),
         "get": module.__dict__.__getitem__,
         "iter": lambda iterable: list(islice(iterable, 1_000_000)),
         **{f.__name__: f for f in (operator.call, operator.getitem, getattr, setattr, len, bool, str, repr)},
