@@ -57,7 +57,7 @@ def load_study(config: StudyConfig) -> Study:
     cache = config.cache_settings({"first": methods[0].gates[0]})
     extra = config.extra
     if extra is None:
-        extra = default_extra(config.policies, config.observation, cache.sink, cache.ring)
+        extra = default_extra(config.policies, config.observation, cache.sink, cache.sink + cache.window)
     config = replace(config, extra=extra)
     sizes = (config.buffer, config.observation, extra, cache.sink)
     policies = policy_templates(config.policies, *sizes, config.prompt_variants)
