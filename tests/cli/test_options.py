@@ -85,7 +85,9 @@ def test_a_value_that_is_not_a_choice_is_refused_in_one_sentence(arguments: list
 def test_a_truth_value_that_need_not_be_given(tmp_path: Path, arguments: list[str], value: bool | None) -> None:
     assert parse(InferConfig, arguments=["--model", "tiny", "--prompt", "x", *arguments]).protect_prompt is value
     file = write(tmp_path, "protect_prompt: true\n")
-    assert parse(InferConfig, arguments=["--config", file, "--model", "tiny", *arguments]).protect_prompt is (value is not False)
+    assert parse(InferConfig, arguments=["--config", file, "--model", "tiny", *arguments]).protect_prompt is (
+        value is not False
+    )
 
 
 def test_an_option_given_twice_would_lose_its_first_value() -> None:

@@ -102,19 +102,19 @@ def test_what_completions_depend_on_names_it_where_it_is_on(engine: InferenceEng
 
 def test_what_does_not_go_with_it_is_refused(tiny_model: PreTrainedModel) -> None:
     with (
-        pytest.raises(ValueError, match="protect_prompt.*rkv"),
+        pytest.raises(ValueError, match=r"protect_prompt.*rkv"),
         rlkv.compress(tiny_model, MIXED, eviction=RKV(budget=12), protect_prompt=True),
     ):
         pass
     chunks = {**GREEDY, "prefill_chunk_size": 4}
     with (
         rlkv.compress(tiny_model, MIXED, prefill="local", **SIZES) as session,
-        pytest.raises(ValueError, match="prefill_chunk_size.*protect_prompt"),
+        pytest.raises(ValueError, match=r"prefill_chunk_size.*protect_prompt"),
     ):
         tiny_model.generate(draw_ids(1, 12), **chunks)
     cache = session.new_cache()
     with (
         rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill="local"),
-        pytest.raises(ValueError, match="past_key_values.*protect_prompt"),
+        pytest.raises(ValueError, match=r"past_key_values.*protect_prompt"),
     ):
         tiny_model.generate(draw_ids(1, 12), past_key_values=cache, **GREEDY)
