@@ -7,7 +7,6 @@ import re
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.published import PublishedNumber, find_published
 from rlkv.evaluation.study.measurements import Metrics
-from rlkv.evaluation.study.text import interval
 from rlkv.evaluation.study.window.grid import Grid
 
 _METHOD = re.compile(r"rlkv@sink=(\d+),window=(\d+)")
@@ -37,11 +36,11 @@ def write_published_sweeps(page: Page, model: str, grid: Grid, tasks: dict[str, 
     rows, sources = [], []
     for task, found in tasks.items():
         full = found["full"]
-        cells = [f"{100 * full['mean']:.1f} {interval(full)}"]
+        cells = [_percent(full)]
         for factor in FACTORS:
             name = f"{factor * grid.base.sink} + {factor * grid.base.window}"
             of = found["cells"].get(name)
-            cells.append("" if of is None else f"{name}: {100 * of[place]['mean']:.1f} {interval(of[place])}")
+            cells.append("" if of is None else f"{name}: {_percent(of[place])}")
         rows.append([f"this study: {model}", task, f"{grid.sparsities[place]:g}", *cells])
     for (where, name, task), numbers in published_sweeps().items():
         source = next(iter(numbers.values())).source
@@ -55,7 +54,12 @@ def write_published_sweeps(page: Page, model: str, grid: Grid, tasks: dict[str, 
     page.table(
         ["model", "task", "s", "full cache", *(f"sizes x {factor}" for factor in FACTORS)],
         rows,
-        "Accuracy in percent by sinks + window without a protected prompt; brackets: 95% intervals (shares). Nothing "
-        "published has intervals. The base sizes of this study are a model's own and differ from the authors' 16 + 64.",
+        "Accuracy in percent by sinks + window without a protected prompt; brackets: 95% intervals, which "
+        "nothing published has. The base sizes of this study are a model's own and differ from the authors' 16 + 64.",
     )
     page.bullets(list(dict.fromkeys(sources)))
+
+
+def _percent(accuracy: Metrics) -> str:
+    mean, low, high = (100 * accuracy[name] for name in ("mean", "low", "high"))
+    return f"{mean:.1f} [{low:.1f}, {high:.1f}]"
