@@ -88,7 +88,7 @@ class CacheState:
         """Note the padding, cut the call into its parts, and plan how an eviction policy stores them."""
         self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
-        if self.settings.protect_prompt and start == 0:
+        if self.settings.protect_prompt and policy is None and start == 0:
             padding = torch.zeros(rows, dtype=torch.long) if self.padding is None else self.padding.counts
             self.sinks = PerRow.of(self.settings.sinks(length - padding))
         parts = [CallPart(*part) for part in split_call(self.settings.prefill, start, length)]
@@ -108,6 +108,10 @@ class CacheState:
     def ring(self) -> int:
         """R: entries for which a compressible head has memory for each row."""
         return self.settings.window + (self.settings.sink if self.sinks is None else self.sinks.largest)
+
+    def first_kept(self, rows: int) -> Tensor:
+        """S of each of the ``rows`` rows: int64 ``[B]`` on the CPU."""
+        return torch.full((rows,), self.settings.sink) if self.sinks is None else self.sinks.counts.cpu()
 
     def join(self, other: CacheState, rows: tuple[int, int], layout: JoinLayout) -> None:
         """Append the rows of ``other``; ``rows``: how many each has."""

@@ -196,20 +196,16 @@ class RingStore(Store):
         self.planes = {name: torch.cat([plane, other.planes[name]]) for name, plane in self.planes.items()}
 
     def used_nbytes(self, tokens: int) -> int:
-        padding, sinks = self.state.padding, self.state.sinks
-        held = torch.tensor(tokens) if padding is None else tokens - padding.counts.cpu()
-        most = self.state.settings.window + (self.state.settings.sink if sinks is None else sinks.counts.cpu())
-        in_ring = torch.minimum(held, torch.as_tensor(most)).expand(self.keys.shape[0])
-        return self.num_heads * int(in_ring.sum()) * self.entry_nbytes
+        padding, most = self.state.padding, self.state.first_kept(self.keys.shape[0]) + self.state.settings.window
+        real = torch.full_like(most, tokens) if padding is None else tokens - padding.counts.cpu()
+        return self.num_heads * int(torch.minimum(real, most).sum()) * self.entry_nbytes
 
     def held(self, row: int, tokens: int) -> Tensor:
-        sinks, window = self.state.sinks, self.state.settings.window
-        sink = self.state.settings.sink if sinks is None else int(sinks.counts[row])
-        position = torch.arange(tokens)
-        return ((position < sink) | (position >= tokens - window)).expand(self.num_heads, -1)
+        position, sink = torch.arange(tokens), self.state.first_kept(self.keys.shape[0])[row]
+        return ((position < sink) | (position >= tokens - self.state.settings.window)).expand(self.num_heads, -1)
 
     def _resize(self, slots: int) -> None:
-        """A ring of ``slots``, the new ones 0; nothing happens but for another prompt or other rows."""
+        """Make the ring ``slots`` long, the new ones 0: needed for the first prompt after a reset, and to join."""
         for name, ring in self.planes.items():
             if ring.shape[2] != slots:
                 self.planes[name] = F.pad(ring, (0, 0, 0, slots - ring.shape[2]))

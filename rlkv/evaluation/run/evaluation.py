@@ -94,6 +94,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         found = {(row["key"], row["sample"]): row for file in _files(folder) for row in iter_rows(file, KEY)}
         rows[task, name] = [found[p.key, sample] for p, sample in product(problems[task], range(config.num_samples))]
     chosen = {
+        "protect_prompt": cache.protect_prompt,
         "sink": cache.sink,
         "template": template,
         "window": cache.window,
