@@ -26,8 +26,9 @@ from rlkv.cli.options import parse
 
 WINDOW = """Study what compressible heads should keep: sinks, window and prompt, in accuracy per byte of KV.
 
-    rlkv-study window --model tiny --gates tiny --data problems.jsonl --sparsities 0.4 0.5 0.6 0.8 \\
-        --repetition 40 8 --max-new-tokens 208 --batch-size 100 --output-dir results/window --write-gates gates.pt
+    rlkv-study window --config window_tiny --data problems.jsonl --output-dir results/window --write-gates gates.pt
+    rlkv-study window --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --gates rlkv.tsv --tasks math500 --data FOLDER \\
+        --sinks 16 32 64 --windows 64 128 256 --sparsities 0.6 --output-dir results/llama8b_window
 
 Every number of sinks x window x prompt kept or not, at every sparsity, decoded greedily; then the bytes that a lower
 sparsity would take, spent on a bigger window, on the prompt, or on fewer compressible heads.  Files: report.html (one

@@ -78,6 +78,8 @@ class Grid:
         """For each two sparsities of the grid, the ways to spend the bytes between them."""
         found = []
         for lower, sparsity in pairwise(self.sparsities):
+            if self.allocation(lower) == self.allocation(sparsity):  # of few heads: no bytes lie between them
+                continue
             budget = self.share(task, self.base, lower)
             prompt = Sizes(0, 1, protect_prompt=True)
             wide = {WINDOW: self._widest(task, self.base, sparsity, budget)}

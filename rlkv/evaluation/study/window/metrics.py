@@ -85,12 +85,11 @@ def _pooled(grid: Grid, task: str, steps: list[Step]) -> Metrics | None:
 
 
 def _gain(base: Floats, scores: Floats, added: float) -> Metrics:
-    """The gain in accuracy, and in points per percent of the full cache's bytes; ``added``: share of bytes."""
-    gain = asdict(paired_difference(base, scores))
-    return {"gain": gain, "per_percent": {name: gain[of] / added for name, of in _NAMES.items()}}
-
-
-_NAMES = {"mean": "difference", "low": "low", "high": "high"}
+    """The gain in accuracy, and in points per percent of the full cache's bytes; None where no bytes were ``added``."""
+    test = paired_difference(base, scores)
+    points = {"mean": test.difference, "low": test.low, "high": test.high}
+    rate = {name: value / added for name, value in points.items()} if added > 0 else None
+    return {"gain": asdict(test), "per_percent": rate}
 
 
 def _pairs(scores: Mapping[str, Floats]) -> list[Metrics]:

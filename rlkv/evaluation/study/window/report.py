@@ -68,7 +68,7 @@ def recommendation_text(metrics: Metrics) -> str:
 
 def _rate(way: Metrics) -> str:
     of = way["per_percent"]
-    return f"{of['mean']:+.2f} [{of['low']:+.2f}, {of['high']:+.2f}]"
+    return NOT_AVAILABLE if of is None else f"{of['mean']:+.2f} [{of['low']:+.2f}, {of['high']:+.2f}]"
 
 
 def write_task(task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:

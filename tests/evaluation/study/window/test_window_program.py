@@ -133,6 +133,12 @@ def test_a_second_run_decodes_nothing(inputs: Path, done: Path, monkeypatch: pyt
     assert "within 70% of the bytes" in lines[0]
 
 
+def test_sparsities_with_the_same_heads_leave_no_bytes_to_spend(inputs: Path, done: Path) -> None:
+    arguments = [word if word != "0.75" else "0.51" for word in options(inputs, done)]
+    lines = run_window_study(parse(WindowConfig, arguments=arguments))
+    assert lines[1].startswith("tiny: no two sparsities")
+
+
 def test_the_page_has_the_published_sweeps(done: Path) -> None:
     for file in ("report.md", "report.html"):
         text = (done / file).read_text()
