@@ -30,8 +30,8 @@ WINDOW = """Study what compressible heads should keep: sinks, window and prompt,
     rlkv-study window --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --gates rlkv.tsv --tasks math500 --data FOLDER \\
         --sinks 16 32 64 --windows 64 128 256 --sparsities 0.6 --output-dir results/llama8b_window
 
-Every number of sinks x window x prompt kept or not, at every sparsity, decoded greedily; then the bytes that a lower
-sparsity would take, spent on a bigger window, on the prompt, or on fewer compressible heads.  Files: report.html (one
+Every number of sinks x window x prompt kept or not, at every sparsity, decoded greedily; then the bytes that the prompt
+takes, spent on it, on a bigger window, or on fewer compressible heads.  Files: report.html (one
 file), report.md, plots, results.json with every number, rows/ with every text.  --write-gates writes what is
 recommended into a copy of the gates, from which rlkv-infer takes it.  The same command resumes a run that was stopped.
 """

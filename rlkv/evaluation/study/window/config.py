@@ -23,7 +23,7 @@ class WindowConfig(TaskOptions):
     windows: tuple[int, ...] = ()
     """windows of the grid; default: 1, 2 and 4 times --window"""
     sparsities: tuple[float, ...] = (0.4, 0.6, 0.8)
-    """of the grid; each one and the next lower one are also compared at equal bytes; one alone: sizes for it"""
+    """of the grid; one alone: sizes for it"""
     byte_budget: float | None = None
     """share of the full cache's bytes: recommend the most accurate setting within it; default: recommend the setting
     with the fewest bytes within --margin of the full cache"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import product
 
 import torch
 
@@ -22,16 +22,18 @@ from rlkv.gates.head_gates import HeadGates
 HEADS, WINDOW, PROMPT = "fewer compressible heads", "bigger window", "prompt"
 
 
+Setting = tuple[Sizes, float]  # with the sparsity
+
+
 @dataclass(frozen=True)
 class Step:
-    """Bytes spent in several ways: from ``sparsity`` with the base sizes to what the next ``lower`` one holds.
+    """The bytes that a protected prompt adds to the base sizes at a sparsity, spent in several ways.
 
-    ``ways``: sizes and sparsity of each; None where the bytes do not suffice.
+    ``ways``: None where not one more head or token fits.
     """
 
     sparsity: float
-    lower: float
-    ways: dict[str, tuple[Sizes, float] | None]
+    ways: dict[str, Setting | None]
 
 
 @dataclass(frozen=True)
@@ -75,31 +77,32 @@ class Grid:
         return kv_share(CacheSettings(**sizes._asdict()), full, self.entry_size, lengths)
 
     def steps(self, task: str) -> list[Step]:
-        """For each two sparsities of the grid, the ways to spend the bytes between them."""
+        """For each sparsity the ways to spend the bytes that the prompt takes there."""
         found = []
-        for lower, sparsity in pairwise(self.sparsities):
-            if self.allocation(lower) == self.allocation(sparsity):  # of few heads: no bytes lie between them
-                continue
-            budget = self.share(task, self.base, lower)
-            prompt = Sizes(0, 1, protect_prompt=True)
-            wide = {WINDOW: self._widest(task, self.base, sparsity, budget)}
-            wide[PROMPT] = self._widest(task, prompt, sparsity, budget)
-            ways = {name: None if sizes is None else (sizes, sparsity) for name, sizes in wide.items()}
-            found.append(Step(sparsity, lower, {HEADS: (self.base, lower), **ways}))
+        for sparsity in self.sparsities:
+            prompt = (Sizes(0, self.base.window, protect_prompt=True), sparsity)
+            budget = self.share(task, *prompt)
+            ways = {HEADS: self._most_heads(task, sparsity, budget), WINDOW: self._widest(task, sparsity, budget)}
+            found.append(Step(sparsity, {PROMPT: prompt, **ways}))
         return found
 
-    def _widest(self, task: str, sizes: Sizes, sparsity: float, budget: float) -> Sizes | None:
-        """``sizes`` with the longest window that holds at most ``budget``; None if a window of 1 holds more."""
+    def _most_heads(self, task: str, sparsity: float, budget: float) -> Setting | None:
+        """The base sizes with as many full heads as hold at most ``budget``."""
+        total = self.gates.alpha.numel()
+        for compressible in range(self.allocation(sparsity).num_compressible):
+            if self.share(task, self.base, compressible / total) <= budget:
+                return self.base, compressible / total
+        return None
 
-        def fits(window: int) -> bool:
-            return self.share(task, sizes._replace(window=window), sparsity) <= budget
-
-        low = 0  # fits, or nothing does
+    def _widest(self, task: str, sparsity: float, budget: float) -> Setting | None:
+        """The base sinks with the longest window that holds at most ``budget``."""
+        low = self.base.window
         high = 1 + max(tokens for _, tokens in self.measurements.text_lengths(task, self.full(task)))
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return sizes._replace(window=low) if low else None
+            fits = self.share(task, self.base._replace(window=middle), sparsity) <= budget
+            low, high = (middle, high) if fits else (low, middle)
+        return (self.base._replace(window=low), sparsity) if low > self.base.window else None
 
     def conditions(self) -> ConditionRequests:
         """All that must be measured in addition to the full cache, which must have been measured."""
@@ -109,7 +112,7 @@ class Grid:
             for step in self.steps(task):
                 for name, way in step.ways.items():
                     if way is not None:
-                        yield f"{name} for the bytes of {step.lower:g}", self.condition(task, *way)
+                        yield f"{name} for the bytes of the prompt at {step.sparsity:g}", self.condition(task, *way)
 
 
 def with_recommendation(gates: HeadGates, sizes: Sizes, base_sink: int, summary: dict[str, object]) -> HeadGates:

@@ -62,7 +62,6 @@ def _step(grid: Grid, task: str, step: Step) -> Metrics:
     scores = {name: grid.outcome(task, *way).correct for name, way in step.ways.items() if way is not None}
     return {
         "sparsity": step.sparsity,
-        "lower": step.lower,
         "base": {"sizes": str(grid.base), "share": base_share, "accuracy": accuracy_of([base], full)},
         "ways": ways,
         "pairs": _pairs(scores),

@@ -30,14 +30,15 @@ def findings(metrics: Metrics) -> list[str]:
     for task, found in metrics["tasks"].items():
         pooled = found["pooled"]
         if pooled is None:
-            lines.append(f"{task}: no two sparsities of the grid leave bytes for all three ways to spend them.")
+            lines.append(f"{task}: at no sparsity do the bytes of the prompt suffice for one more head and token.")
             continue
         n = found["full"]["n"]
         bought = ", ".join(f"{name} {_rate(pooled['ways'][name])}" for name in WAYS)
         pairs = [f"{of['first']} minus {of['second']} {verdict(of['difference'])}" for of in pooled["pairs"]]
         lines.append(
             f"{task}, n = {n}: points of accuracy per percent of the full cache's bytes, from {metrics['base']} on, "
-            f"mean over {plural(pooled['steps'], 'step')}: {bought}. Accuracy at equal bytes: {'; '.join(pairs)}."
+            f"mean over {pooled['steps']} sparsities: {bought}. Accuracy for the bytes of the prompt: "
+            f"{'; '.join(pairs)}."
         )
     return lines
 
@@ -53,6 +54,9 @@ def recommendation_text(metrics: Metrics) -> str:
         f"{task} {value:.3f} (full cache {found['full'][task]:.3f}) with {found['share'][task]:.1%} of the bytes"
         for task, value in found["accuracy"].items()
     )
+    by_sparsity = [
+        f"{s:g} {name or 'none'}" for s, name in zip(metrics["sparsities"], metrics["by_sparsity"], strict=True)
+    ]
     fewest = "" if budget is not None else "the fewest bytes "
     text = f"Recommended: {found['name']} at sparsity {found['sparsity']:g}, {fewest}{rule}: {accuracy}."
     if found["alike"] is not None:
@@ -63,7 +67,7 @@ def recommendation_text(metrics: Metrics) -> str:
             f" {HELD_OUT} ({' and '.join(held_out['chosen'])}): {held_out['accuracy']:.3f}, full cache "
             f"{held_out['full']:.3f}."
         )
-    return text
+    return f"{text} By the same rule at each sparsity alone: {', '.join(by_sparsity)}."
 
 
 def _rate(way: Metrics) -> str:
@@ -85,12 +89,13 @@ def write_task(task: str, found: Metrics, metrics: Metrics, page: Page, folder: 
     )
     page.heading(f"The same bytes, spent in three ways: {task}", level=3)
     page.table(
-        ["from, to the bytes of", "base", *WAYS, *(f"{a} minus {b}" for a, b in _pair_names(found))],
+        ["sparsity", f"{metrics['base']}", *WAYS, *(f"{a} minus {b}" for a, b in _pair_names(found))],
         [_step_row(step) for step in found["steps"]],
-        f"{task}: from the base sizes {metrics['base']} at a sparsity to at most the bytes that they hold at the next "
-        "lower one. Accuracy; below, the gain over the base in points per percent of the full cache's bytes with its "
-        "95% interval (paired bootstrap over problems), and what is kept. Last columns: paired differences in accuracy "
-        f"at these bytes (green: the first is better). {NOT_AVAILABLE}: the prompt alone holds more bytes.",
+        f"{task}: the bytes that a protected prompt adds to {metrics['base']} at each sparsity, spent on it, on the "
+        "longest window or on the most full heads that hold at most as much. Accuracy; below, the gain in points per "
+        "percent of the full cache's bytes with its 95% interval (paired bootstrap over problems), what is kept, and "
+        "its bytes. Last columns: paired differences in accuracy (green: the first is better). "
+        f"{NOT_AVAILABLE}: not one more head or token fits.",
     )
     file = folder / f"window-{task.replace(':', '_')}.png"
     plot_curves(file, _grid_panel(task, found, metrics), _bytes_panel(task, found))
@@ -112,14 +117,14 @@ def _pair_names(found: Metrics) -> list[tuple[str, str]]:
 
 
 def _step_row(step: Metrics) -> list[Cell | str]:
-    base, row = step["base"], [f"s = {step['sparsity']:g}, {step['lower']:g}"]
-    cells: list[Cell | str] = [*row, Cell(f"{base['accuracy']['mean']:.3f}", "", f"{base['share']:.1%}")]
+    base, title = step["base"], f"s = {step['sparsity']:g}"
+    cells: list[Cell | str] = [title, Cell(f"{base['accuracy']['mean']:.3f}", "", f"{base['share']:.1%}")]
     for name in WAYS:
         way = step["ways"].get(name)
         if way is None:
             cells.append(NOT_AVAILABLE)
             continue
-        kept = f"{way['sizes']} @ {way['sparsity']:g}, {way['share']:.1%}"
+        kept = f"{way['sizes']} @ {way['sparsity']:.3g}, {way['share']:.1%}"
         cells.append(Cell(f"{way['accuracy']['mean']:.3f}", "", f"{_rate(way)}\n{kept}"))
     tests = {(of["first"], of["second"]): of["difference"] for of in step["pairs"]}
     for pair in _pair_names(step):

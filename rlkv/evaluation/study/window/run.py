@@ -15,7 +15,7 @@ from rlkv.evaluation.study.window.config import WindowConfig
 from rlkv.evaluation.study.window.grid import Grid, with_recommendation
 from rlkv.evaluation.study.window.metrics import candidates, task_metrics
 from rlkv.evaluation.study.window.published import FACTORS, write_published_sweeps
-from rlkv.evaluation.study.window.recommend import recommend
+from rlkv.evaluation.study.window.recommend import choose, recommend
 from rlkv.evaluation.study.window.report import findings, write_task
 from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.gates.head_gates import HeadGates
@@ -60,13 +60,16 @@ def run_window_study(config: WindowConfig) -> list[str]:
     measurements.measure(FULL_CACHE, [(FULL_CACHE, grid.full_condition(task)) for task in tasks])
     measurements.measure("settings", grid.conditions())
     full = {task: grid.full(task).correct for task in tasks}
+    settings, rule = candidates(grid), (full, config.margin, config.byte_budget)
+    alone = [choose([of for of in settings if of.sparsity == s], *rule) for s in grid.sparsities]
     metrics: Metrics = {
         "base": str(grid.base),
         "sparsities": list(grid.sparsities),
         "margin": config.margin,
         "byte_budget": config.byte_budget,
         "tasks": {task: task_metrics(grid, task) for task in tasks},
-        "recommendation": recommend(candidates(grid), full, config.margin, config.byte_budget),
+        "recommendation": recommend(settings, *rule),
+        "by_sparsity": [None if of is None else str(of.sizes) for of in alone],
     }
     lines = findings(metrics)
     _write_report(config, grid, metrics, lines, time.monotonic() - started)

@@ -57,8 +57,8 @@ def test_every_setting_is_measured_once(done: Path, results: dict[str, Any]) -> 
     assert [len(cells) for cells in found["cells"].values()] == [2] * 4
     names = [condition["rows"] for condition in results["conditions"]]
     assert len(names) == len(set(names)) == len(list((done / "rows").glob("*.jsonl")))
-    # the full cache, 4 sizes at 2 sparsities, 2 of the 3 ways (fewer heads are in the grid)
-    assert len(names) == 1 + 8 + 2
+    # the full cache, 4 sizes at 2 sparsities, and at each a longer window and fewer compressible heads
+    assert len(names) == 1 + 8 + 4
 
 
 def test_accuracies_are_those_of_a_plain_decoding(inputs: Path, results: dict[str, Any]) -> None:
@@ -97,22 +97,30 @@ def test_shares_are_bytes_counted_by_hand_on_the_texts_of_the_full_cache(
 
 
 def test_the_three_ways_hold_the_same_bytes(results: dict[str, Any]) -> None:
-    (step,) = results["tasks"]["tiny"]["steps"]
-    ways = step["ways"]
-    assert (step["sparsity"], step["lower"]) == (0.75, 0.5)
-    assert (ways["fewer compressible heads"]["sizes"], ways["fewer compressible heads"]["sparsity"]) == ("4 + 16", 0.5)
-    budget = ways["fewer compressible heads"]["share"]
-    for name in ("prompt", "bigger window"):
-        assert ways[name]["sparsity"] == 0.75
-        assert budget - 0.02 < ways[name]["share"] <= budget  # a token of 18 heads is 0.02 of these texts
-        added = 100 * (ways[name]["share"] - step["base"]["share"])
-        gained = ways[name]["accuracy"]["mean"] - step["base"]["accuracy"]["mean"]
-        assert ways[name]["per_percent"]["mean"] == pytest.approx(100 * gained / added)
-    pooled = results["tasks"]["tiny"]["pooled"]  # one step: its mean is the step
-    assert pooled["ways"]["prompt"]["gain"] == ways["prompt"]["gain"]
-    assert [(of["first"], of["second"]) for of in pooled["pairs"]] == [
-        (of["first"], of["second"]) for of in step["pairs"]
-    ]
+    found = results["tasks"]["tiny"]
+    for place, step in enumerate(found["steps"]):
+        ways = step["ways"]
+        assert step["sparsity"] == (0.5, 0.75)[place]
+        budget = found["cells"]["prompt + 16"][place]["share"]
+        assert ways["prompt"]["share"] == budget
+        # a token of up to 18 heads is 0.02 of these texts, a head 0.04
+        for name, most in (("bigger window", 0.02), ("fewer compressible heads", 0.04)):
+            assert budget - most < ways[name]["share"] <= budget
+        assert ways["fewer compressible heads"]["sparsity"] < step["sparsity"] == ways["bigger window"]["sparsity"]
+        for way in ways.values():
+            added = 100 * (way["share"] - step["base"]["share"])
+            gained = way["accuracy"]["mean"] - step["base"]["accuracy"]["mean"]
+            assert way["per_percent"]["mean"] == pytest.approx(100 * gained / added)
+
+
+def test_pooled_gains_are_means_over_the_sparsities(results: dict[str, Any]) -> None:
+    found = results["tasks"]["tiny"]
+    for name, of in found["pooled"]["ways"].items():
+        gains = [step["ways"][name]["gain"]["difference"] for step in found["steps"]]
+        assert of["gain"]["difference"] == pytest.approx(sum(gains) / 2)
+    pairs = [(of["first"], of["second"]) for of in found["pooled"]["pairs"]]
+    assert pairs == [(of["first"], of["second"]) for of in found["steps"][0]["pairs"]]
+    assert len(pairs) == 3
 
 
 def test_gates_are_written_as_recommended(done: Path, results: dict[str, Any]) -> None:
@@ -133,10 +141,12 @@ def test_a_second_run_decodes_nothing(inputs: Path, done: Path, monkeypatch: pyt
     assert "within 70% of the bytes" in lines[0]
 
 
-def test_sparsities_with_the_same_heads_leave_no_bytes_to_spend(inputs: Path, done: Path) -> None:
-    arguments = [word if word != "0.75" else "0.51" for word in options(inputs, done)]
+def test_without_compressible_heads_there_are_no_bytes_to_spend(inputs: Path, done: Path) -> None:
+    arguments = options(inputs, done)
+    at = arguments.index("--sparsities")
+    arguments[at + 1 : at + 3] = ["0.01"]  # of 24 heads: none
     lines = run_window_study(parse(WindowConfig, arguments=arguments))
-    assert lines[1].startswith("tiny: no two sparsities")
+    assert lines[1].startswith("tiny: at no sparsity")
 
 
 def test_the_page_has_the_published_sweeps(done: Path) -> None:
