@@ -21,6 +21,7 @@ from rlkv.evaluation.study.text import (
 from rlkv.evaluation.study.window.metrics import WAYS
 
 SHARE = "bytes of KV / bytes of the full cache, on the full cache's texts"
+MARKERS = "os^vD"
 HELD_OUT = "Chosen on one half of the problems and measured on the other, both ways"
 
 
@@ -102,7 +103,7 @@ def write_task(task: str, found: Metrics, metrics: Metrics, page: Page, folder: 
     page.picture(
         file,
         f"{task}: accuracy over bytes, 95% intervals. Left: the grid, a curve for each size over the sparsities "
-        "(dashed: prompt kept). Right: the same bytes spent in three ways.",
+        "(dashed: prompt kept). Right: the bytes of the prompt, spent in three ways.",
     )
 
 
@@ -135,8 +136,22 @@ def _step_row(step: Metrics) -> list[Cell | str]:
 
 def _grid_panel(task: str, found: Metrics, metrics: Metrics) -> Panel:
     curves = {name: curve([of["share"] for of in cells], cells) for name, cells in found["cells"].items()}
-    dashed = {name: {"linestyle": "--", "marker": "s"} for name in curves if name.startswith("prompt")}
-    return Panel(f"{task}: the grid", SHARE, curves, styles=dashed, reference=found["full"]["mean"], ticks=False)
+    styles = _size_styles(list(curves))
+    return Panel(f"{task}: the grid", SHARE, curves, styles=styles, reference=found["full"]["mean"], ticks=False)
+
+
+def _size_styles(names: list[str]) -> dict[str, dict[str, str]]:
+    """A colour for each window, a marker for each number of sinks, dashes for a prompt."""
+    parts = [name.rpartition(" + ") for name in names]
+    firsts, windows = (list(dict.fromkeys(part[place] for part in parts)) for place in (0, 2))
+    return {
+        name: {
+            "color": f"C{windows.index(window) % 10}",
+            "marker": MARKERS[firsts.index(first) % len(MARKERS)],
+            "linestyle": "--" if first.startswith("prompt") else "-",
+        }
+        for name, (first, _, window) in zip(names, parts, strict=True)
+    }
 
 
 def _bytes_panel(task: str, found: Metrics) -> Panel:
@@ -145,4 +160,6 @@ def _bytes_panel(task: str, found: Metrics) -> Panel:
         for name in WAYS
     }
     curves = {name: points for name, points in curves.items() if points}
-    return Panel(f"{task}: the same bytes", SHARE, curves, reference=found["full"]["mean"], ticks=False)
+    styles = dict(zip(WAYS, ({"color": "black"}, {"color": "C8"}, {"color": "C9"}), strict=True))
+    title, full = f"{task}: the bytes of the prompt", found["full"]["mean"]
+    return Panel(title, SHARE, curves, styles=styles, reference=full, ticks=False)
