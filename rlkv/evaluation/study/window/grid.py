@@ -6,7 +6,7 @@ for all settings, so that a setting whose texts get longer does not seem to hold
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -113,14 +113,3 @@ class Grid:
                 for name, way in step.ways.items():
                     if way is not None:
                         yield f"{name} for the bytes of the prompt at {step.sparsity:g}", self.condition(task, *way)
-
-
-def with_recommendation(gates: HeadGates, sizes: Sizes, base_sink: int, summary: dict[str, object]) -> HeadGates:
-    """``gates`` that state ``sizes`` for serving; ``summary`` of the choice goes into their training summary."""
-    return replace(
-        gates,
-        deploy_sink=max(sizes.sink, base_sink) if sizes.protect_prompt else sizes.sink,
-        deploy_window=sizes.window,
-        deploy_protect_prompt=sizes.protect_prompt,
-        training={**gates.training, "window_study": summary},
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rlkv.cache.accounting import EntrySize
@@ -12,7 +12,7 @@ from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.evaluation.study.measurements import Measurements, Metrics, Sizes
 from rlkv.evaluation.study.tasks import study_tasks
 from rlkv.evaluation.study.window.config import WindowConfig
-from rlkv.evaluation.study.window.grid import Grid, with_recommendation
+from rlkv.evaluation.study.window.grid import Grid
 from rlkv.evaluation.study.window.metrics import candidates, task_metrics
 from rlkv.evaluation.study.window.published import FACTORS, write_published_sweeps
 from rlkv.evaluation.study.window.recommend import choose, recommend
@@ -86,7 +86,14 @@ def _write_gates(config: WindowConfig, file: Path, grid: Grid, metrics: Metrics)
         )
     summary = {name: found[name] for name in ("name", "sparsity", "accuracy", "full", "share")}
     sizes = Sizes(**found["sizes"])
-    with_recommendation(grid.gates, sizes, grid.base.sink, {**summary, "margin": config.margin}).save(file)
+    replace(
+        grid.gates,
+        # another prompt may be shorter than those of the study
+        deploy_sink=max(sizes.sink, grid.base.sink) if sizes.protect_prompt else sizes.sink,
+        deploy_window=sizes.window,
+        deploy_protect_prompt=sizes.protect_prompt,
+        training={**grid.gates.training, "window_study": {**summary, "margin": config.margin}},
+    ).save(file)
 
 
 def _write_report(config: WindowConfig, grid: Grid, metrics: Metrics, lines: list[str], seconds: float) -> None:
