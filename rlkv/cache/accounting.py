@@ -83,7 +83,7 @@ def kv_nbytes(
     policy, num_full = settings.eviction, int(full.sum())
     num_compressible = full.numel() - num_full
     if policy is None:
-        of_head = tokens.clamp(max=settings.ring) * size.nbytes
+        of_head = torch.minimum(tokens, settings.sinks(prompts) + settings.window) * size.nbytes
     else:
         copies = size.group_size if policy.per_query_head else 1
         of_head = copies * entries * (size.nbytes + (4 if policy.accumulates else 0))

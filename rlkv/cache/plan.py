@@ -1,9 +1,10 @@
 """Where the tokens of one forward call go in the cache, and what each of them may see.
 
-Shapes: B rows, n tokens of this call, T tokens after it, S sinks, W window, R = S + W ring entries.
+Shapes: B rows, n tokens of this call, T tokens after it, S sinks, W window, R ring entries.
 A row's *position* counts its real tokens from 0; left padding has negative positions.  Position p lives in
 ring slot p if p < S, else in slot S + (p - S) mod W: the newest token overwrites the one that leaves the window, and
-slot j of a row whose newest position is t is in use exactly if j <= t.
+slot j < S + W of a row whose newest position is t is in use exactly if j <= t.  With a protected prompt S is a number
+of each row, and R is the largest S + W.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkv.attention import LocalSizes
+from rlkv.cache.rows import PerRow, read_padding
 from rlkv.cache.schedule import PREFILL_MODES, RowCounts, Segment, SegmentTensors, plan_segments, split_call
 from rlkv.eviction.base import EvictionPolicy
 
@@ -25,13 +27,15 @@ BLOCK = 512  # queries of a local prompt that attend together: the cost is linea
 class CacheSettings(LocalSizes):
     """What the compressible heads keep: ``sink`` first and ``window`` last real tokens of each row.
 
-    With ``eviction`` they keep what that policy chooses instead, and ``sink`` and ``window`` have no effect.
+    ``protect_prompt``: of the first ones at least the prompt, that is, the tokens of the first call.  With ``eviction``
+    they keep what that policy chooses instead, and ``sink``, ``window`` and ``protect_prompt`` have no effect.
     """
 
     sink: int = 16
     window: int = 64
     prefill: str = "full"
     eviction: EvictionPolicy | None = None
+    protect_prompt: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,60 +46,12 @@ class CacheSettings(LocalSizes):
                 f"eviction is {self.eviction!r}, which is not a policy: pass an instance, such as "
                 "rlkv.eviction.RKV(budget=256)"
             )
+        if not isinstance(self.protect_prompt, bool):
+            raise ValueError(f"protect_prompt is {self.protect_prompt!r}: it must be True or False")
 
-    @property
-    def ring(self) -> int:
-        """Entries that a compressible head holds for one row: R = S + W."""
-        return self.sink + self.window
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Left padding of a batch: ``counts`` int64 ``[B]``, and the extremes as plain ints."""
-
-    counts: Tensor
-    smallest: int
-    largest: int
-
-    @classmethod
-    def of(cls, counts: Tensor) -> Padding | None:
-        """None if no row is padded."""
-        smallest, largest = (int(x) for x in torch.aminmax(counts))
-        return cls(counts, smallest, largest) if largest else None
-
-    def select(self, rows: Tensor) -> Padding | None:
-        return Padding.of(self.counts.index_select(0, rows.to(self.counts.device)))
-
-    def to(self, device: torch.device) -> Padding:
-        return Padding(self.counts.to(device), self.smallest, self.largest)
-
-    def real(self, num_tokens: int) -> Tensor:
-        """bool [B, num_tokens]: which columns hold real tokens."""
-        return torch.arange(num_tokens, device=self.counts.device) >= self.counts[:, None]
-
-
-def read_padding(attention_mask: Tensor | None, known: Padding | None, start: int, length: int) -> Padding | None:
-    """The padding that a 2D mask ``[B, start + length]`` describes; ``known`` is that of the cache if start > 0.
-
-    Raises:
-        ValueError: if padding lies anywhere but at the start of the rows, or changes between two calls.
-    """
-    end = start + length
-    if attention_mask is None:
-        return known if start else None
-    if attention_mask.shape[-1] != end:
-        raise ValueError(
-            f"attention_mask has {attention_mask.shape[-1]} columns but the cache will hold {end} tokens: pass one "
-            "column for every token so far, cached and new"
-        )
-    padding = known if start else Padding.of(end - attention_mask.sum(-1))
-    expected = True if padding is None else padding.real(end).to(attention_mask.device)
-    if not (attention_mask == expected).all():
-        raise ValueError(
-            "attention_mask masks tokens that are not padding at the start of a row: this cache takes left padding "
-            "only, the same in every call (set tokenizer.padding_side = 'left')"
-        )
-    return padding
+    def sinks(self, prompts: Tensor) -> Tensor:
+        """First tokens that a compressible head keeps of rows with ``prompts`` tokens in their first call."""
+        return prompts.clamp(min=self.sink) if self.protect_prompt else torch.full_like(prompts, self.sink)
 
 
 @dataclass(frozen=True)
@@ -115,13 +71,15 @@ class CallPart:
 class CacheState:
     """What the layers of one cache share.
 
-    ``limit`` is the length at which generation ends, if known; ``row_counts`` where the rows stand under an eviction
-    policy; ``record`` whether the positions of cached tokens are noted; ``planned`` as of :class:`RowCounts`.
+    ``limit`` is the length at which generation ends, if known; ``sinks`` how many first tokens of each row compressible
+    heads keep, None where all keep ``settings.sink``; ``row_counts`` where the rows stand under an eviction policy;
+    ``record`` whether the positions of cached tokens are noted; ``planned`` as of :class:`RowCounts`.
     """
 
     settings: CacheSettings
     limit: int | None = None
-    padding: Padding | None = None
+    padding: PerRow | None = None
+    sinks: PerRow | None = None
     row_counts: RowCounts | None = None
     record: bool = False
     planned: Tensor | None = None
@@ -130,6 +88,9 @@ class CacheState:
         """Note the padding, cut the call into its parts, and plan how an eviction policy stores them."""
         self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
+        if self.settings.protect_prompt and policy is None and start == 0:
+            padding = torch.zeros(rows, dtype=torch.long) if self.padding is None else self.padding.counts
+            self.sinks = PerRow.of(self.settings.sinks(length - padding))
         parts = [CallPart(*part) for part in split_call(self.settings.prefill, start, length)]
         if policy is None:
             return parts
@@ -143,6 +104,15 @@ class CacheState:
         self.row_counts = counts
         return parts
 
+    @property
+    def ring(self) -> int:
+        """R: entries for which a compressible head has memory for each row."""
+        return self.settings.window + (self.settings.sink if self.sinks is None else self.sinks.largest)
+
+    def first_kept(self, rows: int) -> Tensor:
+        """S of each of the ``rows`` rows: int64 ``[B]`` on the CPU."""
+        return torch.full((rows,), self.settings.sink) if self.sinks is None else self.sinks.counts.cpu()
+
     def join(self, other: CacheState, rows: tuple[int, int], layout: JoinLayout) -> None:
         """Append the rows of ``other``; ``rows``: how many each has."""
         parts = []
@@ -150,8 +120,11 @@ class CacheState:
             padding = torch.zeros(count, dtype=torch.long) if state.padding is None else state.padding.counts
             parts.append(padding + layout.columns - columns)
         device = next((state.padding.counts.device for state in (self, other) if state.padding is not None), "cpu")
-        self.padding = Padding.of(torch.cat([part.to(device) for part in parts]))
+        self.padding = PerRow.of(torch.cat([part.to(device) for part in parts])).nonzero
         self.limit = layout.limit
+        if self.sinks is not None and other.sinks is not None:
+            counts = [sinks.counts.to(device) for sinks in (self.sinks, other.sinks)]
+            self.sinks = PerRow.of(torch.cat(counts))
         if self.row_counts is not None and other.row_counts is not None:
             self.row_counts = self.row_counts.join(other.row_counts)
 
@@ -184,11 +157,13 @@ class CallLayout:
     """Indices and masks that all layers share in one part of a call; each is built once, when first asked for."""
 
     def __init__(self, part: CallPart, state: CacheState, device: torch.device) -> None:
-        self.settings, self.device = state.settings, device
+        self.window, self.ring, self.device = state.settings.window, state.ring, device
         self.start, self.length, self.in_full = part.start, part.length, part.in_full
         self.end = self.start + self.length
         self.segments = [SegmentTensors(segment, device) for segment in part.segments]
         self.padding = state.padding.to(device) if state.padding is not None else None
+        self.sinks = state.sinks.to(device) if state.sinks is not None else None
+        self.sink = state.settings.sink if state.sinks is None else state.sinks.largest
 
     @property
     def is_prompt(self) -> bool:
@@ -220,26 +195,28 @@ class CallLayout:
 
     @cached_property
     def ring_slot(self) -> int | Tensor:
-        """Slot of the new token: one int, or int64 ``[B]`` where rows are padded differently."""
-        sink, window = self.settings.sink, self.settings.window
-        if self.padding is not None and self.padding.largest > self.padding.smallest:
-            positions = (self.start - self.padding.counts).clamp(min=0)
-            return torch.where(positions < sink, positions, sink + (positions - sink) % window)
+        """Slot of the new token: one int, or int64 ``[B]`` where it is not the same in all rows."""
+        if any(rows is not None and rows.differ for rows in (self.padding, self.sinks)):
+            positions, sinks = (self.start - self._counts[:, 0]).clamp(min=0), self._sinks[:, 0]
+            return torch.where(positions < sinks, positions, sinks + (positions - sinks) % self.window)
         position = max(0, self.start - self._least_padding)
-        return position if position < sink else sink + (position - sink) % window
+        return position if position < self.sink else self.sink + (position - self.sink) % self.window
 
     @cached_property
     def ring_view(self) -> int:
-        """How many slots are in use in the row that uses most."""
-        return min(self.settings.ring, max(1, self.end - self._least_padding))
+        """How many slots are read: none behind them is in use in any row."""
+        return min(self.ring, max(1, self.end - self._least_padding))
 
     @cached_property
     def ring_mask(self) -> Tensor | None:
-        """bool ``[B, 1, 1, ring_view]``, only while some row has empty slots."""
-        if self.padding is None or self.end - self.padding.largest >= self.ring_view:
+        """bool ``[B, 1, 1, ring_view]``, only where some row has empty slots."""
+        most_padding = self.padding.largest if self.padding is not None else 0
+        fewest_sinks = self.sinks.smallest if self.sinks is not None else self.sink
+        if min(self.end - most_padding, fewest_sinks + self.window) >= self.ring_view:
             return None
-        newest = (self.start - self.padding.counts).clamp(min=0)[:, None]
-        return (torch.arange(self.ring_view, device=self.device) <= newest)[:, None, None, :]
+        newest = (self.start - self._counts).clamp(min=0)
+        slot = torch.arange(self.ring_view, device=self.device)
+        return ((slot <= newest) & (slot < self._sinks + self.window))[:, None, None, :]
 
     @property
     def _least_padding(self) -> int:
@@ -266,20 +243,26 @@ class CallLayout:
     def _counts(self) -> Tensor:
         """int64 ``[B or 1, 1]``: padding of each row."""
         if self.padding is None:
-            return torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            return torch.zeros_like(self._sinks)
         return self.padding.counts[:, None]
 
+    @cached_property
+    def _sinks(self) -> Tensor:
+        """int64 ``[B or 1, 1]``: S of each row."""
+        if self.sinks is None:
+            return torch.full((1, 1), self.sink, device=self.device)
+        return self.sinks.counts[:, None]
+
     def _block_mask(self, begin: int, end: int) -> Tensor:
-        ring, sink, window = self.settings.ring, self.settings.sink, self.settings.window
         query = torch.arange(begin, end, device=self.device) - self._counts
         key = torch.cat([self._ring_positions(begin - self._counts), query], dim=1)[:, None, :]
         query = query[:, :, None]
-        seen = (key < sink) | (key > query - window)
+        seen = (key < self._sinks[:, :, None]) | (key > query - self.window)
         if self.in_full:
-            seen[:, :, ring:] = True
-        seen &= (key >= 0) & (key <= query)
+            seen[:, :, self.ring :] = True
+        seen = seen & (key >= 0) & (key <= query)
         # a padding query sees itself, as in full_mask
-        seen[:, :, ring:] |= torch.eye(end - begin, dtype=torch.bool, device=self.device)
+        seen[:, :, self.ring :] |= torch.eye(end - begin, dtype=torch.bool, device=self.device)
         return seen[:, None]
 
     def _write(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -289,8 +272,8 @@ class CallLayout:
 
     def _ring_positions(self, held: Tensor) -> Tensor:
         """int64 ``[B, R]``: the position in each slot once ``held`` ``[B, 1]`` tokens were cached; -1 if empty."""
-        slot = torch.arange(self.settings.ring, device=self.device)
+        slot = torch.arange(self.ring, device=self.device)
         newest = held - 1
-        in_window = newest - (newest - slot) % self.settings.window
-        position = torch.where(slot < self.settings.sink, slot, in_window)
-        return torch.where(slot <= newest, position, -1)
+        in_window = newest - (newest - slot) % self.window
+        position = torch.where(slot < self._sinks, slot, in_window)
+        return torch.where((slot <= newest) & (slot < self._sinks + self.window), position, -1)

@@ -32,6 +32,10 @@ class HeadReallocationCache(Cache):
     itself included, and with ``prefill="full"`` all earlier tokens of the same call, which is compressed afterwards;
     ``"published"`` reads all but the last 50 tokens of each row so, as RLKV's evaluator does.
 
+    *Protected prompt.*  With ``protect_prompt`` compressible heads also keep the whole prompt: row b, whose first call
+    had P_b real tokens, keeps max(S, P_b) first tokens, and S in the formula above is the largest of these numbers in
+    the batch.  Tokens of later calls (further turns) are kept as generated ones are.
+
     *Eviction.*  With a policy, compressible heads keep what it chooses instead: up to ``budget + buffer`` entries of
     each row (more for policies without a fixed budget).  ``nbytes`` then also counts the queries and scores that the
     policy needs.  In a call of several tokens, ``prefill="full"`` evicts at its end and ``"local"`` at the same
@@ -47,6 +51,7 @@ class HeadReallocationCache(Cache):
         eviction: the policy of the compressible heads; None: ``sink`` and ``window``.
         record: note the positions of cached tokens: ``kept`` lists what each eviction kept, ``held`` what is cached.
         stock_layers: makes transformers' own cache for the layers, by number, that are not changed (sliding windows).
+        protect_prompt: compressible heads keep all tokens of the first call; a policy has an option of its own for it.
 
     Raises:
         ValueError: for a malformed allocation, sizes out of range or an unknown ``prefill``.
@@ -62,13 +67,14 @@ class HeadReallocationCache(Cache):
         eviction: EvictionPolicy | None = None,
         record: bool = False,
         stock_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict,
+        protect_prompt: bool = False,
     ) -> None:
         full = torch.as_tensor(full)
         if full.dtype != torch.bool or full.ndim != 2:
             raise ValueError(f"full must be bool [layers, KV heads], got {full.dtype} {list(full.shape)}")
         if reserve < 0:
             raise ValueError(f"reserve is {reserve}: it must be 0 or more tokens")
-        self.state = CacheState(CacheSettings(sink, window, prefill, eviction), record=record)
+        self.state = CacheState(CacheSettings(sink, window, prefill, eviction, protect_prompt), record=record)
         self.full = full.cpu()
         self.kept: list[KeptTokens] = []
         self._make_stock, self._stock = stock_layers, stock_layers()
@@ -91,9 +97,10 @@ class HeadReallocationCache(Cache):
 
     def fill(self, key: Tensor, value: Tensor) -> None:
         """For measurements: store the states ``[B, H, T, D]`` of a prompt in every layer of an empty cache."""
-        plan = CallLayout(CallPart(0, key.shape[2], in_full=True), self.state, key.device)
         if self.settings.eviction is not None:
             raise ValueError("fill() has no queries to give an eviction policy: let the model read a prompt instead")
+        self.state.begin_call(None, 0, key.shape[2], key.shape[0])
+        plan = CallLayout(CallPart(0, key.shape[2], in_full=True), self.state, key.device)
         for layer in self._layers.values():
             layer.store(key[:, :, None], key, value, plan, 1.0)
 
@@ -141,13 +148,15 @@ class HeadReallocationCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, int64 ``[B']``."""
+        if self.state.sinks is not None:
+            self.state.sinks = self.state.sinks.select(indices)
         for layer in self._layers.values():
             layer.select_rows(indices)
         for stock in self._stock.values():
             if stock.is_initialized:
                 stock.batch_select_indices(indices.to(stock.device))
         if self.state.padding is not None:
-            self.state.padding = self.state.padding.select(indices)
+            self.state.padding = self.state.padding.select(indices).nonzero
         if self.state.row_counts is not None:
             self.state.row_counts = self.state.row_counts.select(indices)
 
@@ -181,7 +190,7 @@ class HeadReallocationCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, the padding and what was kept; memory stays."""
-        self.state.padding = self.state.row_counts = self.state.planned = None
+        self.state.padding = self.state.sinks = self.state.row_counts = self.state.planned = None
         self.kept.clear()
         for layer in self._layers.values():
             layer.reset()

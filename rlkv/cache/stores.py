@@ -1,6 +1,6 @@
 """Stores of a layer's KV, and the two simple ones: a growing buffer for full heads, a ring for compressible ones.
 
-Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, R = S + W ring entries, D head size.
+Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, R ring entries, D head size.
 """
 
 from __future__ import annotations
@@ -154,14 +154,15 @@ class FullStore(Store):
 
 
 class RingStore(Store):
-    """The first S and the last W real tokens of each row, in a ring of S + W slots (:mod:`rlkv.cache.plan`)."""
+    """The first S and the last W real tokens of each row, in a ring of R slots (:mod:`rlkv.cache.plan`)."""
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
-        super().allocate(key, value, self.state.settings.ring)
+        super().allocate(key, value, self.state.ring)
         for ring in self.planes.values():
             ring.zero_()  # an empty slot is masked, but 0 * NaN of stale memory would still be NaN
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
+        self._resize(plan.ring)
         if plan.length == 1:
             _write_token(self.keys, key, plan.ring_slot)
             _write_token(self.values, value, plan.ring_slot)
@@ -178,22 +179,36 @@ class RingStore(Store):
         return torch.cat(parts, dim=3)
 
     def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
+        self._resize(plan.ring)
         _write_tokens(self.keys, key, *plan.whole_write)
         _write_tokens(self.values, value, *plan.whole_write)
 
+    def select_rows(self, rows: Tensor) -> None:
+        # the rows that stay may need fewer slots: the state's sinks are theirs already
+        self.planes = {name: plane[:, :, : self.state.ring] for name, plane in self.planes.items()}
+        super().select_rows(rows)
+
     def join(self, other: RingStore, layout: JoinLayout) -> None:
         # slots follow from a token's position in its row, which padding does not change
+        slots = max(self.state.ring, other.state.ring)
+        for store in (self, other):
+            store._resize(slots)
         self.planes = {name: torch.cat([plane, other.planes[name]]) for name, plane in self.planes.items()}
 
     def used_nbytes(self, tokens: int) -> int:
-        padding = self.state.padding
-        counts = padding.counts if padding is not None else torch.zeros(self.keys.shape[0])
-        in_ring = int((tokens - counts).clamp(0, self.state.settings.ring).sum())
-        return self.num_heads * in_ring * self.entry_nbytes
+        padding, most = self.state.padding, self.state.first_kept(self.keys.shape[0]) + self.state.settings.window
+        real = torch.full_like(most, tokens) if padding is None else tokens - padding.counts.cpu()
+        return self.num_heads * int(torch.minimum(real, most).sum()) * self.entry_nbytes
 
     def held(self, row: int, tokens: int) -> Tensor:
-        position, settings = torch.arange(tokens), self.state.settings
-        return ((position < settings.sink) | (position >= tokens - settings.window)).expand(self.num_heads, -1)
+        position, sink = torch.arange(tokens), self.state.first_kept(self.keys.shape[0])[row]
+        return ((position < sink) | (position >= tokens - self.state.settings.window)).expand(self.num_heads, -1)
+
+    def _resize(self, slots: int) -> None:
+        """Make the ring ``slots`` long, the new ones 0: needed for the first prompt after a reset, and to join."""
+        for name, ring in self.planes.items():
+            if ring.shape[2] != slots:
+                self.planes[name] = F.pad(ring, (0, 0, 0, slots - ring.shape[2]))
 
 
 def _write_token(ring: Tensor, states: Tensor, slot: int | Tensor) -> None:

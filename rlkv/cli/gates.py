@@ -165,7 +165,8 @@ def _print_summary(gates: HeadGates) -> None:
     for key, value in gates.training.items():
         text = json.dumps(value)
         print(f"          {key}: {text if len(text) <= 100 else text[:97] + '...'}")
-    print(f"serving   sink {gates.deploy_sink}, window {gates.deploy_window} tokens (recommended)")
+    prompt = ", and the whole prompt" if gates.deploy_protect_prompt else ""
+    print(f"serving   sink {gates.deploy_sink}, window {gates.deploy_window} tokens{prompt} (recommended)")
     shares = [("at 0", alpha == 0), ("below 0.1", alpha < 0.1), ("below 0.5", alpha < 0.5), ("at 1", alpha == 1)]
     text = ", ".join(f"{100 * chosen.float().mean():.1f}% {name}" for name, chosen in shares)
     print(f"gates     mean {alpha.mean():.3f}; {text}; {alpha.unique().numel()} distinct values")

@@ -57,7 +57,7 @@ def parse(
         text += CONFIG_HELP.format(what=f"FILE (or packaged: {configs})" if configs else "FILE")
     prog = prog or Path(sys.argv[0]).name
     omit = (tyro.conf.OmitArgPrefixes,)
-    arguments = [*from_file, *given]
+    arguments = _with_truth_values(kind, [*from_file, *given])
     _check_choices(kind, arguments)
     parsed = tyro.cli(kind, args=arguments, description=text, prog=prog, config=omit)
     # not in __post_init__: tyro would put the sentence into a box of its own
@@ -91,6 +91,19 @@ def _check_choices(kind: type, arguments: Sequence[str]) -> None:
         given = value if equals else following
         if get_origin(hint) is Literal and given not in get_args(hint):
             raise ValueError(f"unknown {option} {given!r}: choose one of {', '.join(get_args(hint))}")
+
+
+def _with_truth_values(kind: type, arguments: Sequence[str]) -> list[str]:
+    """``--name`` and ``--no-name`` of a field that is true, false or not given, as tyro reads them."""
+    hints = get_type_hints(kind)
+    optional = {name for name, hint in hints.items() if hint == bool | None}
+    flags = {f"--{no}{name.replace('_', '-')}": (name, not no) for name in optional for no in ("", "no-")}
+    found = []
+    for argument, following in pairwise([*arguments, ""]):
+        name, value = flags.get(argument, ("", False))
+        named = name and following not in ("True", "False")
+        found += [f"--{name.replace('_', '-')}", str(value)] if named else [argument]
+    return found
 
 
 def _preset(given: Sequence[str]) -> str | None:

@@ -21,6 +21,7 @@ VERSION = 1
 EXPECTED = "expected a .pt, .safetensors or .tsv gates file or a PEFT folder"
 HEADER_KEY = "rlkv_gates"  # of the metadata in a safetensors file
 _FIELDS = ("model", "sink", "window", "deploy_sink", "deploy_window", "training")
+_LATER_FIELDS = ("deploy_protect_prompt",)  # which the first files do not have
 PEFT_TYPE = "HEAD_GATE"  # of rlkv.training.head_gate, which imports peft
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -31,7 +32,8 @@ _LAYER = re.compile(r"\.layers\.(\d+)\..*\brlkv_gate\b")
 def to_header(payload: dict[str, Any]) -> dict[str, Any]:
     """All of ``HeadGates.to_payload()`` but the tensors, as plain JSON-able values."""
     model = payload["model"].to_dict() if payload["model"] else None
-    return {"format": FORMAT, "version": VERSION, **{name: payload[name] for name in _FIELDS}, "model": model}
+    fields = (*_FIELDS, *_LATER_FIELDS)
+    return {"format": FORMAT, "version": VERSION, **{name: payload[name] for name in fields}, "model": model}
 
 
 def from_header(header: Any, path: Path) -> dict[str, Any]:
@@ -47,7 +49,8 @@ def from_header(header: Any, path: Path) -> dict[str, Any]:
         )
     try:
         model = ModelShape(**header["model"]) if header["model"] is not None else None
-        return {name: header[name] for name in _FIELDS} | {"model": model}
+        later = {name: header[name] for name in _LATER_FIELDS if name in header}
+        return {name: header[name] for name in _FIELDS} | later | {"model": model}
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: damaged gates file, expected a field that is absent or wrong ({error})") from error
 

@@ -51,6 +51,7 @@ class HeadGates:
         model: shape of the model that they were trained for; None if the file did not say.
         sink, window: tokens that the local attention saw in training.
         deploy_sink, deploy_window: tokens that a compressible head should keep when serving.
+        deploy_protect_prompt: whether it should keep the whole prompt too.
         training: JSON-able summary of the training run.
         source: where they were read from, for error messages; neither saved nor compared.
 
@@ -66,6 +67,7 @@ class HeadGates:
     window: int = 256
     deploy_sink: int = 16
     deploy_window: int = 64
+    deploy_protect_prompt: bool = False
     training: dict[str, Any] = field(default_factory=dict)
     source: str = "gates"
 
@@ -82,6 +84,10 @@ class HeadGates:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{self.source}: {name} is {value!r}, expected a whole number of tokens >= {least}")
+        if not isinstance(self.deploy_protect_prompt, bool):
+            raise ValueError(
+                f"{self.source}: deploy_protect_prompt is {self.deploy_protect_prompt!r}, expected true or false"
+            )
         if self.model is not None and (self.model.num_layers, self.model.num_kv_heads) != self.alpha.shape:
             raise ValueError(
                 f"{self.source}: alpha is {self.alpha.shape[0]} layers x {self.alpha.shape[1]} KV heads, expected "

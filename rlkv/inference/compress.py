@@ -61,8 +61,16 @@ class CompressedSession:
             planned: int64 ``[B]``, a length of text for each row: the policy's ratio is of that length, from the start.
         """
         kept = self.settings
-        sizes = (kept.sink, kept.window, kept.prefill, 0, kept.eviction, self.record)
-        cache = HeadReallocationCache(self.allocation.full, *sizes, stock_layers=self.default_layers)
+        cache = HeadReallocationCache(
+            self.allocation.full,
+            kept.sink,
+            kept.window,
+            kept.prefill,
+            eviction=kept.eviction,
+            record=self.record,
+            stock_layers=self.default_layers,
+            protect_prompt=kept.protect_prompt,
+        )
         cache.state.limit, cache.state.planned = limit, planned
         return cache
 
@@ -75,8 +83,8 @@ class CompressedSession:
             )
         if cache.settings != self.settings or not cache.full.equal(self.allocation.full.cpu()):
             raise ValueError(
-                "past_key_values comes from a compress(...) with another allocation, sink, window, prefill or eviction "
-                "policy: start without it"
+                "past_key_values comes from a compress(...) with another allocation, sink, window, prefill, eviction "
+                "policy or protect_prompt: start without it"
             )
         return cache
 
@@ -125,6 +133,7 @@ def compress(
     scope: str = "global",
     eviction: EvictionPolicy | None = None,
     record: bool = False,
+    protect_prompt: bool = False,
 ) -> Iterator[CompressedSession]:
     """Let ``model`` keep the full KV cache in the heads that need it, and a small one in all others.
 
@@ -147,6 +156,8 @@ def compress(
         eviction: a policy from :mod:`rlkv.eviction`, such as ``RKV(budget=256)``, for the compressible heads, instead
             of ``sink`` and ``window``.
         record: note the positions of cached tokens, for ``session.cache.kept`` and ``session.cache.held(row)``.
+        protect_prompt: compressible heads also keep every token of the prompt, which is what the first call reads;
+            further turns are kept as generated tokens are.  A policy has a field of the same name instead.
 
     Raises:
         ValueError: if gates and model do not belong together, the model cannot be served or is compressed already,
@@ -162,7 +173,12 @@ def compress(
             "gates and eviction are both missing: pass gates (which heads stay full), an eviction policy such as "
             "rlkv.eviction.RKV(budget=256) (what the others keep), or both"
         )
-    settings = CacheSettings(sink, window, prefill, eviction)
+    if protect_prompt and eviction is not None:
+        raise ValueError(
+            f"protect_prompt is given together with the eviction policy {eviction.name}, which decides itself what is "
+            "kept: set the policy's own field, such as RKV(budget=256, protect_prompt=True)"
+        )
+    settings = CacheSettings(sink, window, prefill, eviction, protect_prompt)
     allocation = resolve_allocation(base, gates, sparsity, scope)
     if sliding:
         allocation = exclude_sliding_layers(allocation, sliding, ranked=sparsity is not None)

@@ -94,10 +94,10 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     def _check_heads(self) -> None:
         if self.eviction is None and (self.budget is not None or self.ratio is not None or self.eviction_option):
             raise ValueError("--budget, --ratio and --eviction-option need --eviction, the policy that they are for")
-        if self.eviction is not None and (self.sink is not None or self.window is not None):
+        if self.eviction is not None and any(x is not None for x in (self.sink, self.window, self.protect_prompt)):
             raise ValueError(
-                "--sink and --window do not apply with --eviction: use the fields of the policy, such as "
-                "--eviction-option sink=4"
+                "--sink, --window and --protect-prompt do not apply with --eviction: use the fields of the policy, "
+                "such as --eviction-option sink=4 protect_prompt=true"
             )
         if self.gates_source is not None:
             return

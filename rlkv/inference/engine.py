@@ -72,12 +72,15 @@ class InferenceEngine(HFEngine):
         batch_size: int = 8,
         eviction: EvictionPolicy | None = None,
         record: bool = False,
+        protect_prompt: bool = False,
     ) -> None:
         super().__init__(model, tokenizer, batch_size)
         self.allocation, self.eviction, self.record = allocation, eviction, record
         self._session: CompressedSession | None = None
         self._planned: torch.Tensor | None = None
         self.sizes: dict[str, Any] = {"sink": sink, "window": window, "prefill": prefill}
+        if protect_prompt:  # left out otherwise: answers that were decoded before there was the setting stay valid
+            self.sizes["protect_prompt"] = True
 
     def describe(self) -> dict[str, Any]:
         """What completions depend on: numbers, device, and what the compressible heads keep."""

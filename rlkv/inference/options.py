@@ -41,23 +41,34 @@ class CacheOptions:
     """first tokens that a compressible head keeps; default: what the gates file says, else 16"""
     window: int | None = None
     """last tokens that a compressible head keeps; default: what the gates file says, else 64"""
+    protect_prompt: bool | None = None
+    """compressible heads keep the whole prompt too; default: what the gates file says, else not"""
     prefill: Literal["full", "local", "published"] = "full"
     """full: every head reads the whole prompt and is compressed afterwards; local: as in training; published: full but
     for its last 50 tokens, which are decoded, as in the evaluation of RLKV"""
 
     def cache_settings(self, gates: Mapping[str, HeadGates], eviction: EvictionPolicy | None = None) -> CacheSettings:
-        """Sink and window as given, else what the gates files say (all the same), else 16 and 64."""
+        """Sink, window and protected prompt as given, else what the gates files say (all the same), else the defaults.
+
+        Under an ``eviction`` policy, which has a field of its own for it, the prompt is not protected here.
+        """
         from rlkv.cache import CacheSettings
 
-        sizes = {(g.deploy_sink, g.deploy_window) for g in gates.values()} or {
-            (CacheSettings.sink, CacheSettings.window)
-        }
-        if len(sizes) > 1 and None in (self.sink, self.window):
-            found = ", ".join(f"{name} {g.deploy_sink} + {g.deploy_window}" for name, g in gates.items())
-            raise ValueError(f"the gates files are for different sinks and windows ({found}): pass --sink and --window")
-        sink, window = next(iter(sizes))
-        sink = sink if self.sink is None else self.sink
-        return CacheSettings(sink, window if self.window is None else self.window, self.prefill, eviction)
+        fields = ("sink", "window", "protect_prompt")
+        stated = {name: [getattr(g, f"deploy_{name}") for g in gates.values()] for name in fields}
+        found = {}
+        for name in fields:
+            given = getattr(self, name)
+            if given is None and len(set(stated[name])) > 1:
+                values = ", ".join(f"{of} {value}" for of, value in zip(gates, stated[name], strict=True))
+                raise ValueError(
+                    f"the gates files state different values of {name} for serving ({values}): pass "
+                    f"--{name.replace('_', '-')}"
+                )
+            found[name] = given if given is not None else (stated[name] or [getattr(CacheSettings, name)])[0]
+        if eviction is not None:
+            found["protect_prompt"] = False
+        return CacheSettings(prefill=self.prefill, eviction=eviction, **found)
 
 
 @dataclass(frozen=True, kw_only=True)

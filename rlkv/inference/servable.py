@@ -77,7 +77,7 @@ def warn_without_rope(model: Any) -> None:
 
 def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings) -> None:
     """Raise ``ValueError`` for a generation that would bypass the cache or break it."""
-    policy, in_chunks = settings.eviction, config.prefill_chunk_size is not None
+    protects, in_chunks = (settings.eviction or settings).protect_prompt, config.prefill_chunk_size is not None
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} would replace the compressed cache: leave it out "
@@ -91,7 +91,7 @@ def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings)
         raise ValueError(
             "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use prefill='local'"
         )
-    if in_chunks and policy is not None and policy.protect_prompt:
+    if in_chunks and protects:
         raise ValueError("prefill_chunk_size would protect the first chunk only: leave it out, or protect_prompt=False")
 
 

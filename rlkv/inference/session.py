@@ -94,7 +94,8 @@ class InferSession:
     def heads(self) -> str:
         """How many heads are full and compressible, for summaries."""
         allocation, eviction = self.engine.allocation, self.engine.eviction
-        policy = "" if eviction is None else f" ({eviction.name})"
+        kept_whole = " (prompt kept)" if self.engine.sizes.get("protect_prompt") else ""
+        policy = kept_whole if eviction is None else f" ({eviction.name})"
         return f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible{policy}"
 
     def render(self, problem: str) -> str:
@@ -120,6 +121,7 @@ def _open_hf(
         config.batch_size,
         cache.eviction,
         record=config.show_kept is not None,
+        protect_prompt=cache.protect_prompt,
     )
 
 

@@ -40,6 +40,7 @@ class ServingSettings:
         reference_tokens: the length of a request for which memory is planned and reported.
         eviction: instead of sinks and a window: name and fields of a policy, as :func:`rlkv.eviction.make_policy`
             takes them, such as ``{"name": "rkv", "budget": 256}``.
+        protect_prompt: True is refused; False serves gates that ask for a protected prompt without it.
     """
 
     gates: str | None = None
@@ -51,6 +52,7 @@ class ServingSettings:
     prefill: str = "local"
     reference_tokens: int = 3000
     eviction: Mapping[str, Any] | None = None
+    protect_prompt: bool | None = None
 
     def __post_init__(self) -> None:
         if self.full is None:
@@ -72,6 +74,11 @@ class ServingSettings:
         for name, choices in (("scope", ("global", "layer")), ("prefill", ("local", "full"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"rlkv: {name} must be {' or '.join(choices)}, got {getattr(self, name)!r}")
+        if self.protect_prompt not in (None, False):
+            raise ValueError(
+                "rlkv: protect_prompt is not served by the vLLM plugin, because a head would hold more the longer its "
+                "prompt is: set it to false (rlkv-infer --no-protect-prompt), or use rlkv-infer with its own backend"
+            )
         if (policy := self.policy()) is not None:
             self._check_eviction(policy)
 
@@ -101,7 +108,8 @@ class ServingSettings:
         full = tuple("".join("01"[kept] for kept in row) for row in allocation.full.tolist())
         if cache.eviction is not None:
             return cls(full=full, prefill=cache.prefill, eviction=cache.eviction.describe())
-        return cls(full=full, sink=cache.sink, window=cache.window, prefill=cache.prefill)
+        protect = cache.protect_prompt or None
+        return cls(full=full, sink=cache.sink, window=cache.window, prefill=cache.prefill, protect_prompt=protect)
 
     def resolved(self, config: Any) -> ServingSettings:
         """With the allocation, sink and window instead of gates; ``config`` is the model's (transformers)."""
@@ -118,7 +126,9 @@ class ServingSettings:
         sink = gates.deploy_sink if self.sink is None else self.sink
         window = gates.deploy_window if self.window is None else self.window
         allocation = HeadAllocation.from_gates(gates, self.sparsity, self.scope)
-        resolved = self.of(allocation, CacheSettings(sink, window, self.prefill, self.policy()))
+        policy = self.policy()
+        protect = gates.deploy_protect_prompt and self.protect_prompt is None and policy is None
+        resolved = self.of(allocation, CacheSettings(sink, window, self.prefill, policy, protect))
         return replace(resolved, reference_tokens=self.reference_tokens)
 
     @property

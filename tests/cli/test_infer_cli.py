@@ -82,6 +82,19 @@ def test_one_prompt(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
     assert "heads: 6 full, 6 compressible" in err
 
 
+def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
+    gates_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    protecting = tmp_path / "gates.pt"
+    replace(HeadGates.load(gates_file), deploy_protect_prompt=True).save(protecting)
+    held = []
+    for gates, *flags in ((gates_file, "--protect-prompt"), (protecting,), (protecting, "--no-protect-prompt")):
+        infer("--gates", gates, *flags, "--prompt", "a=7 . b=2 . find b ?", "--max-new-tokens", 30)
+        held.append(int(re.search(r"full cache would hold: ([\d,]+)", capsys.readouterr().err)[1].replace(",", "")))
+    # 6 compressible heads, 11 tokens of prompt in place of 2 sinks, entries of 2 x 16 floats
+    assert held[0] == held[1] == held[2] + 6 * (11 - 2) * 2 * 16 * 4
+
+
 def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(
     gates_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -243,6 +256,8 @@ def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, mes
         (["--gates", "GATES", "--compare-full"], "--compare-full needs"),
         (["--gates", "GATES", "--sparsity", "2"], "sparsity 2"),
         (["--gates", "GATES", "--window", "0"], "window is 0"),
+        (["--gates", "GATES", "--eviction", "rkv", "--budget", "64", "--protect-prompt"], "--protect-prompt"),
+        (["--gates", "GATES", "--prompt", "x", "--backend", "vllm", "--protect-prompt"], "protect_prompt"),
         (["--gates", "GATES", "--prefill", "some"], "unknown prefill 'some'"),
         (["--gates", "GATES", "--template", "some"], "unknown prompt template 'some'"),
         (["--gates", "GATES", "--model", "./absent"], "absent"),

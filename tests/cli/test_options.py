@@ -11,6 +11,7 @@ import pytest
 from rlkv.cli.options import parse
 from rlkv.data.filter_config import FilterConfig
 from rlkv.evaluation.run.evaluation import EvalConfig
+from rlkv.inference.config import InferConfig
 from rlkv.utils.configs import CONFIGS, take_config
 from tests.helpers.paths import ROOT
 
@@ -69,6 +70,24 @@ def test_a_value_that_is_not_a_choice_is_refused_in_one_sentence(arguments: list
     with pytest.raises(ValueError, match=r"--engine 'jax'.*hf, vllm"):
         parse(Config, arguments=["--output-dir", "a", *arguments])
     assert parse(Config, arguments=["--output-dir", "a", "--engine", "vllm"]).engine == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ([], None),
+        (["--protect-prompt"], True),
+        (["--no-protect-prompt"], False),
+        (["--protect-prompt", "False"], False),
+        (["--protect-prompt", "--dtype", "float32"], True),
+    ],
+)
+def test_a_truth_value_that_need_not_be_given(tmp_path: Path, arguments: list[str], value: bool | None) -> None:
+    assert parse(InferConfig, arguments=["--model", "tiny", "--prompt", "x", *arguments]).protect_prompt is value
+    file = write(tmp_path, "protect_prompt: true\n")
+    assert parse(InferConfig, arguments=["--config", file, "--model", "tiny", *arguments]).protect_prompt is (
+        value is not False
+    )
 
 
 def test_an_option_given_twice_would_lose_its_first_value() -> None:

@@ -23,8 +23,16 @@ def test_save_then_load_is_exact(tmp_path: Path, name: str) -> None:
     loaded = HeadGates.load(tmp_path / name)
     assert loaded == gates
     assert loaded.alpha.dtype == torch.float32
-    assert (loaded.deploy_sink, loaded.deploy_window) == (2, 8)
+    assert (loaded.deploy_sink, loaded.deploy_window, loaded.deploy_protect_prompt) == (2, 8, True)
     assert not [path for path in tmp_path.rglob("*") if "partial" in path.name]
+
+
+def test_files_from_before_the_protected_prompt_are_read(tmp_path: Path) -> None:
+    make_gates().save(tmp_path / "new.pt")
+    content = torch.load(tmp_path / "new.pt", weights_only=True)
+    del content["deploy_protect_prompt"]
+    torch.save(content, tmp_path / "old.pt")
+    assert HeadGates.load(tmp_path / "old.pt") == make_gates(deploy_protect_prompt=False)
 
 
 def test_equality_sees_every_field(tmp_path: Path) -> None:
@@ -39,6 +47,7 @@ def test_equality_sees_every_field(tmp_path: Path) -> None:
         {"window": 17},
         {"deploy_sink": 3},
         {"deploy_window": 9},
+        {"deploy_protect_prompt": False},
         {"training": {}},
     ]
     for change in changes:
@@ -153,6 +162,7 @@ def test_values_that_are_no_numbers_are_refused(value: float, name: str) -> None
         ({"sink": -1}, "sink is -1"),
         ({"window": 0}, "window is 0"),
         ({"deploy_window": 1.5}, "deploy_window is 1.5"),
+        ({"deploy_protect_prompt": "no"}, "deploy_protect_prompt is 'no'"),
     ],
 )
 def test_wrong_fields_are_refused(change: dict[str, object], message: str) -> None:

@@ -23,7 +23,7 @@ def decode(
 ) -> tuple[list[Completion], list[bool]]:
     """Greedy completions of ``problems`` (``problem``, ``answer``) and their verdicts, in the problems' order."""
     sizes = (cache.sink, cache.window, cache.prefill, batch_size, cache.eviction)
-    engine = InferenceEngine(model, tokenizer, allocation, *sizes)
+    engine = InferenceEngine(model, tokenizer, allocation, *sizes, protect_prompt=cache.protect_prompt)
     prompts = [render_prompt(tokenizer, problem["problem"]) for problem in problems]
     completions, _ = engine.batch(prompts, SamplingParams(max_new_tokens))
     return completions, are_correct((c.text, p["answer"]) for c, p in zip(completions, problems, strict=True))

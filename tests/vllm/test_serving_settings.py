@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlkv.eviction import make_policy
+from rlkv.gates.head_gates import HeadGates
 from rlkv.vllm import plugin
 from rlkv.vllm.plugin import TESTED, check_installed, check_version
 from rlkv.vllm.settings import parse_settings, read_request
+from tests.helpers.models import make_tiny_model
 
 REQUEST: dict[str, Any] = {"gates": "gates.safetensors", "sparsity": 0.5}
 
@@ -63,6 +67,7 @@ def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[st
         ({"eviction": {"name": "rkv", "ratio": 0.3}}, "ratio"),
         ({"eviction": {"name": "rkv", "budget": 64, "protect_prompt": True}}, "protect_prompt"),
         ({"eviction": {"name": "rkv", "budget": 64}, "sink": 4}, "sink and window"),
+        ({"protect_prompt": True}, r"^rlkv: protect_prompt\b"),
     ],
 )
 def test_wrong_settings_are_named(change: dict[str, Any], message: str) -> None:
@@ -83,6 +88,19 @@ def test_settings_are_read_back() -> None:
     assert parse_settings(evicting.to_request()).policy() == make_policy("snapkv", budget=64, kernel=5)
     described = parse_settings({**REQUEST, "eviction": make_policy("rkv", budget=64).describe()})
     assert described.policy() == make_policy("rkv", budget=64)
+
+
+def test_gates_that_ask_for_a_protected_prompt_are_served_without_it_on_request_only(tmp_path: Path) -> None:
+    model = make_tiny_model("llama")
+    gates = HeadGates(torch.rand(3, 4), deploy_protect_prompt=True)
+    gates.save(tmp_path / "gates.pt")
+    request = {"gates": str(tmp_path / "gates.pt"), "sparsity": 0.5}
+    with pytest.raises(ValueError, match=r"^rlkv: protect_prompt\b"):
+        parse_settings(request).resolved(model.config)
+    resolved = parse_settings({**request, "protect_prompt": False}).resolved(model.config)
+    assert (resolved.sink, resolved.window) == (16, 64)
+    evicting = parse_settings({**request, "eviction": {"name": "rkv", "budget": 64}}).resolved(model.config)
+    assert evicting.policy() == make_policy("rkv", budget=64)
 
 
 @pytest.mark.parametrize(("found", "message"), [("0.30.1", r"0\.30\.1"), (None, "not installed")])

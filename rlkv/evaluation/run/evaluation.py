@@ -107,6 +107,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         samples = range(settings[task].num_samples)
         rows[task, name] = [found[problem.key, sample] for problem, sample in product(problems[task], samples)]
     chosen = {
+        "protect_prompt": cache.protect_prompt,
         "sink": cache.sink,
         "template": template,
         "window": cache.window,

@@ -93,7 +93,10 @@ class RunSettings:
         policy = self.cache.eviction
         left_out = ("rank", "ranks", *(["planned"] if self.planned is None else []))
         compared = {name: value for name, value in asdict(self).items() if name not in left_out}
-        return compared | {"cache": asdict(self.cache) | {"eviction": policy.describe() if policy else None}}
+        cache = asdict(self.cache) | {"eviction": policy.describe() if policy else None}
+        if not self.cache.protect_prompt:  # rows that were measured before there was the setting stay valid
+            del cache["protect_prompt"]
+        return compared | {"cache": cache}
 
 
 def render_problems(
@@ -137,7 +140,15 @@ def run_method(
     """
     cache = settings.cache
     engine = InferenceEngine(
-        model, tokenizer, allocation, cache.sink, cache.window, cache.prefill, settings.batch_size, cache.eviction
+        model,
+        tokenizer,
+        allocation,
+        cache.sink,
+        cache.window,
+        cache.prefill,
+        settings.batch_size,
+        cache.eviction,
+        protect_prompt=cache.protect_prompt,
     )
     run = _Run(engine, problems, settings)
     compared = run.fingerprint(facts)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,29 +121,46 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
     }
 
 
+class Sizes(NamedTuple):
+    """What compressible heads keep without a policy, as :class:`rlkv.cache.CacheSettings` has it."""
+
+    sink: int
+    window: int
+    protect_prompt: bool = False
+
+    def __str__(self) -> str:
+        """``16 + 64``, ``prompt + 64``, or ``prompt (at least 16) + 64``."""
+        at_least = f" (at least {self.sink})" if self.sink else ""
+        return f"{f'prompt{at_least}' if self.protect_prompt else self.sink} + {self.window}"
+
+
 @dataclass(frozen=True)
 class Condition:
     """A task under an allocation; compressible heads keep sinks and a window, or what ``policy`` chooses.
 
     ``planned``: for each problem the length of a text, of which the policy's ratio is taken from the start.
+    ``sizes``: in place of the task's own sinks and window.
     """
 
     task: str
     allocation: HeadAllocation
     policy: EvictionPolicy | None = None
     planned: tuple[int, ...] | None = None
+    sizes: Sizes | None = None
 
     def __post_init__(self) -> None:
         if self.allocation.num_compressible == 0:
-            for name in ("policy", "planned"):  # nothing to evict from
+            for name in ("policy", "planned", "sizes"):  # nothing to evict from
                 object.__setattr__(self, name, None)
 
     @property
     def key(self) -> str:
         """A short name of all that the condition is."""
         policy = None if self.policy is None else self.policy.describe()
-        planned = [] if self.planned is None else [self.planned]
-        content = json.dumps([self.allocation.full.int().tolist(), policy, *planned], sort_keys=True)
+        further = [self.planned, None if self.sizes is None else self.sizes._asdict()]
+        while further and further[-1] is None:  # keys, which name files, stay what they were before there was a field
+            further.pop()
+        content = json.dumps([self.allocation.full.int().tolist(), policy, *further], sort_keys=True)
         return f"{self.task.replace(':', '_')}-{digest(content.encode())[:12]}"
 
 
@@ -204,7 +221,8 @@ class Measurements:
         def on_rows(done: int, _: int, accuracy: float) -> None:
             bar.update(before + done, title=label, note=f"accuracy {accuracy:.3f}")
 
-        cache = replace(task.settings.cache, eviction=condition.policy)
+        sizes = {} if condition.sizes is None else condition.sizes._asdict()
+        cache = replace(task.settings.cache, eviction=condition.policy, **sizes)
         settings = replace(task.settings, cache=cache, planned=condition.planned)
         file = self.folder / f"rows-{condition.key}.jsonl"
         rows = run_method(self.model, self.tokenizer, task.problems, heads, settings, file, self.facts, on_rows)
@@ -230,6 +248,7 @@ class Measurements:
                 "full_heads": condition.allocation.full.int().tolist(),
                 "policy": None if condition.policy is None else condition.policy.describe(),
                 "planned": condition.planned,
+                "sizes": None if condition.sizes is None else condition.sizes._asdict(),
                 "accuracy": float(outcome.correct.mean()),
                 "n": int(outcome.correct.size),
                 "kv_share": outcome.kv_share,

@@ -28,7 +28,7 @@ def write_report(
     content = {
         "config": asdict(study.config),
         "resolved": {
-            "cache": {"sink": settings.cache.sink, "window": settings.cache.window},
+            "cache": {name: getattr(settings.cache, name) for name in ("sink", "window", "protect_prompt")},
             "max_new_tokens": [task.settings.sampling.max_new_tokens for task in study.measurements.tasks.values()],
             "top_heads": study.top_heads,
             "policies": {name: policy.describe() for name, policy in study.policies.items()},

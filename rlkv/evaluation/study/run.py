@@ -9,22 +9,21 @@ from dataclasses import replace
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.evaluation.report.published import published_name
-from rlkv.evaluation.run.runner import RunSettings, render_problems
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.budget import Budget
 from rlkv.evaluation.study.comparison import Ablations, Comparison
 from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.gates import GateDistribution
 from rlkv.evaluation.study.matching import default_extra, policy_templates
-from rlkv.evaluation.study.measurements import Measurements, StudyTask
+from rlkv.evaluation.study.measurements import Measurements
 from rlkv.evaluation.study.outputs import ErrorModes, Lengths
 from rlkv.evaluation.study.rankings import gates_rankings, read_truth, reference_rankings
 from rlkv.evaluation.study.report import write_report
 from rlkv.evaluation.study.sweep import Sensitivity, Sweep, top_heads
+from rlkv.evaluation.study.tasks import study_tasks
 from rlkv.evaluation.study.threshold import NearLossless
 from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.models.shape import ModelShape
-from rlkv.rollout.base import SamplingParams
 from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import provenance
 
@@ -57,18 +56,12 @@ def load_study(config: StudyConfig) -> Study:
     cache = config.cache_settings({"first": methods[0].gates[0]})
     extra = config.extra
     if extra is None:
-        extra = default_extra(config.policies, config.observation, cache.sink, cache.ring)
+        extra = default_extra(config.policies, config.observation, cache.sink, cache.sink + cache.window)
     config = replace(config, extra=extra)
     sizes = (config.buffer, config.observation, extra, cache.sink)
     policies = policy_templates(config.policies, *sizes, config.prompt_variants)
-    prepared = []
-    template = config.chosen_template(gates for method in (*methods, *variants) for gates in method.gates)
-    for task, loaded in config.problems(template):
-        sampling = SamplingParams(config.token_limit(task))
-        settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
-        problems = render_problems(task, loaded, tokenizer)
-        prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False).input_ids
-        prepared.append(StudyTask(task.name, problems, [len(ids) for ids in prompts], settings))
+    every_gates = [gates for method in (*methods, *variants) for gates in method.gates]
+    prepared = study_tasks(config, cache, every_gates, tokenizer)
     return Study(
         rankings=(*methods, *reference_rankings(shape, truth, config.random_draws)),
         ablations=tuple(variants),

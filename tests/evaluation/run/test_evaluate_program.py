@@ -20,6 +20,7 @@ from rlkv.cli.options import parse
 from rlkv.evaluation.run.evaluation import EvalConfig
 from rlkv.evaluation.run.methods import parse_methods
 from rlkv.evaluation.tasks.registry import find_tasks
+from rlkv.eviction import RKV
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions
 from rlkv.models import hub
@@ -138,8 +139,21 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
     assert CacheOptions().cache_settings({"a": gates}) == CacheSettings(4, 16)
     assert CacheOptions(sink=8, prefill="local").cache_settings({"a": gates}) == CacheSettings(8, 16, "local")
     assert CacheOptions(sink=8, window=32).cache_settings({"a": gates, "b": other}) == CacheSettings(8, 32)
-    with pytest.raises(ValueError, match=r"a 4 \+ 16, b 16 \+ 64.*--sink"):
+    with pytest.raises(ValueError, match=r"window.*a 16, b 64.*--window"):
         CacheOptions(sink=8).cache_settings({"a": gates, "b": other})
+
+
+def test_the_prompt_is_protected_if_the_gates_or_the_options_say_so(gates_file: Path) -> None:
+    gates = HeadGates.load(gates_file)
+    protecting = replace(gates, deploy_protect_prompt=True)
+    assert not CacheOptions().cache_settings({}).protect_prompt
+    assert CacheOptions().cache_settings({"a": protecting}) == CacheSettings(4, 16, protect_prompt=True)
+    assert CacheOptions(protect_prompt=True).cache_settings({"a": gates, "b": protecting}).protect_prompt
+    assert not CacheOptions(protect_prompt=False).cache_settings({"a": protecting}).protect_prompt
+    # a policy has a field of its own
+    assert not CacheOptions().cache_settings({"a": protecting}, RKV(budget=64)).protect_prompt
+    with pytest.raises(ValueError, match=r"protect_prompt.*a False, b True.*--protect-prompt"):
+        CacheOptions().cache_settings({"a": gates, "b": protecting})
 
 
 def names_the_task_and_the_file(err: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkv.evaluation.run.runner import library_facts, model_facts
+from rlkv.cache import CacheSettings
+from rlkv.evaluation.run.runner import RunSettings, library_facts, model_facts
+from rlkv.rollout.base import SamplingParams
 from tests.helpers.models import make_tiny_model
 
 
@@ -29,6 +31,12 @@ def test_another_state_of_the_model_is_seen(family: str, place: int) -> None:
     assert model_facts(model) == before
     model.config.rope_theta = 5e4
     assert model_facts(model)["config"] != before["config"]
+
+
+def test_rows_from_before_the_protected_prompt_stay_valid() -> None:
+    plain, protecting = (RunSettings(CacheSettings(protect_prompt=on), SamplingParams(4)) for on in (False, True))
+    assert "protect_prompt" not in plain.fingerprint()["cache"]
+    assert protecting.fingerprint()["cache"] == {**plain.fingerprint()["cache"], "protect_prompt": True}
 
 
 def test_number_types_and_names() -> None:

@@ -11,7 +11,8 @@ import torch
 from rlkv.cache import CacheSettings
 from rlkv.evaluation.run.runner import KEY, Problem, RunSettings
 from rlkv.evaluation.study import measurements as module
-from rlkv.evaluation.study.measurements import Condition, Measurements, StudyTask
+from rlkv.evaluation.study.measurements import Condition, Measurements, Sizes, StudyTask
+from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.progress import ProgressBar
@@ -63,3 +64,26 @@ def test_a_condition_in_use_is_left_for_later(measurements: Measurements, monkey
     assert order == ["task: number 1", "task: number 2", "task: number 0"]
     assert len(waits) == 2, "nothing waits while another condition is free"
     assert [int(measurements.outcome(of).correct.sum()) for of in conditions] == [1, 2, 3]
+
+
+def test_keys_name_files_and_stay_what_they_were() -> None:
+    allocation = HeadAllocation(torch.tensor([[True, False], [False, True]]))
+    assert Condition("task", allocation).key == "task-33655d02eaa4"
+    assert Condition("task", allocation, RKV(budget=64)).key == "task-5ad9aeae55b1"
+    assert Condition("task", allocation, RKV(budget=64), (3, 4)).key == "task-08197eaccdde"
+    sized = [Condition("task", allocation, sizes=Sizes(4, 16, protect_prompt=on)).key for on in (False, True)]
+    assert len({Condition("task", allocation).key, *sized}) == 3
+    full = HeadAllocation(torch.ones(2, 2, dtype=torch.bool))
+    assert Condition("task", full, sizes=Sizes(4, 16)) == Condition("task", full)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        (Sizes(16, 64), "16 + 64"),
+        (Sizes(0, 64, protect_prompt=True), "prompt + 64"),
+        (Sizes(16, 64, protect_prompt=True), "prompt (at least 16) + 64"),
+    ],
+)
+def test_sizes_in_words(sizes: Sizes, name: str) -> None:
+    assert str(sizes) == name
