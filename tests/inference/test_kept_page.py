@@ -81,7 +81,7 @@ def test_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["--eviction", "rkv", "--budget", "64", "--eviction-option", "variant"], "name=value"),
         (["--eviction", "rkv", "--budget", "64", "--eviction-option", "size=3"], "no option size"),
         (["--eviction", "rkv", "--budget", "64", "--sparsity", "0.5"], "--sparsity"),
-        (["--eviction", "rkv", "--budget", "64", "--sink", "4"], "--sink and --window"),
+        (["--eviction", "rkv", "--budget", "64", "--sink", "4"], "--sink"),
         (["--eviction", "sink_window", "--budget", "20", "--eviction-option", "window=30"], "window"),
         (["--budget", "64"], "--budget, --ratio and --eviction-option"),
         (["--eviction", "rkv", "--budget", "64", "--eviction-option", "budget=5"], "budget is given"),
