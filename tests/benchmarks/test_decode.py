@@ -14,6 +14,7 @@ import torch
 from rlkv.benchmarks.decode import DecodeConfig, measure_decode
 from rlkv.cache import HeadReallocationCache
 from rlkv.cli.bench import main
+from tests.helpers.models import TOY_LLAMA
 
 TOY = DecodeConfig(
     batches=(1, 2),
@@ -22,13 +23,7 @@ TOY = DecodeConfig(
     seconds=0.0,
     sink=2,
     window=6,
-    layers=2,
-    hidden=32,
-    intermediate=85,
-    query_heads=4,
-    kv_heads=2,
-    head_dim=8,
-    vocabulary=32,
+    **TOY_LLAMA,
     device="cpu",
 )
 

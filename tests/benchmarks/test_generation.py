@@ -10,6 +10,7 @@ import pytest
 
 from rlkv.benchmarks.generation import GenerationConfig, largest_batch, measure_generation, run_generation
 from rlkv.rollout.estimate import GIB
+from tests.helpers.models import TOY_LLAMA
 
 TOY = GenerationConfig(
     methods=("full", "random-heads@0.5", "tova@16"),
@@ -19,13 +20,7 @@ TOY = GenerationConfig(
     new_tokens=30,
     sink=2,
     window=6,
-    layers=2,
-    hidden=32,
-    intermediate=85,
-    query_heads=4,
-    kv_heads=2,
-    head_dim=8,
-    vocabulary=32,
+    **TOY_LLAMA,
     device="cpu",
 )
 ENTRY = 2 * 8 * 4  # key and value of 8 floats

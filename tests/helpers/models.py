@@ -22,6 +22,10 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 
+# options of rlkv-bench for a model of toy size
+TOY_LLAMA: dict[str, Any] = {"layers": 2, "hidden": 32, "intermediate": 85, "query_heads": 4, "kv_heads": 2}
+TOY_LLAMA |= {"head_dim": 8, "vocabulary": 32}
+
 
 def make_tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random decoder in eval mode: 3 layers, 8 query heads over 4 KV heads of 16, vocabulary 128."""
