@@ -53,7 +53,8 @@ class GenerationConfig(ModelConfig):
     batches: tuple[int, ...] = (1, 8)
     """Texts written together."""
     memory_gib: float | None = None
-    """Also run each method with the largest batch whose weights and KV fit into this memory."""
+    """Also run each method with the largest batch whose weights and KV in use fit into this memory; it must leave room
+    for activations and for the headroom of buffers."""
     prompt_tokens: int = 128
     """Tokens of a prompt."""
     new_tokens: int = 512
@@ -147,9 +148,8 @@ def take_turn(config: GenerationConfig, model: PreTrainedModel, setting: Setting
     setting.peak_bytes = torch.cuda.max_memory_allocated(model.device) if cuda else None
 
 
-def measure_generation(config: GenerationConfig) -> list[dict[str, Any]]:
+def measure_generation(config: GenerationConfig, model: PreTrainedModel) -> list[dict[str, Any]]:
     """A row for each method and batch; times are medians over the turns."""
-    model = config.model()
     settings = [Setting(method, batch) for method in config.parsed for batch in config.batches]
     if config.memory_gib is not None:
         settings += [Setting(method, largest_batch(config, model, method)) for method in config.parsed]
@@ -180,11 +180,12 @@ def _row(config: GenerationConfig, model: PreTrainedModel, setting: Setting) -> 
 
 def run_generation(config: GenerationConfig) -> None:
     """``rlkv-bench generation``: measure and write the results; tokens/s by batch size, KV of a text as it grows."""
-    results = measure_generation(config)
+    model = config.model()
+    results = measure_generation(config, model)
     curves: dict[str, list[Point]] = {method.name: [] for method in config.parsed}
     for row in sorted(results, key=lambda row: row["batch"]):
         curves[row["method"]].append((row["batch"], *[row["tokens_per_second"]] * 3))
-    text, model = f"{config.prompt_tokens} + {config.new_tokens} tokens", config.model()
+    text = f"{config.prompt_tokens} + {config.new_tokens} tokens"
     grown: dict[str, list[Point]] = {}
     for method in config.parsed:
         sizes = [size / 2**20 for size in bytes_by_length(config, model, method)]

@@ -9,7 +9,7 @@ of each row, and R is the largest S + W.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -48,6 +48,10 @@ class CacheSettings(LocalSizes):
             )
         if not isinstance(self.protect_prompt, bool):
             raise ValueError(f"protect_prompt is {self.protect_prompt!r}: it must be True or False")
+
+    def with_policy(self, policy: EvictionPolicy | None) -> CacheSettings:
+        """These settings under ``policy``, which has a field of its own for protected prompts."""
+        return replace(self, eviction=policy, protect_prompt=self.protect_prompt and policy is None)
 
     def sinks(self, prompts: Tensor) -> Tensor:
         """First tokens that a compressible head keeps of rows with ``prompts`` tokens in their first call."""

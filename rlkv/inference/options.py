@@ -66,9 +66,7 @@ class CacheOptions:
                     f"--{name.replace('_', '-')}"
                 )
             found[name] = given if given is not None else (stated[name] or [getattr(CacheSettings, name)])[0]
-        if eviction is not None:
-            found["protect_prompt"] = False
-        return CacheSettings(prefill=self.prefill, eviction=eviction, **found)
+        return CacheSettings(prefill=self.prefill, **found).with_policy(eviction)
 
 
 @dataclass(frozen=True, kw_only=True)

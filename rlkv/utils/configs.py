@@ -26,6 +26,11 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     values = _read_mapping(path)
     base = values.pop("base", None)
+    folder = path.resolve().parent
+    if base is not None and not (base and (folder / f"{base}.yaml").parent == folder):
+        raise ValueError(f"--config {path}: base: {base!r} is not the name of a config in its folder, without .yaml")
+    if base is not None and not (folder / f"{base}.yaml").is_file():
+        raise ValueError(f"--config {path}: its base {base}.yaml is not in {folder}")
     inherited = {} if base is None else _read_mapping(path.with_name(f"{base}.yaml"))
     if "base" in inherited:
         raise ValueError(f"--config {path}: its base {base} has a base itself: name a file that has none")

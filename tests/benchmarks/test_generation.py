@@ -27,7 +27,7 @@ ENTRY = 2 * 8 * 4  # key and value of 8 floats
 
 
 def test_a_row_for_each_method_and_batch_with_its_bytes() -> None:
-    rows = measure_generation(TOY)
+    rows = measure_generation(TOY, TOY.model())
     assert [(row["method"], row["batch"]) for row in rows] == [(name, n) for name in TOY.methods for n in (1, 2)]
     for row in rows:
         assert row["kv_bytes_full"] == row["batch"] * 4 * 49 * ENTRY

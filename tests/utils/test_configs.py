@@ -26,3 +26,12 @@ def test_a_base_that_does_not_fit_is_named(first: str | None, named: str, tmp_pa
         (tmp_path / "first.yaml").write_text(first)
     with pytest.raises(ValueError, match=named):
         read_config(tmp_path / "second.yaml")
+
+
+@pytest.mark.parametrize("base", ["../first", "''"])
+def test_a_base_is_a_name(base: str, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "first.yaml").write_text("seed: 1\n")
+    (tmp_path / "own" / "second.yaml").write_text(f"base: {base}\n")
+    with pytest.raises(ValueError, match=r"second.yaml: base: "):
+        read_config(tmp_path / "own" / "second.yaml")

@@ -90,7 +90,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     for task, method in product(problems, methods):
         title = f"{task} {method.name}" + (f" (process 0 of {processes.count})" if processes.count > 1 else "")
         folder = folders[task, method.name]
-        own = replace(settings[task], cache=replace(cache, eviction=method.policy))
+        own = replace(settings[task], cache=cache.with_policy(method.policy))
         own = replace(own, rank=processes.rank, ranks=processes.count)
         # files of this number of processes hold the shares of their own processes only
         earlier = [file for file, count in _files(folder).items() if count != processes.count]

@@ -70,7 +70,7 @@ def number_for(task: str, values: Sequence[str], option: str) -> int | None:
         name, _, number = value.rpartition("=")
         if name:
             find_task(name)
-        if not number.isdigit() or int(number) < 1 or name in found:
+        if not number.isdecimal() or int(number) < 1 or name in found:
             raise ValueError(
                 f"{option} {' '.join(values)}: {value!r} is wrong or a second value for the same tasks: give N for all "
                 "tasks and TASK=N for single ones, N at least 1"

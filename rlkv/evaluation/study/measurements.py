@@ -222,7 +222,7 @@ class Measurements:
             bar.update(before + done, title=label, note=f"accuracy {accuracy:.3f}")
 
         sizes = {} if condition.sizes is None else condition.sizes._asdict()
-        cache = replace(task.settings.cache, eviction=condition.policy, **sizes)
+        cache = replace(task.settings.cache, **sizes).with_policy(condition.policy)
         settings = replace(task.settings, cache=cache, planned=condition.planned)
         file = self.folder / f"rows-{condition.key}.jsonl"
         rows = run_method(self.model, self.tokenizer, task.problems, heads, settings, file, self.facts, on_rows)

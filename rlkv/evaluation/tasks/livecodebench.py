@@ -40,6 +40,13 @@ PRELUDE = "\n".join(
 SETUP = "from inside.compare import same_output, same_value"
 
 
+MOST_BYTES = 1 << 30  # of the unpacked tests of a problem
+_DAMAGE = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, RecursionError),
+    *(binascii.Error, zlib.error, pickle.UnpicklingError),
+)
+
+
 class _PlainData(pickle.Unpickler):
     """Refuses everything but built-in data: a data set must not run code."""
 
@@ -51,14 +58,21 @@ def read_tests(text: str) -> list[tuple[str, str]]:
     """(input, output) of every test in JSON, which private tests pack as base64 of zlib of a pickled text.
 
     Raises:
-        ValueError: if it is none of both, or a test lacks a field.
+        ValueError: if it is none of both, unpacks to more than a GiB, or a test lacks a text.
     """
     try:
         if not text.lstrip().startswith("["):
-            text = _PlainData(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
-        return [(test["input"], test["output"]) for test in json.loads(text)]
-    except (ValueError, TypeError, KeyError, EOFError, binascii.Error, zlib.error, pickle.UnpicklingError) as error:
+            unpacking = zlib.decompressobj()
+            packed = unpacking.decompress(base64.b64decode(text), MOST_BYTES)
+            if unpacking.unconsumed_tail:
+                raise ValueError(f"the tests have more than {MOST_BYTES} bytes")
+            text = _PlainData(io.BytesIO(packed)).load()
+        tests = [(test["input"], test["output"]) for test in json.loads(text)]
+    except _DAMAGE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
+    if not all(isinstance(part, str) for test in tests for part in test):
+        raise ValueError("an input or output is not a text")
+    return tests
 
 
 def parse_livecodebench(row: dict[str, Any], where: str, number: int) -> ParsedRow:

@@ -163,6 +163,20 @@ def names_the_task_and_the_file(err: str) -> None:
     assert lines[0].endswith("or a folder that holds mmlu_pro.jsonl")
 
 
+def test_gates_that_protect_the_prompt_leave_policies_alone(gates_file: Path, tmp_path: Path) -> None:
+    protected = tmp_path / "protected.pt"
+    replace(HeadGates.load(gates_file), deploy_protect_prompt=True).save(protected)
+    methods = ("mine@0.5", "mine@0.5+rkv@24:buffer=4")
+    for name, file in (("plain", gates_file), ("protected", protected)):
+        run(tmp_path / name, "--gates", f"mine={file}", "--methods", *methods)
+    of = {
+        name: json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("plain", "protected")
+    }
+    held = {name: [row["kv_bytes"] for row in rows] for name, rows in of.items()}
+    assert held["protected"][0] > held["plain"][0]
+    assert held["protected"][1] == held["plain"][1]
+
+
 def test_without_hub_and_file_the_program_ends_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,3 +115,15 @@ def test_packed_tests_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_broken_rows_are_named(tmp_path: Path, more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="line 1"):
         load(tmp_path, stdin_row(**more))
+
+
+@pytest.mark.parametrize("text", ['[{"input": 5, "output": 6}]', '[{"input": "a"}]', "[" * 100_000, "[1]"])
+def test_tests_of_another_form_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        read_tests(text)
+
+
+def test_tests_that_would_fill_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlkv.evaluation.tasks.livecodebench.MOST_BYTES", 100)
+    with pytest.raises(ValueError, match="100 bytes"):
+        read_tests(pack([case("a" * 1000, "b")]))
