@@ -70,9 +70,9 @@ def run_process(command: list[str]) -> str:
 
 
 @cache
-def help_of(script: str) -> str:
+def help_of(*command: str) -> str:
     with redirect_stdout(StringIO()) as out:
-        assert not run_script([script, "--help"])
+        assert not run_script([*command, "--help"])
     return out.getvalue()
 
 
@@ -95,11 +95,13 @@ def test_commands_name_programs_and_options_that_exist(page: Path) -> None:
         for _, words in lines_of(code) if language == "bash" else []:
             for program in (word for word in words if word.endswith(".py")):
                 assert (ROOT / program).is_file(), f"{page.name}: {program}"
-            script = next((word for word in words if word.startswith("rlkv-")), None)
-            if script in (None, "rlkv-gates", "rlkv-bench"):  # the last two have subcommands with their own options
+            place = next((i for i, word in enumerate(words) if word.startswith("rlkv-")), None)
+            if place is None:
                 continue
+            has_command = words[place] in ("rlkv-gates", "rlkv-bench") or words[place + 1 : place + 2] == ["window"]
+            command = words[place : place + 1 + has_command]
             for option in (word.partition("=")[0] for word in words if word.startswith("--")):
-                assert option == "--help" or option in help_of(script), f"{page.name}: {script} has no {option}"
+                assert option == "--help" or option in help_of(*command), f"{page.name}: {command} has no {option}"
 
 
 @pytest.mark.timeout(600)
