@@ -94,7 +94,7 @@ class InferSession:
     def heads(self) -> str:
         """How many heads are full and compressible, for summaries."""
         allocation, eviction = self.engine.allocation, self.engine.eviction
-        kept_whole = " (prompt kept)" if self.engine.sizes.get("protect_prompt") else ""
+        kept_whole = " (prompt kept)" if self.engine.describe().get("protect_prompt") else ""
         policy = kept_whole if eviction is None else f" ({eviction.name})"
         return f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible{policy}"
 
