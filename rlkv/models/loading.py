@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlkv.models.builtin import BUILT_IN, built_in_folder
+from rlkv.models.host_memory import keep_freed_memory
 from rlkv.models.hub import connection_error
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """``(model in eval mode, tokenizer)`` of a built-in name (``tiny``, ``smol``, ``smollm2``), a folder or a hub id.
 
-    No code from a repository is run (``trust_remote_code`` is never set).
+    No code from a repository is run (``trust_remote_code`` is never set).  On a machine without GPU the process keeps
+    the memory of freed tensors from then on (:mod:`rlkv.models.host_memory`).
 
     Raises:
         ValueError: as :func:`load_tokenizer`, and for an unknown device or dtype.
@@ -67,6 +69,8 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     target = resolve_device(device)
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     options: dict[str, Any] = {"dtype": resolve_dtype(dtype, target)}
     hub_error = _hub_error(model)
     source, tokenizer = model_source(model), _load_tokenizer(model, hub_error)

@@ -156,7 +156,7 @@ class _Batch:
         """The next tokens, and their log-probabilities (0 where they are not asked for)."""
         sampling = self.decoding.sampling
         if sampling.greedy:
-            token_R = logits_RV.argmax(-1)
+            token_R = logits_RV.max(-1).indices  # as argmax, which takes 4 times as long on a CPU
         else:
             drawn = [0.0 if row.finish_reason else row.draws[len(row.token_ids)] for row in self.rows]
             draw_R = torch.tensor(drawn, dtype=torch.float64, device=logits_RV.device)

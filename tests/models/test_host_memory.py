@@ -1,0 +1,34 @@
+"""Freed memory of tensors stays with the process."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from rlkv.models.host_memory import keep_freed_memory
+
+
+class MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def test_large_tensors_are_not_mapped_one_by_one() -> None:
+    if not keep_freed_memory():
+        pytest.skip("the C library is not glibc")
+    info = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if info is None:
+        pytest.skip("glibc is older than 2.33")
+    info.restype = MallocInfo
+    mapped = info().hblks
+    tensors = [torch.ones(1 << 20) for _ in range(8)]
+    assert info().hblks == mapped
+    held = info().arena
+    del tensors
+    assert info().arena == held  # not trimmed
