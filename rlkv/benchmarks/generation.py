@@ -35,6 +35,7 @@ COLUMNS = {
     "ms per token": "{ms_per_token:.1f}",
     "s in all": "{seconds:.1f}",
     "tokens/s": "{tokens_per_second:.0f}",
+    "": "{note}",
 }
 
 
@@ -81,7 +82,10 @@ class GenerationConfig(ModelConfig):
 
 @dataclass
 class Setting:
-    """A method with a batch size, and what its turns measured: seconds for the prompts and for the new tokens."""
+    """A method with a batch size, and what its turns measured: seconds for the prompts and for the new tokens.
+
+    ``fits``: whether no turn ran out of memory; a setting that does not fit takes no further turns and has no figures.
+    """
 
     method: CompressionMethod
     batch: int
@@ -89,6 +93,7 @@ class Setting:
     decode_seconds: list[float] = field(default_factory=list)
     kv_bytes: int = 0
     peak_bytes: int | None = None
+    fits: bool = True
 
     def new_cache(self, config: GenerationConfig, model: PreTrainedModel) -> Cache:
         """Empty; transformers' own for the full cache."""
@@ -149,7 +154,7 @@ def take_turn(config: GenerationConfig, model: PreTrainedModel, setting: Setting
 
 
 def measure_generation(config: GenerationConfig, model: PreTrainedModel) -> list[dict[str, Any]]:
-    """A row for each method and batch; times are medians over the turns."""
+    """A row for each method and batch; times are medians over the turns, absent where the memory did not suffice."""
     settings = [Setting(method, batch) for method in config.parsed for batch in config.batches]
     if config.memory_gib is not None:
         settings += [Setting(method, largest_batch(config, model, method)) for method in config.parsed]
@@ -157,12 +162,25 @@ def measure_generation(config: GenerationConfig, model: PreTrainedModel) -> list
         for turn in range(config.rounds):
             shift = turn % len(settings)  # none always runs on a machine that just rested
             for setting in settings[shift:] + settings[:shift]:
-                take_turn(config, model, setting)
+                if setting.fits:
+                    try:
+                        take_turn(config, model, setting)
+                    except RuntimeError as error:
+                        if not _is_out_of_memory(error):
+                            raise
+                        setting.fits = False
                 bar.advance()
     return [_row(config, model, setting) for setting in settings]
 
 
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Of a GPU, or of the CPU's allocator, which has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def _row(config: GenerationConfig, model: PreTrainedModel, setting: Setting) -> dict[str, Any]:
+    if not setting.fits:
+        return {"method": setting.method.name, "batch": setting.batch, "note": "out of memory"}
     prompt, decode = statistics.median(setting.prompt_seconds), statistics.median(setting.decode_seconds)
     heads, cached = config.layers * config.kv_heads, config.prompt_tokens + config.new_tokens - 1
     return {
@@ -183,7 +201,7 @@ def run_generation(config: GenerationConfig) -> None:
     model = config.model()
     results = measure_generation(config, model)
     curves: dict[str, list[Point]] = {method.name: [] for method in config.parsed}
-    for row in sorted(results, key=lambda row: row["batch"]):
+    for row in sorted((row for row in results if "seconds" in row), key=lambda row: row["batch"]):
         curves[row["method"]].append((row["batch"], *[row["tokens_per_second"]] * 3))
     text = f"{config.prompt_tokens} + {config.new_tokens} tokens"
     grown: dict[str, list[Point]] = {}

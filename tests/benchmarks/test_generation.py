@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
-from rlkv.benchmarks.generation import GenerationConfig, largest_batch, measure_generation, run_generation
+from rlkv.benchmarks import generation
+from rlkv.benchmarks.generation import GenerationConfig, Setting, largest_batch, measure_generation, run_generation
 from rlkv.rollout.estimate import GIB
 from tests.helpers.models import TOY_LLAMA
 
@@ -52,6 +55,22 @@ def test_the_largest_batch_fills_the_memory() -> None:
     assert largest_batch(config, model, tova) > largest_batch(config, model, half) > 10
     with pytest.raises(ValueError, match="--memory-gib"):
         largest_batch(replace(TOY, memory_gib=weights / GIB), model, full)
+
+
+def test_a_setting_out_of_memory_loses_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    turn = generation.take_turn
+
+    def short_of_memory(config: GenerationConfig, model: PreTrainedModel, setting: Setting) -> None:
+        if setting.batch == 2:
+            torch.empty(1 << 50)  # the allocator's own error
+        turn(config, model, setting)
+
+    monkeypatch.setattr(generation, "take_turn", short_of_memory)
+    run_generation(replace(TOY, methods=("full",), rounds=1, output_dir=tmp_path))
+    first, second = json.loads((tmp_path / "generation.json").read_text())["results"]
+    assert first["tokens_per_second"] > 0
+    assert second == {"method": "full", "batch": 2, "note": "out of memory"}
+    assert "out of memory" in (tmp_path / "generation.md").read_text()
 
 
 def test_files(tmp_path: Path) -> None:
