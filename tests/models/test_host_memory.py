@@ -13,10 +13,8 @@ from rlkv.models.host_memory import keep_freed_memory
 class MallocInfo(ctypes.Structure):
     """``struct mallinfo2`` of glibc."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def test_large_tensors_are_not_mapped_one_by_one() -> None:
