@@ -12,7 +12,7 @@ from rlkv.evaluation.stats.metrics import (
     repetition_rate,
     wilson_interval,
 )
-from rlkv.evaluation.study.measurements import accuracy_of, compare, mean_scores, outcome_of
+from rlkv.evaluation.study.outcomes import accuracy_of, compare, mean_scores, outcome_of
 from rlkv.evaluation.study.outputs import both_right, length_shares, mode_shares, repetition_of
 from tests.helpers.study_fakes import outcome
 

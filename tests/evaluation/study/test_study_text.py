@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlkv.evaluation.study.comparison import Comparison
-from rlkv.evaluation.study.measurements import accuracy_of, compare
+from rlkv.evaluation.study.outcomes import accuracy_of, compare
 from rlkv.evaluation.study.text import accuracy_cell, difference_cell, p_text, seeds_of_sign, seeds_text, verdict
 from tests.helpers.study_fakes import outcome
 
