@@ -95,16 +95,19 @@ class Budget(Analysis):
 
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
         titles, full = [f"{saved:.0%} saved" for saved in metrics["savings"]], found["full"]
+        differences, shares = found["dynamic_minus_fixed"], "each is a share of the text so far"
+        if differences:
+            shares = "a fixed one is a share of the problem's text there, a dynamic one of the text so far"
         page.table(
             ["method", *titles],
             _rows(found, _accuracy_cell),
             f"{task}: greedy accuracy on {full['n']} problems, in parentheses the difference to the full cache "
             f"({full['mean']:.3f}); below, its 95% interval over problems, what the method's own texts held, and its "
             f"budget. {LEGEND} Budgets are the largest that hold at most the rest of the full cache's bytes over the "
-            "texts of the full-cache run; a fixed one is a share of the problem's text there, a dynamic one of the "
-            f"text so far. {BYTES_NOTE}. A policy alone evicts in all heads; 'ranking + policy' keeps "
-            f"heads full (first seed of the ranking) and gives the others about {metrics['head_share']:g} of the mean "
-            f"budget. {NOT_AVAILABLE}: what must stay (the prompt, {metrics['extra']} entries) is more than that.",
+            f"texts of the full-cache run; {shares}. {BYTES_NOTE}. A policy alone evicts in all heads; 'ranking + "
+            f"policy' keeps heads full and gives the others about {metrics['head_share']:g} of the mean budget. "
+            f"Rankings are their first seeds, random heads all draws. {NOT_AVAILABLE}: what must stay (the prompt, "
+            f"{metrics['extra']} entries) is more than that.",
         )
         page.table(
             ["method", *titles],
@@ -112,7 +115,6 @@ class Budget(Analysis):
             f"{task}: problems that the full cache solves and the method does not ({' / '.join(MODES)}), and mean "
             "output tokens.",
         )
-        differences = found["dynamic_minus_fixed"]
         if differences:
             page.table(
                 ["policy in all heads", "dynamic minus fixed", "p"],
