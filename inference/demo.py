@@ -38,6 +38,7 @@ class Size:
     held_out: int
     method: str
     sparsities: str
+    random_draws: int
 
 
 def size_of(model: str, quick: bool) -> Size:
@@ -45,12 +46,12 @@ def size_of(model: str, quick: bool) -> Size:
     if model == "tiny":
         grpo = f"train/grpo_gates.py --config configs/tiny.yaml --max_steps {4 if quick else 100}"
         if quick:
-            return Size(60, grpo, "3-12", 20, "RLKV", "0.5")
-        return Size(400, grpo, "3-12", 100, "RLKV", "0.2 0.4 0.5 0.6 0.8")
+            return Size(60, grpo, "3-12", 20, "RLKV", "0.5", 2)
+        return Size(400, grpo, "3-12", 100, "RLKV", "0.2 0.4 0.5 0.6 0.8", 5)
     distil = f"train/distill_gates.py --config configs/distill_smol_traces.yaml --steps {4 if quick else 40}"
     if quick:
-        return Size(24, distil, "4-10", 10, "traces", "0.5")
-    return Size(160, distil, "4-10", 100, "traces", "0.5 0.7")
+        return Size(24, distil, "4-10", 10, "traces", "0.5", 1)
+    return Size(160, distil, "4-10", 100, "traces", "0.5 0.7", 2)
 
 
 def plan(folder: Path, model: str, quick: bool) -> list[Stage]:
@@ -68,7 +69,8 @@ def plan(folder: Path, model: str, quick: bool) -> list[Stage]:
             --output_dir {{folder}}/training""",
         "compare heads": f"""inference/study.py --config configs/study_{model}.yaml
             --gates {size.method}={{folder}}/training/gates.pt --data {{folder}}/problems.jsonl {oracle}
-            --analyses sweep gates --sparsities {size.sparsities} --output-dir {{folder}}/study""",
+            --random-draws {size.random_draws} --analyses sweep gates --sparsities {size.sparsities}
+            --output-dir {{folder}}/study""",
     }
     files = [(report, ()), (problems, ()), (gates, (report,)), (page, (gates, problems))]
     return [

@@ -63,6 +63,7 @@ class Size:
     variant_seeds: int = 2
     traces: int = 32
     held_out: int = 200
+    random_draws: int = 10
     sparsities: str = "0.2 0.4 0.5 0.6 0.8"
     study: str = "--oracle rlkv/tiny/model/ground_truth.json"
     sizes: tuple[tuple[int, int], ...] = ()
@@ -82,7 +83,7 @@ SMOL = Size(
     study="",
     sizes=((8, 32), (16, 64)),
 )
-_TENTH: Any = {"grpo_steps": 5, "seeds": 2, "rlkv_seeds": 2, "traces": 10, "held_out": 20}
+_TENTH: Any = {"grpo_steps": 5, "seeds": 2, "rlkv_seeds": 2, "traces": 10, "held_out": 20, "random_draws": 2}
 QUICK = {
     "tiny": replace(TINY, filtered=60, distill_steps=12, variant_seeds=1, sparsities="0.4 0.6", **_TENTH),
     "smol": replace(SMOL, filtered=24, distill_steps=4, sparsities="0.4 0.6", **{**_TENTH, "traces": 2}),
@@ -162,7 +163,7 @@ class Plan:
     def _study(self) -> None:
         size = self.size
         study = f"inference/study.py --config configs/study_{size.model}.yaml --data {{problems}} --output-dir {{out}} "
-        sweep = f"--sparsities {size.sparsities} {size.study}"
+        sweep = f"--random-draws {size.random_draws} --sparsities {size.sparsities} {size.study}"
         command = self._words(study + sweep, out=self.report)
         command += self._files("--gates", {name: self.gates[name] for name in METHODS})
         if size.variant_seeds:
@@ -176,7 +177,7 @@ class Plan:
         few = {name: self.gates[name][:1] for name in ("RLKV", "elimination")}
         for sink, window in size.sizes:
             out = self.folder / f"report_{sink}_{window}"
-            options = f"--sink {sink} --window {window} --analyses sweep --sparsities 0.5 0.7"
+            options = f"--sink {sink} --window {window} --analyses sweep --random-draws 2 --sparsities 0.5 0.7"
             command = [*self._words(study + options, out=out), *self._files("--gates", few)]
             self.stages.append(Stage(f"sink {sink}, window {window}", command, out / "report.html", needs))
 
