@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,8 @@ from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.plots import Panel, plot_curves
 from rlkv.evaluation.study.config import StudyConfig
-from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements, Metrics, Outcome
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements
+from rlkv.evaluation.study.outcomes import Metrics, Outcome
 from rlkv.evaluation.study.rankings import Ranking
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
@@ -63,10 +64,22 @@ class Study:
         return self.config.ascending("sparsities")
 
     def conditions(self, rankings: Iterable[Ranking], sparsities: Iterable[float]) -> ConditionRequests:
-        """All seeds of ``rankings`` at ``sparsities``, on every task."""
-        for ranking, task, sparsity in product(rankings, self.tasks, sparsities):
-            for allocation in ranking.allocations(sparsity):
-                yield f"{ranking.name} @ {sparsity:g}", Condition(task, allocation)
+        """All seeds of ``rankings`` on every task, one of the ``sparsities`` after the other."""
+        for sparsity, ranking, task in product(sparsities, rankings, self.tasks):
+            for condition in self.seeds(task, ranking, ranking.allocations(sparsity)):
+                yield f"{ranking.name} @ {sparsity:g}", condition
+
+    def seeds(self, task: str, ranking: Ranking, allocations: Sequence[HeadAllocation]) -> list[Condition]:
+        """A condition per seed of ``ranking``, whose heads are ``allocations``.
+
+        Random draws share the problems, at most one draw per problem; where all have the same heads they are one.
+        """
+        if not ranking.drawn:
+            return [Condition(task, allocation) for allocation in allocations]
+        draws = allocations[: len(self.measurements.tasks[task].problems)]
+        if len(set(draws)) == 1:
+            return [Condition(task, draws[0])]
+        return [Condition(task, allocation, part=(i, len(draws))) for i, allocation in enumerate(draws)]
 
     def full_condition(self, task: str) -> Condition:
         return Condition(task, HeadAllocation(torch.ones(self.first.shape, dtype=torch.bool)))
@@ -75,8 +88,12 @@ class Study:
         return self.measurements.outcome(self.full_condition(task))
 
     def runs(self, task: str, ranking: Ranking, sparsity: float) -> list[Outcome]:
-        """One outcome per seed; seeds with the same heads have the same one."""
-        return [self.measurements.outcome(Condition(task, found)) for found in ranking.allocations(sparsity)]
+        """One outcome per seed; seeds with the same heads have the same one, random draws have one together."""
+        return self.measurements.outcomes(self.seeds(task, ranking, ranking.allocations(sparsity)))
+
+    def runs_without_top(self, task: str, ranking: Ranking, heads: int) -> list[Outcome]:
+        """As :meth:`runs`, where only the ``heads`` most needed heads are compressible."""
+        return self.measurements.outcomes(self.seeds(task, ranking, ranking.without_top(heads)))
 
     def sweep(self, task: str, of: Callable[[list[Outcome], Outcome], Any]) -> dict[str, list[Any]]:
         """For each ranking ``of(runs, full)`` at every sparsity."""
@@ -98,12 +115,11 @@ class Analysis(ABC):
 
     def conditions(self, study: Study) -> ConditionRequests:
         """What must be measured; by default every ranking at every sparsity."""
-        return study.conditions(study.rankings, study.sparsities)
+        return study.conditions(study.rankings, study.config.levels("sparsities"))
 
     def settings(self, study: Study) -> Metrics:
         """What all tasks have in common."""
-        runs = {ranking.name: ranking.run for ranking in study.rankings}
-        return {"sparsities": list(study.sparsities), "first": study.first.name, "runs": runs}
+        return {"sparsities": list(study.sparsities), "first": study.first.name}
 
     @abstractmethod
     def task_metrics(self, study: Study, task: str) -> Metrics:

@@ -6,7 +6,8 @@ with the full cache (RLKV, figure 16).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from rlkv.evaluation.report.plots import Panel, point
 from rlkv.evaluation.stats.metrics import MODES, paired_difference
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.matching import FIXED, Match, matched_methods
-from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Metrics, Outcome, accuracy_of, compare
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests
+from rlkv.evaluation.study.outcomes import Metrics, Outcome, accuracy_of, compare
 from rlkv.evaluation.study.outputs import mode_shares
 from rlkv.evaluation.study.text import (
     BYTES_NOTE,
@@ -49,8 +51,8 @@ class Budget(Analysis):
     def conditions(self, study: Study) -> ConditionRequests:
         for task in study.tasks:
             for match in self._matched(study, task):
-                if match.condition is not None:
-                    yield f"{match.method}, {match.saved:.0%} saved", match.condition
+                for condition in match.conditions:
+                    yield f"{match.method}, {match.saved:.0%} saved", condition
 
     def settings(self, study: Study) -> Metrics:
         config = study.config
@@ -63,21 +65,16 @@ class Budget(Analysis):
         rows: dict[str, Metrics] = {}
         for match in self._matched(study, task):
             row = rows.setdefault(match.method, {"heads": match.heads, "savings": []})
-            if match.condition is None:
+            if not match.conditions:
                 row["savings"].append(None)
             else:
-                outcome = outcomes[match.saved][match.method] = study.measurements.outcome(match.condition)
-                row["savings"].append(_of(match.condition, outcome, full))
-        differences: list[Metrics] = []
-        for policy in study.config.policies:
-            for saved, measured in outcomes.items():
-                pair = [measured[name] for name in (policy, f"{policy}, {FIXED}") if name in measured]
-                test = compare(pair[:1], pair[1:])["difference"] if len(pair) == 2 else None
-                differences.append({"policy": policy, "saved": saved, "difference": test})
+                (outcome,) = study.measurements.outcomes(match.conditions)
+                outcomes[match.saved][match.method] = outcome
+                row["savings"].append(_of(match.conditions[0], outcome, full))
         return {
             "full": accuracy_of([full]),
             "methods": rows,
-            "dynamic_minus_fixed": differences,
+            "dynamic_minus_fixed": _differences(outcomes, study.config.policies) if study.config.fixed_budgets else [],
             "best": [_best(measured) for measured in outcomes.values()],
         }
 
@@ -98,16 +95,19 @@ class Budget(Analysis):
 
     def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
         titles, full = [f"{saved:.0%} saved" for saved in metrics["savings"]], found["full"]
+        differences, shares = found["dynamic_minus_fixed"], "each is a share of the text so far"
+        if differences:
+            shares = "a fixed one is a share of the problem's text there, a dynamic one of the text so far"
         page.table(
             ["method", *titles],
             _rows(found, _accuracy_cell),
             f"{task}: greedy accuracy on {full['n']} problems, in parentheses the difference to the full cache "
             f"({full['mean']:.3f}); below, its 95% interval over problems, what the method's own texts held, and its "
             f"budget. {LEGEND} Budgets are the largest that hold at most the rest of the full cache's bytes over the "
-            "texts of the full-cache run; a fixed one is a share of the problem's text there, a dynamic one of the "
-            f"text so far. {BYTES_NOTE}. A policy alone evicts in all heads; 'ranking + policy' keeps "
-            f"heads full (first seed of the ranking) and gives the others about {metrics['head_share']:g} of the mean "
-            f"budget. {NOT_AVAILABLE}: what must stay (the prompt, {metrics['extra']} entries) is more than that.",
+            f"texts of the full-cache run; {shares}. {BYTES_NOTE}. A policy alone evicts in all heads; 'ranking + "
+            f"policy' keeps heads full and gives the others about {metrics['head_share']:g} of the mean budget. "
+            f"Rankings are their first seeds, random heads all draws. {NOT_AVAILABLE}: what must stay (the prompt, "
+            f"{metrics['extra']} entries) is more than that.",
         )
         page.table(
             ["method", *titles],
@@ -115,20 +115,21 @@ class Budget(Analysis):
             f"{task}: problems that the full cache solves and the method does not ({' / '.join(MODES)}), and mean "
             "output tokens.",
         )
-        page.table(
-            ["policy in all heads", "dynamic minus fixed", "p"],
-            [
-                [f"{row['policy']}, {row['saved']:.0%} saved", *_difference_cells(row["difference"])]
-                for row in found["dynamic_minus_fixed"]
-            ],
-            f"{task}: paired difference in accuracy between a dynamic and a fixed budget of the same bytes (green: "
-            "dynamic is better, red: fixed is).",
-        )
+        if differences:
+            page.table(
+                ["policy in all heads", "dynamic minus fixed", "p"],
+                [
+                    [f"{of['policy']}, {of['saved']:.0%} saved", *_difference_cells(of["difference"])]
+                    for of in differences
+                ],
+                f"{task}: paired difference in accuracy between a dynamic and a fixed budget of the same bytes (green: "
+                "dynamic is better, red: fixed is).",
+            )
         panels = [
             _panel(f"{task}: {title}", found, some_full)
             for title, some_full in (("tokens dropped in all heads", False), ("some heads full", True))
         ]
-        caption = f"{task}: accuracy over bytes held, 95% intervals; dashed: fixed budgets."
+        caption = f"{task}: accuracy over bytes held, 95% intervals{'; dashed: fixed budgets' if differences else ''}."
         self.add_plot(page, folder, task, caption, *panels)
 
 
@@ -172,6 +173,16 @@ def _best(outcomes: dict[str, Outcome]) -> Metrics | None:
     tests = {name: paired_difference(best.correct, of.correct) for name, of in outcomes.items() if name != method}
     alike = [name for name, test in tests.items() if test.p_value >= LEVEL]
     return {"method": method, "accuracy": float(best.correct.mean()), "alike": alike}
+
+
+def _differences(outcomes: dict[float, dict[str, Outcome]], policies: Sequence[str]) -> list[Metrics]:
+    """Dynamic minus fixed budget of each policy at each saving; None where one of them does not fit."""
+    found: list[Metrics] = []
+    for policy, (saved, measured) in product(policies, outcomes.items()):
+        pair = [measured[name] for name in (policy, f"{policy}, {FIXED}") if name in measured]
+        test = compare(pair[:1], pair[1:])["difference"] if len(pair) == 2 else None
+        found.append({"policy": policy, "saved": saved, "difference": test})
+    return found
 
 
 def _accuracy_cell(of: Metrics) -> Cell:

@@ -10,7 +10,8 @@ from typing import Any
 from rlkv.evaluation.report.page import Cell, Page
 from rlkv.evaluation.report.plots import SPARSITY, Panel, curve
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.measurements import ConditionRequests, Metrics, compare
+from rlkv.evaluation.study.measurements import ConditionRequests
+from rlkv.evaluation.study.outcomes import Metrics, compare
 from rlkv.evaluation.study.rankings import Ranking
 from rlkv.evaluation.study.text import (
     INTERVAL_NOTE,
@@ -44,7 +45,7 @@ class Comparison(Analysis):
     title = "Paired comparison"
 
     def conditions(self, study: Study) -> ConditionRequests:
-        return study.conditions(study.rankings, study.config.ascending("compare_at"))
+        return study.conditions(study.rankings, study.config.levels("compare_at"))
 
     def settings(self, study: Study) -> Metrics:
         costs = {ranking.name: cost_metrics(ranking) for ranking in study.rankings if ranking.files}
@@ -56,7 +57,7 @@ class Comparison(Analysis):
             first = study.runs(task, study.first, sparsity)
             for other in study.rankings[1:]:
                 found = compare(first, study.runs(task, other, sparsity))
-                rows.append({"sparsity": sparsity, "other": other.name, "run": other.run, **found})
+                rows.append({"sparsity": sparsity, "other": other.name, **found})
         return {"rows": rows}
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
@@ -78,7 +79,7 @@ class Comparison(Analysis):
             [
                 f"s = {row['sparsity']:g}: {row['other']}",
                 accuracy_cell(row["first"]),
-                accuracy_cell(row["second"], row["run"]),
+                accuracy_cell(row["second"]),
                 difference_cell(row["difference"]),
                 p_number(row["difference"]["p_value"]),
                 f"{row['difference']['changed']} of {row['difference']['n']}",
@@ -106,7 +107,7 @@ class Ablations(Analysis):
     title = "Training ablations"
 
     def conditions(self, study: Study) -> ConditionRequests:
-        return study.conditions(study.variants, study.config.ascending("ablate_at"))
+        return study.conditions(study.variants, study.config.levels("ablate_at"))
 
     def settings(self, study: Study) -> Metrics:
         return {

@@ -30,10 +30,10 @@ class StudyConfig(TaskOptions):
     """sweep comparison threshold sensitivity modes lengths budget gates ablations; default: all that can be done"""
     oracle: Path | None = None
     """ground-truth JSON with a measured elimination order"""
-    random_draws: int = 5
-    """random orders of the heads"""
+    random_draws: int = 10
+    """random orders of the heads, which share the problems; 0: no random heads"""
     sparsities: tuple[float, ...] = (0.2, 0.4, 0.5, 0.6, 0.8)
-    """of the sweep"""
+    """of the sweep, measured in this order"""
     compare_at: tuple[float, ...] = (0.4, 0.6)
     """sparsities of the paired comparison"""
     ablate_at: tuple[float, ...] = (0.4, 0.5, 0.6)
@@ -49,6 +49,8 @@ class StudyConfig(TaskOptions):
     )
     prompt_variants: bool = True
     """budget analysis: each policy also with the other choice of a protected prompt"""
+    fixed_budgets: bool = True
+    """budget analysis: each policy also with a fixed share of the full-cache text"""
     savings: tuple[float, ...] = (0.2, 0.4, 0.6)
     """of the budget analysis, shares of the full cache's bytes"""
     head_share: float = 0.5
@@ -71,7 +73,7 @@ class StudyConfig(TaskOptions):
             given = f"--{name.replace('_', '-')} {' '.join(f'{value:g}' for value in values)}"
             if not all(0 <= value <= most for value in values):
                 raise ValueError(f"{given} contains a number outside 0 to {most:g}")
-            if name != "savings" and not self.ascending(name):
+            if name != "savings" and not self.levels(name):
                 raise ValueError(f"{given} contains no sparsity above 0")
         for name, share in (("margin", self.margin), ("head-share", self.head_share)):
             if not 0 <= share <= 1:
@@ -85,9 +87,13 @@ class StudyConfig(TaskOptions):
             raise ValueError("--gates needs at least one NAME=FILE")
         _ = self.gates_files, self.ablation_files
 
+    def levels(self, name: str) -> tuple[float, ...]:
+        """The sparsities above 0 of a field, each once, in the order given."""
+        return tuple(dict.fromkeys(value for value in getattr(self, name) if value > 0))
+
     def ascending(self, name: str) -> tuple[float, ...]:
-        """The sparsities above 0 of a field, each once."""
-        return tuple(sorted({value for value in getattr(self, name) if value > 0}))
+        """The sparsities above 0 of a field, each once, from the lowest on."""
+        return tuple(sorted(self.levels(name)))
 
     @property
     def gates_files(self) -> dict[str, list[str]]:

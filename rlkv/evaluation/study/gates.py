@@ -11,7 +11,8 @@ import numpy as np
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.plots import Panel, plot_curves
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.measurements import ConditionRequests, Metrics
+from rlkv.evaluation.study.measurements import ConditionRequests
+from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.rankings import Ranking, agreement
 from rlkv.evaluation.study.text import NOT_AVAILABLE
 from rlkv.gates.plots import COLORS

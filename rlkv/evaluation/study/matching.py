@@ -83,12 +83,15 @@ class ByteTarget:
 
 @dataclass(frozen=True)
 class Match:
-    """A method at a saving; ``heads``: the ranking whose heads are full; ``condition``: None if nothing fits."""
+    """A method at a saving; ``heads``: the ranking whose heads are full.
+
+    ``conditions``: one, or the draws that share the problems; empty if nothing fits.
+    """
 
     method: str
     heads: str
     saved: float
-    condition: Condition | None
+    conditions: list[Condition]
 
 
 def policy_templates(
@@ -127,40 +130,40 @@ def matched_methods(study: Study, task: str) -> list[Match]:
     """All methods at every saving.
 
     Policies alone in all heads with a dynamic and, of those named in the options, a fixed budget, for each problem a
-    share of its own full-cache text (RLKV, figure 16); every ranking (its first seed) with sinks and a window;
-    policies under the heads of the first ranking.
+    share of its own full-cache text (RLKV, figure 16); every ranking (its first seed, random heads: all draws) with
+    sinks and a window; policies under the heads of the first ranking.
     """
     lengths = study.measurements.text_lengths(task, study.full(task))
     cache = study.measurements.tasks[task].settings.cache
     targets = {saved: ByteTarget(1 - saved, study.entry_size, lengths, cache) for saved in study.config.savings}
     return [
-        Match(method, heads, saved, condition)
+        Match(method, heads, saved, conditions)
         for saved, target in targets.items()
-        for method, heads, condition in _matches(study, task, target)
+        for method, heads, conditions in _matches(study, task, target)
     ]
 
 
-def _matches(study: Study, task: str, target: ByteTarget) -> Iterator[tuple[str, str, Condition | None]]:
+def _matches(study: Study, task: str, target: ByteTarget) -> Iterator[tuple[str, str, list[Condition]]]:
     shape, first = study.first.shape, study.first
     none_full = torch.zeros(shape, dtype=torch.bool)
 
-    def evicting(full: Tensor, template: EvictionPolicy, fixed: bool = False) -> Condition | None:
+    def evicting(full: Tensor, template: EvictionPolicy, fixed: bool = False) -> list[Condition]:
         policy = target.match_ratio(template, full, fixed)
         planned = tuple(tokens for _, tokens in target.lengths) if fixed else None
-        return None if policy is None else Condition(task, HeadAllocation(full), policy, planned)
+        return [] if policy is None else [Condition(task, HeadAllocation(full), policy, planned)]
 
     for name, template in study.policies.items():
         yield name, "", evicting(none_full, template)
-        if name in study.config.policies:
+        if study.config.fixed_budgets and name in study.config.policies:
             yield f"{name}, {FIXED}", "", evicting(none_full, template, fixed=True)
     for ranking in study.rankings:
-        full = target.match_heads(ranking.orders[0], shape)
-        condition = None if full is None else Condition(task, HeadAllocation(full))
-        yield f"{ranking.name} + sinks + window", ranking.name, condition
+        orders = ranking.orders if ranking.drawn else ranking.orders[:1]
+        found = [full for order in orders if (full := target.match_heads(order, shape)) is not None]
+        conditions = study.seeds(task, ranking, [HeadAllocation(full) for full in found]) if found else []
+        yield f"{ranking.name} + sinks + window", ranking.name, conditions
     split = split_heads(first.orders[0], target.share, study.config.head_share, shape)
     for name, template in study.policies.items():
-        condition = None if split is None else evicting(split, template)
-        yield f"{first.name} + {name}", first.name, condition
+        yield f"{first.name} + {name}", first.name, [] if split is None else evicting(split, template)
 
 
 def split_heads(order: Order, share: float, head_share: float, shape: tuple[int, int]) -> Tensor | None:

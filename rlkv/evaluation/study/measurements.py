@@ -1,7 +1,8 @@
-"""Conditions, each measured once, and what was measured of them, problem by problem.
+"""Conditions, each measured once.
 
 Greedy decoding is deterministic, so seeds that keep the same heads share one measurement.  Its rows are in one file; a
 study that was stopped resumes from the files.  Of several processes each takes conditions that no other one is at.
+Random draws share the problems: each decodes a part of them, and the parts are joined into one outcome.
 """
 
 from __future__ import annotations
@@ -10,16 +11,14 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.evaluation.run.runner import Problem, RunSettings, run_method
-from rlkv.evaluation.stats.metrics import error_mode, mean_with_interval, paired_difference
+from rlkv.evaluation.study.outcomes import Outcome, join, outcome_of
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.utils.progress import ProgressBar, progress_bar
@@ -27,98 +26,6 @@ from rlkv.utils.provenance import digest
 from rlkv.utils.store import StoreInUseError
 
 POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
-Floats = NDArray[np.float64]
-Metrics = dict[str, Any]  # JSON-able
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """One greedy decoding of a task, with an entry per problem in the task's order.
-
-    Attributes:
-        key: of the condition; seeds that keep the same heads share one outcome.
-        correct: 1.0 or 0.0.
-        modes: how the answer failed (:data:`rlkv.evaluation.stats.metrics.MODES`), None where it is right.
-        tokens: the output tokens.
-        kv_bytes, kv_bytes_full: bytes of KV in use at the end of each text, and of the full cache for the same tokens.
-        seconds: that decoding took.
-    """
-
-    key: str
-    correct: Floats
-    modes: tuple[str | None, ...]
-    tokens: tuple[NDArray[np.int32], ...]
-    kv_bytes: NDArray[np.int64]
-    kv_bytes_full: NDArray[np.int64]
-    seconds: float
-
-    @property
-    def lengths(self) -> Floats:
-        """Output tokens of each problem."""
-        return np.array([len(ids) for ids in self.tokens], dtype=np.float64)
-
-    @property
-    def kv_share(self) -> float:
-        """Bytes of KV in use over those of the full cache, both summed over the problems."""
-        return float(self.kv_bytes.sum() / self.kv_bytes_full.sum())
-
-
-def outcome_of(key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
-    """The rows of :func:`rlkv.evaluation.run.runner.run_method`, in the order in which they are given."""
-    return Outcome(
-        key,
-        np.array([float(row["correct"]) for row in rows]),
-        tuple(map(error_mode, rows)),
-        tuple(np.array(row["token_ids"], dtype=np.int32) for row in rows),
-        np.array([row["kv_bytes"] for row in rows], dtype=np.int64),
-        np.array([row["kv_bytes_full"] for row in rows], dtype=np.int64),
-        sum(row["seconds"] for row in rows),
-    )
-
-
-def mean_scores(runs: Sequence[Outcome]) -> Floats:
-    """Accuracy of each problem, mean over the seeds, float ``[problems]``."""
-    return np.mean([run.correct for run in runs], axis=0)
-
-
-def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics:
-    """A method in one setting, over its seeds ``runs``.
-
-    Returns:
-        ``mean, low, high, n`` over problems, of the mean over seeds; ``seeds``, the accuracy of each; ``distinct``, the
-        different measurements among them (seeds with the same heads are one); ``kv_share``, bytes of KV in use over
-        those of the full cache; ``versus_full``, the paired difference to ``full``, None without it.
-    """
-    scores = mean_scores(runs)
-    held, whole = (sum(int(getattr(run, name).sum()) for run in runs) for name in ("kv_bytes", "kv_bytes_full"))
-    return {
-        **asdict(mean_with_interval(scores)),
-        "seeds": [float(run.correct.mean()) for run in runs],
-        "distinct": len({run.key for run in runs}),
-        "kv_share": held / whole,
-        "versus_full": None if full is None else asdict(paired_difference(full.correct, scores)),
-    }
-
-
-def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
-    """Both accuracies and the paired difference, first minus second.
-
-    ``per_seed`` has the difference of each set of heads to the other's mean over seeds, seeds with the same heads once.
-    """
-    means = [float(mean_scores(runs).mean()) for runs in (first, second)]
-    distinct = [{run.key: float(run.correct.mean()) for run in runs} for runs in (first, second)]
-    test = paired_difference(mean_scores(second), mean_scores(first))
-    return {
-        "first": accuracy_of(first),
-        "second": accuracy_of(second),
-        "difference": asdict(test),
-        "per_seed": {
-            "first": [accuracy - means[1] for accuracy in distinct[0].values()],
-            "second": [means[0] - accuracy for accuracy in distinct[1].values()],
-        },
-        # means over seeds may differ where the same sets of heads occur, but not equally often
-        "same_heads": distinct[0].keys() == distinct[1].keys() and not test.changed,
-    }
 
 
 class Sizes(NamedTuple):
@@ -140,6 +47,7 @@ class Condition:
 
     ``planned``: for each problem the length of a text, of which the policy's ratio is taken from the start.
     ``sizes``: in place of the task's own sinks and window.
+    ``part``: (i, k), only the problems i, i + k, i + 2k and so on; None: all.
     """
 
     task: str
@@ -147,6 +55,7 @@ class Condition:
     policy: EvictionPolicy | None = None
     planned: tuple[int, ...] | None = None
     sizes: Sizes | None = None
+    part: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.allocation.num_compressible == 0:
@@ -157,7 +66,7 @@ class Condition:
     def key(self) -> str:
         """A short name of all that the condition is."""
         policy = None if self.policy is None else self.policy.describe()
-        further = [self.planned, None if self.sizes is None else self.sizes._asdict()]
+        further = [self.planned, None if self.sizes is None else self.sizes._asdict(), self.part]
         while further and further[-1] is None:  # keys, which name files, stay what they were before there was a field
             further.pop()
         content = json.dumps([self.allocation.full.int().tolist(), policy, *further], sort_keys=True)
@@ -198,7 +107,7 @@ class Measurements:
         for label, condition in dict.fromkeys(requests):
             self.labels.setdefault(condition, []).append(label)
         waiting = deque(condition for condition in self.labels if condition not in self._outcomes)
-        total = sum(len(self.tasks[condition.task].problems) for condition in waiting)
+        total = sum(len(self._problems(condition)) for condition in waiting)
         before = in_use = 0
         with progress_bar(title, "problems", total) as bar:
             while waiting:
@@ -212,7 +121,11 @@ class Measurements:
                         time.sleep(POLL_SECONDS)
                     continue
                 in_use = 0
-                before += len(self.tasks[condition.task].problems)
+                before += len(self._problems(condition))
+
+    def _problems(self, condition: Condition) -> list[Problem]:
+        first, step = condition.part or (0, 1)
+        return self.tasks[condition.task].problems[first::step]
 
     def _measure(self, condition: Condition, bar: ProgressBar, before: int) -> Outcome:
         task, heads = self.tasks[condition.task], condition.allocation
@@ -223,15 +136,21 @@ class Measurements:
 
         sizes = {} if condition.sizes is None else condition.sizes._asdict()
         cache = replace(task.settings.cache, **sizes).with_policy(condition.policy)
-        settings = replace(task.settings, cache=cache, planned=condition.planned)
+        rank, ranks = condition.part or (0, 1)
+        settings = replace(task.settings, cache=cache, planned=condition.planned, rank=rank, ranks=ranks)
         file = self.folder / f"rows-{condition.key}.jsonl"
         rows = run_method(self.model, self.tokenizer, task.problems, heads, settings, file, self.facts, on_rows)
         found = {row["key"]: row for row in rows}
-        return outcome_of(condition.key, [found[problem.key] for problem in task.problems])
+        return outcome_of(condition.key, [found[problem.key] for problem in self._problems(condition)])
 
     def outcome(self, condition: Condition) -> Outcome:
         """What was measured of a condition, which :meth:`measure` must have been asked for."""
         return self._outcomes[condition]
+
+    def outcomes(self, conditions: Sequence[Condition]) -> list[Outcome]:
+        """An outcome per condition; of conditions that are parts of a task, one of all problems."""
+        found = [self.outcome(condition) for condition in conditions]
+        return found if conditions[0].part is None else [join(found)]
 
     def text_lengths(self, task: str, outcome: Outcome) -> list[tuple[int, int]]:
         """(prompt, all) tokens that the cache holds when a text ends: its last token is never fed."""
@@ -249,6 +168,7 @@ class Measurements:
                 "policy": None if condition.policy is None else condition.policy.describe(),
                 "planned": condition.planned,
                 "sizes": None if condition.sizes is None else condition.sizes._asdict(),
+                "part": condition.part,
                 "accuracy": float(outcome.correct.mean()),
                 "n": int(outcome.correct.size),
                 "kv_share": outcome.kv_share,

@@ -20,7 +20,7 @@ from rlkv.evaluation.stats.metrics import (
     repetition_rate,
 )
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.measurements import Floats, Metrics, Outcome
+from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome
 from rlkv.evaluation.study.text import estimate, interval, levels
 
 COLOURS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}

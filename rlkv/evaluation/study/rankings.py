@@ -33,7 +33,7 @@ class Ranking:
         shape: (layers, KV heads).
         orders: for each seed or draw (layer, head) from the first to compress to the last.
         gates, files: for each seed, where the order is that of a gates file; else empty.
-        run: what one order is called, ``seed`` or ``draw``.
+        drawn: the orders are random draws, which share the problems of a task; else each one decodes all of them.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Ranking:
     orders: tuple[Order, ...]
     gates: tuple[HeadGates, ...] = ()
     files: tuple[str, ...] = ()
-    run: str = "seed"
+    drawn: bool = False
 
     def allocations(self, sparsity: float) -> list[HeadAllocation]:
         """For each seed, the allocation in which the first ``sparsity`` of its order is compressible."""
@@ -92,7 +92,7 @@ def reference_rankings(shape: ModelShape, truth: dict[str, Any] | None, random_d
         found.append(Ranking(ORACLE, size, (tuple(elimination_order(truth)),)))
     if random_draws:
         draws = tuple(tuple(random_order(*size, seed)) for seed in range(random_draws))
-        found.append(Ranking(RANDOM, size, draws, run="draw"))
+        found.append(Ranking(RANDOM, size, draws, drawn=True))
     return found
 
 

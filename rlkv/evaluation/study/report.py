@@ -9,7 +9,7 @@ from typing import Any
 from rlkv.evaluation.report.page import Page, provenance_facts
 from rlkv.evaluation.stats.metrics import FEW_CHANGED
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.measurements import Metrics
+from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.sweep import Sweep, write_table
 from rlkv.evaluation.study.text import SAME, SEEDS_FIXED
 from rlkv.utils.atomic import write_json

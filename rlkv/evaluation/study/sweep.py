@@ -14,7 +14,8 @@ from rlkv.evaluation.report.published import write_published
 from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference
 from rlkv.evaluation.study.base import Analysis, Study
 from rlkv.evaluation.study.comparison import cost_metrics, cost_text
-from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Metrics, accuracy_of, mean_scores
+from rlkv.evaluation.study.measurements import ConditionRequests
+from rlkv.evaluation.study.outcomes import Metrics, accuracy_of, mean_scores
 from rlkv.evaluation.study.text import (
     BYTES_NOTE,
     INTERVAL_NOTE,
@@ -66,7 +67,7 @@ def write_table(page: Page, task: str, found: Metrics, metrics: Metrics) -> None
         [
             name,
             full,
-            *(accuracy_cell(accuracy, metrics["runs"][name]) for accuracy in accuracies),
+            *map(accuracy_cell, accuracies),
             cost_text(metrics["costs"].get(name, {"steps": []})),
         ]
         for name, accuracies in methods.items()
@@ -110,8 +111,8 @@ class Sensitivity(Analysis):
 
     def conditions(self, study: Study) -> ConditionRequests:
         for ranking, task, heads in product(study.rankings, study.tasks, study.top_heads):
-            for allocation in ranking.without_top(heads):
-                yield f"{ranking.name}, top {heads} gone", Condition(task, allocation)
+            for condition in study.seeds(task, ranking, ranking.without_top(heads)):
+                yield f"{ranking.name}, top {heads} gone", condition
 
     def settings(self, study: Study) -> Metrics:
         total = study.first.shape[0] * study.first.shape[1]
@@ -120,10 +121,7 @@ class Sensitivity(Analysis):
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)
         runs = {
-            ranking.name: [
-                [study.measurements.outcome(Condition(task, allocation)) for allocation in ranking.without_top(heads)]
-                for heads in study.top_heads
-            ]
+            ranking.name: [study.runs_without_top(task, ranking, heads) for heads in study.top_heads]
             for ranking in study.rankings
         }
         # of each problem, mean over seeds and numbers of heads
@@ -154,7 +152,7 @@ class Sensitivity(Analysis):
             test, mean = of["versus_first"], of["mean_over_heads"]
             # a ranking whose accuracy falls less than the first one's is the worse one
             against = "" if name == first else difference_cell(test, p_text(test["p_value"]), sign=-1)
-            cells = [accuracy_cell(accuracy, metrics["runs"][name]) for accuracy in of["by_heads"]]
+            cells = map(accuracy_cell, of["by_heads"])
             rows.append([name, *cells, Cell(f"{mean['mean']:.3f}", "", interval(mean)), against])
         page.table(
             ["heads", *(plural(n, "head") for n in counts), "mean", f"mean minus {first}'s"],

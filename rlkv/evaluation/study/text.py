@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlkv.evaluation.report.page import LEVEL, MARKS_LEGEND, Cell, sign_of
-from rlkv.evaluation.study.measurements import Metrics
+from rlkv.evaluation.study.outcomes import Metrics
 
 SAME = "no significant difference"
 NOT_AVAILABLE = "n/a"
@@ -14,12 +14,15 @@ LEGEND = (
     f"for the number of comparisons), grey {SAME}; in Markdown {MARKS_LEGEND}."
 )
 SEEDS_FIXED = (
-    "Intervals and p values are over problems, with the seeds held fixed: they say nothing about another training run "
-    "or another draw. How many sets of heads share the sign of a difference is given with it."
+    "Intervals and p values are over problems, with the seeds held fixed: they say nothing about another training run. "
+    "Problems of the same random draw count as independent, so that for random heads the interval has only a part of "
+    "the variance between draws. How many sets of heads share the sign of a difference is given with it, for methods "
+    "that decode all problems with each."
 )
 INTERVAL_NOTE = (
     "Brackets: 95% intervals over problems (Wilson for single runs, else bootstrap of the mean over seeds). Seeds that "
-    "keep the same heads are one measurement, greedy decoding being deterministic: 'sets of heads' counts them."
+    "keep the same heads are one measurement, greedy decoding being deterministic: 'sets of heads' counts them. Random "
+    "draws share the problems: each problem is decoded once, under one of the draws."
 )
 BYTES_NOTE = (
     "KV held: bytes of KV in use at the end of each text, over the bytes that the full cache would hold for the same "
@@ -65,14 +68,16 @@ def verdict(metrics: Metrics, same_heads: bool = False) -> str:
 def seeds_of_sign(compared: Metrics, first: str, second: str) -> str:
     """For a sentence, after a verdict: how many sets of heads of each method have the sign of the difference.
 
-    ``compared``: as :func:`compare` returns it.  Empty where there is no difference, or one set of heads of each.
+    ``compared``: as :func:`compare` returns it.  Draws that share the problems are left out.  Empty where there is no
+    difference, or at most one set of heads of each.
     """
     difference, seeds = compared["difference"]["difference"], compared["per_seed"]
-    if difference == 0 or len(seeds["first"]) == len(seeds["second"]) == 1:
+    if difference == 0 or max(map(len, seeds.values())) <= 1:
         return ""
     counts = [
         f"{sum(value * difference > 0 for value in values)} of {plural(len(values), 'set')} of heads of {name}"
         for name, values in ((first, seeds["first"]), (second, seeds["second"]))
+        if values
     ]
     return f"; this sign: {' and '.join(counts)}"
 
@@ -83,12 +88,14 @@ def against(compared: Metrics, shown: str, first: str, second: str) -> str:
     return f"{compared[shown]['mean']:.3f} ({text})"
 
 
-def seeds_text(accuracy: Metrics, run: str = "seed") -> str:
-    """How many runs a mean has, how many of them are different, and their range; empty for one run."""
+def seeds_text(accuracy: Metrics) -> str:
+    """How many seeds a mean has, how many of them are different, and their range, or how many draws; empty for one."""
     seeds = accuracy["seeds"]
+    if accuracy["draws"] > 1:
+        return f"{accuracy['draws']} draws, which share the problems"
     if len(seeds) == 1:
         return ""
-    text = f"{len(seeds)} {run}s"
+    text = f"{len(seeds)} seeds"
     if accuracy["distinct"] < len(seeds):
         text += f", {plural(accuracy['distinct'], 'set')} of heads"
     if accuracy["distinct"] == 1:
@@ -97,9 +104,9 @@ def seeds_text(accuracy: Metrics, run: str = "seed") -> str:
     return f"{text}: {low} to {high}" if low != high else f"{text}: all {low}"
 
 
-def accuracy_cell(accuracy: Metrics, run: str = "seed") -> Cell:
+def accuracy_cell(accuracy: Metrics) -> Cell:
     """As RLKV's tables 4 to 6: accuracy, any difference to full in brackets, coloured; below, interval and seeds."""
-    test, seeds = accuracy["versus_full"], seeds_text(accuracy, run)
+    test, seeds = accuracy["versus_full"], seeds_text(accuracy)
     note = interval(accuracy) + (f"\n{seeds}" if seeds else "")
     if test is None:
         return Cell(f"{accuracy['mean']:.3f}", "", note)

@@ -78,3 +78,9 @@ def test_heads_are_compressed_in_their_order_until_it_fits() -> None:
 def test_what_policies_keep_always_fits(names: tuple[str, ...], observation: int | None, extra: int) -> None:
     assert default_extra(names, observation, sink=4, ring=20) == extra
     assert set(policy_templates(names, None, observation, extra, 4, False)) == set(names)
+
+
+def test_policies_come_with_the_other_treatment_of_the_prompt() -> None:
+    found = policy_templates(("rkv", "random"), None, None, 20, 4, True)
+    kept = {name: policy.protect_prompt for name, policy in found.items()}
+    assert kept == {"rkv": False, "rkv (prompt kept)": True, "random": True, "random (prompt evictable)": False}

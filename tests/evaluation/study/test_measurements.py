@@ -72,7 +72,8 @@ def test_keys_name_files_and_stay_what_they_were() -> None:
     assert Condition("task", allocation, RKV(budget=64)).key == "task-5ad9aeae55b1"
     assert Condition("task", allocation, RKV(budget=64), (3, 4)).key == "task-08197eaccdde"
     sized = [Condition("task", allocation, sizes=Sizes(4, 16, protect_prompt=on)).key for on in (False, True)]
-    assert len({Condition("task", allocation).key, *sized}) == 3
+    parts = [Condition("task", allocation, part=(i, 2)).key for i in (0, 1)]
+    assert len({Condition("task", allocation).key, *sized, *parts}) == 5
     full = HeadAllocation(torch.ones(2, 2, dtype=torch.bool))
     assert Condition("task", full, sizes=Sizes(4, 16)) == Condition("task", full)
 

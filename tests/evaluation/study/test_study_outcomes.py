@@ -12,7 +12,7 @@ from rlkv.evaluation.stats.metrics import (
     repetition_rate,
     wilson_interval,
 )
-from rlkv.evaluation.study.measurements import accuracy_of, compare, mean_scores, outcome_of
+from rlkv.evaluation.study.outcomes import accuracy_of, compare, join, mean_scores, outcome_of
 from rlkv.evaluation.study.outputs import both_right, length_shares, mode_shares, repetition_of
 from tests.helpers.study_fakes import outcome
 
@@ -37,6 +37,16 @@ def test_rows_become_an_outcome() -> None:
     assert found.lengths.tolist() == [3, 3, 3, 5]
     assert found.kv_share == 0.25
     assert found.seconds == 2.0
+
+
+def test_parts_become_one_outcome_in_the_order_of_the_problems() -> None:
+    parts = [outcome("110", [1, 4, 7], "a"), outcome("01", [2, 5], "b", "overlength"), outcome("00", [3, 6], "c")]
+    found = join(parts)
+    assert found.correct.tolist() == [1, 0, 0, 1, 1, 0, 0]
+    assert found.lengths.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert found.modes == (None, "overlength", "incorrect", None, None, "incorrect", "incorrect")
+    assert (found.draws, found.seconds, found.kv_share) == (3, 4.5, 0.6)
+    assert len({found.key, *(part.key for part in parts)}) == 4
 
 
 def test_mean_over_seeds_and_its_interval() -> None:

@@ -1,4 +1,4 @@
-"""rlkv-study on the tiny model, whole: conditions, files, numbers, resuming, bad input."""
+"""rlkv-study on the tiny model, whole: conditions, files, numbers, resuming."""
 
 from __future__ import annotations
 
@@ -15,61 +15,20 @@ import torch
 from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.cli.options import parse
-from rlkv.evaluation.study.config import StudyConfig
 from rlkv.evaluation.study.matching import kv_share
-from rlkv.evaluation.study.run import ANALYSES, run_study
-from rlkv.evaluation.study.sweep import top_heads
+from rlkv.evaluation.study.run import ANALYSES, load_study
+from rlkv.evaluation.study.sweep import Sensitivity, Sweep
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.prompts import render_prompt
-from rlkv.models.shape import ModelShape
 from tests.helpers.plain_decoding import decode
-
-TOKENS = 45
-NUM_PROBLEMS = 5
+from tests.helpers.study_program import NUM_PROBLEMS, TOKENS, config_of, results, run, write_inputs
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gates a, b (the same heads at 0.5 as a, in another order), c; five problems; a training log next to a."""
-    folder = tmp_path_factory.mktemp("inputs")
-    model, _ = tiny.load()
-    shape = ModelShape.from_config(model.config, "tiny")
-    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    for name, values in (("a", alpha), ("b", alpha.square()), ("c", 1 - alpha)):
-        (folder / name).mkdir()
-        HeadGates(values, model=shape, deploy_sink=4, deploy_window=16).save(folder / name / "gates.pt")
-    (folder / "a" / "log.jsonl").write_text('{"time/step_s": 9.0, "time/step_cpu_s": 7.0}\n')
-    problems = tiny.problems(NUM_PROBLEMS, seed=3, min_definitions=3, max_definitions=5)
-    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    return folder
-
-
-def options(inputs: Path, output: Path) -> dict[str, list[str]]:
-    gates = [f"mine={inputs}/a/gates.pt", f"mine={inputs}/b/gates.pt", f"other <b>={inputs}/c/gates.pt"]
-    words = "--random-draws 2 --sparsities 0.5 --compare-at 0.5 --ablate-at 0.5 --top-heads 2 --repetition 20 5"
-    words += " --policies rkv random --savings 0.3 --buffer 4 --observation 2 --extra 8 --batch-size 5"
-    words += f" --max-new-tokens {TOKENS}"
-    found = {"--gates": gates, "--ablation": [f"variant={inputs}/c/gates.pt"], "--output-dir": [str(output)]}
-    found |= {"--data": [str(inputs / "problems.jsonl")], "--oracle": [str(tiny.GROUND_TRUTH)]}
-    for part in words.split("--")[1:]:
-        name, *values = part.split()
-        found[f"--{name}"] = values
-    return found
-
-
-def run(inputs: Path, output: Path, *more: str) -> list[str] | None:
-    """``more`` replaces options of the same name."""
-    found = options(inputs, output)
-    name = ""
-    for word in more:
-        if word.startswith("--"):
-            found[name := word] = []
-        else:
-            found[name].append(word)
-    return run_study(parse(StudyConfig, arguments=[word for name, of in found.items() for word in (name, *of)]))
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +36,6 @@ def study(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("study")
     assert run(inputs, output)
     return output
-
-
-def results(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
 
 
 def methods_at_bytes(study: Path) -> dict[str, Any]:
@@ -94,26 +49,28 @@ def test_every_allocation_is_measured_once(study: Path) -> None:
     names = {tuple(condition["requested_as"]) for condition in conditions}
     assert ("mine @ 0.5",) in names  # both seeds and three analyses request it
     assert ("other <b> @ 0.5", "variant @ 0.5") in names
-    matched = [name for names in names for name in names if name.endswith("30% saved")]
+    matched = {name for names in names for name in names if name.endswith("30% saved")}
     assert len(matched) == sum(of is not None for of in methods_at_bytes(study).values())
-    only_matched = [of for of in names if all(name.endswith("30% saved") for name in of)]
+    only_matched = [of for of in conditions if all(name.endswith("30% saved") for name in of["requested_as"])]
     # full, mine, other = variant, oracle, two draws; as many without the top heads; methods at matched bytes
     assert len(conditions) == 6 + 5 + len(only_matched)
     assert len(list((study / "rows").glob("*.jsonl"))) == len(conditions)
-    assert all(condition["n"] == NUM_PROBLEMS for condition in conditions)
+    parts = {None: NUM_PROBLEMS, (0, 2): 3, (1, 2): 2}
+    assert all(condition["n"] == parts[condition["part"] and tuple(condition["part"])] for condition in conditions)
+    drawn = [of["part"] for of in conditions if any(name.startswith("random heads") for name in of["requested_as"])]
+    assert drawn == [[0, 2], [1, 2]] * 3  # at 0.5, without the top heads, at matched bytes
     assert list(found["analyses"]) == list(ANALYSES)
-    assert found["config"]["policies"] == ["rkv", "random"]
+    assert found["config"]["policies"] == ["rkv"]
 
 
 def test_methods_at_matched_bytes(study: Path, inputs: Path) -> None:
     """Each policy alone and under the first ranking, with either treatment of the prompt, and every ranking."""
     found = methods_at_bytes(study)
-    policies = ["rkv", "rkv (prompt kept)", "random", "random (prompt evictable)"]
+    policies = ["rkv", "rkv (prompt kept)"]
     assert set(found) == {
         *policies,
         *(f"mine + {policy}" for policy in policies),
         "rkv, fixed budget",
-        "random, fixed budget",
         *(f"{name} + sinks + window" for name in ("mine", "other <b>", "oracle (measured)", "random heads")),
     }
     assert found["rkv"]["budget"]["ratio"] > 0
@@ -131,7 +88,7 @@ def test_methods_at_matched_bytes(study: Path, inputs: Path) -> None:
         return [(n, n + tokens[f"tiny/{i + 1}"] - 1) for i, n in enumerate(prompts)]
 
     size = EntrySize.of(model)
-    for name in ("rkv", "mine + rkv", "random (prompt evictable)", "mine + sinks + window"):
+    for name in ("rkv", "mine + rkv", "rkv (prompt kept)", "mine + sinks + window"):
         condition = conditions[f"{name}, 30% saved"]
         heads = torch.tensor(condition["full_heads"], dtype=torch.bool)
         fields = dict(condition["policy"] or {})
@@ -154,10 +111,12 @@ def test_methods_at_matched_bytes(study: Path, inputs: Path) -> None:
 
 
 def test_no_method_fits_a_saving_that_is_too_large(inputs: Path, tmp_path: Path) -> None:
-    findings = run(inputs, tmp_path, "--analyses", "budget", "--savings", "0.97", "--policies", "rkv")
+    findings = run(inputs, tmp_path, "--analyses", "budget", "--savings", "0.97", "--no-fixed-budgets")
     assert findings
     assert "97% of the bytes saved: no method fits" in findings[0]
-    assert "| rkv | n/a |" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "| rkv | n/a |" in text
+    assert "fixed budget" not in text
 
 
 def test_metrics_are_those_of_the_plain_measurement(study: Path, inputs: Path) -> None:
@@ -171,6 +130,42 @@ def test_metrics_are_those_of_the_plain_measurement(study: Path, inputs: Path) -
     assert sweep["distinct"] == 1
     lengths = results(study)["analyses"]["lengths"]["tasks"]["tiny"]["methods"]["mine"][0]
     assert lengths["all"]["mean"] == pytest.approx(sum(len(c.token_ids) for c in completions) / NUM_PROBLEMS)
+
+
+def test_draws_share_the_problems(study: Path, inputs: Path) -> None:
+    """Each problem is decoded under its draw; the outcome of all draws has every problem once, in the task's order."""
+    loaded = load_study(config_of(inputs, study))  # rows are there already
+    random = loaded.rankings[-1]
+    loaded.measurements.measure("again", [*loaded.conditions([random], [0.5]), *Sensitivity().conditions(loaded)])
+    model, tokenizer = tiny.load()
+    problems = [json.loads(line) for line in (inputs / "problems.jsonl").read_text().splitlines()]
+    for runs, allocations in (
+        (loaded.runs("tiny", random, 0.5), random.allocations(0.5)),
+        (loaded.runs_without_top("tiny", random, 2), random.without_top(2)),
+    ):
+        (joined,) = runs
+        assert (joined.draws, len(allocations)) == (2, 2)
+        for i, problem in enumerate(problems):
+            (text,), correct = decode(model, tokenizer, [problem], allocations[i % 2], CacheSettings(4, 16), TOKENS)
+            assert (joined.tokens[i].tolist(), [joined.correct[i]]) == (list(text.token_ids), correct)
+    sweep = results(study)["analyses"]["sweep"]["tasks"]["tiny"]["methods"]["random heads"][0]
+    shared = loaded.runs("tiny", random, 0.5)[0]
+    assert (sweep["n"], sweep["seeds"], sweep["draws"]) == (NUM_PROBLEMS, [shared.correct.mean()], 2)
+    assert "2 draws, which share the problems" in (study / "table.md").read_text()
+
+
+def test_parts_of_draws_and_the_order_of_measuring(inputs: Path, tmp_path: Path) -> None:
+    loaded = load_study(config_of(inputs, tmp_path, "--random-draws", "7", "--sparsities", "0.5", "0.2"))
+    random = loaded.rankings[-1]
+
+    def parts(sparsity: float) -> list[tuple[int, int] | None]:
+        return [condition.part for condition in loaded.seeds("tiny", random, random.allocations(sparsity))]
+
+    assert parts(0.5) == [(i, NUM_PROBLEMS) for i in range(NUM_PROBLEMS)]  # not more draws than problems
+    assert parts(1.0) == [None]  # all draws have the same heads
+    names = dict.fromkeys(name for name, _ in Sweep().conditions(loaded))
+    assert [name.split(" @ ")[1] for name in names] == ["0.5"] * 4 + ["0.2"] * 4
+    assert loaded.sparsities == (0.2, 0.5)
 
 
 def test_analyses_agree_with_each_other(study: Path) -> None:
@@ -254,52 +249,3 @@ def test_one_analysis_measures_only_its_own(inputs: Path, tmp_path: Path) -> Non
     assert len(results(tmp_path)["conditions"]) == 1
     assert list(results(tmp_path)["analyses"]) == ["gates"]
     assert not (tmp_path / "table.md").exists()
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--analyses", "sweep", "speed"], "'speed'"),
-        (["--sparsities", "0.4", "1.5"], "--sparsities 0.4 1.5"),
-        (["--sparsities", "nan"], "--sparsities nan"),
-        (["--compare-at", "0"], "--compare-at 0"),
-        (["--savings", "1.0"], "--savings 1"),
-        (["--head-share", "2.5"], "--head-share is 2.5"),
-        (["--batch-size", "0"], "--batch-size"),
-        (["--top-heads", "1.5"], "--top-heads: 1.5"),
-        (["--top-heads", "25"], "--top-heads 25"),
-        (["--top-heads", "0"], "--top-heads: 0"),
-        (["--gates", "oracle (measured)=x.pt"], "is taken"),
-        (["--gates", "x.pt"], "--gates 'x.pt'"),
-        (["--gates"], "--gates needs"),
-        (["--ablation", "mine=x.pt"], "--ablation: the name 'mine'"),
-        (["--gates", "x=absent.pt"], "absent.pt"),
-        (["--policies", "rkv", "best"], "eviction policy 'best'"),
-        (["--published", "tiny"], "--published 'tiny'"),
-        (["--extra", "2"], "--extra is 2"),
-        (["--repetition", "5", "6"], "--repetition 5 6"),
-        (["--tasks", "maths"], "unknown task 'maths'"),
-        (["--data", "absent.jsonl"], "absent.jsonl"),
-        (["--oracle", "absent.json"], "--oracle absent.json"),
-    ],
-)
-def test_bad_input_is_one_sentence(inputs: Path, tmp_path: Path, more: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        run(inputs, tmp_path / "out", *more)
-    assert not (tmp_path / "out").exists()
-
-
-def test_ablations_need_gates(inputs: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="add --ablation"):
-        run(inputs, tmp_path, "--ablation", "--analyses", "ablations")
-
-
-def test_head_counts() -> None:
-    assert top_heads((), 24) == (1, 2, 3, 4, 6, 8)
-    assert top_heads((), 256) == (3, 5, 13, 26, 38, 51)
-    assert top_heads((0.25, 3, 0.01), 24) == (1, 3, 6)
-
-
-def test_sparsities_ascend_without_the_full_cache(tmp_path: Path) -> None:
-    config = StudyConfig(gates=("a=b",), output_dir=tmp_path, sparsities=(0.6, 0, 0.2, 0.6))
-    assert config.ascending("sparsities") == (0.2, 0.6)

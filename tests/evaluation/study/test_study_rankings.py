@@ -66,7 +66,7 @@ def test_references() -> None:
     order = [(1, 2), (0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
     truth = {"elimination": [{"layer": layer, "head": head} for layer, head in order]}
     oracle, random = reference_rankings(MODEL, truth, 3)
-    assert (oracle.name, random.name, random.run) == (ORACLE, RANDOM, "draw")
+    assert (oracle.name, random.name, random.drawn) == (ORACLE, RANDOM, True)
     assert compressible(oracle.allocations(0.34)[0]) == [0, 5]
     for seed, allocation in enumerate(random.allocations(0.5)):
         assert allocation == HeadAllocation.random(*SHAPE, 0.5, seed)

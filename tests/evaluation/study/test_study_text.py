@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlkv.evaluation.study.comparison import Comparison
-from rlkv.evaluation.study.measurements import accuracy_of, compare
+from rlkv.evaluation.study.outcomes import accuracy_of, compare
 from rlkv.evaluation.study.text import accuracy_cell, difference_cell, p_text, seeds_of_sign, seeds_text, verdict
 from tests.helpers.study_fakes import outcome
 
@@ -30,7 +32,8 @@ def test_seeds_with_the_same_heads_are_said_to_be_one_measurement() -> None:
     assert seeds_text(accuracy_of([a])) == ""
     assert seeds_text(accuracy_of([a, a, a])) == "3 seeds, 1 set of heads"
     assert seeds_text(accuracy_of([a, b, a])) == "3 seeds, 2 sets of heads: all 0.20"
-    assert seeds_text(accuracy_of([a, FULL]), "draw") == "2 draws: 0.20 to 1.00"
+    assert seeds_text(accuracy_of([a, FULL])) == "2 seeds: 0.20 to 1.00"
+    assert seeds_text(accuracy_of([replace(a, draws=3)])) == "3 draws, which share the problems"
 
 
 @pytest.mark.parametrize(("p_value", "text"), [(0.0002, "p < 0.001"), (0.0009, "p < 0.001"), (0.05, "p = 0.050")])
@@ -73,6 +76,9 @@ def test_seeds_of_a_sign_count_a_set_of_heads_once() -> None:
     assert found["per_seed"]["second"] == pytest.approx([0.1])
     assert seeds_of_sign(found, "A", "B") == "; this sign: 1 of 2 sets of heads of A and 1 of 1 set of heads of B"
     assert seeds_of_sign(compare([good], [even]), "A", "B") == ""
+    drawn = replace(even, draws=3)
+    assert seeds_of_sign(compare([good, bad], [drawn]), "A", "B") == "; this sign: 1 of 2 sets of heads of A"
+    assert seeds_of_sign(compare([good], [drawn]), "A", "B") == ""
     rows = [{"sparsity": 0.5, "other": "B", **found}]
     metrics = {"first": "A", "tasks": {"t": {"rows": rows}}, "costs": {}}
     assert "; this sign: 1 of 2 sets of heads of A" in Comparison().findings(metrics)[0]

@@ -15,7 +15,8 @@ import torch
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.study.matching import kv_share
-from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements, Outcome, Sizes
+from rlkv.evaluation.study.measurements import Condition, ConditionRequests, Measurements, Sizes
+from rlkv.evaluation.study.outcomes import Outcome
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 

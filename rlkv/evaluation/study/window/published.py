@@ -6,7 +6,7 @@ import re
 
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.published import PublishedNumber, find_published
-from rlkv.evaluation.study.measurements import Metrics
+from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.window.grid import Grid
 
 _METHOD = re.compile(r"rlkv@sink=(\d+),window=(\d+)")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlkv.evaluation.report.page import Cell, Page
 from rlkv.evaluation.report.plots import Panel, curve, plot_curves, point
-from rlkv.evaluation.study.measurements import Metrics
+from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.text import (
     BYTES_NOTE,
     LEGEND,

@@ -9,7 +9,8 @@ from pathlib import Path
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.report.page import Page, provenance_facts
 from rlkv.evaluation.report.plots import FULL_CACHE
-from rlkv.evaluation.study.measurements import Measurements, Metrics, Sizes
+from rlkv.evaluation.study.measurements import Measurements, Sizes
+from rlkv.evaluation.study.outcomes import Metrics
 from rlkv.evaluation.study.tasks import study_tasks
 from rlkv.evaluation.study.window.config import WindowConfig
 from rlkv.evaluation.study.window.grid import Grid
