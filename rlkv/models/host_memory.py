@@ -12,8 +12,9 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 def keep_freed_memory() -> bool:
     """Have freed memory kept for the next tensors; False where the C library is not glibc.
 
-    By default glibc gives large blocks back to the system, and each new one is mapped and zeroed page by page: of a
-    prompt batch's time, that is a third to a half (docs/results/smol).
+    By default glibc gives large blocks back to the system, and each new one is mapped and zeroed page by page. Reading
+    200 prompts with the built-in language model takes 53 to 58 CPU s that way and 25 to 37 this way; a short training
+    run of the tiny model 15.8 and 13.1.
     """
     if not sys.platform.startswith("linux"):
         return False
