@@ -49,7 +49,7 @@ class ServingEngine(VLLMEngine):
         group_size = shape.num_query_heads // shape.num_kv_heads
         self.plan = plan_heads(settings, config.cache_config.block_size, group_size, self.max_positions)
         self.dtype = str(dtype).removeprefix("torch.")
-        self.head_bytes = self.plan.head_bytes(shape.head_dim, dtype.itemsize)
+        self.entry_bytes = 2 * shape.head_dim * dtype.itemsize
 
     def describe(self) -> dict[str, Any]:
         """What completions depend on: numbers, and what the compressible heads keep."""
@@ -66,6 +66,6 @@ class ServingEngine(VLLMEngine):
         made = [len(completion.token_ids) for completion in completions]
         # the last token of a text is never fed back
         lengths = [n + own - 1 for n, own in zip(self.prompt_lengths(prompts), made, strict=True)]
-        held = sum(self.plan.held(length) for length in lengths) * self.head_bytes
-        full_bytes = sum(self.plan.uncompressed(length) for length in lengths) * self.head_bytes
+        held = sum(self.plan.held(length) for length in lengths) * self.entry_bytes
+        full_bytes = sum(self.plan.uncompressed(length) for length in lengths) * self.entry_bytes
         return completions, Usage(sum(made), seconds, held, full_bytes)

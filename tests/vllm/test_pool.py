@@ -31,7 +31,7 @@ from rlkv.vllm.blocks.demand import SinkWindowDemand  # noqa: E402
 from rlkv.vllm.blocks.packing import plan_packing  # noqa: E402
 from rlkv.vllm.blocks.specs import PackedFullSpec, SinkWindowManager, SinkWindowSpec  # noqa: E402
 
-HEAD_BLOCK = BLOCK * 2 * HEAD_SIZE * ELEMENT  # bytes of one head in one block
+ENTRY = 2 * HEAD_SIZE * ELEMENT  # bytes of a key and a value
 DEMAND = SinkWindowDemand(BLOCK, SINK, WINDOW)
 
 
@@ -50,9 +50,11 @@ def test_bytes_of_a_running_request(llama: Served, sparsity: float) -> None:
     with engine(llama, llama.request(sparsity), num_gpu_blocks_override=400, async_scheduling=False) as llm:
         core = llm.llm_engine
         config = core.engine_core.engine_core.scheduler.kv_cache_config
-        assert len(config.kv_cache_groups) == len(plan.groups)
+        assert len(config.kv_cache_groups) == len(plan.bins)
         block_bytes = {tensor.size // config.num_blocks for tensor in config.kv_cache_tensors}
-        assert block_bytes == {plan.heads_per_block * HEAD_BLOCK}
+        assert block_bytes == {plan.block_entries * ENTRY}
+        runner = core.engine_core.engine_core.model_executor.driver_worker.model_runner
+        assert [len(builders) for builders in runner.attn_groups] == [1] * len(plan.bins)
         (prompt,) = random_prompts((500,))
         core.add_request("0", {"prompt_token_ids": prompt}, params)
         held = {}
@@ -62,13 +64,13 @@ def test_bytes_of_a_running_request(llama: Served, sparsity: float) -> None:
         core.abort_request(list(block_manager(llm).coordinator.single_type_managers[0].req_to_blocks), internal=True)
     for tokens, blocks in list(held.items())[2:]:
         # the newest token is not yet in the cache
-        assert plan.blocks(tokens - 1) - len(plan.groups) <= blocks <= plan.blocks(tokens - 1)
+        assert plan.blocks(tokens - 1) - len(plan.bins) <= blocks <= plan.blocks(tokens - 1)
     assert max(held[tokens] - plan.blocks(tokens - 1) for tokens in range(520, 601)) == 0
-    ideal = plan.ideal(600) * HEAD_BLOCK
+    ideal = plan.ideal(600) * ENTRY
     compressed, full = llama.allocation(sparsity).num_compressible, llama.allocation(sparsity).num_full
     kept = BLOCK * (1 + 2 + 1)  # a block of sinks, and up to three of the window
-    assert ideal == pytest.approx((full * 608 + compressed * kept) * 2 * HEAD_SIZE * ELEMENT)
-    print(f"sparsity {sparsity}: {held[600] * plan.heads_per_block * HEAD_BLOCK} bytes at 600 tokens, ideal {ideal}")
+    assert ideal == pytest.approx((full * 608 + compressed * kept) * ENTRY)
+    print(f"sparsity {sparsity}: {held[600] * plan.block_entries * ENTRY} bytes at 600 tokens, ideal {ideal}")
 
 
 def test_tokens_in_the_same_pool(llama: Served) -> None:
@@ -80,7 +82,7 @@ def test_tokens_in_the_same_pool(llama: Served) -> None:
             capacity[sparsity] = cache.kv_cache_size_tokens
             plans[sparsity] = plan_packing(llama.allocation(sparsity).full, DEMAND, 2048)
             blocks = cache.num_gpu_blocks
-            assert blocks * plans[sparsity].heads_per_block * HEAD_BLOCK == pytest.approx(2**30, rel=0.001)
+            assert blocks * plans[sparsity].block_entries * ENTRY == pytest.approx(2**30, rel=0.001)
     for sparsity in (0.5, 0.75):
         gained = capacity[sparsity] / capacity[0.0]
         ideal = plans[sparsity].uncompressed(2048) / plans[sparsity].ideal(2048)
@@ -95,7 +97,7 @@ def spec(**changes: Any) -> SinkWindowSpec:
         "num_kv_heads": 2,
         "head_size": 32,
         "dtype": torch.float32,
-        "pack_tag": 1,
+        "bin": 1,
         "sink": 20,
         "window": 40,
         "max_in_flight_tokens": 64,
@@ -105,13 +107,13 @@ def spec(**changes: Any) -> SinkWindowSpec:
 
 
 def test_specs_of_different_bins_do_not_merge() -> None:
-    own, other = spec(), spec(pack_tag=2)
-    assert own.is_uniform_with_collection({"a": own, "b": spec(num_kv_heads=3)})
+    own, other = spec(), spec(bin=2)
+    assert own.is_uniform_with_collection({"a": own})
     assert not own.is_uniform_with_collection({"a": own, "b": other})
     with pytest.raises(AssertionError):
         SinkWindowSpec.merge([own, other])
     shared = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-    full = [PackedFullSpec(**shared, pack_tag=tag) for tag in (0, 3)]
+    full = [PackedFullSpec(**shared, bin=tag) for tag in (0, 3)]
     assert not full[0].is_uniform_with_collection(dict(enumerate(full)))
     with pytest.raises(AssertionError):
         PackedFullSpec.merge(full)

@@ -1,109 +1,124 @@
-"""Which heads share a block, so that a pool of equal blocks is filled without waste.
+"""Which heads share a block table, so that a pool of equal blocks is filled with little waste.
 
-A block holds ``block_size`` tokens of all heads of a *bin*, which has its own block table. All blocks are as large as
-the largest bin, so heads are dealt into bins of (nearly) equal size; few of them, as each costs a block table and
-metadata in every step.
+The heads of a *bin* share a block table; a block holds some tokens of all of them. Each table costs time in every step,
+so there are few. All blocks have as many bytes as the largest one, so a bin of few heads has more tokens in a block.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from torch import Tensor
 
 from rlkv.vllm.blocks.demand import BlockDemand, BufferDemand, SinkWindowDemand
 from rlkv.vllm.settings import ServingSettings
 
-MAX_BINS = 24
-GOOD_ENOUGH = 1.03  # bytes over the ideal ones up to which fewer bins are better than less waste
+MOST_BINS = 4
+LONGEST = 8  # blocks of the engine's block size that a block of another bin may be as long as
+TABLE_COST = 0.02  # share of a request's bytes that one more block table must save
 
 
 @dataclass(frozen=True)
 class Part:
-    """Heads of a layer, by their numbers in the checkpoint; bins are counted over full and compressible ones."""
+    """Heads of a layer in one bin, by their numbers in the checkpoint; in the bin they begin at ``first``."""
 
-    layer: int
     heads: tuple[int, ...]
-    full: bool
     bin: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Heads, as pairs of layer and number, whose blocks hold ``demand.block_size`` tokens."""
+
+    heads: tuple[tuple[int, int], ...]
+    full: bool
+    demand: BlockDemand
+
+    @cached_property
+    def layers(self) -> dict[int, list[int]]:
+        """The places in the bin of each layer's heads."""
+        found: dict[int, list[int]] = {}
+        for place, (layer, _) in enumerate(self.heads):
+            found.setdefault(layer, []).append(place)
+        return found
 
     @property
-    def size(self) -> int:
-        return len(self.heads)
+    def largest_part(self) -> int:
+        return max(map(len, self.layers.values()))
+
+    @property
+    def entries(self) -> int:
+        """Keys with their values in one block."""
+        return len(self.heads) * self.demand.block_size
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that a decoding request of ``tokens`` tokens holds."""
+        return self.demand.full(tokens) if self.full else self.demand.compressible(tokens)
 
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Bins of heads; ``parts``: by layer, full ones first, the order of a layer's heads in the served model."""
+    """Bins of heads; ``demand``: for the engine's block size. Amounts are counted in entries, a key and a value."""
 
-    parts: tuple[Part, ...]
+    bins: tuple[Bin, ...]
     demand: BlockDemand
 
     @cached_property
-    def bins(self) -> dict[int, list[Part]]:
-        """Parts of each bin by its number."""
-        found: dict[int, list[Part]] = {}
-        for part in self.parts:
-            found.setdefault(part.bin, []).append(part)
-        return found
-
-    @cached_property
-    def groups(self) -> list[list[Part]]:
-        return engine_groups(list(self.bins.values()))
-
-    @property
-    def heads_per_block(self) -> int:
-        """The size of a block, counted in heads: that of the largest bin."""
-        return max(sum(part.size for part in group) for group in self.groups)
+    def block_entries(self) -> int:
+        """The size of a block: that of the largest bin's."""
+        return max(own.entries for own in self.bins)
 
     def of_layer(self, layer: int) -> list[Part]:
-        return [part for part in self.parts if part.layer == layer]
+        """The layer's parts, full ones first: the order of its heads in the served model."""
+        return [
+            Part(tuple(own.heads[place][1] for place in places), number, places[0])
+            for number, own in enumerate(self.bins)
+            if (places := own.layers.get(layer))
+        ]
 
     def head_order(self, layer: int) -> list[int]:
         """The layer's KV heads in the order in which the served model has them."""
         return [head for part in self.of_layer(layer) for head in part.heads]
 
     def num_heads(self, full: bool) -> int:
-        return sum(part.size for part in self.parts if part.full == full)
+        return sum(len(own.heads) for own in self.bins if own.full == full)
 
     def blocks(self, tokens: int) -> int:
         """Blocks that a decoding request of ``tokens`` tokens holds."""
-        demand = self.demand
-        return sum(demand.full(tokens) if group[0].full else demand.compressible(tokens) for group in self.groups)
+        return sum(own.blocks(tokens) for own in self.bins)
 
     def held(self, tokens: int) -> int:
-        """What these blocks hold, in heads times blocks."""
-        return self.blocks(tokens) * self.heads_per_block
+        """What these blocks hold."""
+        return self.blocks(tokens) * self.block_entries
 
     def ideal(self, tokens: int) -> int:
-        """As :meth:`held` for blocks that are filled without waste."""
-        demand = self.demand
-        return self.num_heads(True) * demand.full(tokens) + self.num_heads(False) * demand.compressible(tokens)
+        """As :meth:`held` if every head had blocks of its own, of the engine's block size."""
+        full, demand = self.num_heads(True) * self.demand.full(tokens), self.demand
+        return (full + self.num_heads(False) * demand.compressible(tokens)) * demand.block_size
 
     def uncompressed(self, tokens: int) -> int:
         """As :meth:`held` for the full cache."""
-        return (self.num_heads(True) + self.num_heads(False)) * self.demand.full(tokens)
+        return (self.num_heads(True) + self.num_heads(False)) * self.demand.full(tokens) * self.demand.block_size
 
     def waste(self, tokens: int) -> float:
-        """Bytes held over ideal bytes, 1 at best."""
-        return self.held(tokens) / self.ideal(tokens)
+        """Bytes held over ideal bytes, for requests of ``tokens`` tokens and up to a longest block more."""
+        step = self.demand.block_size
+        lengths = range(tokens, tokens + LONGEST * step, step)
+        return sum(map(self.held, lengths)) / sum(map(self.ideal, lengths))
 
-    def head_bytes(self, head_size: int, element_size: int) -> int:
-        """Bytes of keys and values of one head in one block."""
-        return self.demand.block_size * 2 * head_size * element_size
-
-    def summary(self, head_bytes: int, tokens: int) -> str:
+    def summary(self, entry_bytes: int, tokens: int) -> str:
         """One line: what a request of ``tokens`` tokens holds, and how many more tokens fit into the same pool."""
         held, ideal, full = (
-            amount * head_bytes for amount in (self.held(tokens), self.ideal(tokens), self.uncompressed(tokens))
+            amount * entry_bytes for amount in (self.held(tokens), self.ideal(tokens), self.uncompressed(tokens))
         )
+        tables = ", ".join(f"{len(own.heads)} heads x {own.demand.block_size} tokens" for own in self.bins)
         return (
-            f"{self.num_heads(True)} full and {self.num_heads(False)} compressible heads in {len(self.groups)} block "
-            f"tables; a request of {tokens:,} tokens holds {held:,} bytes of KV, the full cache would hold {full:,} "
-            f"({held / full:.3f}; without any waste {ideal / full:.3f}): "
+            f"{self.num_heads(True)} full and {self.num_heads(False)} compressible heads in {len(self.bins)} block "
+            f"tables ({tables}); a request of {tokens:,} tokens holds {held:,} bytes of KV, the full cache would hold "
+            f"{full:,} ({held / full:.3f}; without any waste {ideal / full:.3f}): "
             f"{full / held:.2f} times the tokens in the same pool"
         )
 
@@ -121,88 +136,29 @@ def plan_heads(settings: ServingSettings, block_size: int, group_size: int, long
 
 
 def plan_packing(full_LH: Tensor, demand: BlockDemand, reference_tokens: int) -> PackingPlan:
-    """Deal the heads ``full_LH`` (True: full) into bins; waste is judged for a request of ``reference_tokens``."""
-    plans = [_plan(full_LH, demand, size) for size in _sizes(full_LH)]
-    wasted = {id(plan): plan.waste(reference_tokens) for plan in plans}
-    good = [plan for plan in plans if wasted[id(plan)] <= GOOD_ENOUGH]
-    if good:
-        return min(good, key=lambda plan: (len(plan.groups), len(plan.parts), wasted[id(plan)]))
-    return min(plans, key=lambda plan: (wasted[id(plan)], len(plan.groups), len(plan.parts)))
+    """Deal the heads ``full_LH`` (True: full) into bins; waste is judged for requests of ``reference_tokens``.
 
-
-def _sizes(full_LH: Tensor) -> list[int]:
-    """Sizes of a bin that are worth trying: the smallest ones for each pair of numbers of bins."""
-    counts = [int(full_LH.sum()), int((~full_LH).sum())]
-    sizes = {-(-count // bins) for count in counts for bins in range(1, MAX_BINS + 1) if count}
-    fitting = [size for size in sizes if sum(-(-count // size) for count in counts) <= MAX_BINS]
-    return sorted(fitting or [max(counts)])
-
-
-def _plan(full_LH: Tensor, demand: BlockDemand, size: int) -> PackingPlan:
-    parts: list[Part] = []
-    for full in (True, False):
-        layers = [(layer, (row == full).nonzero()[:, 0].tolist()) for layer, row in enumerate(full_LH)]
-        first = 1 + max((part.bin for part in parts), default=-1)
-        parts += _deal([(layer, heads) for layer, heads in layers if heads], size, full, first)
-    parts.sort(key=lambda part: (part.layer, not part.full, part.bin, part.heads))
-    return PackingPlan(tuple(parts), demand)
-
-
-def _deal(layers: list[tuple[int, list[int]]], size: int, full: bool, first: int) -> list[Part]:
-    """Fill bins of ``size`` heads, the largest layers first; a layer is split only if it fits nowhere whole."""
-    total = sum(len(heads) for _, heads in layers)
-    room = [size] * -(-total // size) if total else []
-    parts: list[Part] = []
-    for layer, heads in sorted(layers, key=lambda item: -len(item[1])):
-        rest = list(heads)
-        while rest:
-            fitting = [number for number, free in enumerate(room) if free >= len(rest)]
-            number = min(fitting, key=lambda at: room[at]) if fitting else max(range(len(room)), key=room.__getitem__)
-            taken = min(len(rest), room[number])
-            parts.append(Part(layer, tuple(rest[:taken]), full, first + number))
-            room[number] -= taken
-            rest = rest[taken:]
-    used = sorted({part.bin for part in parts})
-    parts = [replace(part, bin=first + used.index(part.bin)) for part in parts]
-    return [piece for number in range(len(used)) for piece in _unbalanced(parts, first + number)]
-
-
-def _unbalanced(parts: list[Part], number: int) -> list[Part]:
-    """The parts of one bin, split until the engine leaves them together (see :func:`engine_groups`)."""
-    own = [part for part in parts if part.bin == number]
-    while _is_balanced_mix(own):
-        ways = list(_splits(own))
-        own = next((way for way in ways if not _is_balanced_mix(way)), ways[0])
-    return own
-
-
-def _splits(parts: list[Part]) -> Iterator[list[Part]]:
-    """All ways to cut one part in two, the largest part first."""
-    for part in sorted(parts, key=lambda part: -part.size):
-        rest = [other for other in parts if other is not part]
-        for cut in range(1, part.size // 2 + 1):
-            yield [*rest, replace(part, heads=part.heads[:-cut]), replace(part, heads=part.heads[-cut:])]
-
-
-def _is_balanced_mix(parts: list[Part]) -> bool:
-    counts = Counter(part.size for part in parts)
-    return len(counts) > 1 and len(set(counts.values())) == 1
-
-
-def engine_groups(bins: list[list[Part]]) -> list[list[Part]]:
-    """The block tables that vLLM 0.31 makes of bins whose specs refuse to be merged with one another's.
-
-    Parts of different sizes: one group per bin (``_get_packed_kv_cache_groups``), unless a bin holds as many parts of
-    each of several sizes, which cuts the others into pieces: the plan has none.  Parts of one size: groups of equally
-    many parts, the last one perhaps with fewer (``_get_kv_cache_groups_uniform_page_size``).
+    The least bytes, with ``TABLE_COST`` for every block table, of which there are at most ``MOST_BINS``.
     """
-    sizes = {part.size for parts in bins for part in parts}
-    if len(bins) == 1 or len(sizes) > 1:
-        return bins
-    fewest, most = min(map(len, bins)), max(map(len, bins))
-    at_once = most if most < fewest * 1.5 else fewest
-    cut: list[list[Part]] = []
-    for parts in bins:
-        pieces = -(-len(parts) // at_once)
-        cut += [parts[first::pieces] for first in range(pieces)]
-    return cut
+    plans = [
+        PackingPlan((*_bins(full_LH, True, demand, *full), *_bins(full_LH, False, demand, *compressible)), demand)
+        for full, compressible in product(_ways(full_LH), _ways(~full_LH))
+        if full[0] + compressible[0] <= MOST_BINS and 1 in (full[1], compressible[1])
+    ]
+    return min(plans, key=lambda plan: plan.waste(reference_tokens) + TABLE_COST * len(plan.bins))
+
+
+def _ways(heads_LH: Tensor) -> list[tuple[int, int]]:
+    """Numbers of bins, and lengths of their blocks, that these heads may have."""
+    heads = int(heads_LH.sum())
+    if heads == 0:
+        return [(0, 1)]
+    return list(product(range(1, min(heads, MOST_BINS) + 1), range(1, LONGEST + 1)))
+
+
+def _bins(full_LH: Tensor, full: bool, demand: BlockDemand, number: int, length: int) -> list[Bin]:
+    """The heads in the order of layers, so that few layers have heads in two bins."""
+    heads = [(layer, head) for layer, head in (full_LH == full).nonzero().tolist()]
+    own = replace(demand, block_size=demand.block_size * length)
+    size = -(-len(heads) // max(number, 1))
+    return [Bin(tuple(heads[first : first + size]), full, own) for first in range(0, len(heads), size or 1)]

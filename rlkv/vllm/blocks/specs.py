@@ -20,33 +20,32 @@ from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
 
 
 class _OfBin:
-    """Layers of one kind and bin (:mod:`rlkv.vllm.blocks.packing`) share a block table, others never do."""
+    """The heads of one bin (:mod:`rlkv.vllm.blocks.packing`) have a block table of their own."""
 
-    pack_tag: int
+    bin: int
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        specs: list[Any] = list(kv_cache_specs.values())
-        return all(type(spec) is type(self) and spec.pack_tag == self.pack_tag for spec in specs)
+        return all(spec == self for spec in kv_cache_specs.values())
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
         """The engine asks whether layers may share a block table by trying this; AssertionError means no."""
-        assert all(spec == specs[0] for spec in specs[1:]), "layers of different bins"
+        assert all(spec == specs[0] for spec in specs[1:]), "different bins"
         return specs[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFullSpec(_OfBin, FullAttentionSpec):
-    """Full heads of one layer and bin: blocks for every token."""
+    """A bin of full heads: blocks for every token."""
 
-    pack_tag: int
+    bin: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWindowSpec(_OfBin, AttentionSpec):
-    """Compressible heads of one layer and bin: blocks of the first ``sink`` and the last ``window`` tokens."""
+    """A bin of compressible heads: blocks of the first ``sink`` and the last ``window`` tokens."""
 
-    pack_tag: int
+    bin: int
     sink: int
     window: int
     max_in_flight_tokens: int
@@ -69,9 +68,9 @@ class SinkWindowSpec(_OfBin, AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingSpec(_OfBin, AttentionSpec):
-    """Compressible heads of one layer and bin under an eviction policy; fields as of :class:`BufferDemand`."""
+    """A bin of compressible heads under an eviction policy; fields as of :class:`BufferDemand`."""
 
-    pack_tag: int
+    bin: int
     budget: int
     buffer: int
     observation: int

@@ -1,7 +1,7 @@
 """vLLM attention backends of head reallocation.
 
 Full heads: the engine's own. Compressible heads: the engine's Triton kernels on a GPU, plain torch on a CPU. All need
-the layout ``BLHNC``, in which a block holds its layers side by side, because parts differ in their number of heads.
+the layout ``BLHNC``, in which a block lies in one place, because bins differ in their number of heads.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -29,14 +34,29 @@ from rlkv.vllm.paged.backend import (
     TorchImpl,
     moved,
 )
-from rlkv.vllm.settings import read_request
 
 LAYOUTS = (KVCacheLayout.BLHNC,)
+ANY_HEADS = ("FLASH_ATTN", "TRITON_ATTN")  # parts of a bin share metadata, and differ in their number of heads
 
 
-def full_backend() -> type[AttentionBackend] | None:
-    """The backend of full heads; None leaves the choice to the engine."""
-    return PackedCPUBackend if current_platform.is_cpu() else None
+def full_backend(stock: Attention) -> type[AttentionBackend]:
+    """The backend of full heads: the engine's for the ``stock`` layer, if its metadata suit any number of heads."""
+    if current_platform.is_cpu():
+        return FullCPUBackend
+    chosen = stock.attn_backend if stock.attn_backend.get_name() in ANY_HEADS else TritonAttentionBackend
+    builder: Any = chosen.get_builder_cls()
+
+    class FullBuilder(builder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            # a schedule of FlashAttention is for one number of heads; without it the kernel makes its own
+            return super().build(common_prefix_len, common_attn_metadata, fast_build=True)
+
+    class FullBackend(chosen):  # type: ignore[valid-type, misc]
+        @staticmethod
+        def get_builder_cls() -> Any:
+            return FullBuilder
+
+    return FullBackend
 
 
 def local_backend() -> type[AttentionBackend]:
@@ -44,51 +64,41 @@ def local_backend() -> type[AttentionBackend]:
     return LocalTorchBackend if current_platform.is_cpu() else LocalTritonBackend
 
 
-class PackedCPUImpl(CPUAttentionBackendImpl):
+def bin_of(vllm_config: Any, layer_names: list[str]) -> Any:
+    """The bin of a builder; its only layer."""
+    (name,) = layer_names
+    return vllm_config.compilation_config.static_forward_context[name]
+
+
+class FullCPUBuilder(CPUAttentionMetadataBuilder):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.num_kv_heads = bin_of(vllm_config, layer_names).num_kv_heads  # the schedule is per KV head, for any number
+
+
+class FullCPUImpl(CPUAttentionBackendImpl):
     """The stock CPU kernel writes rows one after the other, whatever the output's strides are."""
 
-    def forward(self, *args: Any, output: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        *others, output = args
         if output.is_contiguous():
-            return super().forward(*args, output=output, **kwargs)
-        return output.copy_(super().forward(*args, output=torch.empty(output.shape, dtype=output.dtype), **kwargs))
+            return super().forward(*args, **kwargs)
+        return output.copy_(super().forward(*others, torch.empty(output.shape, dtype=output.dtype), **kwargs))
 
 
-class PackedCPUBackend(BackendParts, CPUAttentionBackend):
+class FullCPUBackend(BackendParts, CPUAttentionBackend):
     """The stock CPU kernels: they read any distance between blocks, but the stock backend does not say so."""
 
-    impl, builder, layouts = PackedCPUImpl, CPUAttentionBackend.get_builder_cls(), LAYOUTS
+    impl, builder, layouts = FullCPUImpl, FullCPUBuilder, LAYOUTS
     name = CPUAttentionBackend.get_name()
-
-
-def layers_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:
-    """The layers of a builder."""
-    return [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
-
-
-def check_block_bytes(layer: Any) -> None:
-    """Raise ``RuntimeError`` if the engine made blocks of another size than :func:`engine_groups` foresees.
-
-    The text would still be right, but memory would be wasted unnoticed.
-    """
-    cache = layer.kv_cache
-    if cache.dim() != 4 or len(cache) < 2:
-        return  # not allocated yet
-    found = cache.stride(0) * cache.element_size()
-    if found != layer.block_bytes:
-        raise RuntimeError(
-            f"rlkv: the engine's blocks have {found:,} bytes, planned were {layer.block_bytes:,}: "
-            "please report this with the gates file and the sparsity"
-        )
 
 
 class LocalTorchBuilder(TorchBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> list[Reads]:
-        common, layer = common_attn_metadata, layers_of(self.vllm_config, self.layer_names)[0]
-        check_block_bytes(layer)
-        remover = layer.gap_remover
-        table, lengths = remover.of_step(common)
-        prompts, starts = remover.full_prompts(common, self.vllm_config), common.query_start_loc_cpu.tolist()
-        return plan_reads(table, starts, lengths.tolist(), remover.demand, prompts)
+        common, remover = common_attn_metadata, bin_of(self.vllm_config, self.layer_names).gap_remover
+        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+        prompts = remover.full_prompts(common, self.vllm_config)
+        return plan_reads(common.block_table_tensor, starts, lengths, remover.demand, prompts)
 
 
 class LocalTorchImpl(TorchImpl):
@@ -106,21 +116,13 @@ class LocalTritonBuilder(GaplessTritonBuilder):
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        self.layer = layers_of(vllm_config, layer_names)[0]
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, self.layer.gap_remover)
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        request = read_request(vllm_config.additional_config) or {}
-        if request.get("prefill") == "full":  # the number of requests in the metadata may be another one
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return cls._cudagraph_support
+        gap_remover = bin_of(vllm_config, layer_names).gap_remover
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_remover)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TritonAttentionMetadata:
         common = common_attn_metadata
-        check_block_bytes(self.layer)
         own, prefix_R = self.without_gaps(common), self.sinks_R[: common.num_reqs]
         prompts = self.gap_remover.full_prompts(common, self.vllm_config)
         if prompts is not None and common.max_query_len > 1:  # a prompt of one token sees itself only

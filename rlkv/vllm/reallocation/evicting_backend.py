@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
 from rlkv.vllm.paged.attention import Reads, paged_local_attention, plan_reads
 from rlkv.vllm.paged.backend import AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl, moved
-from rlkv.vllm.reallocation.backend import LAYOUTS, check_block_bytes, layers_of
+from rlkv.vllm.reallocation.backend import LAYOUTS, bin_of
 from rlkv.vllm.reallocation.evicting import Eviction, Round, entry_slots, evict, query_halves, query_slots
 
 
@@ -72,14 +72,12 @@ class _EvictingBuilder:
 
     @property
     def eviction(self) -> Eviction:
-        return layers_of(self.vllm_config, self.layer_names)[0].eviction
+        return bin_of(self.vllm_config, self.layer_names).eviction
 
     def begin(self, parts: list[PlacedRound]) -> list[PlacedRound]:
-        """The step's metadata ``parts``, after what is due before its first tokens was done in every layer."""
-        layers = layers_of(self.vllm_config, self.layer_names)
-        check_block_bytes(layers[0])
-        for layer in layers:
-            layer.impl.evict(layer.kv_cache, parts[0], layer.eviction)
+        """The step's metadata ``parts``, after what is due before its first tokens was done in all layers at once."""
+        own = bin_of(self.vllm_config, self.layer_names)
+        own.impl.evict(own.kv_cache, parts[0], own.eviction)
         return parts
 
 

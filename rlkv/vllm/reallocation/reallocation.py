@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.logger import init_logger
 
 from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
 from rlkv.vllm.blocks.packing import PackingPlan, plan_heads
 from rlkv.vllm.limits import check_engine, resolve_settings
+from rlkv.vllm.reallocation.bin_attention import BinAttention
 from rlkv.vllm.reallocation.evicting import Eviction
 from rlkv.vllm.reallocation.split_attention import SplitAttention
 from rlkv.vllm.settings import ServingSettings
@@ -61,23 +62,26 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
         )
     plan = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest)
     kept = _what_is_kept(settings, plan, longest)
+    bins = [BinAttention(stock, number, own, kept, vllm_config) for number, own in enumerate(plan.bins)]
+    model.rlkv_bins = nn.ModuleList(bins)
     for number, layer in enumerate(model.model.layers):
         stock = layer.self_attn.attn
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
-        layer.self_attn.attn = SplitAttention(stock, plan.of_layer(number), kept, vllm_config)
-    head_bytes = plan.head_bytes(stock.head_size, stock.kv_cache_torch_dtype.itemsize)
-    for layer in model.model.layers:
-        for part in layer.self_attn.attn.parts:
-            part.block_bytes = head_bytes * plan.heads_per_block
-    logger.info("rlkv: %s", plan.summary(head_bytes, min(settings.reference_tokens, longest)))
+        parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
+        layer.self_attn.attn = SplitAttention(stock, parts, vllm_config)
+    entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
+    logger.info("rlkv: %s", plan.summary(entry_bytes, min(settings.reference_tokens, longest)))
     return Reallocation(plan, stock.head_size, group_size)
 
 
-def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) -> Eviction | dict[int, GapRemover]:
-    """The policy of compressible heads and their buffer, or for each bin what reads sinks and window."""
-    policy, demand = settings.policy(), plan.demand
+def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) -> Eviction | GapRemover | None:
+    """The policy of compressible heads and their buffer, or what reads sinks and window; None without such heads."""
+    demand = next((own.demand for own in plan.bins if not own.full), None)
+    if demand is None:
+        return None
     if isinstance(demand, SinkWindowDemand):
-        return {number: GapRemover(demand, settings.prefill == "full") for number in plan.bins}
+        return GapRemover(demand, settings.prefill == "full")
+    policy = settings.policy()
     assert policy is not None
     assert isinstance(demand, BufferDemand)
     if demand.capacity >= longest:
