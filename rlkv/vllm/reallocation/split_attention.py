@@ -10,16 +10,12 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import unified_attention_with_output, unified_kv_cache_update
-from vllm.utils.torch_utils import (
-    LayerNameType,
-    _encode_layer_name,
-    _resolve_layer_name,
-    direct_register_custom_op,
-)
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.packing import Part
 from rlkv.vllm.blocks.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
+from rlkv.vllm.compat import LayerNameType, encode_layer_name, resolve_layer_name
 from rlkv.vllm.reallocation.backend import full_backend, local_backend
 from rlkv.vllm.reallocation.evicting import Eviction
 from rlkv.vllm.reallocation.evicting_backend import evicting_backend
@@ -97,7 +93,7 @@ class SplitAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """``[T, H * G * D]``, ``[T, H * D]`` twice, to ``[T, H * G * D]``."""
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        torch.ops.vllm.rlkv_split_attention(query, key, value, output, _encode_layer_name(self.layer_name))
+        torch.ops.vllm.rlkv_split_attention(query, key, value, output, encode_layer_name(self.layer_name))
         return output
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
@@ -109,7 +105,7 @@ class SplitAttention(nn.Module):
             own = slice(first * self.group_size, end * self.group_size)
             keys, values = (states[:, first:end].unflatten(-1, (-1, self.head_size)) for states in (key, value))
             queries, outputs = (states[:, own].unflatten(-1, (-1, self.head_size)) for states in (query, output))
-            name = _encode_layer_name(layer.layer_name)
+            name = encode_layer_name(layer.layer_name)
             if not layer.attn_backend.forward_includes_kv_cache_update:
                 unified_kv_cache_update(keys, values, name)
             unified_attention_with_output(queries, keys, values, outputs, name)
@@ -118,7 +114,7 @@ class SplitAttention(nn.Module):
 
 def _split_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerNameType) -> None:
     layers = get_forward_context().no_compile_layers
-    layers[_resolve_layer_name(layer_name)].attend(query, key, value, output)
+    layers[resolve_layer_name(layer_name)].attend(query, key, value, output)
 
 
 def _split_attention_fake(
