@@ -23,13 +23,14 @@ class BlockManager(SingleTypeKVCacheManager):
     """Base of rlkv's managers of blocks."""
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """None, for cascade attention: abstract in the engine's base class in 0.31, gone with cascade attention in 0.32."""
+        """None, for cascade attention: abstract in the engine's base class in 0.31, gone in 0.32."""
         return 0
 
 
 def register_spec(spec: type[Any], manager: type[SingleTypeKVCacheManager], base: type[Any]) -> None:
     """Make a kind of blocks known to this process; ``base``: the kind with which it may share a block table."""
-    KVCacheSpecRegistry._ensure_registered()  # the registry fills itself with the stock specs only as long as it is empty
+    # the registry fills itself with the stock specs only as long as it is empty
+    KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(spec, manager, base)
 
 

@@ -41,7 +41,7 @@ class _Row:
 
 
 def choose_tokens(logits: Tensor, rows: Mapping[int, tuple[_Row, int]]) -> Tensor:
-    """Leave one token in each line of ``logits`` ``[lines, vocabulary]`` that has a row; and how many tokens it has."""
+    """Leave one token in each line of ``logits`` ``[lines, vocabulary]`` that has a row, with its tokens so far."""
     kinds: dict[tuple[float, float, int], list[int]] = {}
     for line, (row, _) in rows.items():
         kinds.setdefault(row.kind, []).append(line)
@@ -61,7 +61,7 @@ def choose_tokens(logits: Tensor, rows: Mapping[int, tuple[_Row, int]]) -> Tenso
 
 
 class BatchDraws(LogitsProcessor):
-    """Of the first model runner, whose batches tell what moved in them; rows without :data:`DRAW_KEY` pass untouched."""
+    """Of the first model runner, whose batches tell what moved; rows without :data:`DRAW_KEY` pass untouched."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         # the list is the engine's own: its length is right also when a preempted request comes back with its tokens
