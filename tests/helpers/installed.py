@@ -8,7 +8,8 @@ import pytest
 
 from rlkv.vllm import plugin
 
-CPU_BUILD, GPU_BUILD = f"{plugin.TESTED}+cpu", plugin.TESTED
+GPU_BUILD = f"{plugin.TESTED[-1]}.0"
+CPU_BUILD = f"{GPU_BUILD}+cpu"
 
 
 def pretend_vllm(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:

@@ -16,8 +16,11 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 import triton
 import triton.language as tl
 import vllm.triton_utils as switch
+from triton.language.core import _aggregate
+from triton.language.extra import libdevice
 
 switch.triton, switch.tl, switch.HAS_TRITON = triton, tl, True
+switch.tldevice, switch.aggregate = libdevice, _aggregate
 
 for name in [name for name in sys.modules if "triton_" in name and name.startswith("vllm.v1.attention")]:
     del sys.modules[name]

@@ -12,8 +12,9 @@ import torch
 from rlkv.eviction import make_policy
 from rlkv.gates.head_gates import HeadGates
 from rlkv.vllm import plugin
-from rlkv.vllm.plugin import TESTED, check_installed, check_version
+from rlkv.vllm.plugin import check_installed, check_version
 from rlkv.vllm.settings import parse_settings, read_request
+from tests.helpers.installed import GPU_BUILD
 from tests.helpers.models import make_tiny_model
 
 REQUEST: dict[str, Any] = {"gates": "gates.safetensors", "sparsity": 0.5}
@@ -103,10 +104,17 @@ def test_gates_that_ask_for_a_protected_prompt_are_served_without_it_on_request_
     assert evicting.policy() == make_policy("rkv", budget=64)
 
 
-@pytest.mark.parametrize(("found", "message"), [("0.30.1", r"0\.30\.1"), (None, "not installed")])
-def test_other_versions_are_errors(found: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "installed_version", lambda: TESTED)
+@pytest.mark.parametrize("found", ["0.31.0", "0.32.0", "0.32.1"])
+def test_the_newest_version_and_the_one_before_pass(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "installed_version", lambda: found)
     check_version()
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [("0.30.1", r"0\.30\.1.*0\.31 and 0\.32"), ("0.33.0", r"0\.33\.0.*0\.31 and 0\.32"), (None, "not installed")],
+)
+def test_other_versions_are_errors(found: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "installed_version", lambda: found)
     with pytest.raises(ValueError, match=message):
         check_version()
@@ -114,7 +122,7 @@ def test_other_versions_are_errors(found: str | None, message: str, monkeypatch:
 
 def test_an_installation_without_the_plugin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint(plugin.NAME, plugin.ENTRY_POINT, plugin.GROUP)
-    monkeypatch.setattr(plugin, "installed_version", lambda: TESTED)
+    monkeypatch.setattr(plugin, "installed_version", lambda: GPU_BUILD)
     monkeypatch.setattr(plugin, "entry_points", lambda group: [entry])
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     check_installed()

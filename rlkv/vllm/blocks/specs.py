@@ -12,11 +12,11 @@ from typing import Any, Self
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
+from rlkv.vllm.compat import BlockManager, register_spec
 
 
 class _OfBin:
@@ -88,7 +88,7 @@ class EvictingSpec(_OfBin, AttentionSpec):
         return max(super().max_num_blocks_per_req(vllm_config, max_len), self.demand.compressible(max_len))
 
 
-class SinkWindowManager(SingleTypeKVCacheManager):
+class SinkWindowManager(BlockManager):
     """Block tables of one bin with sinks and a window."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
@@ -120,10 +120,6 @@ class SinkWindowManager(SingleTypeKVCacheManager):
             return needed
         held = sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))
         return min(needed, max(0, most - held))
-
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """None: cascade attention would need the gap."""
-        return 0
 
     @classmethod
     def find_longest_cache_hit(
@@ -177,7 +173,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         return table, end * block_size
 
 
-class EvictingManager(SingleTypeKVCacheManager):
+class EvictingManager(BlockManager):
     """Block tables of one bin under an eviction policy."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
@@ -212,10 +208,6 @@ class EvictingManager(SingleTypeKVCacheManager):
         slots = self.kv_cache_spec.demand.compressible(num_tokens) * self.block_size
         return super().allocate_new_blocks(request_id, slots, slots)
 
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """None: equal beginnings lie in blocks of their own."""
-        return 0
-
     @classmethod
     def find_longest_cache_hit(
         cls, block_hashes: BlockHashList, max_length: int, kv_cache_group_ids: list[int], *args: Any, **kwargs: Any
@@ -224,8 +216,6 @@ class EvictingManager(SingleTypeKVCacheManager):
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
-# the registry fills itself with the stock specs only as long as it is empty
-KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(PackedFullSpec, FullAttentionManager, FullAttentionSpec)
-KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager, SinkWindowSpec)
-KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, EvictingSpec)
+register_spec(PackedFullSpec, FullAttentionManager, FullAttentionSpec)
+register_spec(SinkWindowSpec, SinkWindowManager, SinkWindowSpec)
+register_spec(EvictingSpec, EvictingManager, EvictingSpec)

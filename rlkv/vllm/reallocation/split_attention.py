@@ -8,13 +8,9 @@ import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
-from vllm.utils.torch_utils import (
-    LayerNameType,
-    _encode_layer_name,
-    _resolve_layer_name,
-    direct_register_custom_op,
-)
+from vllm.utils.torch_utils import direct_register_custom_op
 
+from rlkv.vllm.compat import LayerNameType, encode_layer_name, resolve_layer_name
 from rlkv.vllm.reallocation.bin_attention import PartAttention
 
 
@@ -36,7 +32,7 @@ class SplitAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """``[T, H * G * D]``, ``[T, H * D]`` twice, to ``[T, H * G * D]``."""
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        torch.ops.vllm.rlkv_split_attention(query, key, value, output, _encode_layer_name(self.layer_name))
+        torch.ops.vllm.rlkv_split_attention(query, key, value, output, encode_layer_name(self.layer_name))
         return output
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
@@ -55,7 +51,7 @@ class SplitAttention(nn.Module):
 
 def _split_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerNameType) -> None:
     layers = get_forward_context().no_compile_layers
-    layers[_resolve_layer_name(layer_name)].attend(query, key, value, output)
+    layers[resolve_layer_name(layer_name)].attend(query, key, value, output)
 
 
 def _split_attention_fake(
