@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlkv.attention import LocalSizes
-from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.paged import attention
 from rlkv.vllm.paged.attention import MixedReads, paged_mixed_attention, plan_mixed_reads, write_cache
@@ -20,8 +19,8 @@ STARTS = torch.tensor([0] + [n for n, _ in REQUESTS]).cumsum(0)
 
 
 def plan(table: torch.Tensor, sizes: LocalSizes) -> MixedReads:
-    gap_remover = GapRemover(SinkWindowDemand(IN_BLOCK, sizes.sink, sizes.window))
-    return plan_mixed_reads(table, STARTS, torch.tensor([length for _, length in REQUESTS]), gap_remover)
+    demand = SinkWindowDemand(IN_BLOCK, sizes.sink, sizes.window)
+    return plan_mixed_reads(table, STARTS, torch.tensor([length for _, length in REQUESTS]), demand)
 
 
 def make_requests(seed: int = 0) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -45,17 +45,17 @@ class _LiveGates:
         self.alpha_H, self.sizes = alpha_H, sizes
 
 
-def _gap_remover(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> GapRemover:
-    """For the local branch of a builder's layers."""
+def _demand(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> SinkWindowDemand:
+    """Of the local branch of a builder's layers."""
     sizes: LocalSizes = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.sizes
-    return GapRemover(SinkWindowDemand(kv_cache_spec.block_size, sizes.sink, sizes.window))
+    return SinkWindowDemand(kv_cache_spec.block_size, sizes.sink, sizes.window)
 
 
 class MixedTorchBuilder(TorchBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedReads:
         common = common_attn_metadata
-        gap_remover = _gap_remover(self.kv_cache_spec, self.layer_names, self.vllm_config)
-        return plan_mixed_reads(common.block_table_tensor, common.query_start_loc_cpu, common.seq_lens, gap_remover)
+        demand = _demand(self.kv_cache_spec, self.layer_names, self.vllm_config)
+        return plan_mixed_reads(common.block_table_tensor, common.query_start_loc_cpu, common.seq_lens, demand)
 
 
 class MixedTorchImpl(_LiveGates, TorchImpl):
@@ -78,7 +78,7 @@ class MixedTritonBuilder(GaplessTritonBuilder):
     """The stock metadata for the full branch, and those without gaps for the local one."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        gap_remover = _gap_remover(kv_cache_spec, layer_names, vllm_config)
+        gap_remover = GapRemover(_demand(kv_cache_spec, layer_names, vllm_config))
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_remover)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:

@@ -1,12 +1,13 @@
-"""Local and mixed attention over a paged cache in plain torch: the CPU path, and the reference of the CUDA path.
+"""Attention over entries in blocks, in plain torch: a decoding query reads the entries that it sees, and no others.
 
-Shapes: R requests, Q queries of each, T query tokens of all requests one after the other, H KV heads, G query heads
-per KV head, C blocks of a request, D head size; cache ``[blocks, H, N, 2 * D]``: N tokens a block, keys then values.
+Shapes: R requests, Q queries of each, K entries read for each request, T query tokens of all requests one after the
+other, H KV heads, G query heads per KV head, D head size; cache ``[blocks, H, N, 2 * D]``: N tokens a block, keys then
+values. A slot is a block's number times N plus the place in the block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkv.attention.mixed import mix
-from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 
 QUERIES_AT_ONCE = 128  # of one request: its window and these tokens are read together
@@ -23,73 +23,134 @@ EVERYTHING = 2**31  # a window that no text exceeds
 
 
 def write_cache(key_THD: Tensor, value_THD: Tensor, cache: Tensor, slots_T: Tensor) -> None:
-    """Put token t into slot ``slots_T[t]`` of the cache; slot = block * N + place in the block, below 0: padding."""
-    tokens, kept = len(slots_T), slots_T >= 0  # more tokens than slots are padding too
-    key_THD, value_THD = key_THD[:tokens], value_THD[:tokens]
+    """Put token t into slot ``slots_T[t]`` of the cache; below 0: padding."""
+    tokens = len(slots_T)  # more tokens than slots are padding too
+    states_THC = torch.cat([key_THD[:tokens], value_THD[:tokens]], -1).to(cache.dtype)
+    kept = slots_T >= 0
     if not bool(kept.all()):
-        key_THD, value_THD, slots_T = key_THD[kept], value_THD[kept], slots_T[kept]
-    block, place = slots_T // cache.shape[2], slots_T % cache.shape[2]
-    size = key_THD.shape[-1]
-    cache[block, :, place, :size] = key_THD.to(cache.dtype)
-    cache[block, :, place, size:] = value_THD.to(cache.dtype)
+        states_THC, slots_T = states_THC[kept], slots_T[kept]
+    _entries(cache)[_index(cache, slots_T)] = states_THC
 
 
-@dataclass(frozen=True)
+def _entries(cache: Tensor) -> Tensor:
+    """All entries from the first one of a cache on, ``[entries, 2 * D]``; those of other layers may lie between."""
+    blocks, heads, in_block, twice = cache.shape
+    assert cache.stride()[1:] == (in_block * twice, twice, 1)
+    entries = (blocks - 1) * (cache.stride(0) // twice) + heads * in_block
+    return cache.as_strided((entries, twice), (twice, 1))
+
+
+def _index(cache: Tensor, slots: Tensor) -> Tensor:
+    """The numbers of slots ``[..., n]`` among these entries, for every head: ``[..., n, H]``."""
+    _, heads, in_block, twice = cache.shape
+    assert cache.stride(0) % twice == 0
+    first = slots // in_block * (cache.stride(0) // twice) + slots % in_block
+    return first[..., None] + torch.arange(heads) * in_block
+
+
+@dataclass
 class Reads:
-    """Queries that are computed together, and the keys that they see; made once for all layers of a bin.
+    """Queries that are computed together, and the entries that they read; made once for all layers of a bin.
 
     Attributes:
-        token_RQ, position_RQ: the queries, by their place in the step and in their text.
-        block_RC, column_K: the blocks that are read, and the position of each slot in them.
+        tokens: the queries, by their place in the step: R * Q in a row, or int64 ``[R * Q]``.
+        slots_RK: the entries; all of them were written.
+        position_RQ, column_RK: positions of queries and entries in their text.
         prompt: so many first tokens see everything before them.
-        unwritten: row, column and slot of each slot that is read but may not have been written yet.
-        seen_RQK: bool ``[R, Q, C * N]``; None: made for each layer, because all together may be large.
     """
 
-    token_RQ: Tensor
-    block_RC: Tensor
-    column_K: Tensor
+    tokens: slice | Tensor
+    slots_RK: Tensor
     position_RQ: Tensor
+    column_RK: Tensor
     demand: SinkWindowDemand
-    prompt: int
-    unwritten: tuple[Tensor, Tensor, Tensor]
-    seen_RQK: Tensor | None = None
+    prompt: int = 0
+    _indices: dict[int, Tensor] = field(default_factory=dict)
+    _mask: tuple[Tensor | None] | None = None
 
-    def seen(self) -> Tensor:
-        """Which slots each query sees, bool ``[R, Q, C * N]``."""
-        if self.seen_RQK is not None:
-            return self.seen_RQK
-        distance = self.position_RQ[:, :, None] - self.column_K
-        kept = (self.column_K < self.demand.sink) | (distance < self.demand.window)
-        return (distance >= 0) & (kept | (self.position_RQ < self.prompt)[:, :, None])
+    def index(self, cache: Tensor) -> Tensor:
+        """The entries of each head, int64 ``[R * H * K]``: made once for each number of heads."""
+        heads = cache.shape[1]
+        if heads not in self._indices:
+            self._indices[heads] = _index(cache, self.slots_RK).transpose(1, 2).flatten()
+        return self._indices[heads]
+
+    def mask(self) -> Tensor | None:
+        """Which entries each query sees, bool ``[R, Q, K]``; None: all."""
+        if self._mask is not None:
+            return self._mask[0]
+        column_RQK = self.column_RK[:, None]
+        distance = self.position_RQ[:, :, None] - column_RQK
+        kept = (column_RQK < self.demand.sink) | (distance < self.demand.window)
+        seen = (distance >= 0) & (column_RQK >= 0) & (kept | (self.position_RQ < self.prompt)[:, :, None])
+        mask = None if bool(seen.all()) else seen
+        if self.position_RQ.shape[1] == 1:  # the masks of a long prompt, all together, may be large
+            self._mask = (mask,)
+        return mask
 
 
 def plan_reads(
     table_RC: Tensor, starts: list[int], lengths: list[int], demand: SinkWindowDemand, prompts: list[int] | None = None
 ) -> list[Reads]:
-    """What the queries ``starts[r] <= t < starts[r + 1]`` of each request read; tables and lengths are without gaps.
+    """What the queries ``starts[r] <= t < starts[r + 1]`` of requests with ``lengths`` tokens read.
 
-    ``prompts``: how many first tokens of each request see everything before them; None: none.
+    ``table_RC``: blocks of each request; ``prompts``: how many first tokens of each see everything before them.
     """
     queries = [end - start for start, end in pairwise(starts)]
-    decoding = sorted((row for row, number in enumerate(queries) if number == 1), key=lambda row: lengths[row])
-    found = []
-    for first in range(0, len(decoding), ROWS_AT_ONCE):
-        rows = decoding[first : first + ROWS_AT_ONCE]
-        blocks = torch.arange(-(-lengths[rows[-1]] // demand.block_size))
-        token_RQ = torch.tensor([[starts[row]] for row in rows])
-        position_RQ = torch.tensor([[lengths[row] - 1] for row in rows])
-        reads = _reads(table_RC[rows][:, : len(blocks)], blocks, token_RQ, position_RQ, demand)
-        found.append(replace(reads, seen_RQK=reads.seen()))
+    decoding = [row for row, number in enumerate(queries) if number == 1]
+    if len(decoding) > ROWS_AT_ONCE:  # rows of about the same length together
+        decoding.sort(key=lengths.__getitem__)
+    found = [
+        _decoding_reads(table_RC, decoding[first : first + ROWS_AT_ONCE], starts, lengths, demand)
+        for first in range(0, len(decoding), ROWS_AT_ONCE)
+    ]
     for row, number in enumerate(queries):
+        prompt = prompts[row] if prompts else 0
         for first in range(0, number if number > 1 else 0, QUERIES_AT_ONCE):
-            own = torch.arange(first, min(first + QUERIES_AT_ONCE, number))
-            position_RQ = (lengths[row] - number + own)[None]
-            prompt, begin = prompts[row] if prompts else 0, int(position_RQ[0, 0])
-            blocks = _blocks(begin, int(position_RQ[0, -1]), demand, begin < prompt)
-            token_RQ = (starts[row] + own)[None]
-            found.append(_reads(table_RC[row, blocks][None], blocks, token_RQ, position_RQ, demand, prompt))
+            end = min(first + QUERIES_AT_ONCE, number)
+            position_Q = torch.arange(first, end) + lengths[row] - number
+            column_K = _columns(int(position_Q[0]), int(position_Q[-1]), demand, prompt)
+            tokens, slots_K = slice(starts[row] + first, starts[row] + end), _slots(table_RC[row], column_K, demand)
+            found.append(Reads(tokens, slots_K[None], position_Q[None], column_K[None], demand, prompt))
     return found
+
+
+def _decoding_reads(
+    table_RC: Tensor, rows: list[int], starts: list[int], lengths: list[int], demand: SinkWindowDemand
+) -> Reads:
+    """One query of each of these requests; where one sees fewer entries than another, it reads its own."""
+    first, last = starts[rows[0]], starts[rows[-1]]
+    in_a_row = last - first == len(rows) - 1 and all(starts[row] == first + n for n, row in enumerate(rows))
+    row_R = torch.tensor(rows)
+    position_R1 = torch.tensor(lengths)[row_R, None] - 1
+    longest = int(position_R1.max()) + 1
+    window = min(demand.window, longest)
+    moving_RK = position_R1 - torch.arange(window - 1, -1, -1)
+    sinks_RK = torch.arange(min(demand.sink, longest)).expand(len(rows), -1)
+    # an entry of both is read among the sinks
+    column_RK = torch.cat([sinks_RK, moving_RK.masked_fill(moving_RK < demand.sink, -1)], 1)
+    column_RK = column_RK.masked_fill(column_RK > position_R1, -1)
+    read_RK = torch.where(column_RK < 0, position_R1, column_RK)
+    block_RK = table_RC[row_R].gather(1, read_RK // demand.block_size).long()
+    return Reads(
+        slice(first, last + 1) if in_a_row else torch.tensor([starts[row] for row in rows]),
+        block_RK * demand.block_size + read_RK % demand.block_size,
+        position_R1,
+        column_RK,
+        demand,
+    )
+
+
+def _columns(first: int, last: int, demand: SinkWindowDemand, prompt: int) -> Tensor:
+    """Positions of the entries that the queries at ``first`` to ``last`` see."""
+    if first < prompt:
+        return torch.arange(last + 1)
+    sinks = min(demand.sink, last + 1)
+    return torch.cat([torch.arange(sinks), torch.arange(max(sinks, first - demand.window + 1), last + 1)])
+
+
+def _slots(table_C: Tensor, column_K: Tensor, demand: SinkWindowDemand) -> Tensor:
+    return table_C[column_K // demand.block_size].long() * demand.block_size + column_K % demand.block_size
 
 
 def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], scale: float, out: Tensor) -> None:
@@ -98,19 +159,30 @@ def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], 
         _attend(query_TXD, cache, part, scale, out)
 
 
+def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: Tensor) -> None:
+    kv_heads, size = cache.shape[1], cache.shape[3] // 2
+    rows, queries = reads.position_RQ.shape
+    states = _entries(cache).index_select(0, reads.index(cache)).view(rows, kv_heads, -1, 2 * size).float()
+    query = query_TXD[reads.tokens].unflatten(1, (kv_heads, -1)).float()  # [R * Q, H, G, D]
+    group, mask = query.shape[2], reads.mask()
+    if queries > 1:  # one request: [1, H, G * Q, D]
+        query = query.permute(1, 2, 0, 3).flatten(1, 2)[None]
+    if mask is not None:  # [R, 1, G * Q, K]
+        mask = mask[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)
+    mixed = F.scaled_dot_product_attention(query, states[..., :size], states[..., size:], attn_mask=mask, scale=scale)
+    if queries > 1:
+        mixed = mixed[0].unflatten(1, (group, queries)).permute(2, 0, 1, 3)
+    out[reads.tokens] = mixed.flatten(1, 2).to(out.dtype)
+
+
 MixedReads = tuple[list[Reads], list[Reads]]  # of the full and of the local branch
 
 
-def plan_mixed_reads(table_RM: Tensor, starts: Tensor, lengths_R: Tensor, gap_remover: GapRemover) -> MixedReads:
-    """What a step reads; arguments as of :class:`GapRemover`, which knows sinks and window."""
-    begins = starts.tolist()
-    most = int((starts[1:] - starts[:-1]).max())
-    table_RC, shorter_R = gap_remover(table_RM, lengths_R, starts, most)
-    everything = SinkWindowDemand(gap_remover.demand.block_size, 0, EVERYTHING)
-    return (
-        plan_reads(table_RM, begins, lengths_R.tolist(), everything),
-        plan_reads(table_RC, begins, shorter_R.tolist(), gap_remover.demand),
-    )
+def plan_mixed_reads(table_RC: Tensor, starts: Tensor, lengths_R: Tensor, demand: SinkWindowDemand) -> MixedReads:
+    """What a step reads; arguments as of :func:`plan_reads`."""
+    everything = SinkWindowDemand(demand.block_size, 0, EVERYTHING)
+    begins, lengths = starts.tolist(), lengths_R.tolist()
+    return plan_reads(table_RC, begins, lengths, everything), plan_reads(table_RC, begins, lengths, demand)
 
 
 def paged_mixed_attention(
@@ -126,66 +198,3 @@ def paged_mixed_attention(
 def mix_tokens(full_TXD: Tensor, local_TXD: Tensor, alpha_H: Tensor) -> Tensor:
     """:func:`rlkv.attention.mixed.mix`, which wants ``[rows, query heads, tokens, D]``, of ``[T, H * G, D]``."""
     return mix(full_TXD.transpose(0, 1)[None], local_TXD.transpose(0, 1)[None], alpha_H)[0].transpose(0, 1)
-
-
-def _blocks(first: int, last: int, demand: SinkWindowDemand, everything: bool) -> Tensor:
-    """Blocks of the keys that the queries at ``first`` to ``last`` see."""
-    end = last // demand.block_size + 1
-    if everything:
-        return torch.arange(end)
-    sinks = min(demand.full(demand.sink), end)
-    window = max(sinks, (first - demand.window + 1) // demand.block_size)
-    return torch.cat([torch.arange(sinks), torch.arange(window, end)])
-
-
-def _reads(
-    table_RC: Tensor, blocks_C: Tensor, token_RQ: Tensor, position_RQ: Tensor, demand: SinkWindowDemand, prompt: int = 0
-) -> Reads:
-    """The longest request comes last; column c of the table is the ``blocks_C[c]``-th block of a request."""
-    slot_N = torch.arange(demand.block_size)
-    column_K = (blocks_C[:, None] * demand.block_size + slot_N).flatten()
-    end_R = position_RQ[:, -1]
-    has_RC = blocks_C <= (end_R // demand.block_size)[:, None]
-    # only in the last block of a request
-    row, slot = (slot_N > (end_R % demand.block_size)[:, None]).nonzero(as_tuple=True)
-    return Reads(
-        token_RQ=token_RQ,
-        # where a request has no block, the first one of the longest request: not seen, but every slot was written
-        block_RC=torch.where(has_RC, table_RC, table_RC[-1, 0]).long(),
-        column_K=column_K,
-        position_RQ=position_RQ,
-        demand=demand,
-        prompt=prompt,
-        unwritten=(row, has_RC.sum(1)[row] - 1, slot),
-    )
-
-
-def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: Tensor) -> None:
-    _, kv_heads, in_block, twice = cache.shape
-    (rows, columns), size = reads.block_RC.shape, twice // 2
-    states = _gather(cache, reads.block_RC)  # [R, H, C, N, 2 * D], a copy
-    row, column, slot = reads.unwritten
-    states[row, :, column, slot] = 0.0  # unwritten slots may hold anything, and 0 * NaN would be NaN
-    states = states.view(rows, kv_heads, columns * in_block, twice).float()
-    query = query_TXD[reads.token_RQ].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).float()  # [R, H, G, Q, D]
-    group, queries = query.shape[2:4]
-    seen = reads.seen()[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)  # [R, 1, G * Q, C * N]
-    mixed = F.scaled_dot_product_attention(
-        query.flatten(2, 3), states[..., :size], states[..., size:], attn_mask=seen, scale=scale
-    )
-    mixed = mixed.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    out[reads.token_RQ] = mixed.to(out.dtype)
-
-
-def _gather(cache: Tensor, block_RC: Tensor) -> Tensor:
-    """The blocks ``[R, H, C, N, 2 * D]`` of a cache, with one copy.
-
-    The heads of a block lie one after the other, and so do the blocks, perhaps with other layers between them.
-    """
-    blocks, kv_heads, in_block, twice = cache.shape
-    per_block = cache.stride(0) // cache.stride(1)
-    assert cache.stride(0) % cache.stride(1) == 0
-    assert cache.stride()[1:] == (in_block * twice, twice, 1)
-    heads = cache.as_strided(((blocks - 1) * per_block + kv_heads, in_block, twice), (in_block * twice, twice, 1))
-    index = block_RC[:, None] * per_block + torch.arange(kv_heads)[:, None]
-    return heads.index_select(0, index.flatten()).view(*index.shape, in_block, twice)

@@ -96,9 +96,9 @@ class FullCPUBackend(BackendParts, CPUAttentionBackend):
 class LocalTorchBuilder(TorchBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> list[Reads]:
         common, remover = common_attn_metadata, bin_of(self.vllm_config, self.layer_names).gap_remover
-        table, lengths = remover.of_step(common)
-        prompts, starts = remover.full_prompts(common, self.vllm_config), common.query_start_loc_cpu.tolist()
-        return plan_reads(table, starts, lengths.tolist(), remover.demand, prompts)
+        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+        prompts = remover.full_prompts(common, self.vllm_config)
+        return plan_reads(common.block_table_tensor, starts, lengths, remover.demand, prompts)
 
 
 class LocalTorchImpl(TorchImpl):
