@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -67,38 +65,26 @@ def test_a_decoding_request_has_a_short_table() -> None:
     assert compacted.shape[1] == 6
 
 
-def test_buffers_stay_in_place_and_a_step_is_compacted_once() -> None:
+def test_buffers_stay_in_place() -> None:
     gap_remover = GapRemover(SinkWindowDemand(16, 16, 64))
-    tables = torch.randint(1, 99, (2, 3, 30), dtype=torch.int32)
-    steps = [
-        SimpleNamespace(
-            block_table_tensor=table,
-            seq_lens=torch.tensor([400, 90, 10], dtype=torch.int32),
-            query_start_loc=torch.tensor([0, 1, 2, 3], dtype=torch.int32),
-            max_query_len=1,
-        )
-        for table in tables
+    lengths, starts = torch.tensor([400, 90, 10], dtype=torch.int32), torch.arange(4)
+    plain = [
+        gap_remover(torch.randint(1, 99, (3, 30), dtype=torch.int32), lengths + step, starts, 1) for step in range(2)
     ]
-    plain = [gap_remover.of_step(step) for step in steps]
-    again = gap_remover.of_step(steps[1])
-    assert again[0] is plain[1][0]  # not made twice
-    tables_in_place, of_another_builder = SteadyTables(8), SteadyTables(8)
-    first = tables_in_place(*plain[0], columns=30)
-    assert first[0].shape == (3, 30)
-    assert torch.equal(first[0][:, : plain[0][0].shape[1]], plain[0][0])
-    other = of_another_builder(*plain[1], columns=30)
-    assert torch.equal(first[0][:, : plain[0][0].shape[1]], plain[0][0])  # the engine builds all before it uses one
-    second = tables_in_place(*plain[1], columns=30)
-    assert second[0].data_ptr() == first[0].data_ptr() != other[0].data_ptr()
-    assert second[1].data_ptr() == first[1].data_ptr()
-    assert torch.equal(second[0], other[0])
-    assert not torch.equal(second[0][:, : plain[0][0].shape[1]], plain[0][0])
+    own, of_another_builder = (SteadyTables(8, gap_remover.width(1), torch.device("cpu")) for _ in range(2))
+    first = own(*plain[0])
+    other = of_another_builder(*plain[1])
+    for found, expected in zip(first, plain[0], strict=True):
+        assert torch.equal(found, expected)  # the engine builds all before it uses one
+    second = own(*plain[1])
+    for before, now, elsewhere, expected in zip(first, second, other, plain[1], strict=True):
+        assert now.data_ptr() == before.data_ptr() != elsewhere.data_ptr()
+        assert torch.equal(now, expected)
+        assert torch.equal(elsewhere, expected)
 
 
-def test_buffers_have_room_for_the_longest_prompt() -> None:
-    """The engine rounds the width of its tables up, and a step of many tokens may ask for all of it."""
-    table = torch.arange(1, 65)[None].int()
-    compacted, lengths = GapRemover(SinkWindowDemand(16, 16, 64))(
-        table, torch.tensor([1000]), torch.tensor([0, 1000]), 1000
-    )
-    assert SteadyTables(2)(compacted, lengths, columns=64)[0][0].tolist() == list(range(1, 65))
+def test_a_short_table_has_no_more_columns() -> None:
+    table = torch.arange(1, 4)[None].int()
+    compacted, lengths = GapRemover(SinkWindowDemand(16, 16, 64))(table, torch.tensor([40]), torch.tensor([0, 1]), 1)
+    assert compacted.tolist() == [[1, 2, 3]]
+    assert lengths.tolist() == [40]

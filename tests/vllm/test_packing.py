@@ -63,7 +63,10 @@ def test_short_requests_waste_more() -> None:
 
 def test_few_full_heads_have_long_blocks() -> None:
     plan = plan_packing(HeadAllocation.random(32, 8, 0.8, 0).full, SinkWindowDemand(16, 16, 64), 3000)
-    assert [(own.full, len(own.heads), own.demand.block_size) for own in plan.bins] == [(True, 51, 64), (False, 205, 16)]
+    assert [(own.full, len(own.heads), own.demand.block_size) for own in plan.bins] == [
+        (True, 51, 64),
+        (False, 205, 16),
+    ]
     assert plan.block_entries == 205 * 16
     assert plan.blocks(3000) == 47 + 6  # 3000 tokens in blocks of 64; sinks, 63 tokens and one more in blocks of 16
     assert "51 heads x 64 tokens, 205 heads x 16 tokens" in plan.summary(1, 3000)

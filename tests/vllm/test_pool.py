@@ -53,6 +53,8 @@ def test_bytes_of_a_running_request(llama: Served, sparsity: float) -> None:
         assert len(config.kv_cache_groups) == len(plan.bins)
         block_bytes = {tensor.size // config.num_blocks for tensor in config.kv_cache_tensors}
         assert block_bytes == {plan.block_entries * ENTRY}
+        runner = core.engine_core.engine_core.model_executor.driver_worker.model_runner
+        assert [len(builders) for builders in runner.attn_groups] == [1] * len(plan.bins)
         (prompt,) = random_prompts((500,))
         core.add_request("0", {"prompt_token_ids": prompt}, params)
         held = {}

@@ -6,7 +6,7 @@ first S or the last W" selects the same keys as before. Its blocks may belong to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,25 +17,15 @@ from rlkv.vllm.blocks.demand import SinkWindowDemand
 
 @dataclass
 class GapRemover:
-    """Removes the gaps from the block tables of one bin; ``full_prefill``: its prompts are read in full."""
+    """Removes the gaps from the block tables of compressible heads; ``full_prefill``: prompts are read in full."""
 
     demand: SinkWindowDemand
     full_prefill: bool = False
-    _latest: tuple[Any, Tensor, Tensor] | None = field(default=None, repr=False)
 
-    def width(self, queries: int, columns: int) -> int:
-        """Blocks that a request with this many queries in a step can need, at most ``columns``."""
+    def width(self, queries: int) -> int:
+        """Blocks that a request with this many queries in a step can need."""
         demand = self.demand
-        return min(columns, demand.full(demand.sink) + demand.full(demand.window - 1 + queries) + 1)
-
-    def of_step(self, common: Any) -> tuple[Tensor, Tensor]:
-        """Table and lengths of a step's metadata, made once for all layers of the bin."""
-        if self._latest is None or self._latest[0] is not common:
-            table, lengths = self(
-                common.block_table_tensor, common.seq_lens, common.query_start_loc, common.max_query_len
-            )
-            self._latest = (common, table, lengths)
-        return self._latest[1], self._latest[2]
+        return demand.full(demand.sink) + demand.full(demand.window - 1 + queries) + 1
 
     def full_prompts(self, common: Any, vllm_config: Any) -> list[int] | None:
         """:func:`prompt_lengths` of a step's metadata; None unless it reads prompts in full."""
@@ -58,9 +48,10 @@ class GapRemover:
         sinks = demand.full(demand.sink)
         first_R = lengths_R - (starts[1:] - starts[:-1])
         gap_R = ((first_R - demand.window + 1) // demand.block_size - sinks).clamp(min=0)
-        column_C = torch.arange(self.width(queries, table_RM.shape[1]), device=table_RM.device)
+        columns = table_RM.shape[1]
+        column_C = torch.arange(min(self.width(queries), columns), device=table_RM.device)
         source_RC = column_C + torch.where(column_C < sinks, 0, 1) * gap_R[:, None]
-        table = table_RM.gather(1, source_RC.clamp(max=table_RM.shape[1] - 1).long())
+        table = table_RM.gather(1, source_RC.clamp(max=columns - 1).long())
         return table, (lengths_R - gap_R * demand.block_size).to(lengths_R.dtype)
 
 
@@ -96,16 +87,11 @@ class SteadyTables:
     Every builder has its own: the engine builds the metadata of all before it uses one.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self._table: Tensor | None = None
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self._table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
 
-    def __call__(self, table: Tensor, lengths: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """``table`` and ``lengths`` in the buffers; ``columns``: those of the table with gaps."""
-        if self._table is None:
-            self._table = table.new_zeros(self.rows, columns)
-            self._lengths = lengths.new_zeros(self.rows)
-        rows, own = table.shape
-        self._table[:rows, :own] = table
-        self._lengths[:rows] = lengths
-        return self._table[:rows], self._lengths[:rows]
+    def __call__(self, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """``table`` and ``lengths`` in the buffers."""
+        rows, columns = table.shape
+        return self._table[:rows, :columns].copy_(table), self._lengths[:rows].copy_(lengths)

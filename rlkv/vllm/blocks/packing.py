@@ -61,7 +61,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Bins of heads; ``demand`` is that of blocks of the engine's block size. Amounts are entries: a key and a value."""
+    """Bins of heads; ``demand``: for the engine's block size. Amounts are counted in entries, a key and a value."""
 
     bins: tuple[Bin, ...]
     demand: BlockDemand

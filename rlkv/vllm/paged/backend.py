@@ -111,10 +111,11 @@ class TorchImpl(AttendingImpl):
 class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
     """Metadata of the stock kernel with its mask "the first S or the last W", over block tables without gaps.
 
-    It reads S + W tokens per row, not the whole past. Buffers are permanent: a captured graph keeps their addresses.
+    It reads S + W tokens per row, not the whole past. Graphs are captured of steps with one token per request: their
+    tables are short, and in permanent buffers, whose addresses a graph keeps.
     """
 
-    _cudagraph_support = AttentionCGSupport.ALWAYS
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self,
@@ -126,17 +127,19 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         rows = vllm_config.scheduler_config.max_num_seqs
-        self.gap_remover, self.tables = gap_remover, SteadyTables(rows)
+        self.gap_remover, self.steady = gap_remover, SteadyTables(rows, gap_remover.width(1), device)
         self.sinks_R = torch.full((rows,), gap_remover.demand.sink, dtype=torch.int32, device=device)
 
     def without_gaps(self, common: Any) -> Any:
         """A step's metadata (vLLM's) over tables without gaps."""
-        table, lengths = self.tables(*self.gap_remover.of_step(common), common.block_table_tensor.shape[1])
-        longest = self.gap_remover.width(common.max_query_len, table.shape[1]) * self.gap_remover.demand.block_size
+        remover, queries = self.gap_remover, common.max_query_len
+        table, lengths = remover(common.block_table_tensor, common.seq_lens, common.query_start_loc, queries)
+        if queries == 1:
+            table, lengths = self.steady(table, lengths)
         return common.replace(
             block_table_tensor=table,
             seq_lens=lengths,
-            max_seq_len=min(common.max_seq_len, longest),
+            max_seq_len=min(common.max_seq_len, table.shape[1] * remover.demand.block_size),
             rswa_prefix_lens=None,  # stated for rlkv alone: the stock builder has no use for them
         )
 
