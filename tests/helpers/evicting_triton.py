@@ -51,7 +51,6 @@ class Side:
             impl=self.impl,
             kv_cache=self.cache,
             eviction=Eviction(POLICY, DEMAND),
-            block_bytes=self.cache.stride(0) * self.cache.element_size(),
             _q_scale=one,
             _k_scale=one,
             _v_scale=one,

@@ -67,8 +67,7 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool) -> float:
     found = []
     for kind, implementation in ((LocalTorchBuilder, LocalTorchImpl), (LocalTritonBuilder, TritonAttentionImpl)):
         impl = implementation(KV_HEADS * GROUPS, SIZE, SCALE, KV_HEADS, None, None, "auto")
-        size = cache.stride(0) * cache.element_size()
-        layer = SimpleNamespace(impl=impl, kv_cache=cache, block_bytes=size, _q_scale=one, _k_scale=one, _v_scale=one)
+        layer = SimpleNamespace(impl=impl, kv_cache=cache, _q_scale=one, _k_scale=one, _v_scale=one)
         common = CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts,

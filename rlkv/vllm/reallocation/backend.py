@@ -73,7 +73,8 @@ def bin_of(vllm_config: Any, layer_names: list[str]) -> Any:
 class FullCPUBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.num_kv_heads = bin_of(vllm_config, layer_names).num_kv_heads  # the schedule is per KV head, for any number
+        # a schedule suits any number of heads in such groups, but has scratch for so many
+        self.num_kv_heads = bin_of(vllm_config, layer_names).num_kv_heads
 
 
 class FullCPUImpl(CPUAttentionBackendImpl):
