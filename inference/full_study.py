@@ -8,7 +8,7 @@ r"""All analyses on a built-in model, on a CPU: find heads in every way, with se
 RLKV is configs/tiny.yaml (or smol.yaml) with fewer steps; next to it RLKV's heads re-ranked, elimination without
 training, distillation on the model's own solutions and on DuoAttention's recall task.  The tiny model has also the
 ablations of RLKV's paper (arXiv 2510.08525, figure 8: without adaptive weighting, without self-distilled data, the
-penalty times 0.2 and 5; no other setting is tuned for them); the language model has also other sinks and windows.
+penalty times 0.2 and 5; no other setting is tuned for them).  Other sinks and windows are ``rlkv-study window``'s.
 ``inference/study.py`` then measures all of them on held-out problems, and writes the report.
 
 Every stage is one of the project's own programs, printed as it starts, with its output in ``results/study/logs/``.
@@ -49,7 +49,6 @@ class Size:
     """How much of everything: seeds per method, ``variant_seeds`` per ablation, solutions (``traces``) of elimination.
 
     ``sparsities``: of the sweep; a study that is stopped has measured the first of them.
-    ``sizes``: other sinks and windows under which the first seeds of RLKV and elimination are measured too.
     """
 
     model: str = "tiny"
@@ -66,7 +65,6 @@ class Size:
     random_draws: int = 10
     sparsities: str = "0.2 0.4 0.5 0.6 0.8"
     study: str = "--oracle rlkv/tiny/model/ground_truth.json"
-    sizes: tuple[tuple[int, int], ...] = ()
 
 
 TINY = Size()
@@ -79,9 +77,8 @@ SMOL = Size(
     rlkv_seeds=2,
     variant_seeds=0,
     traces=16,
-    sparsities="0.5 0.4 0.6 0.7 0.2 0.8",
+    sparsities="0.5 0.6 0.4 0.7",
     study="",
-    sizes=((8, 32), (16, 64)),
 )
 _TENTH: Any = {"grpo_steps": 5, "seeds": 2, "rlkv_seeds": 2, "traces": 10, "held_out": 20, "random_draws": 2}
 QUICK = {
@@ -174,12 +171,6 @@ class Plan:
             Stage("conditions", [*command, "--measure-only"], self.report / "measured.json", needs),
             Stage("analyses and report", command, self.report / "report.html", needs),
         ]
-        few = {name: self.gates[name][:1] for name in ("RLKV", "elimination")}
-        for sink, window in size.sizes:
-            out = self.folder / f"report_{sink}_{window}"
-            options = f"--sink {sink} --window {window} --analyses sweep --random-draws 2 --sparsities 0.5 0.7"
-            command = [*self._words(study + options, out=out), *self._files("--gates", few)]
-            self.stages.append(Stage(f"sink {sink}, window {window}", command, out / "report.html", needs))
 
     def _files(self, option: str, found: dict[str, list[Path]]) -> list[str]:
         return [option, *(f"{name}={file}" for name, files in found.items() for file in files)]
