@@ -20,6 +20,8 @@ from rlkv.rollout.base import FinishReason, SamplingParams
 from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
 
 REFILL_AT = 0.75  # share of rows that still run at which the others leave: every change copies the cache
+READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
+SIMILAR = 0.9  # share of the longest prompt's length that further ones must have: the rest is padding
 
 
 class StopRule(Protocol):
@@ -47,8 +49,8 @@ class Decoding:
     Attributes:
         model: in eval mode, on its device.
         new_cache: an empty cache for texts of at most so many columns, of the prompts with these indices; None: the
-            model's own.  Where the cache has ``can_join``, prompts join the running batch; otherwise the next batch
-            begins when one has ended.
+            model's own.  Where the cache has ``can_join``, prompts of about the same length are read together and join
+            the running batch; otherwise the next batch begins when one has ended.
         rollout: which of the calls with one seed this is: its draws are others.
         logprobs: whether log-probabilities are noted.
         stop: ends rows early, with the reason ``repetition``.
@@ -76,18 +78,23 @@ class Decoding:
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         waiting = deque((i, prompts[i], i if numbers is None else numbers[i]) for i in order)
 
-        def admit(rows: int) -> _Batch:
-            return _Batch(self, [waiting.popleft() for _ in range(min(rows, len(waiting)))])
+        def admit(rows: int, together: int) -> _Batch:
+            """The next prompts, at most ``rows``; beyond ``together`` those that need little padding."""
+            least = SIMILAR * len(waiting[0][1])
+            read = [waiting.popleft() for _ in range(min(rows, together, len(waiting)))]
+            while waiting and len(read) < rows and len(waiting[0][1]) >= least:
+                read.append(waiting.popleft())
+            return _Batch(self, read)
 
         while waiting:
-            batch = admit(self.max_rows)
+            joins = getattr(self.new_cache(1, [waiting[0][0]]), "can_join", False)
+            batch = admit(self.max_rows, READ_TOGETHER if joins else self.max_rows)
             while batch.rows:
                 yield from batch.step()
-                if batch.num_running > REFILL_AT * len(batch.rows):
-                    continue
-                batch.leave()
-                if batch.rows and waiting and batch.joins:
-                    joining = admit(self.max_rows - len(batch.rows))
+                if batch.num_running <= REFILL_AT * len(batch.rows):
+                    batch.leave()
+                while joins and waiting and batch.rows and len(batch.rows) < self.max_rows:
+                    joining = admit(self.max_rows - len(batch.rows), READ_TOGETHER)
                     yield from joining.step()
                     joining.leave()
                     batch.join(joining)
@@ -111,11 +118,6 @@ class _Batch:
         self.running_R = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self.columns = 0
         self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens, [row.index for row in self.rows])
-
-    @property
-    def joins(self) -> bool:
-        """Whether other rows can join this batch."""
-        return getattr(self.cache, "can_join", False)
 
     @property
     def num_running(self) -> int:

@@ -140,3 +140,31 @@ def test_pad_tokens_after_a_stop_are_not_part_of_the_text() -> None:
     for before, after in zip(free, stopped, strict=True):
         assert after.token_ids == before.token_ids[: len(after.token_ids)]
         assert after.finish_reason != "repetition" or len(after.token_ids) % 6 == 0
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_prompts_are_read_with_others_of_about_their_length(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlkv.rollout.decoding.READ_TOGETHER", 4)
+    tokenizer = build_tokenizer()
+    model = make_tiny_model("llama", vocab_size=VOCAB)
+    texts = [render_prompt(tokenizer, p["problem"]) for p in tiny.problems(60, seed=5)]
+    lengths = sorted(len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
+    assert lengths[-1] > 1.5 * lengths[0]
+    heads = HeadAllocation.random(3, 4, 0.5, seed=1)
+    alone, together = (
+        InferenceEngine(model, tokenizer, heads, sink=2, window=5, batch_size=rows) for rows in (1, len(texts))
+    )
+    shapes: list[torch.Size] = []
+
+    def note(module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        shapes.append(kwargs["input_ids"].shape)
+
+    single, _ = alone.batch(texts, SamplingParams(12), full=full)
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    joined, _ = together.batch(texts, SamplingParams(12), full=full)
+    handle.remove()
+    assert joined == single
+    reads = [shape for shape in shapes if shape[1] > 1]
+    assert sum(shape[0] for shape in reads) == len(texts)
+    assert sum(shape.numel() for shape in reads) < 1.15 * sum(lengths) < len(texts) * lengths[-1]
+    assert max(shape[0] for shape in shapes) == len(texts)
