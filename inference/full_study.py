@@ -75,8 +75,9 @@ SMOL = Size(
     chains="4-10",
     distill_steps=40,
     rlkv_seeds=2,
+    seeds=2,
     variant_seeds=0,
-    traces=16,
+    traces=8,
     sparsities="0.5 0.6 0.4 0.7",
     study="",
 )
