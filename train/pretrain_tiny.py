@@ -39,7 +39,7 @@ from rlkv.models.prompts import render_prompt
 from rlkv.tiny import MODEL_DIR
 from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, draw_length, draw_problem
 from rlkv.tiny.tokenizer import build_tokenizer
-from rlkv.training.run_folder import load_tensors, save_tensors
+from rlkv.training.checkpoints import load_tensors, save_tensors
 from rlkv.utils.atomic import write_json
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import hardware_line

@@ -12,11 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import load_model, load_tokenizer
 from rlkv.training.callbacks import LOG
+from rlkv.training.checkpoints import load_tensors, new_checkpoint, save_tensors
 from rlkv.training.distill_config import DistillSettings
 from rlkv.training.distill_data import Draw, load_data
 from rlkv.training.distillation import Distiller, check_head
 from rlkv.training.head_gate import HeadGateConfig
-from rlkv.training.run_folder import RunFolder, load_tensors, new_checkpoint, save_tensors
+from rlkv.training.run_folder import RunFolder
+from rlkv.training.stopping import StopOnTermination
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
 from rlkv.utils.jsonl import read_log
 from rlkv.utils.progress import progress_bar
@@ -60,7 +62,7 @@ def distill_gates(
 
     if run.checkpoint is not None:
         distiller.load(load_tensors(run.checkpoint / STATE))
-    callbacks = run.loggers(make_gates)
+    callbacks = [*run.loggers(make_gates), StopOnTermination()]
     run.write_config()
     _loop(distiller, draw, run.path, callbacks)
     gates = make_gates()
@@ -86,10 +88,13 @@ def _loop(distiller: Distiller, draw: Draw, folder: Path, callbacks: list[Traine
             state.global_step = distiller.step
             notify("on_step_end")
             notify("on_log", logs=record)
-            if distiller.step % settings.save_steps == 0 or distiller.step == settings.steps:
+            due = distiller.step % settings.save_steps == 0 or distiller.step == settings.steps
+            if due or control.should_save:
                 with new_checkpoint(folder, distiller.step, CHECKPOINTS_KEPT) as target:
                     save_tensors(target / STATE, distiller.state())
             progress.advance()
+            if control.should_training_stop:
+                break
     notify("on_train_end")
 
 

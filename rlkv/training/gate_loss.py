@@ -63,11 +63,14 @@ class GateLossTrainer(ResumableGRPOTrainer):
 
     settings: RLKVSettings
     gates: list[nn.Parameter]
+    _inputs: dict[str, Any]  # of the last loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As trl, which measures the wall-clock time of the same span."""
+        """As trl, which measures the wall-clock time of the same span; gradients that are not finite are noted."""
         started = time.process_time()
         loss = super().training_step(*args, **kwargs)
+        rank = self.accelerator.process_index
+        self.skip_nonfinite.look(self.gates, self._inputs, self.state.global_step, rank)
         self._seconds["cpu"] += time.process_time() - started
         return loss
 
@@ -86,7 +89,7 @@ class GateLossTrainer(ResumableGRPOTrainer):
         return completion_logprobs(score, input_ids, attention_mask, logits_to_keep, rows), None, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        settings, mean_reward = self.settings, inputs["mean_reward"]
+        settings, mean_reward, self._inputs = self.settings, inputs["mean_reward"], inputs
         if settings.adaptive:
             weight = objective.adaptive_weight(mean_reward, settings.l1_beta, settings.tau)
         else:

@@ -11,9 +11,10 @@ from transformers import Trainer, TrainerState
 from trl import GRPOTrainer
 
 from rlkv.training.callbacks import GateMean
+from rlkv.training.checkpoints import PARTIAL, load_tensors, new_checkpoint, save_tensors
 from rlkv.training.config import GateTrainingArguments
 from rlkv.training.head_gate import gate_shares, gates_matrix
-from rlkv.training.run_folder import PARTIAL, load_tensors, new_checkpoint, save_tensors
+from rlkv.training.nonfinite import SkipNonFinite
 
 GATE_MEAN = "gate_mean.pt"
 # our names for what trl measures
@@ -43,6 +44,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
     max_completion_length: int
     _buffered_inputs: Any
     gate_mean: GateMean
+    skip_nonfinite: SkipNonFinite
     _seconds: dict[str, float]  # of this step: rollout, reward, cpu (all threads, without the verifier's processes)
     _of_rollout: dict[str, float]  # what is known of the last rollout, for all steps that use it
 
@@ -70,6 +72,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
                 **{name: values[name] for name in _MEASURED},
                 **gate_shares(gates_matrix(self.model)),
                 "gates/grad_norm": logs["grad_norm"],
+                "train/skipped_steps": self.skip_nonfinite.skipped,
                 "train/learning_rate": logs["learning_rate"],
                 "time/rollout_s": seconds["rollout"],
                 "time/reward_s": seconds["reward"],

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -19,16 +15,15 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.models.shape import ModelShape
 from rlkv.training.callbacks import LOG, GateImages, JsonlLog, WandbLog
+from rlkv.training.checkpoints import last_checkpoint
 from rlkv.training.config import RunSettings
 from rlkv.training.head_gate import gate_shares, gates_matrix
-from rlkv.utils.atomic import atomic_path, write_json
+from rlkv.utils.atomic import write_json
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
 from rlkv.utils.jsonl import read_log
 from rlkv.utils.provenance import provenance
 
 RUN_CONFIG = "run_config.json"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-PARTIAL = ".partial"  # where a checkpoint is written until it is complete
 # what may differ between a run and its continuation; the problems themselves are compared by their digest
 RESUMABLE_KEYS = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit"}
 RESUMABLE_KEYS |= {"run_name", "rollout_url", "rollout_patience", "rollout_kv_gib", "rollout_eager"}
@@ -38,53 +33,6 @@ RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "plan"}
 UNPUBLISHED_KEYS = {"curriculum", "haystack", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
 UNPUBLISHED_KEYS |= {"rollout_url", "save_steps", "image_steps", "gates_link", "plan"}
 UNPUBLISHED_KEYS |= {"rollout_kv_gib", "rollout_rows", "allow_foreign_curriculum"}
-
-
-@contextmanager
-def new_checkpoint(
-    output_dir: Path, step: int, keep: int | None, is_main: bool = True, wait: Callable[[], None] = lambda: None
-) -> Iterator[Path]:
-    """A path to write the checkpoint of ``step`` to; it becomes ``checkpoint-STEP`` when the block ends without error.
-
-    Then all but the ``keep`` newest checkpoints are deleted (None: all stay).
-
-    Args:
-        is_main: whether this process moves and deletes folders.
-        wait: barrier of all processes.
-    """
-    target, partial = output_dir / f"checkpoint-{step}", output_dir / PARTIAL
-    if is_main:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    wait()
-    yield partial / target.name
-    wait()
-    if is_main:
-        (partial / target.name).rename(target)
-        older = [path for other, path in sorted(_checkpoints(output_dir).items()) if other <= step]
-        for path in older[: -keep if keep else 0]:
-            shutil.rmtree(path.rename(partial / path.name))  # renamed first: what is half deleted cannot be resumed
-        partial.rmdir()
-    wait()
-
-
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints by their steps; other folders, such as a copy named ``checkpoint-40-best``, are the user's."""
-    found = ((_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
-    return {int(match[1]): path for match, path in found if match}
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint, None if there is none."""
-    return max(_checkpoints(folder).items(), default=(0, None))[1]
-
-
-def save_tensors(path: Path, content: dict[str, Any]) -> None:
-    with atomic_path(path) as partial:
-        torch.save(content, partial)
-
-
-def load_tensors(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path | None:

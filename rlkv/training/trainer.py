@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,9 +20,11 @@ from rlkv.training.callbacks import ClampGates, GateMean
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
 from rlkv.training.gate_loss import GateLossTrainer
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
+from rlkv.training.nonfinite import SkipNonFinite
 from rlkv.training.recipes import RECIPES
 from rlkv.training.resumable import RESPONSE_METRICS
 from rlkv.training.rollout import engine_roll_out, roll_out
+from rlkv.training.stopping import StopOnTermination
 from rlkv.verifier.verifier import are_correct
 
 # (completions as text, answers) -> whether each is right
@@ -86,7 +89,7 @@ class RLKVTrainer(GateLossTrainer):
         self.settings = settings
         self.reward = reward
         self.engine = engine
-        self.gate_mean = GateMean()
+        self.gate_mean, self.skip_nonfinite = GateMean(), SkipNonFinite(Path(args.output_dir or "."))
         self._seconds = {"rollout": 0.0, "reward": 0.0, "cpu": 0.0}
         self._rewards = torch.zeros(0)
         self._of_rollout = {}
@@ -98,7 +101,7 @@ class RLKVTrainer(GateLossTrainer):
             processing_class=tokenizer,
             peft_config=HeadGateConfig(sink=settings.sink, window=settings.window, init_value=settings.init_value),
             # the clamp comes first: whatever looks at the gates after a step sees them in [0, 1]
-            callbacks=[ClampGates(), self.gate_mean, *(callbacks or [])],
+            callbacks=[ClampGates(), self.gate_mean, self.skip_nonfinite, *(callbacks or []), StopOnTermination()],
         )
         self.remove_callback(PrinterCallback)
         self.gates = [parameter for _, parameter in gate_parameters(self.model)]

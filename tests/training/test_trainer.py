@@ -23,7 +23,7 @@ KEYS = {
     *["gates/mean", "gates/below_0.1", "gates/below_0.5", "gates/at_0", "gates/at_1", "gates/grad_norm"],
     *["rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/truncated_share"],
     *["train/learning_rate", "time/rollout_s", "time/reward_s", "time/update_s", "time/step_s"],
-    *["time/step_cpu_s", "epoch"],
+    *["time/step_cpu_s", "train/skipped_steps", "epoch"],
 }
 
 

@@ -1,0 +1,59 @@
+"""Steps whose gradients are not finite: left out, written to a file, and the end of the run after many in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from rlkv.training.checkpoints import save_tensors
+
+MOST_IN_A_ROW = 3
+
+
+class SkipNonFinite(TrainerCallback):
+    """Drops the gradients of such a step, so that the optimizer leaves gates and momenta as they are.
+
+    Under DeepSpeed, which keeps gradients to itself, it sees none.
+
+    Attributes:
+        skipped: steps of this process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.skipped = self._in_a_row = 0
+
+    def look(self, gates: Sequence[Tensor], inputs: dict[str, Any], step: int, rank: int) -> None:
+        """After a backward pass: note the first batch that spoils the gradients of the step after ``step``."""
+        path = self._path(step, rank)
+        if not _finite(gates) and not path.exists():
+            tensors = {name: value.cpu() for name, value in inputs.items() if isinstance(value, Tensor)}
+            save_tensors(path, {"inputs": tensors, "gates": [gate.detach().cpu() for gate in gates]})
+
+    def _path(self, step: int, rank: int) -> Path:
+        return self.folder / f"nonfinite_step_{step + 1:06d}_{rank}.pt"
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        gates = [gate for group in optimizer.param_groups for gate in group["params"]]
+        if _finite(gates):
+            self._in_a_row = 0
+            return
+        for gate in gates:
+            gate.grad = None
+        self.skipped += 1
+        self._in_a_row += 1
+        path = self._path(state.global_step, args.process_index)
+        print(f"step {state.global_step + 1}: the gradients are not finite, the step is left out ({path})", flush=True)
+        if self._in_a_row == MOST_IN_A_ROW:
+            raise ValueError(
+                f"the gradients of {MOST_IN_A_ROW} steps in a row are not finite: look at {path}, try --dtype float32, "
+                "or resume with the same command, which goes on from the last checkpoint"
+            )
+
+
+def _finite(gates: Sequence[Tensor]) -> bool:
+    return all(bool(gate.grad.isfinite().all()) for gate in gates if gate.grad is not None)
