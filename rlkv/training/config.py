@@ -163,6 +163,10 @@ class RLKVSettings(RunSettings):
     rollout_rows: int | None = option(
         None, "completions decoded at once by one process; default: what the GPU holds, without one 64"
     )
+    target_sparsity: list[float] | None = option(  # noqa: RUF009  (as all fields here, but a list)
+        None, "stop early, when the full heads at these sparsities have stayed the same for stable_steps steps"
+    )
+    stable_steps: int = option(10, "target_sparsity: steps without a change")
     plan: bool = option(False, "print steps, tokens, memory, engine and an estimate of the time, and stop")
     forward_rows: int = option(16, "rows per forward of the loss (one process only)")
     elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
@@ -184,6 +188,10 @@ class RLKVSettings(RunSettings):
             raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")
         if self.plan and self.finder != "rlkv":
             raise ValueError(f"plan is for --finder rlkv: --finder {self.finder} shows its bound as it runs")
+        if not all(0 < sparsity < 1 for sparsity in self.target_sparsity or ()) or self.target_sparsity == []:
+            raise ValueError(f"target_sparsity needs numbers between 0 and 1, got {self.target_sparsity}")
+        if self.stable_steps < 1:
+            raise ValueError(f"stable_steps must be at least 1, got {self.stable_steps}")
         if self.rollout_kv_gib is not None and not self.rollout_kv_gib > 0:
             raise ValueError(f"rollout_kv_gib must be above 0, got {self.rollout_kv_gib}")
         if min(self.rollout_rows or 1, self.forward_rows, self.elimination_traces) < 1 or self.rollout_rows == 0:

@@ -13,10 +13,11 @@ from trl import GRPOTrainer
 from rlkv.training.callbacks import GateMean
 from rlkv.training.checkpoints import PARTIAL, load_tensors, new_checkpoint, save_tensors
 from rlkv.training.config import GateTrainingArguments
+from rlkv.training.early_stop import StopWhenStable
 from rlkv.training.head_gate import gate_shares, gates_matrix
 from rlkv.training.nonfinite import SkipNonFinite
 
-GATE_MEAN = "gate_mean.pt"
+GATE_MEAN, STABLE = "gate_mean.pt", "stable"
 # our names for what trl measures
 RESPONSE_METRICS = {
     "response/length_mean": "completions/mean_length",
@@ -45,6 +46,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
     _buffered_inputs: Any
     gate_mean: GateMean
     skip_nonfinite: SkipNonFinite
+    stop_when_stable: StopWhenStable | None
     _seconds: dict[str, float]  # of this step: rollout, reward, cpu (all threads, without the verifier's processes)
     _of_rollout: dict[str, float]  # what is known of the last rollout, for all steps that use it
 
@@ -101,7 +103,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
                 state = {"inputs": self._buffered_inputs, "values": self._of_rollout}
                 save_tensors(self._rollout_state(folder), state)
             if main:
-                save_tensors(folder / GATE_MEAN, self.gate_mean.state())
+                save_tensors(folder / GATE_MEAN, self.gate_mean.state() | {STABLE: self._stable_state()})
 
     def _rollout_state(self, folder: Path) -> Path:
         return folder / f"rollout_state_{self.accelerator.process_index}.pt"
@@ -113,7 +115,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
             return
         folder = Path(checkpoint)
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
-        self.gate_mean.load(load_tensors(folder / GATE_MEAN))
+        self._load_means(folder)
         if self._rollout_state(folder).exists():
             state = load_tensors(self._rollout_state(folder))
             self._of_rollout = state["values"]
@@ -123,7 +125,16 @@ class ResumableGRPOTrainer(GRPOTrainer):
         """Load gates, their mean and the step count of ``checkpoint`` without further training."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        self.gate_mean.load(load_tensors(checkpoint / GATE_MEAN))
+        self._load_means(checkpoint)
+
+    def _stable_state(self) -> dict[str, Any]:
+        return {} if self.stop_when_stable is None else self.stop_when_stable.state()
+
+    def _load_means(self, checkpoint: Path) -> None:
+        state = load_tensors(checkpoint / GATE_MEAN)
+        self.gate_mean.load(state)
+        if self.stop_when_stable is not None:
+            self.stop_when_stable.load(state.get(STABLE, {}))
 
     def _send_telemetry(self) -> None:
         """trl reports each start of a trainer to its authors; this one does not."""

@@ -18,9 +18,12 @@ from rlkv.models.prompts import build_messages, choose_template
 from rlkv.rollout.estimate import free_memory
 from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
 from rlkv.training.callbacks import StepLine
+from rlkv.training.checkpoints import load_tensors
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.early_stop import StopWhenStable
 from rlkv.training.head_gate import set_gates
 from rlkv.training.plan import make_plan
+from rlkv.training.resumable import GATE_MEAN, STABLE
 from rlkv.training.rollout import open_engine
 from rlkv.training.run_folder import RunFolder
 from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
@@ -89,8 +92,12 @@ def run_config(
     return json.loads(json.dumps(found, default=str))
 
 
-def is_finished(checkpoint: Path, args: GateTrainingArguments) -> bool:
+def is_finished(checkpoint: Path, args: GateTrainingArguments, stop: StopWhenStable | None) -> bool:
     """Whether the checkpoint is the end of its run and no more steps are asked for now."""
+    if stop is not None:
+        stop.load(load_tensors(checkpoint / GATE_MEAN).get(STABLE, {}))
+        if stop.ended:
+            return True
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     return state.global_step >= max(args.max_steps, state.max_steps if args.max_steps <= 0 else 0)
 
@@ -127,7 +134,11 @@ def train_gates(
         return run.gates(trainer.model, trainer.gate_mean.mean(), "rlkv", trainer.state.global_step)
 
     main = args.process_index == 0
-    extra = [*(callbacks or []), *([*run.loggers(make_gates), StepLine()] if main else [])]
+    stop = None
+    if settings.target_sparsity:
+        stop = StopWhenStable(make_gates, settings.target_sparsity, settings.stable_steps)
+    loggers = [*run.loggers(make_gates), StepLine()] if main else []
+    extra = [*(callbacks or []), *([] if stop is None else [stop]), *loggers]
     engine = open_engine(settings, args, longest_prompt(curriculum, tokenizer)) if main else None
     trainer = RLKVTrainer(model, args, settings, curriculum, tokenizer, reward, extra, engine)
     if start is not None:
@@ -135,7 +146,7 @@ def train_gates(
     trainer.accelerator.wait_for_everyone()  # every process has looked into the folder
     if main:
         run.write_config()
-    if run.checkpoint is not None and is_finished(run.checkpoint, args):
+    if run.checkpoint is not None and is_finished(run.checkpoint, args, stop):
         trainer.restore(run.checkpoint)
     else:
         trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))

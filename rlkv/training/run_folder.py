@@ -28,7 +28,7 @@ RUN_CONFIG = "run_config.json"
 RESUMABLE_KEYS = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit"}
 RESUMABLE_KEYS |= {"run_name", "rollout_url", "rollout_patience", "rollout_kv_gib", "rollout_eager"}
 RESUMABLE_KEYS |= {"max_steps", "num_train_epochs", "curriculum", "rollout_rows"}
-RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "plan"}
+RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "plan", "target_sparsity", "stable_steps"}
 # what a gates file does not say of its training: files of this machine, and what does not belong to the method
 UNPUBLISHED_KEYS = {"curriculum", "haystack", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
 UNPUBLISHED_KEYS |= {"rollout_url", "save_steps", "image_steps", "gates_link", "plan"}

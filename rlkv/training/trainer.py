@@ -18,6 +18,7 @@ from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.gated import GatedEngine, Rows
 from rlkv.training.callbacks import ClampGates, GateMean
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
+from rlkv.training.early_stop import StopWhenStable
 from rlkv.training.gate_loss import GateLossTrainer
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
 from rlkv.training.nonfinite import SkipNonFinite
@@ -104,6 +105,8 @@ class RLKVTrainer(GateLossTrainer):
             callbacks=[ClampGates(), self.gate_mean, self.skip_nonfinite, *(callbacks or []), StopOnTermination()],
         )
         self.remove_callback(PrinterCallback)
+        found = [callback for callback in callbacks or [] if isinstance(callback, StopWhenStable)]
+        self.stop_when_stable = found[0] if found else None
         self.gates = [parameter for _, parameter in gate_parameters(self.model)]
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochSampler:
