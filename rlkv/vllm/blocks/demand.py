@@ -83,6 +83,11 @@ class BufferDemand(BlockDemand):
         behind = position - self.capacity
         return self.capacity + (0 if behind < 0 else (behind // self.buffer + 1) * self.buffer)
 
+    def evictions(self, tokens: int) -> int:
+        """How often a head has evicted in a text of so many tokens."""
+        behind = tokens - 1 - self.capacity
+        return 0 if behind < 0 else behind // self.buffer + 1
+
     def evicts_before(self, position: Any) -> Any:
         """Whether the head evicts before the token at a position, or at each of a tensor; -1, of padding: no."""
         return (position >= self.capacity) & ((position - self.capacity) % self.buffer == 0)

@@ -7,16 +7,16 @@ Blocks that fall out of a window are replaced by the null block in the request's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
-from rlkv.vllm.compat import BlockManager, register_spec
+from rlkv.vllm.blocks.usage import BinUsage, CompressibleManager, PackedFullManager
+from rlkv.vllm.compat import register_spec
 
 
 class _OfBin:
@@ -88,7 +88,7 @@ class EvictingSpec(_OfBin, AttentionSpec):
         return max(super().max_num_blocks_per_req(vllm_config, max_len), self.demand.compressible(max_len))
 
 
-class SinkWindowManager(BlockManager):
+class SinkWindowManager(CompressibleManager):
     """Block tables of one bin with sinks and a window."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
@@ -173,13 +173,21 @@ class SinkWindowManager(BlockManager):
         return table, end * block_size
 
 
-class EvictingManager(BlockManager):
+class EvictingManager(CompressibleManager):
     """Block tables of one bin under an eviction policy."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         assert not self.enable_caching, "prefix caching is switched off with the engine's settings"
         self._computed: dict[str, int] = {}
+        self._ended = 0  # evictions of requests that are not running any more
+
+    def usage(self) -> BinUsage:
+        evictions = self._ended + sum(map(self.kv_cache_spec.demand.evictions, self._computed.values()))
+        return replace(super().usage(), evictions=evictions)
+
+    def whole(self) -> int:
+        return sum(map(self.kv_cache_spec.demand.full, self._computed.values()))
 
     def get_num_blocks_to_allocate(
         self,
@@ -201,7 +209,7 @@ class EvictingManager(BlockManager):
         return max(0, self.kv_cache_spec.demand.compressible(num_tokens) - held)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        self._computed.pop(request_id, None)
+        self._ended += self.kv_cache_spec.demand.evictions(self._computed.pop(request_id, 0))
         return super().pop_blocks_for_free(request_id)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
@@ -216,6 +224,6 @@ class EvictingManager(BlockManager):
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
-register_spec(PackedFullSpec, FullAttentionManager, FullAttentionSpec)
+register_spec(PackedFullSpec, PackedFullManager, FullAttentionSpec)
 register_spec(SinkWindowSpec, SinkWindowManager, SinkWindowSpec)
 register_spec(EvictingSpec, EvictingManager, EvictingSpec)
