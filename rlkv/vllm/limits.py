@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlkv.gates.allocation import num_full_heads
 from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED, ServingSettings, parse_settings, read_request
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -23,17 +24,33 @@ def prepare_engine(vllm_config: Any) -> None:
             f"rlkv: head reallocation does not work with a model of architecture {model.architecture}: serve one of "
             f"{', '.join(ARCHITECTURES)}, or leave the rlkv settings out"
         )
+    check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, KEY: settings.to_request()}
+    _report_rounding(request.get("sparsity"), settings, vllm_config.parallel_config.tensor_parallel_size)
     _adapt(vllm_config, settings)
+
+
+def _report_rounding(asked: float | None, settings: ServingSettings, ranks: int) -> None:
+    """Say what even shares cost; ``asked``: the sparsity, None where an allocation was given."""
+    own = settings.allocation
+    if asked is not None and ranks > 1 and own.num_full != num_full_heads(asked, own.full.numel()):
+        from vllm.logger import init_logger
+
+        init_logger(f"vllm.{__name__}").warning(
+            "rlkv: sparsity %.4f instead of %s: %d of %d KV heads are full, a multiple of the %d ranks",
+            *(own.sparsity, asked, own.num_full, own.full.numel(), ranks),
+        )
 
 
 def resolve_settings(vllm_config: Any) -> ServingSettings:
     """The settings of an engine that was asked for head reallocation."""
     request = read_request(vllm_config.additional_config)
     assert request is not None
-    return parse_settings(request).resolved(vllm_config.model_config.hf_config)
+    return parse_settings(request).resolved(
+        vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
+    )
 
 
 def _adapt(vllm_config: Any, settings: ServingSettings) -> None:
@@ -65,8 +82,10 @@ def _adapt(vllm_config: Any, settings: ServingSettings) -> None:
 def check_engine(vllm_config: Any, feature: str = "head reallocation") -> None:
     """Raise ``ValueError`` for the first setting of the engine under which ``feature`` would give wrong results."""
     refusals = _always(vllm_config)
-    if feature == "head reallocation":  # mixed attention leaves blocks and weights as they are
+    if feature == "head reallocation":
         refusals |= _reallocation(vllm_config)
+    else:  # mixed attention leaves blocks and weights as they are, but its gates are those of all heads
+        refusals |= {"tensor parallelism: run one engine per GPU": vllm_config.parallel_config.tensor_parallel_size > 1}
     for refusal, applies in refusals.items():
         if applies:
             raise ValueError(f"rlkv: {feature} does not work with {refusal}")
@@ -75,14 +94,12 @@ def check_engine(vllm_config: Any, feature: str = "head reallocation") -> None:
 def _always(vllm_config: Any) -> dict[str, bool]:
     """What does not work, and what to do instead; whether it was asked for."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    tensors, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    stages = parallel.pipeline_parallel_size
     context = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
     dual_chunk = getattr(vllm_config.model_config.hf_text_config, "dual_chunk_attention_config", None)
     plain_cache = cache.cache_dtype in ("auto", "float16", "bfloat16", "float32")
-    one_each = "run one engine per GPU (--data-parallel-size)"
     return {
-        f"tensor parallelism (--tensor-parallel-size {tensors}): heads are not spread evenly; {one_each}": tensors > 1,
-        f"pipeline parallelism (--pipeline-parallel-size {stages}): {one_each}": stages > 1,
+        f"pipeline parallelism (--pipeline-parallel-size {stages}): use --tensor-parallel-size": stages > 1,
         "context parallelism: leave out --decode-context-parallel-size and --prefill-context-parallel-size": context,
         "speculative decoding: leave out --speculative-config": vllm_config.speculative_config is not None,
         f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype}): leave it at auto": not plain_cache,
@@ -101,11 +118,14 @@ def _reallocation(vllm_config: Any) -> dict[str, bool]:
         f"quantised weights ({model.quantization}): heads are reordered while weights are loaded; serve a checkpoint "
         "in float32, bfloat16 or float16"
     )
+    heads, ranks = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
+    uneven = f"--tensor-parallel-size {ranks} and {heads} KV heads a layer: choose a divisor of {heads}"
     hybrid = "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what saves memory"
     return {
         kinds: config.model_type not in MODEL_TYPES,
         weights: vllm_config.quant_config is not None,
         "LoRA adapters: merge the adapter into the model": vllm_config.lora_config is not None,
+        uneven: heads % ranks > 0,
         hybrid: bool(scheduler.disable_hybrid_kv_cache_manager),
         "sliding-window layers: their heads have no full cache to reallocate": sliding,
         "--kv-sharing-fast-prefill: leave it out": cache.kv_sharing_fast_prefill,

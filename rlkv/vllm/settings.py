@@ -111,13 +111,17 @@ class ServingSettings:
         protect = cache.protect_prompt or None
         return cls(full=full, sink=cache.sink, window=cache.window, prefill=cache.prefill, protect_prompt=protect)
 
-    def resolved(self, config: Any) -> ServingSettings:
-        """With the allocation, sink and window instead of gates; ``config`` is the model's (transformers)."""
+    def resolved(self, config: Any, ranks: int = 1) -> ServingSettings:
+        """With the allocation, sink and window instead of gates; ``config`` is the model's (transformers).
+
+        ``ranks``: of tensor parallelism, to which full heads are dealt evenly.
+        """
         if self.full is not None:
             return self
         from rlkv.cache.plan import CacheSettings
         from rlkv.gates.allocation import HeadAllocation
         from rlkv.gates.head_gates import HeadGates
+        from rlkv.vllm.blocks.dealing import round_up
 
         assert self.gates is not None
         assert self.sparsity is not None
@@ -125,7 +129,7 @@ class ServingSettings:
         gates.check_model(config)
         sink = gates.deploy_sink if self.sink is None else self.sink
         window = gates.deploy_window if self.window is None else self.window
-        allocation = HeadAllocation.from_gates(gates, self.sparsity, self.scope)
+        allocation = round_up(HeadAllocation.from_gates(gates, self.sparsity, self.scope), gates, ranks)
         policy = self.policy()
         protect = gates.deploy_protect_prompt and self.protect_prompt is None and policy is None
         resolved = self.of(allocation, CacheSettings(sink, window, self.prefill, policy, protect))

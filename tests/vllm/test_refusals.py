@@ -32,9 +32,19 @@ def fake_engine(**changes: Any) -> Any:
             prefill_context_parallel_size=1,
         ),
         cache_config=SimpleNamespace(
-            cache_dtype="auto", sliding_window=None, kv_sharing_fast_prefill=False, kv_offloading_size=None
+            cache_dtype="auto",
+            sliding_window=None,
+            kv_sharing_fast_prefill=False,
+            kv_offloading_size=None,
+            enable_prefix_caching=True,
         ),
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="llama"), quantization=None),
+        model_config=SimpleNamespace(
+            architecture="LlamaForCausalLM",
+            hf_config=None,
+            hf_text_config=SimpleNamespace(model_type="llama"),
+            quantization=None,
+            get_total_num_kv_heads=lambda: 4,
+        ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         speculative_config=None,
         quant_config=None,
@@ -57,7 +67,7 @@ def test_what_is_supported_passes() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("parallel_config__tensor_parallel_size", 2, "tensor parallelism"),
+        ("parallel_config__tensor_parallel_size", 8, "tensor-parallel-size 8 and 4 KV heads"),
         ("parallel_config__pipeline_parallel_size", 2, "pipeline parallelism"),
         ("parallel_config__decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config__prefill_context_parallel_size", 2, "context parallelism"),
@@ -83,6 +93,13 @@ def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) ->
         check_engine(fake_engine(**{setting: value}))
 
 
+def test_rollouts_run_one_engine_per_gpu() -> None:
+    config = fake_engine(parallel_config__tensor_parallel_size=2)
+    assert check_engine(config) is None
+    with pytest.raises(ValueError, match="a mixed-attention rollout does not work with tensor parallelism"):
+        check_engine(config, "a mixed-attention rollout")
+
+
 @pytest.mark.parametrize(
     ("architecture", "settings", "refused"),
     [
@@ -93,9 +110,7 @@ def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) ->
     ],
 )
 def test_other_architectures(architecture: str, settings: dict[str, Any], refused: bool) -> None:
-    model = SimpleNamespace(architecture=architecture, hf_config=None)
-    cache = SimpleNamespace(enable_prefix_caching=True)
-    config = SimpleNamespace(model_config=model, additional_config=settings, cache_config=cache, scheduler_config=None)
+    config = fake_engine(model_config__architecture=architecture, additional_config=settings)
     with pytest.raises(ValueError, match=f"{architecture}") if refused else nullcontext():
         prepare_engine(config)
 
@@ -174,7 +189,7 @@ def test_tensors_of_unknown_layout_are_refused(llama: Served) -> None:
 
     allocation = llama.allocation(0.5)
     plan = plan_packing(allocation.full, SinkWindowDemand(32, 16, 64), 1000)
-    changed = Reallocation(plan, head_size=32, group_size=2)
+    changed = Reallocation([plan], head_size=32, group_size=2)
     with pytest.raises(ValueError, match="weight_scale"):
         list(changed.reordered([("model.layers.0.self_attn.q_proj.weight_scale", torch.ones(1))]))
 
@@ -187,7 +202,7 @@ def test_weights_are_reordered(llama: Served) -> None:
 
     full = torch.tensor([[False, True, False], [True, True, True]])
     plan = plan_packing(full, SinkWindowDemand(32, 16, 64), 1000)
-    changed = Reallocation(plan, head_size=2, group_size=2)
+    changed = Reallocation([plan], head_size=2, group_size=2)
     heads = torch.arange(3).repeat_interleave(2)
     rows = heads.repeat_interleave(2)
     weights = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
 from rlkv.vllm.blocks.block_tables import GapRemover
@@ -26,14 +27,17 @@ _PROJECTION = re.compile(r"layers\.(\d+)\.self_attn\.([qkvo])_proj\.(.+)$")
 
 @dataclass(frozen=True)
 class Reallocation:
-    """How the heads of a model were dealt out."""
+    """How the heads of a model were dealt out: the plan of each rank of tensor parallelism."""
 
-    plan: PackingPlan
+    plans: Sequence[PackingPlan]
     head_size: int
     group_size: int
 
     def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors with the heads of each layer in the order of its parts."""
+        """The checkpoint's tensors with the heads of each layer in the order of ranks and parts.
+
+        They are whole: the engine cuts its rank's shard out of them.
+        """
         for name, tensor in weights:
             found = _PROJECTION.search(name)
             yield name, self._reorder(tensor, int(found[1]), found[2], found[3], name) if found else tensor
@@ -43,7 +47,7 @@ class Reallocation:
             raise ValueError(f"rlkv: {name}: head reallocation needs plain weights, not {kind}")
         if projection == "o" and kind == "bias":
             return tensor
-        order = torch.tensor(self.plan.head_order(layer), device=tensor.device)
+        order = torch.tensor([head for plan in self.plans for head in plan.head_order(layer)], device=tensor.device)
         rows = self.head_size * (self.group_size if projection in "qo" else 1)
         index = (order[:, None] * rows + torch.arange(rows, device=tensor.device)).flatten()
         return tensor.index_select(1 if projection == "o" else 0, index)
@@ -54,13 +58,16 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
     stock, longest = model.model.layers[0].self_attn.attn, vllm_config.model_config.max_model_len
-    group_size = stock.num_heads // stock.num_kv_heads
-    if settings.allocation.full.shape != (len(model.model.layers), stock.num_kv_heads):
+    group_size, ranks = stock.num_heads // stock.num_kv_heads, get_tensor_model_parallel_world_size()
+    shape = (len(model.model.layers), stock.num_kv_heads * ranks)
+    if settings.allocation.full.shape != shape:
         raise ValueError(
             f"rlkv: the allocation is for {list(settings.allocation.full.shape)} layers and KV heads, but the model "
-            f"has {[len(model.model.layers), stock.num_kv_heads]}"
+            f"has {list(shape)}"
         )
-    plan = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest)
+    plans = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest, ranks)
+    rank = get_tensor_model_parallel_rank()
+    plan = plans[rank]
     kept = _what_is_kept(settings, plan, longest)
     bins = [BinAttention(stock, number, own, kept, vllm_config) for number, own in enumerate(plan.bins)]
     model.rlkv_bins = nn.ModuleList(bins)
@@ -70,8 +77,9 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
         parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
         layer.self_attn.attn = SplitAttention(stock, parts, vllm_config)
     entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
-    logger.info("rlkv: %s", plan.summary(entry_bytes, min(settings.reference_tokens, longest)))
-    return Reallocation(plan, stock.head_size, group_size)
+    where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
+    logger.info("rlkv: %s%s", where, plan.summary(entry_bytes, min(settings.reference_tokens, longest)))
+    return Reallocation(plans, stock.head_size, group_size)
 
 
 def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) -> Eviction | GapRemover | None:
