@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rlkv.gates.allocation import num_full_heads
@@ -28,20 +29,18 @@ def prepare_engine(vllm_config: Any) -> None:
     settings = resolve_settings(vllm_config)
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, KEY: settings.to_request()}
-    _report_rounding(request.get("sparsity"), settings, vllm_config.parallel_config.tensor_parallel_size)
-    _adapt(vllm_config, settings)
+    _adapt(vllm_config, settings, rounding(request, settings, vllm_config.parallel_config.tensor_parallel_size))
 
 
-def _report_rounding(asked: float | None, settings: ServingSettings, ranks: int) -> None:
-    """Say what even shares cost; ``asked``: the sparsity, None where an allocation was given."""
-    own = settings.allocation
-    if asked is not None and ranks > 1 and own.num_full != num_full_heads(asked, own.full.numel()):
-        from vllm.logger import init_logger
-
-        init_logger(f"vllm.{__name__}").warning(
-            "rlkv: sparsity %.4f instead of %s: %d of %d KV heads are full, a multiple of the %d ranks",
-            *(own.sparsity, asked, own.num_full, own.full.numel(), ranks),
-        )
+def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) -> str | None:
+    """What equal shares of ``ranks`` ranks cost, in a sentence; None: nothing, or an allocation was asked for."""
+    own, asked = settings.allocation, request.get("sparsity")
+    if ranks == 1 or asked is None or own.num_full == num_full_heads(asked, own.full.numel()):
+        return None
+    return (
+        f"sparsity {own.sparsity:.4f} instead of {asked}: {own.num_full} of {own.full.numel()} KV heads are full, a "
+        f"multiple of the {ranks} ranks"
+    )
 
 
 def resolve_settings(vllm_config: Any) -> ServingSettings:
@@ -53,12 +52,14 @@ def resolve_settings(vllm_config: Any) -> ServingSettings:
     )
 
 
-def _adapt(vllm_config: Any, settings: ServingSettings) -> None:
-    """Switch off what is on by default and contradicts the settings, with a warning."""
+def _adapt(vllm_config: Any, settings: ServingSettings, rounded: str | None) -> None:
+    """Switch off what is on by default and contradicts the settings; warn of that and of what was ``rounded``."""
     from vllm.logger import init_logger
 
     logger = init_logger(f"vllm.{__name__}")
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    if rounded:
+        logger.warning("rlkv: %s", rounded)
     is_full = settings.prefill == "full"
     if is_full:
         longest = vllm_config.model_config.max_model_len
