@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlkv.gates.allocation import num_full_heads
-from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED, ServingSettings, parse_settings, read_request
+from rlkv.vllm.settings import KEY, MIXED, SERVED, ServingSettings, parse_settings, read_request
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+# formats of quantised weights in which whole heads are known to move
+QUANTISED = ("awq", "awq_marlin", "auto_awq", "gptq", "gptq_marlin", "auto_gptq", "compressed-tensors", "fp8")
 
 
 def prepare_engine(vllm_config: Any) -> None:
@@ -20,10 +21,10 @@ def prepare_engine(vllm_config: Any) -> None:
     model, request = vllm_config.model_config, read_request(vllm_config.additional_config)
     if model is None or request is None or model.architecture.startswith(MIXED):
         return
-    if model.architecture not in ARCHITECTURES:
+    if model.architecture not in SERVED:
         raise ValueError(
             f"rlkv: head reallocation does not work with a model of architecture {model.architecture}: serve one of "
-            f"{', '.join(ARCHITECTURES)}, or leave the rlkv settings out"
+            f"{', '.join(SERVED)}, or leave the rlkv settings out"
         )
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
@@ -114,17 +115,16 @@ def _reallocation(vllm_config: Any) -> dict[str, bool]:
     cache, model = vllm_config.cache_config, vllm_config.model_config
     config, scheduler = model.hf_text_config, vllm_config.scheduler_config
     sliding = cache.sliding_window is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    kinds = f"a model of type {config.model_type}: serve one of {', '.join(MODEL_TYPES)}"
     weights = (
-        f"quantised weights ({model.quantization}): heads are reordered while weights are loaded; serve a checkpoint "
-        "in float32, bfloat16 or float16"
+        f"quantised weights of format {model.quantization}, whose heads it cannot reorder: serve one of "
+        f"{', '.join(QUANTISED)}, or a checkpoint in float32, bfloat16 or float16"
     )
+    quantised = vllm_config.quant_config
     heads, ranks = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
     uneven = f"--tensor-parallel-size {ranks} and {heads} KV heads a layer: choose a divisor of {heads}"
     hybrid = "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what saves memory"
     return {
-        kinds: config.model_type not in MODEL_TYPES,
-        weights: vllm_config.quant_config is not None,
+        weights: quantised is not None and quantised.get_name() not in QUANTISED,
         "LoRA adapters: merge the adapter into the model": vllm_config.lora_config is not None,
         uneven: heads % ranks > 0,
         hybrid: bool(scheduler.disable_hybrid_kv_cache_manager),

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from rlkv.eviction import EvictionPolicy
     from rlkv.gates.allocation import HeadAllocation
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # with rollouts
+SERVED = (
+    *ARCHITECTURES,
+    *("GemmaForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"),
+)
 MIXED = "RLKVMixed"  # before the name of the architecture: the same model with mixed attention, for rollouts
 KEY = "rlkv"  # of the engine's additional_config
 MIXED_KEY = "rlkv_mixed"  # likewise, for rollouts: {"sink": S, "window": W}

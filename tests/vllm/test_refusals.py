@@ -185,11 +185,11 @@ def test_the_environment_asks_too(llama: Served, monkeypatch: pytest.MonkeyPatch
 def test_tensors_of_unknown_layout_are_refused(llama: Served) -> None:
     from rlkv.vllm.blocks.demand import SinkWindowDemand
     from rlkv.vllm.blocks.packing import plan_packing
-    from rlkv.vllm.reallocation.reallocation import Reallocation
+    from rlkv.vllm.reallocation.weights import HeadOrder
 
     allocation = llama.allocation(0.5)
     plan = plan_packing(allocation.full, SinkWindowDemand(32, 16, 64), 1000)
-    changed = Reallocation([plan], head_size=32, group_size=2)
+    changed = HeadOrder([plan.head_order(0)], group_size=2)
     with pytest.raises(ValueError, match="weight_scale"):
         list(changed.reordered([("model.layers.0.self_attn.q_proj.weight_scale", torch.ones(1))]))
 
@@ -198,11 +198,11 @@ def test_weights_are_reordered(llama: Served) -> None:
     """Heads of 2 numbers, groups of 2 query heads: rows and columns are named after their heads."""
     from rlkv.vllm.blocks.demand import SinkWindowDemand
     from rlkv.vllm.blocks.packing import plan_packing
-    from rlkv.vllm.reallocation.reallocation import Reallocation
+    from rlkv.vllm.reallocation.weights import HeadOrder
 
     full = torch.tensor([[False, True, False], [True, True, True]])
     plan = plan_packing(full, SinkWindowDemand(32, 16, 64), 1000)
-    changed = Reallocation([plan], head_size=2, group_size=2)
+    changed = HeadOrder([plan.head_order(layer) for layer in range(2)], group_size=2)
     heads = torch.arange(3).repeat_interleave(2)
     rows = heads.repeat_interleave(2)
     weights = {
