@@ -1,7 +1,7 @@
 """The tensors of a checkpoint with the heads of each layer in the order in which they are served.
 
-A projection has a piece for each head along its outputs, the last one along its inputs.  Whole pieces move, so quantised
-weights need no unpacking, as long as a number or a scale belongs to one head or to all.
+A projection has a piece for each head along its outputs, the last one along its inputs.  Whole pieces move, so
+quantised weights need no unpacking, as long as a number or a scale belongs to one head or to all.
 """
 
 from __future__ import annotations
