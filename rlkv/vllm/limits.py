@@ -10,6 +10,8 @@ from rlkv.vllm.settings import KEY, MIXED, SERVED, ServingSettings, parse_settin
 
 # formats of quantised weights in which whole heads are known to move
 QUANTISED = ("awq", "awq_marlin", "auto_awq", "gptq", "gptq_marlin", "auto_gptq", "compressed-tensors", "fp8")
+NOT_REORDERED = ("sharded_state", "runai_streamer_sharded", "tensorizer")  # written to parameters as they are
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")  # what an adapter would have to reorder
 
 
 def prepare_engine(vllm_config: Any) -> None:
@@ -119,14 +121,19 @@ def _reallocation(vllm_config: Any) -> dict[str, bool]:
         f"quantised weights of format {model.quantization}, whose heads it cannot reorder: serve one of "
         f"{', '.join(QUANTISED)}, or a checkpoint in float32, bfloat16 or float16"
     )
-    quantised = vllm_config.quant_config
+    quantised, adapters = vllm_config.quant_config, vllm_config.lora_config
+    named = {name.rsplit(".")[-1] for name in getattr(adapters, "target_modules", None) or PROJECTIONS}
+    form = str(vllm_config.load_config.load_format)
+    lora = adapters is not None and not named.isdisjoint(PROJECTIONS)
     heads, ranks = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
     uneven = f"--tensor-parallel-size {ranks} and {heads} KV heads a layer: choose a divisor of {heads}"
     hybrid = "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what saves memory"
     return {
         weights: quantised is not None and quantised.get_name() not in QUANTISED,
-        "LoRA adapters: merge the adapter into the model": vllm_config.lora_config is not None,
+        "LoRA adapters of attention, whose heads are reordered: merge the adapter into the model, or name the modules "
+        "of an adapter of others with --lora-target-modules gate_proj up_proj down_proj": lora,
         uneven: heads % ranks > 0,
+        f"--load-format {form}: what it loads is not reordered, leave it at auto": form in NOT_REORDERED,
         hybrid: bool(scheduler.disable_hybrid_kv_cache_manager),
         "sliding-window layers: their heads have no full cache to reallocate": sliding,
         "--kv-sharing-fast-prefill: leave it out": cache.kv_sharing_fast_prefill,

@@ -81,8 +81,11 @@ FIELDS = {
         "disable_hybrid_kv_cache_manager"
     ),
     "vllm.config:VllmConfig": (
-        "additional_config speculative_config quant_config lora_config kv_transfer_config max_in_flight_tokens"
+        "additional_config speculative_config quant_config load_config lora_config kv_transfer_config "
+        "max_in_flight_tokens"
     ),
+    "vllm.config:LoadConfig": "load_format",
+    "vllm.config:LoRAConfig": "target_modules",
     "vllm.config:CompilationConfig": "static_forward_context splitting_ops",
     "vllm.config.model_arch:ModelArchitectureConfig": "rswa_window",
     "vllm.engine.arg_utils:EngineArgs": (

@@ -46,6 +46,7 @@ def fake_engine(**changes: Any) -> Any:
             get_total_num_kv_heads=lambda: 4,
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
         quant_config=None,
         lora_config=None,
@@ -73,14 +74,20 @@ def test_what_is_supported_passes() -> None:
         ("parallel_config__prefill_context_parallel_size", 2, "context parallelism"),
         ("speculative_config", object(), "speculative decoding"),
         ("cache_config__cache_dtype", "fp8", "fp8"),
-        ("quant_config", object(), "quantised weights"),
+        ("quant_config", SimpleNamespace(get_name=lambda: "bitsandbytes"), "quantised weights"),
+        ("load_config__load_format", "sharded_state", "load-format sharded_state"),
         ("lora_config", object(), "LoRA"),
+        ("lora_config", SimpleNamespace(target_modules=["up_proj", "o_proj"]), "LoRA"),
         ("kv_transfer_config", object(), "KV connectors"),
         ("scheduler_config__disable_hybrid_kv_cache_manager", True, "disable-hybrid-kv-cache-manager"),
         ("cache_config__sliding_window", 512, "sliding-window layers"),
         ("cache_config__kv_sharing_fast_prefill", True, "kv-sharing-fast-prefill"),
         ("cache_config__kv_offloading_size", 4.0, "offloading"),
-        ("model_config__hf_text_config", SimpleNamespace(model_type="gemma3"), "gemma3"),
+        (
+            "model_config__hf_text_config",
+            SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
+            "sliding-window layers",
+        ),
         (
             "model_config__hf_text_config",
             SimpleNamespace(model_type="qwen2", dual_chunk_attention_config={"chunk_size": 8}),
@@ -91,6 +98,31 @@ def test_what_is_supported_passes() -> None:
 def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_engine(fake_engine(**{setting: value}))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("sliding_window", 64, "a sliding window"),
+        ("kv_sharing_target_layer_name", "layers.0", "keys and values of another layer"),
+        ("attn_type", "encoder_only", "attention in both directions"),
+        ("num_kv_heads", 2, "another number or size of heads"),
+        ("impl", SimpleNamespace(scale=1.0, logits_soft_cap=30.0), "soft-capped logits"),
+        ("impl", SimpleNamespace(scale=1.0, sinks=torch.ones(4)), "learned sinks"),
+        ("impl", SimpleNamespace(scale=1.0, alibi_slopes=torch.ones(4)), "ALiBi"),
+        ("impl", SimpleNamespace(scale=0.5), "another scale"),
+    ],
+)
+def test_layers_with_more_than_plain_attention(attribute: str, value: Any, message: str) -> None:
+    from rlkv.vllm.reallocation.reallocation import check_layers
+
+    plain = {"sliding_window": None, "kv_sharing_target_layer_name": None, "attn_type": "decoder"}
+    heads = {"num_heads": 8, "num_kv_heads": 4, "head_size": 32, "impl": SimpleNamespace(scale=1.0)}
+    layers = [SimpleNamespace(layer_name=f"layers.{number}.attn", **plain, **heads) for number in range(3)]
+    assert check_layers(layers) is None
+    setattr(layers[2], attribute, value)
+    with pytest.raises(ValueError, match=f"layers.2.attn has {message}"):
+        check_layers(layers)
 
 
 def test_rollouts_run_one_engine_per_gpu() -> None:
@@ -180,18 +212,6 @@ def test_the_environment_asks_too(llama: Served, monkeypatch: pytest.MonkeyPatch
         assert config["full"] == tuple("".join("01"[kept] for kept in row) for row in allocation.full.tolist())
         assert "gates" not in config
         assert len(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups) > 1
-
-
-def test_tensors_of_unknown_layout_are_refused(llama: Served) -> None:
-    from rlkv.vllm.blocks.demand import SinkWindowDemand
-    from rlkv.vllm.blocks.packing import plan_packing
-    from rlkv.vllm.reallocation.weights import HeadOrder
-
-    allocation = llama.allocation(0.5)
-    plan = plan_packing(allocation.full, SinkWindowDemand(32, 16, 64), 1000)
-    changed = HeadOrder([plan.head_order(0)], group_size=2)
-    with pytest.raises(ValueError, match="weight_scale"):
-        list(changed.reordered([("model.layers.0.self_attn.q_proj.weight_scale", torch.ones(1))]))
 
 
 def test_weights_are_reordered(llama: Served) -> None:
