@@ -125,7 +125,6 @@ class ServingSettings:
         from rlkv.cache.plan import CacheSettings
         from rlkv.gates.allocation import HeadAllocation
         from rlkv.gates.head_gates import HeadGates
-        from rlkv.vllm.blocks.dealing import round_up
 
         assert self.gates is not None
         assert self.sparsity is not None
@@ -133,7 +132,7 @@ class ServingSettings:
         gates.check_model(config)
         sink = gates.deploy_sink if self.sink is None else self.sink
         window = gates.deploy_window if self.window is None else self.window
-        allocation = round_up(HeadAllocation.from_gates(gates, self.sparsity, self.scope), gates, ranks)
+        allocation = HeadAllocation.from_gates(gates, self.sparsity, self.scope).rounded_up(gates, ranks)
         policy = self.policy()
         protect = gates.deploy_protect_prompt and self.protect_prompt is None and policy is None
         resolved = self.of(allocation, CacheSettings(sink, window, self.prefill, policy, protect))

@@ -7,7 +7,7 @@ import torch
 
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
-from rlkv.vllm.blocks.dealing import deal_heads, round_up
+from rlkv.vllm.blocks.dealing import deal_heads
 from rlkv.vllm.limits import rounding
 from rlkv.vllm.settings import ServingSettings
 from tests.helpers.paths import PUBLISHED_GATES
@@ -23,7 +23,7 @@ def test_ranks_have_equal_shares(model: str, sparsity: float, ranks: int) -> Non
     gates = HeadGates.load(PUBLISHED_GATES / "rlkv" / model)
     layers, heads = gates.alpha.shape
     asked = HeadAllocation.from_gates(gates, sparsity)
-    full = round_up(asked, gates, ranks).full
+    full = asked.rounded_up(gates, ranks).full
     dealt = deal_heads(full, ranks)
     assert dealt.shape == (ranks, layers, heads // ranks)
     assert all(sorted(dealt[:, layer].flatten().tolist()) == list(range(heads)) for layer in range(layers))

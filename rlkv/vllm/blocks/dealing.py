@@ -9,18 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkv.gates.allocation import HeadAllocation, compression_order
-from rlkv.gates.head_gates import HeadGates
-
-
-def round_up(allocation: HeadAllocation, gates: HeadGates, ranks: int) -> HeadAllocation:
-    """With the fewest more full heads, those of the largest gates, that make their number a multiple of ``ranks``."""
-    full = allocation.full.clone()
-    others = [head for head in reversed(compression_order(gates)) if not full[head]]
-    for head in others[: -allocation.num_full % ranks]:
-        full[head] = True
-    return HeadAllocation(full)
-
 
 def deal_heads(full_LH: Tensor, ranks: int) -> Tensor:
     """KV heads of each rank, ``[ranks, L, H / ranks]``, by their numbers in the checkpoint, ascending.
