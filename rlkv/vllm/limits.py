@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlkv.gates.allocation import num_full_heads
+from rlkv.vllm.blocks.dealing import deal_heads
 from rlkv.vllm.settings import KEY, MIXED, SERVED, ServingSettings, parse_settings, read_request
 
 # formats of quantised weights in which whole heads are known to move
@@ -29,10 +30,11 @@ def prepare_engine(vllm_config: Any) -> None:
             f"{', '.join(SERVED)}, or leave the rlkv settings out"
         )
     check_engine(vllm_config)
-    settings = resolve_settings(vllm_config)
+    settings, ranks = resolve_settings(vllm_config), vllm_config.parallel_config.tensor_parallel_size
+    deal_heads(settings.allocation.full, ranks)  # refuses an uneven allocation before any process starts
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, KEY: settings.to_request()}
-    _adapt(vllm_config, settings, rounding(request, settings, vllm_config.parallel_config.tensor_parallel_size))
+    _adapt(vllm_config, settings, rounding(request, settings, ranks))
 
 
 def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) -> str | None:

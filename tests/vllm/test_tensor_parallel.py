@@ -82,9 +82,17 @@ def test_two_ranks_with_eviction_and_full_prefill(
     assert check_equal(llama, 0.25, outputs, sizes=sizes) == 480
 
 
-def test_more_ranks_than_heads_are_refused(llama: Served) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "full", "message"),
+    [
+        (8, ["1100"] * 4, "--tensor-parallel-size 8 and 4 KV heads a layer"),
+        (2, ["1100", "1100", "1100", "1000"], "7 full heads are not spread evenly over 2 ranks"),
+    ],
+)
+def test_uneven_shares_are_refused(llama: Served, ranks: int, full: list[str], message: str) -> None:
+    request = {"rlkv": {"full": full, "sink": SINK, "window": WINDOW}}
     with (
-        pytest.raises(ValueError, match="--tensor-parallel-size 8 and 4 KV heads a layer"),
-        engine(llama, llama.request(0.5), tensor_parallel_size=8, distributed_executor_backend="mp"),
+        pytest.raises(ValueError, match=message),
+        engine(llama, request, **{**PARALLEL, "tensor_parallel_size": ranks}),
     ):
         pass
