@@ -128,6 +128,14 @@ class HeadAllocation:
         """A random draw of ``num_full_heads(sparsity, L * H)`` full heads; nested over sparsities of one seed."""
         return cls.from_order(random_order(num_layers, num_kv_heads, seed), num_layers, num_kv_heads, sparsity)
 
+    def rounded_up(self, gates: HeadGates, multiple: int) -> HeadAllocation:
+        """With the fewest more full heads, those of the largest gates, that make their number a multiple."""
+        full = self.full.clone()
+        others = [head for head in reversed(compression_order(gates)) if not full[head]]
+        for head in others[: -self.num_full % multiple]:
+            full[head] = True
+        return HeadAllocation(full)
+
     @property
     def num_full(self) -> int:
         return int(self.full.sum())

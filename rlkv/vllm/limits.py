@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED, ServingSettings, parse_settings, read_request
+from rlkv.gates.allocation import num_full_heads
+from rlkv.vllm.blocks.dealing import deal_heads
+from rlkv.vllm.settings import KEY, MIXED, SERVED, ServingSettings, parse_settings, read_request
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+# formats of quantised weights in which whole heads are known to move
+QUANTISED = ("awq", "awq_marlin", "auto_awq", "gptq", "gptq_marlin", "auto_gptq", "compressed-tensors", "fp8")
+NOT_REORDERED = ("sharded_state", "runai_streamer_sharded", "tensorizer")  # written to parameters as they are
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")  # what an adapter would have to reorder
 
 
 def prepare_engine(vllm_config: Any) -> None:
@@ -19,33 +25,50 @@ def prepare_engine(vllm_config: Any) -> None:
     model, request = vllm_config.model_config, read_request(vllm_config.additional_config)
     if model is None or request is None or model.architecture.startswith(MIXED):
         return
-    if model.architecture not in ARCHITECTURES:
+    if model.architecture not in SERVED:
         raise ValueError(
             f"rlkv: head reallocation does not work with a model of architecture {model.architecture}: serve one of "
-            f"{', '.join(ARCHITECTURES)}, or leave the rlkv settings out"
+            f"{', '.join(SERVED)}, or leave the rlkv settings out"
         )
-    settings = resolve_settings(vllm_config)
+    check_engine(vllm_config)
+    settings, ranks = resolve_settings(vllm_config), vllm_config.parallel_config.tensor_parallel_size
+    deal_heads(settings.allocation.full, ranks)  # refuses an uneven allocation before any process starts
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, KEY: settings.to_request()}
-    _adapt(vllm_config, settings)
+    _adapt(vllm_config, settings, rounding(request, settings, ranks))
     from rlkv.vllm.metrics import publish
 
     publish(settings.allocation.sparsity)
+
+
+def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) -> str | None:
+    """What equal shares of ``ranks`` ranks cost, in a sentence; None: nothing, or an allocation was asked for."""
+    own, asked = settings.allocation, request.get("sparsity")
+    if ranks == 1 or asked is None or own.num_full == num_full_heads(asked, own.full.numel()):
+        return None
+    return (
+        f"sparsity {own.sparsity:.4f} instead of {asked}: {own.num_full} of {own.full.numel()} KV heads are full, a "
+        f"multiple of the {ranks} ranks"
+    )
 
 
 def resolve_settings(vllm_config: Any) -> ServingSettings:
     """The settings of an engine that was asked for head reallocation."""
     request = read_request(vllm_config.additional_config)
     assert request is not None
-    return parse_settings(request).resolved(vllm_config.model_config.hf_config)
+    return parse_settings(request).resolved(
+        vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
+    )
 
 
-def _adapt(vllm_config: Any, settings: ServingSettings) -> None:
-    """Switch off what is on by default and contradicts the settings, with a warning."""
+def _adapt(vllm_config: Any, settings: ServingSettings, rounded: str | None) -> None:
+    """Switch off what is on by default and contradicts the settings; warn of that and of what was ``rounded``."""
     from vllm.logger import init_logger
 
     logger = init_logger(f"vllm.{__name__}")
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    if rounded:
+        logger.warning("rlkv: %s", rounded)
     is_full = settings.prefill == "full"
     if is_full:
         longest = vllm_config.model_config.max_model_len
@@ -69,8 +92,10 @@ def _adapt(vllm_config: Any, settings: ServingSettings) -> None:
 def check_engine(vllm_config: Any, feature: str = "head reallocation") -> None:
     """Raise ``ValueError`` for the first setting of the engine under which ``feature`` would give wrong results."""
     refusals = _always(vllm_config)
-    if feature == "head reallocation":  # mixed attention leaves blocks and weights as they are
+    if feature == "head reallocation":
         refusals |= _reallocation(vllm_config)
+    else:  # mixed attention leaves blocks and weights as they are, but its gates are those of all heads
+        refusals |= {"tensor parallelism: run one engine per GPU": vllm_config.parallel_config.tensor_parallel_size > 1}
     for refusal, applies in refusals.items():
         if applies:
             raise ValueError(f"rlkv: {feature} does not work with {refusal}")
@@ -79,14 +104,12 @@ def check_engine(vllm_config: Any, feature: str = "head reallocation") -> None:
 def _always(vllm_config: Any) -> dict[str, bool]:
     """What does not work, and what to do instead; whether it was asked for."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    tensors, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    stages = parallel.pipeline_parallel_size
     context = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
     dual_chunk = getattr(vllm_config.model_config.hf_text_config, "dual_chunk_attention_config", None)
     plain_cache = cache.cache_dtype in ("auto", "float16", "bfloat16", "float32")
-    one_each = "run one engine per GPU (--data-parallel-size)"
     return {
-        f"tensor parallelism (--tensor-parallel-size {tensors}): heads are not spread evenly; {one_each}": tensors > 1,
-        f"pipeline parallelism (--pipeline-parallel-size {stages}): {one_each}": stages > 1,
+        f"pipeline parallelism (--pipeline-parallel-size {stages}): use --tensor-parallel-size": stages > 1,
         "context parallelism: leave out --decode-context-parallel-size and --prefill-context-parallel-size": context,
         "speculative decoding: leave out --speculative-config": vllm_config.speculative_config is not None,
         f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype}): leave it at auto": not plain_cache,
@@ -100,16 +123,23 @@ def _reallocation(vllm_config: Any) -> dict[str, bool]:
     cache, model = vllm_config.cache_config, vllm_config.model_config
     config, scheduler = model.hf_text_config, vllm_config.scheduler_config
     sliding = cache.sliding_window is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    kinds = f"a model of type {config.model_type}: serve one of {', '.join(MODEL_TYPES)}"
     weights = (
-        f"quantised weights ({model.quantization}): heads are reordered while weights are loaded; serve a checkpoint "
-        "in float32, bfloat16 or float16"
+        f"quantised weights of format {model.quantization}, whose heads it cannot reorder: serve one of "
+        f"{', '.join(QUANTISED)}, or a checkpoint in float32, bfloat16 or float16"
     )
+    quantised, adapters = vllm_config.quant_config, vllm_config.lora_config
+    named = {name.rsplit(".")[-1] for name in getattr(adapters, "target_modules", None) or PROJECTIONS}
+    form = str(vllm_config.load_config.load_format)
+    lora = adapters is not None and not named.isdisjoint(PROJECTIONS)
+    heads, ranks = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
+    uneven = f"--tensor-parallel-size {ranks} and {heads} KV heads a layer: choose a divisor of {heads}"
     hybrid = "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what saves memory"
     return {
-        kinds: config.model_type not in MODEL_TYPES,
-        weights: vllm_config.quant_config is not None,
-        "LoRA adapters: merge the adapter into the model": vllm_config.lora_config is not None,
+        weights: quantised is not None and quantised.get_name() not in QUANTISED,
+        "LoRA adapters of attention, whose heads are reordered: merge the adapter into the model, or name the modules "
+        "of an adapter of others with --lora-target-modules gate_proj up_proj down_proj": lora,
+        uneven: heads % ranks > 0,
+        f"--load-format {form}: what it loads is not reordered, leave it at auto": form in NOT_REORDERED,
         hybrid: bool(scheduler.disable_hybrid_kv_cache_manager),
         "sliding-window layers: their heads have no full cache to reallocate": sliding,
         "--kv-sharing-fast-prefill: leave it out": cache.kv_sharing_fast_prefill,

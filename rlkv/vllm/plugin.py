@@ -7,7 +7,7 @@ from functools import wraps
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
-from rlkv.vllm.settings import ARCHITECTURES, MIXED
+from rlkv.vllm.settings import ARCHITECTURES, MIXED, SERVED
 
 GROUP, NAME, ENTRY_POINT = "vllm.general_plugins", "rlkv", "rlkv.vllm.plugin:register"
 TESTED = ("0.31", "0.32")  # the newest with a build for CPUs, and the one before
@@ -18,8 +18,9 @@ def register() -> None:
     """Put rlkv's classes in place of the stock ones, by name; they build the stock model unless rlkv was asked for."""
     from vllm import ModelRegistry
 
-    for name in ARCHITECTURES:
+    for name in SERVED:
         ModelRegistry.register_model(name, f"rlkv.vllm.reallocation.models:{name}")
+    for name in ARCHITECTURES:
         mixed = MIXED + name  # of rollouts; a caller in this process may have registered the class itself
         if mixed not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(mixed, f"rlkv.vllm.mixed.model:{mixed}")

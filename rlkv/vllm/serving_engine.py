@@ -47,7 +47,8 @@ class ServingEngine(VLLMEngine):
         config = self.llm.llm_engine.vllm_config
         shape, dtype = ModelShape.from_config(config.model_config.hf_config), config.model_config.dtype
         group_size = shape.num_query_heads // shape.num_kv_heads
-        self.plan = plan_heads(settings, config.cache_config.block_size, group_size, self.max_positions)
+        ranks = config.parallel_config.tensor_parallel_size
+        self.plans = plan_heads(settings, config.cache_config.block_size, group_size, self.max_positions, ranks)
         self.dtype = str(dtype).removeprefix("torch.")
         self.entry_bytes = 2 * shape.head_dim * dtype.itemsize
 
@@ -66,6 +67,6 @@ class ServingEngine(VLLMEngine):
         made = [len(completion.token_ids) for completion in completions]
         # the last token of a text is never fed back
         lengths = [n + own - 1 for n, own in zip(self.prompt_lengths(prompts), made, strict=True)]
-        held = sum(self.plan.held(length) for length in lengths) * self.entry_bytes
-        full_bytes = sum(self.plan.uncompressed(length) for length in lengths) * self.entry_bytes
+        held = sum(plan.held(length) for plan in self.plans for length in lengths) * self.entry_bytes
+        full_bytes = sum(plan.uncompressed(length) for plan in self.plans for length in lengths) * self.entry_bytes
         return completions, Usage(sum(made), seconds, held, full_bytes)

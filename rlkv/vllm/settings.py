@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from rlkv.eviction import EvictionPolicy
     from rlkv.gates.allocation import HeadAllocation
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # with rollouts
+SERVED = (
+    *ARCHITECTURES,
+    *("GemmaForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"),
+)
 MIXED = "RLKVMixed"  # before the name of the architecture: the same model with mixed attention, for rollouts
 KEY = "rlkv"  # of the engine's additional_config
 MIXED_KEY = "rlkv_mixed"  # likewise, for rollouts: {"sink": S, "window": W}
@@ -111,8 +115,11 @@ class ServingSettings:
         protect = cache.protect_prompt or None
         return cls(full=full, sink=cache.sink, window=cache.window, prefill=cache.prefill, protect_prompt=protect)
 
-    def resolved(self, config: Any) -> ServingSettings:
-        """With the allocation, sink and window instead of gates; ``config`` is the model's (transformers)."""
+    def resolved(self, config: Any, ranks: int = 1) -> ServingSettings:
+        """With the allocation, sink and window instead of gates; ``config`` is the model's (transformers).
+
+        ``ranks``: of tensor parallelism, to which full heads are dealt evenly.
+        """
         if self.full is not None:
             return self
         from rlkv.cache.plan import CacheSettings
@@ -125,7 +132,7 @@ class ServingSettings:
         gates.check_model(config)
         sink = gates.deploy_sink if self.sink is None else self.sink
         window = gates.deploy_window if self.window is None else self.window
-        allocation = HeadAllocation.from_gates(gates, self.sparsity, self.scope)
+        allocation = HeadAllocation.from_gates(gates, self.sparsity, self.scope).rounded_up(gates, ranks)
         policy = self.policy()
         protect = gates.deploy_protect_prompt and self.protect_prompt is None and policy is None
         resolved = self.of(allocation, CacheSettings(sink, window, self.prefill, policy, protect))

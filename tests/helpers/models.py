@@ -1,4 +1,4 @@
-"""One builder of small models: random decoders of three families."""
+"""One builder of small models: random decoders of several families."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ from typing import Any
 
 import torch
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -15,11 +25,20 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3")  # what every equality is tested with
 _CLASSES: dict[str, tuple[Any, Any]] = {
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+# the default, 1, makes logits so large that rounding shows
+_OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "granite": {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 }
 
 # options of rlkv-bench for a model of toy size
@@ -39,12 +58,13 @@ def make_tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedM
         "num_key_value_heads": 4,
         "head_dim": 16,
         "max_position_embeddings": 512,
+        "sliding_window": None,
         "tie_word_embeddings": False,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    settings.update(overrides)
+    settings |= _OWN_SETTINGS.get(family, {}) | overrides
     torch.manual_seed(seed)
     model = model_class(config_class(**settings)).eval()
     with torch.no_grad():  # the default initialisation is so small that attention would be uniform

@@ -25,6 +25,9 @@ CALLS = {
     "vllm:ModelRegistry.register_model": "model_arch model_cls",
     "vllm:ModelRegistry.get_supported_archs": "",
     "vllm.config:VllmConfig.__post_init__": "self",
+    "vllm.config:ModelConfig.get_total_num_kv_heads": "self",
+    "vllm.distributed:get_tensor_model_parallel_rank": "",
+    "vllm.distributed:get_tensor_model_parallel_world_size": "",
     "vllm.distributed.parallel_state:cleanup_dist_env_and_memory": "",
     "vllm.distributed.parallel_state:model_parallel_is_initialized": "",
     "vllm.forward_context:get_forward_context": "",
@@ -78,8 +81,11 @@ FIELDS = {
         "disable_hybrid_kv_cache_manager"
     ),
     "vllm.config:VllmConfig": (
-        "additional_config speculative_config quant_config lora_config kv_transfer_config max_in_flight_tokens"
+        "additional_config speculative_config quant_config load_config lora_config kv_transfer_config "
+        "max_in_flight_tokens"
     ),
+    "vllm.config:LoadConfig": "load_format",
+    "vllm.config:LoRAConfig": "target_modules",
     "vllm.config:CompilationConfig": "static_forward_context splitting_ops",
     "vllm.config.model_arch:ModelArchitectureConfig": "rswa_window",
     "vllm.engine.arg_utils:EngineArgs": (

@@ -21,6 +21,7 @@ from tests.helpers.engines import (
     random_prompts,
     watch_preemptions,
 )
+from tests.helpers.models import FAMILIES
 
 need_vllm()
 
@@ -28,7 +29,7 @@ need_vllm()
 LENGTHS = (5, SINK, BLOCK + 1, SINK + WINDOW, 200, 333)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=[*FAMILIES, "gemma", "glm4", "granite", "mistral", "phi3"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return make_served(tmp_path_factory.mktemp("models"), request.param)
 

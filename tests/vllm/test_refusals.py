@@ -32,10 +32,21 @@ def fake_engine(**changes: Any) -> Any:
             prefill_context_parallel_size=1,
         ),
         cache_config=SimpleNamespace(
-            cache_dtype="auto", sliding_window=None, kv_sharing_fast_prefill=False, kv_offloading_size=None
+            cache_dtype="auto",
+            sliding_window=None,
+            kv_sharing_fast_prefill=False,
+            kv_offloading_size=None,
+            enable_prefix_caching=True,
         ),
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="llama"), quantization=None),
+        model_config=SimpleNamespace(
+            architecture="LlamaForCausalLM",
+            hf_config=None,
+            hf_text_config=SimpleNamespace(model_type="llama"),
+            quantization=None,
+            get_total_num_kv_heads=lambda: 4,
+        ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
         quant_config=None,
         lora_config=None,
@@ -57,20 +68,26 @@ def test_what_is_supported_passes() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("parallel_config__tensor_parallel_size", 2, "tensor parallelism"),
+        ("parallel_config__tensor_parallel_size", 8, "tensor-parallel-size 8 and 4 KV heads"),
         ("parallel_config__pipeline_parallel_size", 2, "pipeline parallelism"),
         ("parallel_config__decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config__prefill_context_parallel_size", 2, "context parallelism"),
         ("speculative_config", object(), "speculative decoding"),
         ("cache_config__cache_dtype", "fp8", "fp8"),
-        ("quant_config", object(), "quantised weights"),
+        ("quant_config", SimpleNamespace(get_name=lambda: "bitsandbytes"), "quantised weights"),
+        ("load_config__load_format", "sharded_state", "load-format sharded_state"),
         ("lora_config", object(), "LoRA"),
+        ("lora_config", SimpleNamespace(target_modules=["up_proj", "o_proj"]), "LoRA"),
         ("kv_transfer_config", object(), "KV connectors"),
         ("scheduler_config__disable_hybrid_kv_cache_manager", True, "disable-hybrid-kv-cache-manager"),
         ("cache_config__sliding_window", 512, "sliding-window layers"),
         ("cache_config__kv_sharing_fast_prefill", True, "kv-sharing-fast-prefill"),
         ("cache_config__kv_offloading_size", 4.0, "offloading"),
-        ("model_config__hf_text_config", SimpleNamespace(model_type="gemma3"), "gemma3"),
+        (
+            "model_config__hf_text_config",
+            SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
+            "sliding-window layers",
+        ),
         (
             "model_config__hf_text_config",
             SimpleNamespace(model_type="qwen2", dual_chunk_attention_config={"chunk_size": 8}),
@@ -84,6 +101,38 @@ def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) ->
 
 
 @pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("sliding_window", 64, "a sliding window"),
+        ("kv_sharing_target_layer_name", "layers.0", "keys and values of another layer"),
+        ("attn_type", "encoder_only", "attention in both directions"),
+        ("num_kv_heads", 2, "another number or size of heads"),
+        ("impl", SimpleNamespace(scale=1.0, logits_soft_cap=30.0), "soft-capped logits"),
+        ("impl", SimpleNamespace(scale=1.0, sinks=torch.ones(4)), "learned sinks"),
+        ("impl", SimpleNamespace(scale=1.0, alibi_slopes=torch.ones(4)), "ALiBi"),
+        ("impl", SimpleNamespace(scale=0.5), "another scale"),
+    ],
+)
+def test_layers_with_more_than_plain_attention(attribute: str, value: Any, message: str) -> None:
+    from rlkv.vllm.reallocation.reallocation import check_layers
+
+    plain = {"sliding_window": None, "kv_sharing_target_layer_name": None, "attn_type": "decoder"}
+    heads = {"num_heads": 8, "num_kv_heads": 4, "head_size": 32, "impl": SimpleNamespace(scale=1.0)}
+    layers = [SimpleNamespace(layer_name=f"layers.{number}.attn", **plain, **heads) for number in range(3)]
+    assert check_layers(layers) is None
+    setattr(layers[2], attribute, value)
+    with pytest.raises(ValueError, match=f"layers.2.attn has {message}"):
+        check_layers(layers)
+
+
+def test_rollouts_run_one_engine_per_gpu() -> None:
+    config = fake_engine(parallel_config__tensor_parallel_size=2)
+    assert check_engine(config) is None
+    with pytest.raises(ValueError, match="a mixed-attention rollout does not work with tensor parallelism"):
+        check_engine(config, "a mixed-attention rollout")
+
+
+@pytest.mark.parametrize(
     ("architecture", "settings", "refused"),
     [
         ("GPT2LMHeadModel", {"rlkv": {"gates": "g", "sparsity": 0.5}}, True),
@@ -93,9 +142,7 @@ def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) ->
     ],
 )
 def test_other_architectures(architecture: str, settings: dict[str, Any], refused: bool) -> None:
-    model = SimpleNamespace(architecture=architecture, hf_config=None)
-    cache = SimpleNamespace(enable_prefix_caching=True)
-    config = SimpleNamespace(model_config=model, additional_config=settings, cache_config=cache, scheduler_config=None)
+    config = fake_engine(model_config__architecture=architecture, additional_config=settings)
     with pytest.raises(ValueError, match=f"{architecture}") if refused else nullcontext():
         prepare_engine(config)
 
@@ -167,27 +214,15 @@ def test_the_environment_asks_too(llama: Served, monkeypatch: pytest.MonkeyPatch
         assert len(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups) > 1
 
 
-def test_tensors_of_unknown_layout_are_refused(llama: Served) -> None:
-    from rlkv.vllm.blocks.demand import SinkWindowDemand
-    from rlkv.vllm.blocks.packing import plan_packing
-    from rlkv.vllm.reallocation.reallocation import Reallocation
-
-    allocation = llama.allocation(0.5)
-    plan = plan_packing(allocation.full, SinkWindowDemand(32, 16, 64), 1000)
-    changed = Reallocation(plan, head_size=32, group_size=2)
-    with pytest.raises(ValueError, match="weight_scale"):
-        list(changed.reordered([("model.layers.0.self_attn.q_proj.weight_scale", torch.ones(1))]))
-
-
 def test_weights_are_reordered(llama: Served) -> None:
     """Heads of 2 numbers, groups of 2 query heads: rows and columns are named after their heads."""
     from rlkv.vllm.blocks.demand import SinkWindowDemand
     from rlkv.vllm.blocks.packing import plan_packing
-    from rlkv.vllm.reallocation.reallocation import Reallocation
+    from rlkv.vllm.reallocation.weights import HeadOrder
 
     full = torch.tensor([[False, True, False], [True, True, True]])
     plan = plan_packing(full, SinkWindowDemand(32, 16, 64), 1000)
-    changed = Reallocation(plan, head_size=2, group_size=2)
+    changed = HeadOrder([plan.head_order(layer) for layer in range(2)], group_size=2)
     heads = torch.arange(3).repeat_interleave(2)
     rows = heads.repeat_interleave(2)
     weights = {

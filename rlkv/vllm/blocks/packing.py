@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
+import torch
 from torch import Tensor
 
+from rlkv.vllm.blocks.dealing import deal_heads
 from rlkv.vllm.blocks.demand import BlockDemand, BufferDemand, SinkWindowDemand
 from rlkv.vllm.settings import ServingSettings
 
@@ -123,8 +125,10 @@ class PackingPlan:
         )
 
 
-def plan_heads(settings: ServingSettings, block_size: int, group_size: int, longest: int) -> PackingPlan:
-    """The plan for resolved settings and a model whose texts have up to ``longest`` tokens."""
+def plan_heads(
+    settings: ServingSettings, block_size: int, group_size: int, longest: int, ranks: int = 1
+) -> list[PackingPlan]:
+    """The plan of each rank, for resolved settings and a model whose texts have up to ``longest`` tokens."""
     policy = settings.policy()
     if policy is None:
         assert settings.sink is not None
@@ -132,33 +136,43 @@ def plan_heads(settings: ServingSettings, block_size: int, group_size: int, long
         demand: BlockDemand = SinkWindowDemand(block_size, settings.sink, settings.window)
     else:
         demand = BufferDemand.of(policy, block_size, group_size)
-    return plan_packing(settings.allocation.full, demand, min(settings.reference_tokens, longest))
+    full_LH, tokens = settings.allocation.full, min(settings.reference_tokens, longest)
+    # bytes depend on the numbers of heads alone: every rank's bins have the same sizes
+    return [plan_packing(full_LH, demand, tokens, heads_LN) for heads_LN in deal_heads(full_LH, ranks)]
 
 
-def plan_packing(full_LH: Tensor, demand: BlockDemand, reference_tokens: int) -> PackingPlan:
+def plan_packing(
+    full_LH: Tensor, demand: BlockDemand, reference_tokens: int, heads_LN: Tensor | None = None
+) -> PackingPlan:
     """Deal the heads ``full_LH`` (True: full) into bins; waste is judged for requests of ``reference_tokens``.
 
     The least bytes, with ``TABLE_COST`` for every block table, of which there are at most ``MOST_BINS``.
+    ``heads_LN``: the heads of one rank; None: all.
     """
+    mine_LH = torch.ones_like(full_LH)
+    if heads_LN is not None:
+        mine_LH = torch.zeros_like(full_LH).scatter(1, heads_LN, True)
+    full, compressible = ((kind & mine_LH).nonzero().tolist() for kind in (full_LH, ~full_LH))
     plans = [
-        PackingPlan((*_bins(full_LH, True, demand, *full), *_bins(full_LH, False, demand, *compressible)), demand)
-        for full, compressible in product(_ways(full_LH), _ways(~full_LH))
-        if full[0] + compressible[0] <= MOST_BINS and 1 in (full[1], compressible[1])
+        PackingPlan((*_bins(full, True, demand, *some), *_bins(compressible, False, demand, *others)), demand)
+        for some, others in product(_ways(len(full)), _ways(len(compressible)))
+        if some[0] + others[0] <= MOST_BINS and 1 in (some[1], others[1])
     ]
     return min(plans, key=lambda plan: plan.waste(reference_tokens) + TABLE_COST * len(plan.bins))
 
 
-def _ways(heads_LH: Tensor) -> list[tuple[int, int]]:
-    """Numbers of bins, and lengths of their blocks, that these heads may have."""
-    heads = int(heads_LH.sum())
+def _ways(heads: int) -> list[tuple[int, int]]:
+    """Numbers of bins, and lengths of their blocks, that so many heads may have."""
     if heads == 0:
         return [(0, 1)]
     return list(product(range(1, min(heads, MOST_BINS) + 1), range(1, LONGEST + 1)))
 
 
-def _bins(full_LH: Tensor, full: bool, demand: BlockDemand, number: int, length: int) -> list[Bin]:
+def _bins(heads: list[list[int]], full: bool, demand: BlockDemand, number: int, length: int) -> list[Bin]:
     """The heads in the order of layers, so that few layers have heads in two bins."""
-    heads = [(layer, head) for layer, head in (full_LH == full).nonzero().tolist()]
     own = replace(demand, block_size=demand.block_size * length)
     size = -(-len(heads) // max(number, 1))
-    return [Bin(tuple(heads[first : first + size]), full, own) for first in range(0, len(heads), size or 1)]
+    return [
+        Bin(tuple((layer, head) for layer, head in heads[first : first + size]), full, own)
+        for first in range(0, len(heads), size or 1)
+    ]

@@ -6,7 +6,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from vllm.model_executor.models.gemma import GemmaForCausalLM as StockGemma
+from vllm.model_executor.models.glm4 import Glm4ForCausalLM as StockGlm4
+from vllm.model_executor.models.granite import GraniteForCausalLM as StockGranite
 from vllm.model_executor.models.llama import LlamaForCausalLM as StockLlama
+from vllm.model_executor.models.mistral import MistralForCausalLM as StockMistral
+from vllm.model_executor.models.phi3 import Phi3ForCausalLM as StockPhi3
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM as StockQwen2
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM as StockQwen3
 
@@ -14,13 +19,13 @@ from rlkv.vllm.plugin import check_version
 from rlkv.vllm.settings import read_request
 
 if TYPE_CHECKING:
-    from rlkv.vllm.reallocation.reallocation import Reallocation
+    from rlkv.vllm.reallocation.weights import HeadOrder
 
 
 class _Dispatch:
     """Builds the stock model, and changes it if rlkv was asked for."""
 
-    rlkv: Reallocation
+    rlkv: HeadOrder
     stock: Any
 
     def __new__(cls, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> Any:
@@ -39,8 +44,28 @@ class _Dispatch:
         return super().load_weights(self.rlkv.reordered(weights))  # type: ignore[misc]
 
 
+class GemmaForCausalLM(_Dispatch, StockGemma):
+    stock = StockGemma
+
+
+class Glm4ForCausalLM(_Dispatch, StockGlm4):
+    stock = StockGlm4
+
+
+class GraniteForCausalLM(_Dispatch, StockGranite):
+    stock = StockGranite
+
+
 class LlamaForCausalLM(_Dispatch, StockLlama):
     stock = StockLlama
+
+
+class MistralForCausalLM(_Dispatch, StockMistral):
+    stock = StockMistral
+
+
+class Phi3ForCausalLM(_Dispatch, StockPhi3):
+    stock = StockPhi3
 
 
 class Qwen2ForCausalLM(_Dispatch, StockQwen2):

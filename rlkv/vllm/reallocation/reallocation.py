@@ -1,15 +1,14 @@
-"""Head reallocation inside a vLLM model: other attention layers, and weights in their order."""
+"""Head reallocation inside a vLLM model: other attention layers in the place of the stock ones."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionType
 
 from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
@@ -18,49 +17,28 @@ from rlkv.vllm.limits import check_engine, resolve_settings
 from rlkv.vllm.reallocation.bin_attention import BinAttention
 from rlkv.vllm.reallocation.evicting import Eviction
 from rlkv.vllm.reallocation.split_attention import SplitAttention
+from rlkv.vllm.reallocation.weights import HeadOrder
 from rlkv.vllm.settings import ServingSettings
 
 logger = init_logger(f"vllm.{__name__}")  # the engine shows what its own loggers say
-_PROJECTION = re.compile(r"layers\.(\d+)\.self_attn\.([qkvo])_proj\.(.+)$")
 
 
-@dataclass(frozen=True)
-class Reallocation:
-    """How the heads of a model were dealt out."""
-
-    plan: PackingPlan
-    head_size: int
-    group_size: int
-
-    def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors with the heads of each layer in the order of its parts."""
-        for name, tensor in weights:
-            found = _PROJECTION.search(name)
-            yield name, self._reorder(tensor, int(found[1]), found[2], found[3], name) if found else tensor
-
-    def _reorder(self, tensor: Tensor, layer: int, projection: str, kind: str, name: str) -> Tensor:
-        if kind not in ("weight", "bias"):
-            raise ValueError(f"rlkv: {name}: head reallocation needs plain weights, not {kind}")
-        if projection == "o" and kind == "bias":
-            return tensor
-        order = torch.tensor(self.plan.head_order(layer), device=tensor.device)
-        rows = self.head_size * (self.group_size if projection in "qo" else 1)
-        index = (order[:, None] * rows + torch.arange(rows, device=tensor.device)).flatten()
-        return tensor.index_select(1 if projection == "o" else 0, index)
-
-
-def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
+def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     """Exchange the attention layers of a stock model; ValueError for what is not supported or does not fit it."""
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
     stock, longest = model.model.layers[0].self_attn.attn, vllm_config.model_config.max_model_len
-    group_size = stock.num_heads // stock.num_kv_heads
-    if settings.allocation.full.shape != (len(model.model.layers), stock.num_kv_heads):
+    group_size, ranks = stock.num_heads // stock.num_kv_heads, get_tensor_model_parallel_world_size()
+    check_layers([layer.self_attn.attn for layer in model.model.layers])
+    shape = (len(model.model.layers), stock.num_kv_heads * ranks)
+    if settings.allocation.full.shape != shape:
         raise ValueError(
             f"rlkv: the allocation is for {list(settings.allocation.full.shape)} layers and KV heads, but the model "
-            f"has {[len(model.model.layers), stock.num_kv_heads]}"
+            f"has {list(shape)}"
         )
-    plan = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest)
+    plans = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest, ranks)
+    rank = get_tensor_model_parallel_rank()
+    plan = plans[rank]
     kept = _what_is_kept(settings, plan, longest)
     bins = [BinAttention(stock, number, own, kept, vllm_config) for number, own in enumerate(plan.bins)]
     model.rlkv_bins = nn.ModuleList(bins)
@@ -70,8 +48,33 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
         parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
         layer.self_attn.attn = SplitAttention(stock, parts, vllm_config)
     entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
-    logger.info("rlkv: %s", plan.summary(entry_bytes, min(settings.reference_tokens, longest)))
-    return Reallocation(plan, stock.head_size, group_size)
+    where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
+    logger.info("rlkv: %s%s", where, plan.summary(entry_bytes, min(settings.reference_tokens, longest)))
+    order = [[head for own in plans for head in own.head_order(number)] for number in range(len(model.model.layers))]
+    return HeadOrder(order, group_size)
+
+
+def check_layers(layers: Sequence[Any]) -> None:
+    """Raise ``ValueError`` for stock attention layers that do more than plain attention, or differ in their heads."""
+    first = layers[0]
+    for layer in layers:
+        found = {
+            "a sliding window": layer.sliding_window is not None,
+            "keys and values of another layer": layer.kv_sharing_target_layer_name is not None,
+            "attention in both directions": layer.attn_type != AttentionType.DECODER,
+            "soft-capped logits": bool(getattr(layer.impl, "logits_soft_cap", None)),
+            "ALiBi": getattr(layer.impl, "alibi_slopes", None) is not None,
+            "learned sinks": getattr(layer.impl, "sinks", None) is not None,
+            "another number or size of heads than the first layer": any(
+                getattr(layer, name) != getattr(first, name) for name in ("num_heads", "num_kv_heads", "head_size")
+            ),
+            "another scale of logits than the first layer": layer.impl.scale != first.impl.scale,
+        }
+        for feature, applies in found.items():
+            if applies:
+                raise ValueError(
+                    f"rlkv: head reallocation does not work with this model: {layer.layer_name} has {feature}"
+                )
 
 
 def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) -> Eviction | GapRemover | None:
