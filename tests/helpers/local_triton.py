@@ -32,13 +32,14 @@ STEPS = [
     [(1, 150, 30), (1, 61, 60), (1, 5, 4), (1, 140, 100)],
     [(1, 130, 20), (120, 120, 120), (1, 90, 7), (9, 9, 9)],
     [(130, 130, 80), (33, 33, 33), (1, 64, 63), (100, 100, 20)],
+    [(1, 150, 30), (300, 500, 100), (129, 129, 129), (257, 257, 200)],  # cut into pieces of at most 128 queries
 ]
 
 
 def builder_of(kind: Any, layer: Any, full_prefill: bool) -> Any:
     layer.gap_remover = GapRemover(DEMAND, full_prefill)
     # as in an engine whose builders were made after prompt lengths had been asked for
-    config = fake_config(layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 320, rswa_window=320 if full_prefill else None)
+    config = fake_config(layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 512, rswa_window=512 if full_prefill else None)
     spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
     return kind(spec, ["layer"], config, torch.device("cpu"))
 

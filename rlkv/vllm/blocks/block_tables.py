@@ -22,10 +22,10 @@ class GapRemover:
     demand: SinkWindowDemand
     full_prefill: bool = False
 
-    def width(self, queries: int) -> int:
-        """Blocks that a request with this many queries in a step can need."""
+    def width(self, queries: int, prefix: int = 0) -> int:
+        """Blocks that a request can need with this many queries in a step and this many first tokens that it sees."""
         demand = self.demand
-        return demand.full(demand.sink) + demand.full(demand.window - 1 + queries) + 1
+        return demand.full(max(demand.sink, prefix)) + demand.full(demand.window - 1 + queries) + 1
 
     def full_prompts(self, common: Any, vllm_config: Any) -> list[int] | None:
         """:func:`prompt_lengths` of a step's metadata; None unless it reads prompts in full."""
@@ -38,19 +38,21 @@ class GapRemover:
             arch.rswa_window = vllm_config.model_config.max_model_len
         return prompt_lengths(common)
 
-    def __call__(self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-        """The table ``[R, C]`` and the lengths ``[R]`` without the gaps.
+    def __call__(
+        self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, prefix_R: Tensor, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """The table ``[R, width]``, or as many columns as there are, and the lengths ``[R]`` without the gaps.
 
         ``lengths_R``: tokens of each request, those of this step included; ``starts``: ``[R + 1]``, the first query of
-        each request; ``queries``: the largest number of them.
+        each; ``prefix_R``: the first tokens that it sees.
         """
         demand = self.demand
-        sinks = demand.full(demand.sink)
+        sinks_R = demand.full(prefix_R)
         first_R = lengths_R - (starts[1:] - starts[:-1])
-        gap_R = ((first_R - demand.window + 1) // demand.block_size - sinks).clamp(min=0)
+        gap_R = ((first_R - demand.window + 1) // demand.block_size - sinks_R).clamp(min=0)
         columns = table_RM.shape[1]
-        column_C = torch.arange(min(self.width(queries), columns), device=table_RM.device)
-        source_RC = column_C + torch.where(column_C < sinks, 0, 1) * gap_R[:, None]
+        column_C = torch.arange(min(width, columns), device=table_RM.device)
+        source_RC = column_C + torch.where(column_C < sinks_R[:, None], 0, gap_R[:, None])
         table = table_RM.gather(1, source_RC.clamp(max=columns - 1).long())
         return table, (lengths_R - gap_R * demand.block_size).to(lengths_R.dtype)
 

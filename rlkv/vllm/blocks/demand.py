@@ -25,8 +25,8 @@ class BlockDemand(ABC):
 
     block_size: int
 
-    def full(self, tokens: int) -> int:
-        """Of full heads."""
+    def full(self, tokens: Any) -> Any:
+        """Of full heads; ``tokens``: a number or an integer tensor."""
         return -(-tokens // self.block_size)
 
     @abstractmethod

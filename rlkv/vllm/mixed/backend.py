@@ -88,7 +88,7 @@ class MixedTritonBuilder(GaplessTritonBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedTritonMetadata:
         common = common_attn_metadata
-        local = self.build_local(self.without_gaps(common), self.sinks_R[: common.num_reqs], fast_build)
+        local = self.build_local(common, fast_build)
         stock = super().build(common_prefix_len, common, fast_build)
         return MixedTritonMetadata(**vars(stock), local=local)
 

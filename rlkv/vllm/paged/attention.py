@@ -8,7 +8,7 @@ values. A slot is a block's number times N plus the place in the block.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlkv.attention.mixed import mix
 from rlkv.vllm.blocks.demand import SinkWindowDemand
+from rlkv.vllm.blocks.pieces import cut_step
 
-QUERIES_AT_ONCE = 128  # of one request: its window and these tokens are read together
 ROWS_AT_ONCE = 64  # of decoding requests
 EVERYTHING = 2**31  # a window that no text exceeds
 
@@ -96,34 +96,32 @@ def plan_reads(
 
     ``table_RC``: blocks of each request; ``prompts``: how many first tokens of each see everything before them.
     """
-    queries = [end - start for start, end in pairwise(starts)]
-    decoding = [row for row, number in enumerate(queries) if number == 1]
+    pieces = cut_step(starts, prompts)
+    begins = [0, *(piece.end for piece in pieces)]
+    decoding, found = [], []
+    for begin, (row, end, prompt) in zip(begins, pieces, strict=False):
+        last = lengths[row] - 1 - (starts[row + 1] - end)  # the position of its last query
+        if end - begin == 1 and not prompt:
+            decoding.append((begin, row, last))
+            continue
+        position_Q = torch.arange(last + 1 - (end - begin), last + 1)
+        column_K = _columns(int(position_Q[0]), last, demand, prompt)
+        slots_K = _slots(table_RC[row], column_K, demand)
+        found.append(Reads(slice(begin, end), slots_K[None], position_Q[None], column_K[None], demand, prompt))
     if len(decoding) > ROWS_AT_ONCE:  # rows of about the same length together
-        decoding.sort(key=lengths.__getitem__)
-    found = [
-        _decoding_reads(table_RC, decoding[first : first + ROWS_AT_ONCE], starts, lengths, demand)
+        decoding.sort(key=itemgetter(2))
+    return found + [
+        _decoding_reads(table_RC, decoding[first : first + ROWS_AT_ONCE], demand)
         for first in range(0, len(decoding), ROWS_AT_ONCE)
     ]
-    for row, number in enumerate(queries):
-        prompt = prompts[row] if prompts else 0
-        for first in range(0, number if number > 1 else 0, QUERIES_AT_ONCE):
-            end = min(first + QUERIES_AT_ONCE, number)
-            position_Q = torch.arange(first, end) + lengths[row] - number
-            column_K = _columns(int(position_Q[0]), int(position_Q[-1]), demand, prompt)
-            tokens, slots_K = slice(starts[row] + first, starts[row] + end), _slots(table_RC[row], column_K, demand)
-            found.append(Reads(tokens, slots_K[None], position_Q[None], column_K[None], demand, prompt))
-    return found
 
 
-def _decoding_reads(
-    table_RC: Tensor, rows: list[int], starts: list[int], lengths: list[int], demand: SinkWindowDemand
-) -> Reads:
-    """One query of each of these requests; where one sees fewer entries than another, it reads its own."""
-    first, last = starts[rows[0]], starts[rows[-1]]
-    in_a_row = last - first == len(rows) - 1 and all(starts[row] == first + n for n, row in enumerate(rows))
-    row_R = torch.tensor(rows)
-    position_R1 = torch.tensor(lengths)[row_R, None] - 1
-    longest = int(position_R1.max()) + 1
+def _decoding_reads(table_RC: Tensor, rows: list[tuple[int, int, int]], demand: SinkWindowDemand) -> Reads:
+    """Of single queries ``(place, request, position)``; where one sees fewer entries than another, it reads its own."""
+    token_R, row_R, position_R = torch.tensor(rows).unbind(1)
+    first, position_R1 = rows[0][0], position_R[:, None]
+    in_a_row = all(place == first + n for n, (place, _, _) in enumerate(rows))
+    longest = int(position_R.max()) + 1
     window = min(demand.window, longest)
     moving_RK = position_R1 - torch.arange(window - 1, -1, -1)
     sinks_RK = torch.arange(min(demand.sink, longest)).expand(len(rows), -1)
@@ -133,7 +131,7 @@ def _decoding_reads(
     read_RK = torch.where(column_RK < 0, position_R1, column_RK)
     block_RK = table_RC[row_R].gather(1, read_RK // demand.block_size).long()
     return Reads(
-        slice(first, last + 1) if in_a_row else torch.tensor([starts[row] for row in rows]),
+        slice(first, first + len(rows)) if in_a_row else token_R,
         block_RK * demand.block_size + read_RK % demand.block_size,
         position_R1,
         column_RK,
