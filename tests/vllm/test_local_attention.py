@@ -39,7 +39,7 @@ def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None
         table[row, : len(blocks)] = blocks
     starts = torch.tensor([0] + [n for n, _ in REQUESTS]).cumsum(0)
     lengths = torch.tensor([length for _, length in REQUESTS], dtype=torch.int32)
-    remover, prefixes = GapRemover(demand), torch.full((len(REQUESTS),), demand.sink)
+    remover, prefixes = GapRemover(demand, 600), torch.full((len(REQUESTS),), demand.sink)
     # the same keys, by either table
     compacted, shorter = remover(table, lengths, starts, prefixes, remover.width(max(n for n, _ in REQUESTS)))
     query = torch.cat([request[0][-n:] for (n, _), request in zip(REQUESTS, requests, strict=True)])
@@ -59,7 +59,7 @@ def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None
 def test_a_decoding_request_has_a_short_table() -> None:
     demand = SinkWindowDemand(16, 16, 64)
     table = torch.arange(1, 401)[None].int()
-    remover = GapRemover(demand)
+    remover = GapRemover(demand, 6000)
     compacted, lengths = remover(table, torch.tensor([6000]), torch.arange(2), torch.tensor([16]), remover.width(1))
     # position 5999 sees 5936 to 5999: from block 371 on; 370 blocks are left out
     assert compacted[0, : -(-int(lengths[0]) // 16)].tolist() == [1, 372, 373, 374, 375]
@@ -68,7 +68,7 @@ def test_a_decoding_request_has_a_short_table() -> None:
 
 
 def test_buffers_stay_in_place() -> None:
-    gap_remover = GapRemover(SinkWindowDemand(16, 16, 64))
+    gap_remover = GapRemover(SinkWindowDemand(16, 16, 64), 640)
     lengths, starts = torch.tensor([400, 90, 10], dtype=torch.int32), torch.arange(4)
     prefixes, width = torch.full((3,), 16), gap_remover.width(1)
     plain = [
@@ -89,7 +89,7 @@ def test_buffers_stay_in_place() -> None:
 
 def test_a_short_table_has_no_more_columns() -> None:
     table = torch.arange(1, 4)[None].int()
-    remover = GapRemover(SinkWindowDemand(16, 16, 64))
+    remover = GapRemover(SinkWindowDemand(16, 16, 64), 640)
     compacted, lengths = remover(table, torch.tensor([40]), torch.arange(2), torch.tensor([16]), remover.width(1))
     assert compacted.tolist() == [[1, 2, 3]]
     assert lengths.tolist() == [40]

@@ -64,7 +64,7 @@ def entries_read(length: int, step: int, cut: bool) -> int:
     """Entries that the Triton kernel reads for the queries of a prompt in steps of so many tokens: each query those of
     its request's table, which its mask "the first S or the last W" does not shorten."""
     demand, total = SinkWindowDemand(16, 16, 64), 0
-    remover, table = GapRemover(demand), torch.arange(demand.full(length), dtype=torch.int32)[None]
+    remover, table = GapRemover(demand, length), torch.arange(demand.full(length), dtype=torch.int32)[None]
     for end in range(step, length + 1, step):
         ends = [piece.end for piece in cut_step([0, step])] if cut else [step]
         starts, lengths = torch.tensor([0, *ends]), end - step + torch.tensor(ends)

@@ -56,15 +56,15 @@ class Reads:
         tokens: the queries, by their place in the step: R * Q in a row, or int64 ``[R * Q]``.
         slots_RK: the entries; all of them were written.
         position_RQ, column_RK: positions of queries and entries in their text.
-        prompt: so many first tokens see everything before them.
+        prefix_R: first tokens that the queries see, int64; window: last tokens.
     """
 
     tokens: slice | Tensor
     slots_RK: Tensor
     position_RQ: Tensor
     column_RK: Tensor
-    demand: SinkWindowDemand
-    prompt: int = 0
+    prefix_R: Tensor
+    window: int
     _indices: dict[int, Tensor] = field(default_factory=dict)
     _mask: tuple[Tensor | None] | None = None
 
@@ -81,8 +81,8 @@ class Reads:
             return self._mask[0]
         column_RQK = self.column_RK[:, None]
         distance = self.position_RQ[:, :, None] - column_RQK
-        kept = (column_RQK < self.demand.sink) | (distance < self.demand.window)
-        seen = (distance >= 0) & (column_RQK >= 0) & (kept | (self.position_RQ < self.prompt)[:, :, None])
+        kept = (column_RQK < self.prefix_R[:, None, None]) | (distance < self.window)
+        seen = (distance >= 0) & (column_RQK >= 0) & kept
         mask = None if bool(seen.all()) else seen
         if self.position_RQ.shape[1] == 1:  # the masks of a long prompt, all together, may be large
             self._mask = (mask,)
@@ -90,24 +90,33 @@ class Reads:
 
 
 def plan_reads(
-    table_RC: Tensor, starts: list[int], lengths: list[int], demand: SinkWindowDemand, prompts: list[int] | None = None
+    table_RC: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    demand: SinkWindowDemand,
+    prompts: list[int] | None = None,
+    prefixes: list[int] | None = None,
 ) -> list[Reads]:
     """What the queries ``starts[r] <= t < starts[r + 1]`` of requests with ``lengths`` tokens read.
 
-    ``table_RC``: blocks of each request; ``prompts``: how many first tokens of each see everything before them.
+    ``table_RC``: blocks of each request; ``prompts``: as of :func:`cut_step`; ``prefixes``: first tokens that each
+    request sees, by default the sinks.
     """
     pieces = cut_step(starts, prompts)
     begins = [0, *(piece.end for piece in pieces)]
     decoding, found = [], []
     for begin, (row, end, prompt) in zip(begins, pieces, strict=False):
         last = lengths[row] - 1 - (starts[row + 1] - end)  # the position of its last query
-        if end - begin == 1 and not prompt:
-            decoding.append((begin, row, last))
+        prefix = max(prompt, prefixes[row] if prefixes else demand.sink)
+        if end - begin == 1:
+            decoding.append((begin, row, last, prefix))
             continue
         position_Q = torch.arange(last + 1 - (end - begin), last + 1)
-        column_K = _columns(int(position_Q[0]), last, demand, prompt)
-        slots_K = _slots(table_RC[row], column_K, demand)
-        found.append(Reads(slice(begin, end), slots_K[None], position_Q[None], column_K[None], demand, prompt))
+        first = max(min(prefix, last + 1), int(position_Q[0]) - demand.window + 1)
+        column_K = torch.cat([torch.arange(min(prefix, last + 1)), torch.arange(first, last + 1)])
+        slots_K = table_RC[row][column_K // demand.block_size].long() * demand.block_size + column_K % demand.block_size
+        places, prefix_R = slice(begin, end), torch.tensor([prefix])
+        found.append(Reads(places, slots_K[None], position_Q[None], column_K[None], prefix_R, demand.window))
     if len(decoding) > ROWS_AT_ONCE:  # rows of about the same length together
         decoding.sort(key=itemgetter(2))
     return found + [
@@ -116,17 +125,20 @@ def plan_reads(
     ]
 
 
-def _decoding_reads(table_RC: Tensor, rows: list[tuple[int, int, int]], demand: SinkWindowDemand) -> Reads:
-    """Of single queries ``(place, request, position)``; where one sees fewer entries than another, it reads its own."""
-    token_R, row_R, position_R = torch.tensor(rows).unbind(1)
-    first, position_R1 = rows[0][0], position_R[:, None]
-    in_a_row = all(place == first + n for n, (place, _, _) in enumerate(rows))
+def _decoding_reads(table_RC: Tensor, rows: list[tuple[int, int, int, int]], demand: SinkWindowDemand) -> Reads:
+    """Of single queries ``(place, request, position, prefix)``; where one sees fewer entries than another, it reads its
+    own."""
+    token_R, row_R, position_R, prefix_R = torch.tensor(rows).unbind(1)
+    first, position_R1, prefix_R1 = rows[0][0], position_R[:, None], prefix_R[:, None]
+    in_a_row = all(row[0] == first + n for n, row in enumerate(rows))
     longest = int(position_R.max()) + 1
     window = min(demand.window, longest)
     moving_RK = position_R1 - torch.arange(window - 1, -1, -1)
-    sinks_RK = torch.arange(min(demand.sink, longest)).expand(len(rows), -1)
-    # an entry of both is read among the sinks
-    column_RK = torch.cat([sinks_RK, moving_RK.masked_fill(moving_RK < demand.sink, -1)], 1)
+    first_RK = torch.arange(min(int(prefix_R.max()), longest)).expand(len(rows), -1)
+    # an entry of both is read among the first ones
+    column_RK = torch.cat(
+        [first_RK.masked_fill(first_RK >= prefix_R1, -1), moving_RK.masked_fill(moving_RK < prefix_R1, -1)], 1
+    )
     column_RK = column_RK.masked_fill(column_RK > position_R1, -1)
     read_RK = torch.where(column_RK < 0, position_R1, column_RK)
     block_RK = table_RC[row_R].gather(1, read_RK // demand.block_size).long()
@@ -135,20 +147,9 @@ def _decoding_reads(table_RC: Tensor, rows: list[tuple[int, int, int]], demand: 
         block_RK * demand.block_size + read_RK % demand.block_size,
         position_R1,
         column_RK,
-        demand,
+        prefix_R,
+        demand.window,
     )
-
-
-def _columns(first: int, last: int, demand: SinkWindowDemand, prompt: int) -> Tensor:
-    """Positions of the entries that the queries at ``first`` to ``last`` see."""
-    if first < prompt:
-        return torch.arange(last + 1)
-    sinks = min(demand.sink, last + 1)
-    return torch.cat([torch.arange(sinks), torch.arange(max(sinks, first - demand.window + 1), last + 1)])
-
-
-def _slots(table_C: Tensor, column_K: Tensor, demand: SinkWindowDemand) -> Tensor:
-    return table_C[column_K // demand.block_size].long() * demand.block_size + column_K % demand.block_size
 
 
 def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], scale: float, out: Tensor) -> None:

@@ -129,7 +129,7 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         rows = vllm_config.scheduler_config.max_num_seqs
         self.gap_remover, self.steady = gap_remover, SteadyTables(rows, gap_remover.width(1), device)
-        self.sinks_R = torch.full((rows,), gap_remover.demand.sink, dtype=torch.int32, device=device)
+        self.prefix_R = torch.full((rows,), gap_remover.demand.sink, dtype=torch.int32, device=device)
 
     def build_local(
         self, common: Any, fast_build: bool = False, prompts: list[int] | None = None
@@ -139,7 +139,9 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         Requests with many queries, and prompts, are cut into pieces. Nothing waits for the GPU.
         """
         remover, decoding = self.gap_remover, common.max_query_len == 1  # a prompt of one token sees itself only
-        own, prefix_R, queries = common, self.sinks_R[: common.num_reqs], common.max_query_len
+        if (own_R := remover.prefixes(common, self.vllm_config)) is not None:  # rows of padding may have none
+            self.prefix_R[: len(own_R)].copy_(moved(own_R, self.device))
+        own, prefix_R, queries = common, self.prefix_R[: common.num_reqs], common.max_query_len
         if not decoding and (prompts or queries > QUERIES_AT_ONCE):
             queries = min(queries, QUERIES_AT_ONCE)
             own, prefix_R = self._in_pieces(common, prefix_R, prompts)

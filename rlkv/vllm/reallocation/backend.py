@@ -97,8 +97,9 @@ class LocalTorchBuilder(TorchBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> list[Reads]:
         common, remover = common_attn_metadata, bin_of(self.vllm_config, self.layer_names).gap_remover
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        prompts = remover.full_prompts(common, self.vllm_config)
-        return plan_reads(common.block_table_tensor, starts, lengths, remover.demand, prompts)
+        prompts, prefix_R = remover.full_prompts(common, self.vllm_config), remover.prefixes(common, self.vllm_config)
+        prefixes = None if prefix_R is None else prefix_R.tolist()
+        return plan_reads(common.block_table_tensor, starts, lengths, remover.demand, prompts, prefixes)
 
 
 class LocalTorchImpl(TorchImpl):

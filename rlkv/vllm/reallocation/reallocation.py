@@ -70,7 +70,7 @@ def attach_reallocation(model: Any, vllm_config: Any) -> Reallocation:
         parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
         layer.self_attn.attn = SplitAttention(stock, parts, vllm_config)
     entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
-    logger.info("rlkv: %s", plan.summary(entry_bytes, min(settings.reference_tokens, longest)))
+    logger.info("rlkv: %s", plan.summary(entry_bytes, *settings.reference(longest)))
     return Reallocation(plan, stock.head_size, group_size)
 
 
@@ -80,7 +80,7 @@ def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) ->
     if demand is None:
         return None
     if isinstance(demand, SinkWindowDemand):
-        return GapRemover(demand, settings.prefill == "full")
+        return GapRemover(demand, longest, settings.whole_prompts)
     policy = settings.policy()
     assert policy is not None
     assert isinstance(demand, BufferDemand)
