@@ -49,6 +49,21 @@ def _index(cache: Tensor, slots: Tensor) -> Tensor:
 
 
 @dataclass
+class Writes:
+    """Slots ``[n]`` that are written, none of them padding; made once for all layers of a bin."""
+
+    slots: Tensor
+    _indices: dict[int, Tensor] = field(default_factory=dict)
+
+    def write(self, states_NHC: Tensor, cache: Tensor) -> None:
+        """Put entry n, ``[H, 2 * D]``, into slot n of the cache."""
+        heads = cache.shape[1]
+        if heads not in self._indices:
+            self._indices[heads] = _index(cache, self.slots)
+        _entries(cache)[self._indices[heads]] = states_NHC.to(cache.dtype)
+
+
+@dataclass
 class Reads:
     """Queries that are computed together, and the entries that they read; made once for all layers of a bin.
 
