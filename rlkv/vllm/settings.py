@@ -97,11 +97,14 @@ class ServingSettings:
                 f"rlkv: eviction {policy.name!r} is not served by the vLLM plugin: choose from {', '.join(EVICTIONS)}, "
                 "or rlkv-infer with its own backend, which has all policies"
             )
-        for wrong, field in ((policy.budget is None, "ratio"), (policy.protect_prompt, "protect_prompt")):
+        for wrong, field, why in (
+            (policy.budget is None, "ratio", "a head would hold more the longer the text gets"),
+            (policy.protect_prompt, "protect_prompt", "when a head evicts would depend on each request's prompt"),
+        ):
             if wrong:
                 raise ValueError(
-                    f"rlkv: eviction with {field} is not served by the vLLM plugin, because a head would hold more the "
-                    "longer the text gets: give it a budget alone, or use rlkv-infer with its own backend"
+                    f"rlkv: eviction with {field} is not served by the vLLM plugin, because {why}: give it a budget "
+                    "alone, or use rlkv-infer with its own backend"
                 )
 
     @classmethod

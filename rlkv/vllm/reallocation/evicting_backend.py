@@ -229,10 +229,10 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
 class EvictingTritonImpl(_EvictingImpl, TritonAttentionImpl):
     def store(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound) -> None:
         self.do_kv_cache_update(layer, key, value, kv_cache, part.slots_T)
-        entries = query_entries(query[: len(part.slots_T)], self.num_kv_heads)
-        for own, slots_T in zip(entries, part.queries_ET, strict=True):
-            # the engine's kernel wants the heads of a token side by side
-            first, second = (half.contiguous() for half in own.chunk(2, -1))
+        entries = query_entries(query[: len(part.slots_T)], self.num_kv_heads).unflatten(3, (2, -1))
+        # the engine's kernel wants the heads of a token side by side: one copy for all of them
+        halves = entries.permute(0, 3, 1, 2, 4).contiguous()
+        for (first, second), slots_T in zip(halves, part.queries_ET, strict=True):
             self.do_kv_cache_update(layer, first, second, kv_cache, slots_T)
 
     def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
