@@ -69,7 +69,7 @@ def _adapt(vllm_config: Any, settings: ServingSettings, rounded: str | None) -> 
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if rounded:
         logger.warning("rlkv: %s", rounded)
-    is_full = settings.prefill == "full"
+    is_full = settings.whole_prompts
     if is_full:
         longest = vllm_config.model_config.max_model_len
         for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):

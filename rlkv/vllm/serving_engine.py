@@ -38,7 +38,7 @@ class ServingEngine(VLLMEngine):
 
         if current_platform.is_cpu():
             options.setdefault("block_size", CPU_BLOCK_SIZE)
-        if settings.prefill == "full":  # a step must have room for the longest prompt
+        if settings.whole_prompts:  # a step must have room for the longest prompt
             longest = options.get("max_positions") or load_config(model).get_text_config().max_position_embeddings
             options.setdefault("max_num_batched_tokens", longest)
         super().__init__(model, max_rows=batch_size, additional_config={KEY: settings.to_request()}, **options)
@@ -55,6 +55,8 @@ class ServingEngine(VLLMEngine):
     def describe(self) -> dict[str, Any]:
         """What completions depend on: numbers, and what the compressible heads keep."""
         own = {name: getattr(self.settings, name) for name in ("sink", "window", "prefill", "eviction")}
+        if self.settings.protect_prompt:  # left out otherwise, as by the transformers backend
+            own["protect_prompt"] = True
         return {"dtype": self.dtype, "device": "vllm", **own}
 
     def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
@@ -65,8 +67,8 @@ class ServingEngine(VLLMEngine):
         completions = self.generate(prompts, sampling)
         seconds = time.perf_counter() - start
         made = [len(completion.token_ids) for completion in completions]
-        # the last token of a text is never fed back
-        lengths = [n + own - 1 for n, own in zip(self.prompt_lengths(prompts), made, strict=True)]
-        held = sum(plan.held(length) for plan in self.plans for length in lengths) * self.entry_bytes
+        given = self.prompt_lengths(prompts)
+        lengths = [n + own - 1 for n, own in zip(given, made, strict=True)]  # the last token is never fed back
+        held = sum(sum(map(plan.held, lengths, given)) for plan in self.plans) * self.entry_bytes
         full_bytes = sum(plan.uncompressed(length) for plan in self.plans for length in lengths) * self.entry_bytes
         return completions, Usage(sum(made), seconds, held, full_bytes)

@@ -42,9 +42,11 @@ class ServingSettings:
         prefill: ``local``: prompt tokens see what a compressible head keeps, like generated ones. ``full``: they see
             everything before them (sinks and window only).
         reference_tokens: the length of a request for which memory is planned and reported.
+        reference_prompt: the length of its prompt, where prompts are protected.
         eviction: instead of sinks and a window: name and fields of a policy, as :func:`rlkv.eviction.make_policy`
             takes them, such as ``{"name": "rkv", "budget": 256}``.
-        protect_prompt: True is refused; False serves gates that ask for a protected prompt without it.
+        protect_prompt: compressible heads also keep every token of the prompt (sinks and window only); default: what
+            the gates file states for deployment.
     """
 
     gates: str | None = None
@@ -55,6 +57,7 @@ class ServingSettings:
     scope: str = "global"
     prefill: str = "local"
     reference_tokens: int = 3000
+    reference_prompt: int = 256
     eviction: Mapping[str, Any] | None = None
     protect_prompt: bool | None = None
 
@@ -65,9 +68,9 @@ class ServingSettings:
                 raise ValueError(f"rlkv: sparsity must be a number in [0, 1], got {self.sparsity!r}")
             if not isinstance(self.gates, str) or not self.gates:
                 raise ValueError(f"rlkv: gates must be the path of a gates file, got {self.gates!r}")
-        for name, least in (("sink", 0), ("window", 1), ("reference_tokens", 1)):
+        for name, least in (("sink", 0), ("window", 1), ("reference_tokens", 1), ("reference_prompt", 1)):
             value = getattr(self, name)
-            optional = value is None and name != "reference_tokens"
+            optional = value is None and name in ("sink", "window")
             if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"rlkv: {name} must be an integer of at least {least}, got {value!r}")
         if self.prefill == "published":
@@ -78,17 +81,16 @@ class ServingSettings:
         for name, choices in (("scope", ("global", "layer")), ("prefill", ("local", "full"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"rlkv: {name} must be {' or '.join(choices)}, got {getattr(self, name)!r}")
-        if self.protect_prompt not in (None, False):
-            raise ValueError(
-                "rlkv: protect_prompt is not served by the vLLM plugin, because a head would hold more the longer its "
-                "prompt is: set it to false (rlkv-infer --no-protect-prompt), or use rlkv-infer with its own backend"
-            )
+        if self.protect_prompt not in (None, False, True):
+            raise ValueError(f"rlkv: protect_prompt must be true or false, got {self.protect_prompt!r}")
         if (policy := self.policy()) is not None:
             self._check_eviction(policy)
 
     def _check_eviction(self, policy: EvictionPolicy) -> None:
-        if self.sink is not None or self.window is not None:
-            raise ValueError("rlkv: sink and window do not apply with eviction: use the policy's own fields")
+        if self.sink is not None or self.window is not None or self.protect_prompt:
+            raise ValueError(
+                "rlkv: sink, window and protect_prompt do not apply with eviction: use the policy's own fields"
+            )
         if self.prefill == "full":
             raise ValueError(
                 "rlkv: prefill 'full' is not served together with eviction by the vLLM plugin, because a prompt's "
@@ -99,11 +101,14 @@ class ServingSettings:
                 f"rlkv: eviction {policy.name!r} is not served by the vLLM plugin: choose from {', '.join(EVICTIONS)}, "
                 "or rlkv-infer with its own backend, which has all policies"
             )
-        for wrong, field in ((policy.budget is None, "ratio"), (policy.protect_prompt, "protect_prompt")):
+        for wrong, field, why in (
+            (policy.budget is None, "ratio", "a head would hold more the longer the text gets"),
+            (policy.protect_prompt, "protect_prompt", "when a head evicts would depend on each request's prompt"),
+        ):
             if wrong:
                 raise ValueError(
-                    f"rlkv: eviction with {field} is not served by the vLLM plugin, because a head would hold more the "
-                    "longer the text gets: give it a budget alone, or use rlkv-infer with its own backend"
+                    f"rlkv: eviction with {field} is not served by the vLLM plugin, because {why}: give it a budget "
+                    "alone, or use rlkv-infer with its own backend"
                 )
 
     @classmethod
@@ -134,9 +139,19 @@ class ServingSettings:
         window = gates.deploy_window if self.window is None else self.window
         allocation = HeadAllocation.from_gates(gates, self.sparsity, self.scope).rounded_up(gates, ranks)
         policy = self.policy()
-        protect = gates.deploy_protect_prompt and self.protect_prompt is None and policy is None
-        resolved = self.of(allocation, CacheSettings(sink, window, self.prefill, policy, protect))
-        return replace(resolved, reference_tokens=self.reference_tokens)
+        protect = gates.deploy_protect_prompt if self.protect_prompt is None else self.protect_prompt
+        resolved = self.of(allocation, CacheSettings(sink, window, self.prefill, policy, protect and policy is None))
+        return replace(resolved, reference_tokens=self.reference_tokens, reference_prompt=self.reference_prompt)
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether prompts must be read in one step; tokens of a protected prompt see all before them in any chunks."""
+        return self.prefill == "full" and not self.protect_prompt
+
+    def reference(self, longest: int) -> tuple[int, int]:
+        """Tokens of the request for which memory is planned, and how many are in a protected prompt."""
+        tokens = min(self.reference_tokens, longest)
+        return tokens, min(self.reference_prompt, tokens) if self.protect_prompt else 0
 
     @property
     def allocation(self) -> HeadAllocation:

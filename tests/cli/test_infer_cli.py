@@ -257,7 +257,6 @@ def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, mes
         (["--gates", "GATES", "--sparsity", "2"], "sparsity 2"),
         (["--gates", "GATES", "--window", "0"], "window is 0"),
         (["--gates", "GATES", "--eviction", "rkv", "--budget", "64", "--protect-prompt"], "--protect-prompt"),
-        (["--gates", "GATES", "--prompt", "x", "--backend", "vllm", "--protect-prompt"], "protect_prompt"),
         (["--gates", "GATES", "--prefill", "some"], "unknown prefill 'some'"),
         (["--gates", "GATES", "--template", "some"], "unknown prompt template 'some'"),
         (["--gates", "GATES", "--model", "./absent"], "absent"),

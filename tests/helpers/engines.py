@@ -27,6 +27,7 @@ SINK, WINDOW = 16, 64
 LAYERS, KV_HEADS, HEAD_SIZE, ELEMENT = 4, 4, 32, 4
 # float32 sums in another order: most differences are near 1e-5
 TOLERANCE = 1e-4
+TIE = 1e-5  # two logits that differ by no more are a tie, for the same reason
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,11 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int = 120, **sampling: 
     return llm.generate(inputs, SamplingParams(**{**chosen, **sampling}), use_tqdm=False)
 
 
-def reference_logits(model: PreTrainedModel, prompt: list[int], tokens: list[int], prefill: str) -> torch.Tensor:
+def reference_logits(
+    model: PreTrainedModel, prompt: list[int], tokens: list[int], sizes: dict[str, Any]
+) -> torch.Tensor:
     """``[tokens, vocabulary]``: the logits that each of ``tokens`` was chosen from."""
-    if prefill == "local":  # how a text is cut into calls changes nothing
+    if sizes["prefill"] == "local" and not sizes.get("protect_prompt"):  # how a text is cut into calls changes nothing
         return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     read = model(torch.tensor([prompt]))
     logits, cache = [read.logits[0, -1]], read.past_key_values
@@ -129,10 +132,10 @@ def check_equal(
             prompt = list(output.prompt_token_ids)
             for completion in output.outputs:
                 tokens = list(completion.token_ids)
-                logits = reference_logits(served.model, prompt, tokens, sizes["prefill"])
+                logits = reference_logits(served.model, prompt, tokens, sizes)
                 if greedy:
-                    short = logits.amax(-1) - logits[torch.arange(len(tokens)), tokens]  # 0 too if two tokens tie
-                    differing, gaps = short.nonzero()[:, 0].tolist(), short[short > 0].tolist()
+                    short = logits.amax(-1) - logits[torch.arange(len(tokens)), tokens]
+                    differing, gaps = (short > TIE).nonzero()[:, 0].tolist(), short[short > TIE].tolist()
                     assert not differing, f"prompt of {len(prompt)} tokens: other tokens at {differing}, by {gaps}"
                 expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
                 found = torch.tensor([row[t].logprob for row, t in zip(completion.logprobs, tokens, strict=True)])

@@ -2,13 +2,14 @@
 
     python tests/helpers/local_triton.py
 
-The same steps by the torch path and by the CUDA path, once with prompts that see sinks and window, once with prompts
-that are read in full, among them one that is read again with what its request wrote itself.
+The same steps by the torch path and by the CUDA path: with prompts that see sinks and window, with prompts that are
+read in full, among them one that is read again with what its request wrote itself, and with protected prompts.
 """
 
 # ruff: noqa: I001  (the switch comes first)
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,30 +33,34 @@ STEPS = [
     [(1, 150, 30), (1, 61, 60), (1, 5, 4), (1, 140, 100)],
     [(1, 130, 20), (120, 120, 120), (1, 90, 7), (9, 9, 9)],
     [(130, 130, 80), (33, 33, 33), (1, 64, 63), (100, 100, 20)],
+    [(1, 150, 30), (300, 500, 100), (129, 129, 129), (257, 257, 200)],  # cut into pieces of at most 128 queries
 ]
 
 
-def builder_of(kind: Any, layer: Any, full_prefill: bool) -> Any:
-    layer.gap_remover = GapRemover(DEMAND, full_prefill)
+def builder_of(kind: Any, layer: Any, full_prefill: bool, protect: bool) -> Any:
+    layer.gap_remover = GapRemover(replace(DEMAND, protect_prompt=protect), 512, full_prefill)
     # as in an engine whose builders were made after prompt lengths had been asked for
-    config = fake_config(layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 320, rswa_window=320 if full_prefill else None)
+    config = fake_config(
+        layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 512, rswa_window=512 if full_prefill or protect else None
+    )
     spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
     return kind(spec, ["layer"], config, torch.device("cpu"))
 
 
-def error_of(requests: list[tuple[int, int, int]], full_prefill: bool) -> float:
+def error_of(requests: list[tuple[int, int, int]], full_prefill: bool, protect: bool) -> float:
     generator = torch.Generator().manual_seed(len(requests))
     blocks = [DEMAND.full(length) for _, length, _ in requests]
     free = (torch.randperm(sum(blocks), generator=generator) + 1).tolist()
     cache = torch.full((sum(blocks) + 1, KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"))
     table = torch.zeros(len(requests), max(blocks) + 1, dtype=torch.int32)
-    for row, ((queries, length, _), count) in enumerate(zip(requests, blocks, strict=True)):
+    for row, ((queries, length, prompt), count) in enumerate(zip(requests, blocks, strict=True)):
         own = torch.tensor([free.pop() for _ in range(count)])
         order = torch.arange(length)
         key, value = (torch.randn(length, KV_HEADS, SIZE, generator=generator) for _ in range(2))
         write_cache(key, value, cache, own[order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK)
         outside = max(0, length - queries - DEMAND.window + 1) // IN_BLOCK
-        own[DEMAND.full(DEMAND.sink) : max(outside, DEMAND.full(DEMAND.sink))] = 0  # given back by now
+        kept = DEMAND.full(max(DEMAND.sink, prompt) if protect else DEMAND.sink)
+        own[kept : max(outside, kept)] = 0  # given back by now
         table[row, :count] = own
     starts = torch.tensor([0] + [queries for queries, _, _ in requests] + [0]).cumsum(0).int()
     lengths = torch.tensor([length for _, length, _ in requests] + [0], dtype=torch.int32)  # and a row of padding
@@ -82,7 +87,7 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool) -> float:
             rswa_prefix_lens=prompts,
             is_prefilling=torch.tensor([length - queries < prompt for queries, length, prompt in requests] + [False]),
         )
-        metadata = builder_of(kind, layer, full_prefill).build(0, common)
+        metadata = builder_of(kind, layer, full_prefill, protect).build(0, common)
         found.append(torch.full_like(query, 7.0))
         impl.forward(layer, query, None, None, cache, metadata, found[-1])
     assert found[0].isfinite().all()
@@ -90,6 +95,6 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool) -> float:
 
 
 if __name__ == "__main__":
-    for full_prefill in (False, True):
+    for full_prefill, protect in ((False, False), (True, False), (False, True)):
         for requests in STEPS:
-            print("max error", error_of(requests, full_prefill))
+            print("max error", error_of(requests, full_prefill, protect))

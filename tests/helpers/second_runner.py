@@ -33,6 +33,11 @@ SERVED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {"sink": SINK, "window": WINDOW}, {"max_num_batched_tokens": 64, "enable_prefix_caching": True}),
     ({"eviction": RKV}, {"eviction": make_policy(**RKV)}, {"max_num_batched_tokens": 64}),
     ({"prefill": "full"}, {"sink": SINK, "window": WINDOW, "prefill": "full"}, {}),
+    (
+        {"protect_prompt": True},
+        {"sink": SINK, "window": WINDOW, "protect_prompt": True},
+        {"max_num_batched_tokens": 64},
+    ),
 ]
 
 

@@ -17,7 +17,7 @@ from rlkv.vllm.reallocation.evicting import (
     evict,
     observed_queries,
     plan_rounds,
-    query_halves,
+    query_entries,
     query_slots,
 )
 
@@ -153,8 +153,8 @@ def test_an_eviction_keeps_what_the_policy_selects(
         write_cache(key[row], value[row], cache, slots)
         positions = nexts[row] - demand.observation + torch.arange(demand.observation)
         places = query_slots(demand, table, torch.full_like(positions, row), demand.observed(positions))
-        for (first, second), own in zip(query_halves(query[row], KV_HEADS), places, strict=True):
-            write_cache(first, second, cache, own)
+        for entries, own in zip(query_entries(query[row], KV_HEADS), places, strict=True):
+            write_cache(*entries.chunk(2, -1), cache, own)
     found = observed_queries(cache, table.long(), nexts, demand)
     assert torch.equal(found.flatten(1, 2), query.transpose(1, 2))
     before, factor = cache.clone(), 1.3

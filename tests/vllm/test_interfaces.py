@@ -57,6 +57,8 @@ CALLS = {
     ),
     f"{MANAGER}.__init__": "kv_cache_spec max_admission_blocks_per_request",
     f"{MANAGER}._remove_blocks_in_range": "request_id",
+    f"{MANAGER}.cache_blocks": "request num_tokens",
+    "vllm.v1.request:Request.get_skip_reading_prefix_cache": "self",  # its result is an attribute that rlkv sets
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered": "",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": "uniform_type_base_spec",
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": "request_id prompt params",

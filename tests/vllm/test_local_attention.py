@@ -39,8 +39,9 @@ def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None
         table[row, : len(blocks)] = blocks
     starts = torch.tensor([0] + [n for n, _ in REQUESTS]).cumsum(0)
     lengths = torch.tensor([length for _, length in REQUESTS], dtype=torch.int32)
-    most = max(n for n, _ in REQUESTS)
-    compacted, shorter = GapRemover(demand)(table, lengths, starts, most)  # the same keys, by either table
+    remover, prefixes = GapRemover(demand, 600), torch.full((len(REQUESTS),), demand.sink)
+    # the same keys, by either table
+    compacted, shorter = remover(table, lengths, starts, prefixes, remover.width(max(n for n, _ in REQUESTS)))
     query = torch.cat([request[0][-n:] for (n, _), request in zip(REQUESTS, requests, strict=True)])
     outs = [torch.full_like(query, float("nan")) for _ in range(2)]
     for out, own, ends in zip(outs, (table, compacted), (lengths, shorter), strict=True):
@@ -58,7 +59,8 @@ def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None
 def test_a_decoding_request_has_a_short_table() -> None:
     demand = SinkWindowDemand(16, 16, 64)
     table = torch.arange(1, 401)[None].int()
-    compacted, lengths = GapRemover(demand)(table, torch.tensor([6000]), torch.tensor([0, 1]), 1)
+    remover = GapRemover(demand, 6000)
+    compacted, lengths = remover(table, torch.tensor([6000]), torch.arange(2), torch.tensor([16]), remover.width(1))
     # position 5999 sees 5936 to 5999: from block 371 on; 370 blocks are left out
     assert compacted[0, : -(-int(lengths[0]) // 16)].tolist() == [1, 372, 373, 374, 375]
     assert lengths.tolist() == [6000 - 370 * 16]
@@ -66,12 +68,14 @@ def test_a_decoding_request_has_a_short_table() -> None:
 
 
 def test_buffers_stay_in_place() -> None:
-    gap_remover = GapRemover(SinkWindowDemand(16, 16, 64))
+    gap_remover = GapRemover(SinkWindowDemand(16, 16, 64), 640)
     lengths, starts = torch.tensor([400, 90, 10], dtype=torch.int32), torch.arange(4)
+    prefixes, width = torch.full((3,), 16), gap_remover.width(1)
     plain = [
-        gap_remover(torch.randint(1, 99, (3, 30), dtype=torch.int32), lengths + step, starts, 1) for step in range(2)
+        gap_remover(torch.randint(1, 99, (3, 30), dtype=torch.int32), lengths + step, starts, prefixes, width)
+        for step in range(2)
     ]
-    own, of_another_builder = (SteadyTables(8, gap_remover.width(1), torch.device("cpu")) for _ in range(2))
+    own, of_another_builder = (SteadyTables(8, width, torch.device("cpu")) for _ in range(2))
     first = own(*plain[0])
     other = of_another_builder(*plain[1])
     for found, expected in zip(first, plain[0], strict=True):
@@ -85,6 +89,7 @@ def test_buffers_stay_in_place() -> None:
 
 def test_a_short_table_has_no_more_columns() -> None:
     table = torch.arange(1, 4)[None].int()
-    compacted, lengths = GapRemover(SinkWindowDemand(16, 16, 64))(table, torch.tensor([40]), torch.tensor([0, 1]), 1)
+    remover = GapRemover(SinkWindowDemand(16, 16, 64), 640)
+    compacted, lengths = remover(table, torch.tensor([40]), torch.arange(2), torch.tensor([16]), remover.width(1))
     assert compacted.tolist() == [[1, 2, 3]]
     assert lengths.tolist() == [40]

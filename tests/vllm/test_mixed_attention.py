@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlkv.attention import LocalSizes
+from rlkv.vllm.blocks import pieces
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.paged import attention
 from rlkv.vllm.paged.attention import MixedReads, paged_mixed_attention, plan_mixed_reads, write_cache
@@ -59,8 +60,8 @@ def reference(states: list[torch.Tensor], alpha: torch.Tensor, sizes: LocalSizes
 def test_every_request_equals_the_reference(
     sink: int, window: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("QUERIES_AT_ONCE", "ROWS_AT_ONCE"):  # 2: requests and queries are cut into pieces
-        monkeypatch.setattr(attention, name, at_once)
+    for module, name in ((pieces, "QUERIES_AT_ONCE"), (attention, "ROWS_AT_ONCE")):  # 2: both are cut into pieces
+        monkeypatch.setattr(module, name, at_once)
     states, cache, table, query = make_requests()
     alpha, sizes = torch.tensor([0.0, 0.3, 1.0]), LocalSizes(sink, window)
     out = torch.full_like(query, float("nan"))

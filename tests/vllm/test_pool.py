@@ -168,6 +168,15 @@ def test_cache_hits_need_sinks_and_a_window(cached: set[int], hit: int) -> None:
         assert table == [f"{group}:{number}" if number in needed else "null" for number in range(hit)]
 
 
+@pytest.mark.parametrize(("cached", "hit"), [(set(), 0), ({0, 1, 9, 10, 11}, 2), ({1, 2}, 0), (set(range(12)), 12)])
+def test_cache_hits_need_all_of_a_protected_prompt(cached: set[int], hit: int) -> None:
+    pool: Any = FakePool(cached)
+    own = spec(protect_prompt=True)
+    tables, tokens = SinkWindowManager.find_longest_cache_hit(list(range(12)), 12 * 16 + 5, [4], pool, own, False, 16)
+    assert tokens == hit * 16
+    assert tables == ([f"4:{number}" for number in range(hit)],)
+
+
 def test_hits_are_aligned_to_the_scheduler() -> None:
     pool: Any = FakePool({0, 1, 4, 5, 6, 7, 8})
     hashes: Any = list(range(12))
@@ -195,3 +204,23 @@ def test_blocks_between_sinks_and_window_are_given_back() -> None:
         assert asked == min(32 - len(blocks), 10 - sum(expected))
     manager.free("a")
     assert pool.get_num_free_blocks() == free
+
+
+def test_a_protected_prompt_stays_and_cannot_grow() -> None:
+    pool = BlockPool(num_gpu_blocks=50, enable_caching=False, hash_block_size=16)
+    own = spec(protect_prompt=True)
+    manager = SinkWindowManager(
+        own, block_pool=pool, enable_caching=False, kv_cache_group_id=0, scheduler_block_size=16
+    )
+    assert own.most_blocks() == 32  # a prompt may be as long as a text
+    for computed in range(0, 400, 7):
+        manager.remove_skipped_blocks("a", computed, 100)
+        manager.allocate_new_blocks("a", computed + 7, computed + 7)
+        blocks = manager.req_to_blocks["a"]
+        assert [not block.is_null for block in blocks] == [
+            at < 7 or at >= (computed - 39) // 16 for at in range(len(blocks))
+        ]
+    with pytest.raises(RuntimeError, match="streamed"):
+        manager.remove_skipped_blocks("a", 400, 410)
+    manager.free("a")
+    manager.remove_skipped_blocks("a", 0, 410)  # another request of that name

@@ -32,4 +32,4 @@ def test_rollouts_have_the_draws_of_the_training_loop(tmp_path: Path) -> None:
 
 def test_head_reallocation_equals_transformers(tmp_path: Path) -> None:
     compared = [line for line in run("serving", tmp_path).splitlines() if line.startswith("120 tokens")]
-    assert len(compared) == 3  # sinks and a window, R-KV, prompts read in full
+    assert len(compared) == 4  # sinks and a window, R-KV, prompts read in full, protected prompts

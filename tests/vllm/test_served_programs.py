@@ -67,9 +67,10 @@ def test_both_backends_of_rlkv_infer_write_the_same(folder: Path, expected: list
     assert len(found) == N
 
 
-def test_both_backends_write_the_same_with_prompts_read_in_full(folder: Path) -> None:
-    """A step is as long as the longest text of the file can get."""
-    reference, found = infer(folder, "hf", "--prefill", "full"), infer(folder, "vllm", "--prefill", "full")
+@pytest.mark.parametrize("options", [("--prefill", "full"), ("--protect-prompt", "--prefill", "local")], ids=str)
+def test_both_backends_write_the_same_with_prompts_read_in_full(folder: Path, options: tuple[str, ...]) -> None:
+    """A step is as long as the longest text of the file can get; with protected prompts it need not be."""
+    reference, found = infer(folder, "hf", *options), infer(folder, "vllm", *options)
     assert [row["output"] for row in found] == [row["output"] for row in reference]
     assert len(found) == N
 

@@ -67,8 +67,10 @@ def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[st
         ({"eviction": {"name": "h2o", "budget": 64}}, "'h2o'"),
         ({"eviction": {"name": "rkv", "ratio": 0.3}}, "ratio"),
         ({"eviction": {"name": "rkv", "budget": 64, "protect_prompt": True}}, "protect_prompt"),
-        ({"eviction": {"name": "rkv", "budget": 64}, "sink": 4}, "sink and window"),
-        ({"protect_prompt": True}, r"^rlkv: protect_prompt\b"),
+        ({"eviction": {"name": "rkv", "budget": 64}, "sink": 4}, "sink, window and protect_prompt"),
+        ({"eviction": {"name": "rkv", "budget": 64}, "protect_prompt": True}, "sink, window and protect_prompt"),
+        ({"protect_prompt": "yes"}, r"^rlkv: protect_prompt\b.*'yes'"),
+        ({"reference_prompt": 0}, r"^rlkv: reference_prompt\b.*0"),
     ],
 )
 def test_wrong_settings_are_named(change: dict[str, Any], message: str) -> None:
@@ -91,15 +93,16 @@ def test_settings_are_read_back() -> None:
     assert described.policy() == make_policy("rkv", budget=64)
 
 
-def test_gates_that_ask_for_a_protected_prompt_are_served_without_it_on_request_only(tmp_path: Path) -> None:
+def test_gates_that_ask_for_a_protected_prompt(tmp_path: Path) -> None:
     model = make_tiny_model("llama")
     gates = HeadGates(torch.rand(3, 4), deploy_protect_prompt=True)
     gates.save(tmp_path / "gates.pt")
     request = {"gates": str(tmp_path / "gates.pt"), "sparsity": 0.5}
-    with pytest.raises(ValueError, match=r"^rlkv: protect_prompt\b"):
-        parse_settings(request).resolved(model.config)
-    resolved = parse_settings({**request, "protect_prompt": False}).resolved(model.config)
-    assert (resolved.sink, resolved.window) == (16, 64)
+    for asked, protects in ((None, True), (False, None), (True, True)):
+        resolved = parse_settings({**request, "protect_prompt": asked, "reference_prompt": 90}).resolved(model.config)
+        assert (resolved.sink, resolved.window, resolved.protect_prompt) == (16, 64, protects)
+        assert resolved.reference(500) == (500, 90 if protects else 0)
+        assert parse_settings(resolved.to_request()) == resolved
     evicting = parse_settings({**request, "eviction": {"name": "rkv", "budget": 64}}).resolved(model.config)
     assert evicting.policy() == make_policy("rkv", budget=64)
 

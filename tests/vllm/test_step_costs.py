@@ -6,14 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.vllm.blocks.block_tables import GapRemover
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.blocks.packing import plan_packing
+from rlkv.vllm.blocks.pieces import cut_step
 from tests.helpers.paths import PUBLISHED_GATES, ROOT
 
-PAGE = ROOT / "docs" / "results" / "serving" / "bins.md"
+PAGES = ROOT / "docs" / "results" / "serving"
+PAGE, PROMPTS = PAGES / "bins.md", PAGES / "prompts.md"
 # Block tables, builds of metadata, parts and waste of the layout before, in which each part was a layer of the engine:
 # computed once by its own plan (commit 5a5ddac), with a build for each size of the parts in a block table.
 BEFORE = {
@@ -54,6 +58,35 @@ def row_of(model: str, sparsity: float) -> str:
 def test_the_page_says_what_a_step_costs(model: str, sparsity: float) -> None:
     row = row_of(model, sparsity)
     assert row in PAGE.read_text(), f"write this line into {PAGE}:\n{row}"
+
+
+def entries_read(length: int, step: int, cut: bool) -> int:
+    """Entries that the Triton kernel reads for the queries of a prompt in steps of so many tokens: each query those of
+    its request's table, which its mask "the first S or the last W" does not shorten."""
+    demand, total = SinkWindowDemand(16, 16, 64), 0
+    remover, table = GapRemover(demand, length), torch.arange(demand.full(length), dtype=torch.int32)[None]
+    for end in range(step, length + 1, step):
+        ends = [piece.end for piece in cut_step([0, step])] if cut else [step]
+        starts, lengths = torch.tensor([0, *ends]), end - step + torch.tensor(ends)
+        prefixes, width = torch.full((len(ends),), demand.sink), remover.width(step)
+        _, shorter = remover(table.expand(len(ends), -1), lengths, starts, prefixes, width)
+        total += int((starts.diff() * shorter).sum())
+    return total
+
+
+@pytest.mark.parametrize(("length", "step"), [(8192, 8192), (8192, 2048), (32768, 8192)])
+def test_the_page_says_what_a_prompt_costs(length: int, step: int) -> None:
+    before, now, stock = (
+        entries_read(length, step, False),
+        entries_read(length, step, True),
+        length * (length + 1) // 2,
+    )
+    assert now <= length * (16 + 64 + 128 + 16)  # the window may begin anywhere in a block
+    row = (
+        f"| {length:,} | {step:,} | {stock / 1e6:.1f} | {before / 1e6:.1f} ({before / stock:.2f}) "
+        f"| {now / 1e6:.1f} ({now / stock:.3f}) |"
+    )
+    assert row in PROMPTS.read_text(), f"write this line into {PROMPTS}:\n{row}"
 
 
 def test_full_heads_share_metadata_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,42 +17,66 @@ from rlkv.vllm.blocks.demand import SinkWindowDemand
 
 @dataclass
 class GapRemover:
-    """Removes the gaps from the block tables of compressible heads; ``full_prefill``: prompts are read in full."""
+    """Removes the gaps from the block tables of compressible heads.
+
+    ``longest``: tokens of the longest text; ``full_prefill``: prompts are read in full, and not kept.
+    """
 
     demand: SinkWindowDemand
+    longest: int
     full_prefill: bool = False
 
-    def width(self, queries: int) -> int:
-        """Blocks that a request with this many queries in a step can need."""
+    def width(self, queries: int, prompt: int = 0) -> int:
+        """Blocks that a request can need with this many queries in a step, and a prompt that is read in full in it."""
         demand = self.demand
-        return demand.full(demand.sink) + demand.full(demand.window - 1 + queries) + 1
+        prefix = max(prompt, demand.prefix(self.longest))
+        return demand.full(prefix) + demand.full(demand.window - 1 + queries) + 1
 
     def full_prompts(self, common: Any, vllm_config: Any) -> list[int] | None:
         """:func:`prompt_lengths` of a step's metadata; None unless it reads prompts in full."""
-        if not self.full_prefill or common.is_prefilling is None or not bool(common.is_prefilling.any()):
-            return None  # decoding, and the batches that the engine makes up while it starts
-        # By this number the engine knows models that need prompt lengths, and states them from the next step on. The
-        # first prompt comes when all stock layers and builders have read it, so that nothing else changes.
-        arch = vllm_config.model_config.model_arch_config
-        if arch.rswa_window is None:
-            arch.rswa_window = vllm_config.model_config.max_model_len
-        return prompt_lengths(common)
+        return prompt_lengths(common) if self.full_prefill and _reads_prompts(common, vllm_config) else None
 
-    def __call__(self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-        """The table ``[R, C]`` and the lengths ``[R]`` without the gaps.
+    def prefixes(self, common: Any, vllm_config: Any) -> Tensor | None:
+        """First tokens that each request of a step sees, on either device; None: the sinks, of all."""
+        if not self.demand.protect_prompt:
+            return None
+        _reads_prompts(common, vllm_config)
+        # the first step of all states no lengths, and reads nothing but prompts
+        prompt_R = common.seq_lens if common.rswa_prefix_lens is None else common.rswa_prefix_lens
+        return prompt_R.clamp(min=self.demand.sink)
+
+    def __call__(
+        self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, prefix_R: Tensor, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """The table ``[R, width]``, or as many columns as there are, and the lengths ``[R]`` without the gaps.
 
         ``lengths_R``: tokens of each request, those of this step included; ``starts``: ``[R + 1]``, the first query of
-        each request; ``queries``: the largest number of them.
+        each; ``prefix_R``: the first tokens that it sees.
         """
         demand = self.demand
-        sinks = demand.full(demand.sink)
+        sinks_R = demand.full(prefix_R)
         first_R = lengths_R - (starts[1:] - starts[:-1])
-        gap_R = ((first_R - demand.window + 1) // demand.block_size - sinks).clamp(min=0)
+        gap_R = ((first_R - demand.window + 1) // demand.block_size - sinks_R).clamp(min=0)
         columns = table_RM.shape[1]
-        column_C = torch.arange(min(self.width(queries), columns), device=table_RM.device)
-        source_RC = column_C + torch.where(column_C < sinks, 0, 1) * gap_R[:, None]
+        column_C = torch.arange(min(width, columns), device=table_RM.device)
+        source_RC = column_C + torch.where(column_C < sinks_R[:, None], 0, gap_R[:, None])
         table = table_RM.gather(1, source_RC.clamp(max=columns - 1).long())
         return table, (lengths_R - gap_R * demand.block_size).to(lengths_R.dtype)
+
+
+def _reads_prompts(common: Any, vllm_config: Any) -> bool:
+    """Whether a step reads prompts; after the first one that does, the engine states the lengths of prompts.
+
+    Not while decoding, nor in batches that the engine makes up while it starts.
+    """
+    if common.is_prefilling is None or not bool(common.is_prefilling.any()):
+        return False
+    # By this number the engine knows models that need prompt lengths, and states them from the next step on. The first
+    # prompt comes when all stock layers and builders have read it, so that nothing else changes.
+    arch = vllm_config.model_config.model_arch_config
+    if arch.rswa_window is None:
+        arch.rswa_window = vllm_config.model_config.max_model_len
+    return True
 
 
 def prompt_lengths(common: Any) -> list[int]:

@@ -25,25 +25,30 @@ class BlockDemand(ABC):
 
     block_size: int
 
-    def full(self, tokens: int) -> int:
-        """Of full heads."""
+    def full(self, tokens: Any) -> Any:
+        """Of full heads; ``tokens``: a number or an integer tensor."""
         return -(-tokens // self.block_size)
 
     @abstractmethod
-    def compressible(self, tokens: int) -> int:
-        """Of compressible heads, while decoding."""
+    def compressible(self, tokens: int, prompt: int = 0) -> int:
+        """Of compressible heads, while decoding; ``prompt``: tokens of its prompt, which count if they are kept."""
 
 
 @dataclass(frozen=True)
 class SinkWindowDemand(BlockDemand):
-    """Compressible heads keep sinks and a window."""
+    """Compressible heads keep sinks and a window; ``protect_prompt``: of the first tokens at least the prompt."""
 
     sink: int
     window: int
+    protect_prompt: bool = False
 
-    def compressible(self, tokens: int) -> int:
-        """The sinks' blocks, and the window's, which may begin anywhere in a block."""
-        kept = self.full(self.sink) + self.full(self.window - 1) + 1
+    def prefix(self, prompt: int) -> int:
+        """First tokens that are kept of a request with so many tokens in its prompt."""
+        return max(self.sink, prompt) if self.protect_prompt else self.sink
+
+    def compressible(self, tokens: int, prompt: int = 0) -> int:
+        """The blocks of the first tokens, and the window's, which may begin anywhere in a block."""
+        kept = self.full(self.prefix(prompt)) + self.full(self.window - 1) + 1
         return min(self.full(tokens), kept)
 
 
@@ -75,7 +80,7 @@ class BufferDemand(BlockDemand):
     def query_blocks(self) -> int:
         return self.full(self.observation * self.entries_per_query)
 
-    def compressible(self, tokens: int) -> int:
+    def compressible(self, tokens: int, prompt: int = 0) -> int:
         return self.query_blocks + self.full(min(tokens, self.capacity))
 
     def next_eviction(self, position: int) -> int:

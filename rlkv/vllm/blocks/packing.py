@@ -56,14 +56,17 @@ class Bin:
         """Keys with their values in one block."""
         return len(self.heads) * self.demand.block_size
 
-    def blocks(self, tokens: int) -> int:
-        """Blocks that a decoding request of ``tokens`` tokens holds."""
-        return self.demand.full(tokens) if self.full else self.demand.compressible(tokens)
+    def blocks(self, tokens: int, prompt: int) -> int:
+        """Blocks that a decoding request of ``tokens`` tokens, ``prompt`` of them in its prompt, holds."""
+        return self.demand.full(tokens) if self.full else self.demand.compressible(tokens, prompt)
 
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Bins of heads; ``demand``: for the engine's block size. Amounts are counted in entries, a key and a value."""
+    """Bins of heads; ``demand``: for the engine's block size. Amounts are counted in entries, a key and a value.
+
+    They are of a decoding request of ``tokens`` tokens, ``prompt`` of them a prompt, which counts if protected.
+    """
 
     bins: tuple[Bin, ...]
     demand: BlockDemand
@@ -88,39 +91,39 @@ class PackingPlan:
     def num_heads(self, full: bool) -> int:
         return sum(len(own.heads) for own in self.bins if own.full == full)
 
-    def blocks(self, tokens: int) -> int:
-        """Blocks that a decoding request of ``tokens`` tokens holds."""
-        return sum(own.blocks(tokens) for own in self.bins)
+    def blocks(self, tokens: int, prompt: int = 0) -> int:
+        """Blocks that the request holds."""
+        return sum(own.blocks(tokens, prompt) for own in self.bins)
 
-    def held(self, tokens: int) -> int:
+    def held(self, tokens: int, prompt: int = 0) -> int:
         """What these blocks hold."""
-        return self.blocks(tokens) * self.block_entries
+        return self.blocks(tokens, prompt) * self.block_entries
 
-    def ideal(self, tokens: int) -> int:
+    def ideal(self, tokens: int, prompt: int = 0) -> int:
         """As :meth:`held` if every head had blocks of its own, of the engine's block size."""
         full, demand = self.num_heads(True) * self.demand.full(tokens), self.demand
-        return (full + self.num_heads(False) * demand.compressible(tokens)) * demand.block_size
+        return (full + self.num_heads(False) * demand.compressible(tokens, prompt)) * demand.block_size
 
     def uncompressed(self, tokens: int) -> int:
         """As :meth:`held` for the full cache."""
         return (self.num_heads(True) + self.num_heads(False)) * self.demand.full(tokens) * self.demand.block_size
 
-    def waste(self, tokens: int) -> float:
+    def waste(self, tokens: int, prompt: int = 0) -> float:
         """Bytes held over ideal bytes, for requests of ``tokens`` tokens and up to a longest block more."""
         step = self.demand.block_size
         lengths = range(tokens, tokens + LONGEST * step, step)
-        return sum(map(self.held, lengths)) / sum(map(self.ideal, lengths))
+        return sum(self.held(n, prompt) for n in lengths) / sum(self.ideal(n, prompt) for n in lengths)
 
-    def summary(self, entry_bytes: int, tokens: int) -> str:
+    def summary(self, entry_bytes: int, tokens: int, prompt: int = 0) -> str:
         """One line: what a request of ``tokens`` tokens holds, and how many more tokens fit into the same pool."""
-        held, ideal, full = (
-            amount * entry_bytes for amount in (self.held(tokens), self.ideal(tokens), self.uncompressed(tokens))
-        )
+        amounts = self.held(tokens, prompt), self.ideal(tokens, prompt), self.uncompressed(tokens)
+        held, ideal, full = (amount * entry_bytes for amount in amounts)
+        protected = f", of which {prompt:,} in a protected prompt," if prompt else ""
         tables = ", ".join(f"{len(own.heads)} heads x {own.demand.block_size} tokens" for own in self.bins)
         return (
             f"{self.num_heads(True)} full and {self.num_heads(False)} compressible heads in {len(self.bins)} block "
-            f"tables ({tables}); a request of {tokens:,} tokens holds {held:,} bytes of KV, the full cache would hold "
-            f"{full:,} ({held / full:.3f}; without any waste {ideal / full:.3f}): "
+            f"tables ({tables}); a request of {tokens:,} tokens{protected} holds {held:,} bytes of KV, the full cache "
+            f"would hold {full:,} ({held / full:.3f}; without any waste {ideal / full:.3f}): "
             f"{full / held:.2f} times the tokens in the same pool"
         )
 
@@ -133,16 +136,22 @@ def plan_heads(
     if policy is None:
         assert settings.sink is not None
         assert settings.window is not None
-        demand: BlockDemand = SinkWindowDemand(block_size, settings.sink, settings.window)
+        demand: BlockDemand = SinkWindowDemand(
+            block_size, settings.sink, settings.window, bool(settings.protect_prompt)
+        )
     else:
         demand = BufferDemand.of(policy, block_size, group_size)
-    full_LH, tokens = settings.allocation.full, min(settings.reference_tokens, longest)
+    full_LH, reference = settings.allocation.full, settings.reference(longest)
     # bytes depend on the numbers of heads alone: every rank's bins have the same sizes
-    return [plan_packing(full_LH, demand, tokens, heads_LN) for heads_LN in deal_heads(full_LH, ranks)]
+    return [plan_packing(full_LH, demand, *reference, heads_LN) for heads_LN in deal_heads(full_LH, ranks)]
 
 
 def plan_packing(
-    full_LH: Tensor, demand: BlockDemand, reference_tokens: int, heads_LN: Tensor | None = None
+    full_LH: Tensor,
+    demand: BlockDemand,
+    reference_tokens: int,
+    reference_prompt: int = 0,
+    heads_LN: Tensor | None = None,
 ) -> PackingPlan:
     """Deal the heads ``full_LH`` (True: full) into bins; waste is judged for requests of ``reference_tokens``.
 
@@ -158,7 +167,7 @@ def plan_packing(
         for some, others in product(_ways(len(full)), _ways(len(compressible)))
         if some[0] + others[0] <= MOST_BINS and 1 in (some[1], others[1])
     ]
-    return min(plans, key=lambda plan: plan.waste(reference_tokens) + TABLE_COST * len(plan.bins))
+    return min(plans, key=lambda plan: plan.waste(reference_tokens, reference_prompt) + TABLE_COST * len(plan.bins))
 
 
 def _ways(heads: int) -> list[tuple[int, int]]:

@@ -12,11 +12,12 @@ from typing import Any, Self
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
-from rlkv.vllm.blocks.usage import BinUsage, CompressibleManager, PackedFullManager
-from rlkv.vllm.compat import register_spec
+from rlkv.vllm.blocks.usage import BinUsage, Counted
+from rlkv.vllm.compat import BlockManager, register_spec
 
 
 class _OfBin:
@@ -36,29 +37,33 @@ class _OfBin:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFullSpec(_OfBin, FullAttentionSpec):
-    """A bin of full heads: blocks for every token."""
+    """A bin of full heads: blocks for every token; ``protect_prompt``: of the compressible heads."""
 
     bin: int
+    protect_prompt: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWindowSpec(_OfBin, AttentionSpec):
-    """A bin of compressible heads: blocks of the first ``sink`` and the last ``window`` tokens."""
+    """A bin of compressible heads: blocks of sinks, or a protected prompt if it is longer, and of the window."""
 
     bin: int
     sink: int
     window: int
     max_in_flight_tokens: int
     max_model_len: int
+    protect_prompt: bool = False
 
     @property
     def demand(self) -> SinkWindowDemand:
-        return SinkWindowDemand(self.block_size, self.sink, self.window)
+        return SinkWindowDemand(self.block_size, self.sink, self.window, self.protect_prompt)
 
     def most_blocks(self, max_model_len: int | None = None) -> int:
         """Blocks that one request may hold at once: the sinks', and window and unsettled tokens, whose first one may
-        lie anywhere in its block."""
+        lie anywhere in its block. A protected prompt may be the whole text."""
         longest = self.max_model_len if max_model_len is None else max_model_len
+        if self.protect_prompt:
+            return self.demand.full(longest)
         moving = min(self.window - 1 + self.max_in_flight_tokens, longest)
         return min(self.demand.full(self.sink) + self.demand.full(moving) + 1, self.demand.full(longest))
 
@@ -88,21 +93,51 @@ class EvictingSpec(_OfBin, AttentionSpec):
         return max(super().max_num_blocks_per_req(vllm_config, max_len), self.demand.compressible(max_len))
 
 
-class SinkWindowManager(CompressibleManager):
+class _PromptCaching(SingleTypeKVCacheManager):
+    """Where prompts are protected, a token sees more in a prompt than behind it: blocks of prompts alone are cached."""
+
+    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        if self.kv_cache_spec.protect_prompt:
+            if num_tokens >= request.num_prompt_tokens:
+                # preempted from now on, it must not find its own text in the prompt of another request
+                request.skip_reading_prefix_cache = True
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+
+class PackedFullManager(Counted, _PromptCaching, FullAttentionManager):
+    """Block tables of one bin of full heads."""
+
+
+class SinkWindowManager(Counted, _PromptCaching, BlockManager):
     """Block tables of one bin with sinks and a window."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         # the engine sets this for its own kinds of spec only
         kwargs["max_admission_blocks_per_request"] = kv_cache_spec.most_blocks()
         super().__init__(kv_cache_spec, **kwargs)
+        self._prompts: dict[str, int] = {}
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Give back the blocks between the sinks and the window of the next token."""
-        spec = self.kv_cache_spec
-        outside = processed_computed_tokens - spec.window + 1
-        self._remove_blocks_in_range(request_id, spec.demand.full(spec.sink), max(0, outside) // self.block_size)
+        """Give back the blocks between the first tokens that are kept and the window of the next token.
+
+        RuntimeError if a protected prompt grows, as streamed inputs make it.
+        """
+        demand, prompt = self.kv_cache_spec.demand, num_prompt_tokens or 0
+        if demand.protect_prompt and self._prompts.setdefault(request_id, prompt) != prompt:
+            raise RuntimeError(
+                f"rlkv: the prompt of request {request_id} has grown to {prompt:,} tokens, but some of them were given "
+                "up since: streamed inputs do not work with protect_prompt, send whole prompts"
+            )
+        outside = processed_computed_tokens - demand.window + 1
+        kept = demand.full(demand.prefix(prompt))
+        self._remove_blocks_in_range(request_id, kept, max(0, outside) // self.block_size)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._prompts.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
 
     def get_num_blocks_to_allocate(
         self,
@@ -134,7 +169,10 @@ class SinkWindowManager(CompressibleManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """The longest prefix of whole blocks after which the sinks and a whole window are still there."""
+        """The longest prefix of whole blocks after which the sinks and a whole window are still there.
+
+        Of a protected prompt every block.
+        """
         assert not drop_eagle_block, "speculative decoding is refused at start"
         assert dcp_world_size * pcp_world_size == 1, "context parallelism is refused at start"
         block_size = kv_cache_spec.block_size
@@ -155,7 +193,8 @@ class SinkWindowManager(CompressibleManager):
                 found[number] = blocks
             return number in found
 
-        sinks, wanted, window = 0, demand.full(kv_cache_spec.sink), demand.full(kv_cache_spec.window - 1)
+        wanted = longest if kv_cache_spec.protect_prompt else demand.full(kv_cache_spec.sink)
+        sinks, window = 0, demand.full(kv_cache_spec.window - 1)
         while sinks < min(wanted, longest) and cached(sinks):
             sinks += 1
         end = (sinks if sinks < wanted else longest) // step * step
@@ -173,7 +212,7 @@ class SinkWindowManager(CompressibleManager):
         return table, end * block_size
 
 
-class EvictingManager(CompressibleManager):
+class EvictingManager(Counted, BlockManager):
     """Block tables of one bin under an eviction policy."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:

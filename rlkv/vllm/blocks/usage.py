@@ -14,7 +14,6 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 
 from rlkv.utils.atomic import write_json
-from rlkv.vllm.compat import BlockManager
 
 FOLDER = "RLKV_METRICS_DIR"  # of the environment, which the engine's processes inherit
 EVERY = 1.0  # seconds between two reports: each walks all block tables
@@ -94,11 +93,3 @@ class Counted(SingleTypeKVCacheManager):
         blocks = super().pop_blocks_for_free(request_id)
         self.reporter.report()
         return blocks
-
-
-class PackedFullManager(Counted, FullAttentionManager):
-    """Block tables of one bin of full heads."""
-
-
-class CompressibleManager(Counted, BlockManager):
-    """Base of the managers of compressible heads."""

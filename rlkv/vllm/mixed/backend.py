@@ -78,7 +78,8 @@ class MixedTritonBuilder(GaplessTritonBuilder):
     """The stock metadata for the full branch, and those without gaps for the local one."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        gap_remover = GapRemover(_demand(kv_cache_spec, layer_names, vllm_config))
+        demand = _demand(kv_cache_spec, layer_names, vllm_config)
+        gap_remover = GapRemover(demand, vllm_config.model_config.max_model_len)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_remover)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:
@@ -88,7 +89,7 @@ class MixedTritonBuilder(GaplessTritonBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedTritonMetadata:
         common = common_attn_metadata
-        local = self.build_local(self.without_gaps(common), self.sinks_R[: common.num_reqs], fast_build)
+        local = self.build_local(common, fast_build)
         stock = super().build(common_prefix_len, common, fast_build)
         return MixedTritonMetadata(**vars(stock), local=local)
 

@@ -8,7 +8,7 @@ values. A slot is a block's number times N plus the place in the block.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlkv.attention.mixed import mix
 from rlkv.vllm.blocks.demand import SinkWindowDemand
+from rlkv.vllm.blocks.pieces import cut_step
 
-QUERIES_AT_ONCE = 128  # of one request: its window and these tokens are read together
 ROWS_AT_ONCE = 64  # of decoding requests
 EVERYTHING = 2**31  # a window that no text exceeds
 
@@ -49,6 +49,21 @@ def _index(cache: Tensor, slots: Tensor) -> Tensor:
 
 
 @dataclass
+class Writes:
+    """Slots ``[n]`` that are written, none of them padding; made once for all layers of a bin."""
+
+    slots: Tensor
+    _indices: dict[int, Tensor] = field(default_factory=dict)
+
+    def write(self, states_NHC: Tensor, cache: Tensor) -> None:
+        """Put entry n, ``[H, 2 * D]``, into slot n of the cache."""
+        heads = cache.shape[1]
+        if heads not in self._indices:
+            self._indices[heads] = _index(cache, self.slots)
+        _entries(cache)[self._indices[heads]] = states_NHC.to(cache.dtype)
+
+
+@dataclass
 class Reads:
     """Queries that are computed together, and the entries that they read; made once for all layers of a bin.
 
@@ -56,15 +71,15 @@ class Reads:
         tokens: the queries, by their place in the step: R * Q in a row, or int64 ``[R * Q]``.
         slots_RK: the entries; all of them were written.
         position_RQ, column_RK: positions of queries and entries in their text.
-        prompt: so many first tokens see everything before them.
+        prefix_R: first tokens that the queries see, int64; window: last tokens.
     """
 
     tokens: slice | Tensor
     slots_RK: Tensor
     position_RQ: Tensor
     column_RK: Tensor
-    demand: SinkWindowDemand
-    prompt: int = 0
+    prefix_R: Tensor
+    window: int
     _indices: dict[int, Tensor] = field(default_factory=dict)
     _mask: tuple[Tensor | None] | None = None
 
@@ -81,8 +96,8 @@ class Reads:
             return self._mask[0]
         column_RQK = self.column_RK[:, None]
         distance = self.position_RQ[:, :, None] - column_RQK
-        kept = (column_RQK < self.demand.sink) | (distance < self.demand.window)
-        seen = (distance >= 0) & (column_RQK >= 0) & (kept | (self.position_RQ < self.prompt)[:, :, None])
+        kept = (column_RQK < self.prefix_R[:, None, None]) | (distance < self.window)
+        seen = (distance >= 0) & (column_RQK >= 0) & kept
         mask = None if bool(seen.all()) else seen
         if self.position_RQ.shape[1] == 1:  # the masks of a long prompt, all together, may be large
             self._mask = (mask,)
@@ -90,67 +105,66 @@ class Reads:
 
 
 def plan_reads(
-    table_RC: Tensor, starts: list[int], lengths: list[int], demand: SinkWindowDemand, prompts: list[int] | None = None
+    table_RC: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    demand: SinkWindowDemand,
+    prompts: list[int] | None = None,
+    prefixes: list[int] | None = None,
 ) -> list[Reads]:
     """What the queries ``starts[r] <= t < starts[r + 1]`` of requests with ``lengths`` tokens read.
 
-    ``table_RC``: blocks of each request; ``prompts``: how many first tokens of each see everything before them.
+    ``table_RC``: blocks of each request; ``prompts``: as of :func:`cut_step`; ``prefixes``: first tokens that each
+    request sees, by default the sinks.
     """
-    queries = [end - start for start, end in pairwise(starts)]
-    decoding = [row for row, number in enumerate(queries) if number == 1]
+    pieces = cut_step(starts, prompts)
+    begins = [0, *(piece.end for piece in pieces)]
+    decoding, found = [], []
+    for begin, (row, end, prompt) in zip(begins, pieces, strict=False):
+        last = lengths[row] - 1 - (starts[row + 1] - end)  # the position of its last query
+        prefix = max(prompt, prefixes[row] if prefixes else demand.sink)
+        if end - begin == 1:
+            decoding.append((begin, row, last, prefix))
+            continue
+        position_Q = torch.arange(last + 1 - (end - begin), last + 1)
+        first = max(min(prefix, last + 1), int(position_Q[0]) - demand.window + 1)
+        column_K = torch.cat([torch.arange(min(prefix, last + 1)), torch.arange(first, last + 1)])
+        slots_K = table_RC[row][column_K // demand.block_size].long() * demand.block_size + column_K % demand.block_size
+        places, prefix_R = slice(begin, end), torch.tensor([prefix])
+        found.append(Reads(places, slots_K[None], position_Q[None], column_K[None], prefix_R, demand.window))
     if len(decoding) > ROWS_AT_ONCE:  # rows of about the same length together
-        decoding.sort(key=lengths.__getitem__)
-    found = [
-        _decoding_reads(table_RC, decoding[first : first + ROWS_AT_ONCE], starts, lengths, demand)
+        decoding.sort(key=itemgetter(2))
+    return found + [
+        _decoding_reads(table_RC, decoding[first : first + ROWS_AT_ONCE], demand)
         for first in range(0, len(decoding), ROWS_AT_ONCE)
     ]
-    for row, number in enumerate(queries):
-        prompt = prompts[row] if prompts else 0
-        for first in range(0, number if number > 1 else 0, QUERIES_AT_ONCE):
-            end = min(first + QUERIES_AT_ONCE, number)
-            position_Q = torch.arange(first, end) + lengths[row] - number
-            column_K = _columns(int(position_Q[0]), int(position_Q[-1]), demand, prompt)
-            tokens, slots_K = slice(starts[row] + first, starts[row] + end), _slots(table_RC[row], column_K, demand)
-            found.append(Reads(tokens, slots_K[None], position_Q[None], column_K[None], demand, prompt))
-    return found
 
 
-def _decoding_reads(
-    table_RC: Tensor, rows: list[int], starts: list[int], lengths: list[int], demand: SinkWindowDemand
-) -> Reads:
-    """One query of each of these requests; where one sees fewer entries than another, it reads its own."""
-    first, last = starts[rows[0]], starts[rows[-1]]
-    in_a_row = last - first == len(rows) - 1 and all(starts[row] == first + n for n, row in enumerate(rows))
-    row_R = torch.tensor(rows)
-    position_R1 = torch.tensor(lengths)[row_R, None] - 1
-    longest = int(position_R1.max()) + 1
+def _decoding_reads(table_RC: Tensor, rows: list[tuple[int, int, int, int]], demand: SinkWindowDemand) -> Reads:
+    """Of single queries ``(place, request, position, prefix)``; where one sees fewer entries than another, it reads its
+    own."""
+    token_R, row_R, position_R, prefix_R = torch.tensor(rows).unbind(1)
+    first, position_R1, prefix_R1 = rows[0][0], position_R[:, None], prefix_R[:, None]
+    in_a_row = all(row[0] == first + n for n, row in enumerate(rows))
+    longest = int(position_R.max()) + 1
     window = min(demand.window, longest)
     moving_RK = position_R1 - torch.arange(window - 1, -1, -1)
-    sinks_RK = torch.arange(min(demand.sink, longest)).expand(len(rows), -1)
-    # an entry of both is read among the sinks
-    column_RK = torch.cat([sinks_RK, moving_RK.masked_fill(moving_RK < demand.sink, -1)], 1)
+    first_RK = torch.arange(min(int(prefix_R.max()), longest)).expand(len(rows), -1)
+    # an entry of both is read among the first ones
+    column_RK = torch.cat(
+        [first_RK.masked_fill(first_RK >= prefix_R1, -1), moving_RK.masked_fill(moving_RK < prefix_R1, -1)], 1
+    )
     column_RK = column_RK.masked_fill(column_RK > position_R1, -1)
     read_RK = torch.where(column_RK < 0, position_R1, column_RK)
     block_RK = table_RC[row_R].gather(1, read_RK // demand.block_size).long()
     return Reads(
-        slice(first, last + 1) if in_a_row else torch.tensor([starts[row] for row in rows]),
+        slice(first, first + len(rows)) if in_a_row else token_R,
         block_RK * demand.block_size + read_RK % demand.block_size,
         position_R1,
         column_RK,
-        demand,
+        prefix_R,
+        demand.window,
     )
-
-
-def _columns(first: int, last: int, demand: SinkWindowDemand, prompt: int) -> Tensor:
-    """Positions of the entries that the queries at ``first`` to ``last`` see."""
-    if first < prompt:
-        return torch.arange(last + 1)
-    sinks = min(demand.sink, last + 1)
-    return torch.cat([torch.arange(sinks), torch.arange(max(sinks, first - demand.window + 1), last + 1)])
-
-
-def _slots(table_C: Tensor, column_K: Tensor, demand: SinkWindowDemand) -> Tensor:
-    return table_C[column_K // demand.block_size].long() * demand.block_size + column_K % demand.block_size
 
 
 def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], scale: float, out: Tensor) -> None:

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata, Trit
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables
+from rlkv.vllm.blocks.pieces import QUERIES_AT_ONCE, cut_step
 from rlkv.vllm.paged.attention import write_cache
 
 
@@ -128,23 +129,49 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         rows = vllm_config.scheduler_config.max_num_seqs
         self.gap_remover, self.steady = gap_remover, SteadyTables(rows, gap_remover.width(1), device)
-        self.sinks_R = torch.full((rows,), gap_remover.demand.sink, dtype=torch.int32, device=device)
+        self.prefix_R = torch.full((rows,), gap_remover.demand.sink, dtype=torch.int32, device=device)
 
-    def without_gaps(self, common: Any) -> Any:
-        """A step's metadata (vLLM's) over tables without gaps."""
-        remover, queries = self.gap_remover, common.max_query_len
-        table, lengths = remover(common.block_table_tensor, common.seq_lens, common.query_start_loc, queries)
-        if queries == 1:
+    def build_local(
+        self, common: Any, fast_build: bool = False, prompts: list[int] | None = None
+    ) -> TritonAttentionMetadata:
+        """For a step's metadata (vLLM's) over tables without gaps; ``prompts``: as of :func:`cut_step`.
+
+        Requests with many queries, and prompts, are cut into pieces. Nothing waits for the GPU.
+        """
+        remover, decoding = self.gap_remover, common.max_query_len == 1  # a prompt of one token sees itself only
+        if (own_R := remover.prefixes(common, self.vllm_config)) is not None:  # rows of padding may have none
+            self.prefix_R[: len(own_R)].copy_(moved(own_R, self.device))
+        own, prefix_R, queries = common, self.prefix_R[: common.num_reqs], common.max_query_len
+        if not decoding and (prompts or queries > QUERIES_AT_ONCE):
+            queries = min(queries, QUERIES_AT_ONCE)
+            own, prefix_R = self._in_pieces(common, prefix_R, prompts)
+        width = remover.width(queries, max(prompts or (0,)))
+        table, lengths = remover(own.block_table_tensor, own.seq_lens, own.query_start_loc, prefix_R, width)
+        if decoding:
             table, lengths = self.steady(table, lengths)
-        return common.replace(
+        own = own.replace(
             block_table_tensor=table,
             seq_lens=lengths,
+            max_query_len=queries,
             max_seq_len=min(common.max_seq_len, table.shape[1] * remover.demand.block_size),
             rswa_prefix_lens=None,  # stated for rlkv alone: the stock builder has no use for them
         )
-
-    def build_local(self, own: Any, prefix_R: Tensor, fast_build: bool) -> TritonAttentionMetadata:
-        """For the step ``own`` without gaps; ``prefix_R``: first tokens that each request sees."""
         metadata = super().build(0, own, fast_build)
-        metadata.rswa_prefix_lens, metadata.rswa_window = prefix_R, self.gap_remover.demand.window
+        metadata.rswa_prefix_lens, metadata.rswa_window = prefix_R, remover.demand.window
         return metadata
+
+    def _in_pieces(self, common: Any, prefix_R: Tensor, prompts: list[int] | None) -> tuple[Any, Tensor]:
+        """The step with each piece as a request of its own over the same blocks, and the prefix that each sees."""
+        pieces = cut_step(common.query_start_loc_cpu.tolist(), prompts)
+        row_P, end_P, prompt_P = torch.tensor(pieces, dtype=torch.int32).unbind(1)
+        cuts = torch.cat([end_P.new_zeros(1), end_P])
+        row_P, on_device, prompt_P = (moved(tensor, self.device) for tensor in (row_P.long(), cuts, prompt_P))
+        behind_P = common.query_start_loc[1:][row_P] - on_device[1:]  # queries of the same request that come after
+        split = common.replace(
+            block_table_tensor=common.block_table_tensor[row_P],
+            seq_lens=common.seq_lens[row_P] - behind_P,
+            query_start_loc=on_device,
+            query_start_loc_cpu=cuts,
+            num_reqs=len(pieces),
+        )
+        return split, torch.maximum(prefix_R[row_P], prompt_P)

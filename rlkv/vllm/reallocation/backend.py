@@ -32,7 +32,6 @@ from rlkv.vllm.paged.backend import (
     TorchBackend,
     TorchBuilder,
     TorchImpl,
-    moved,
 )
 
 LAYOUTS = (KVCacheLayout.BLHNC,)
@@ -98,8 +97,9 @@ class LocalTorchBuilder(TorchBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> list[Reads]:
         common, remover = common_attn_metadata, bin_of(self.vllm_config, self.layer_names).gap_remover
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        prompts = remover.full_prompts(common, self.vllm_config)
-        return plan_reads(common.block_table_tensor, starts, lengths, remover.demand, prompts)
+        prompts, prefix_R = remover.full_prompts(common, self.vllm_config), remover.prefixes(common, self.vllm_config)
+        prefixes = None if prefix_R is None else prefix_R.tolist()
+        return plan_reads(common.block_table_tensor, starts, lengths, remover.demand, prompts, prefixes)
 
 
 class LocalTorchImpl(TorchImpl):
@@ -112,10 +112,6 @@ class LocalTorchBackend(TorchBackend):
 
 
 class LocalTritonBuilder(GaplessTritonBuilder):
-    """Prompts that are read in full have themselves as a visible prefix; what a request wrote itself and reads again in
-    the same step is a request of its own in the metadata, over the same blocks.
-    """
-
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         gap_remover = bin_of(vllm_config, layer_names).gap_remover
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_remover)
@@ -123,34 +119,8 @@ class LocalTritonBuilder(GaplessTritonBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TritonAttentionMetadata:
-        common = common_attn_metadata
-        own, prefix_R = self.without_gaps(common), self.sinks_R[: common.num_reqs]
-        prompts = self.gap_remover.full_prompts(common, self.vllm_config)
-        if prompts is not None and common.max_query_len > 1:  # a prompt of one token sees itself only
-            own, prefix_R = self._with_prompts(own, common, prompts, self.gap_remover.demand.sink)
-        return self.build_local(own, prefix_R, fast_build)
-
-    def _with_prompts(self, own: Any, common: Any, prompts: list[int], sink: int) -> tuple[Any, Tensor]:
-        """``own`` (without gaps) with prompts and what follows them apart, and the visible prefix of each."""
-        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
-        pieces: list[tuple[int, int, int]] = []  # request, end of its last query in the step, visible prefix
-        for row, prompt in enumerate(prompts):
-            if prompt:
-                pieces.append((row, starts[row] + prompt, prompt))
-            if prompt < lengths[row]:
-                pieces.append((row, starts[row + 1], sink))
-        row_P, end_P, prefix_P = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*pieces, strict=True))
-        cuts = torch.cat([end_P.new_zeros(1), end_P])
-        row_P, on_device, prefix_P = (moved(tensor, self.device) for tensor in (row_P.long(), cuts, prefix_P))
-        behind_P = common.query_start_loc[1:][row_P] - on_device[1:]  # queries of the same request that come after
-        split = own.replace(
-            block_table_tensor=own.block_table_tensor[row_P],
-            seq_lens=own.seq_lens[row_P] - behind_P,
-            query_start_loc=on_device,
-            query_start_loc_cpu=cuts,
-            num_reqs=len(pieces),
-        )
-        return split, prefix_P
+        prompts = self.gap_remover.full_prompts(common_attn_metadata, self.vllm_config)
+        return self.build_local(common_attn_metadata, fast_build, prompts)
 
 
 class LocalTritonBackend(BackendParts, TritonAttentionBackend):

@@ -89,13 +89,14 @@ class BinAttention(Attention):
             "bin": self.number,
         }
         if self.bin.full:
-            return PackedFullSpec(**common)
+            return PackedFullSpec(**common, protect_prompt=getattr(self.bin.demand, "protect_prompt", False))
         if isinstance(self.kept, Eviction):
             return EvictingSpec(**{**asdict(self.kept.demand), **common})
         return SinkWindowSpec(
             **common,
             sink=self.gap_remover.demand.sink,
             window=self.gap_remover.demand.window,
+            protect_prompt=self.gap_remover.demand.protect_prompt,
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
             max_model_len=vllm_config.model_config.max_model_len,
         )

@@ -114,14 +114,13 @@ def _slots(demand: BufferDemand, table_RM: Tensor, row_T: Tensor, entry: Tensor)
     return table_RM[row_T, entry // demand.block_size].long() * demand.block_size + entry % demand.block_size
 
 
-def query_halves(query_TXD: Tensor, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
-    """Queries ``[T, H * G, D]`` as E pairs ``[T, H, D]`` in the places of a key and a value; an odd G is filled up."""
+def query_entries(query_TXD: Tensor, kv_heads: int) -> Tensor:
+    """Queries ``[T, H * G, D]`` as entries ``[E, T, H, 2 * D]``, two in the place of a key and a value; an odd G is
+    filled up."""
     grouped = query_TXD.unflatten(1, (kv_heads, -1))
     if grouped.shape[2] % 2:
         grouped = F.pad(grouped, (0, 0, 0, 1))
-    # the engine's kernel that writes them wants the heads of a token side by side
-    heads = [head.contiguous() for head in grouped.unbind(2)]
-    return list(zip(heads[::2], heads[1::2], strict=True))
+    return grouped.unflatten(2, (-1, 2)).flatten(3).permute(2, 0, 1, 3)
 
 
 def evict(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float) -> None:

@@ -22,10 +22,10 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
-from rlkv.vllm.paged.attention import Reads, paged_local_attention, plan_reads
+from rlkv.vllm.paged.attention import Reads, Writes, paged_local_attention, plan_reads
 from rlkv.vllm.paged.backend import AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl, moved
 from rlkv.vllm.reallocation.backend import LAYOUTS, bin_of
-from rlkv.vllm.reallocation.evicting import Eviction, Round, entry_slots, evict, query_halves, query_slots
+from rlkv.vllm.reallocation.evicting import Eviction, Round, entry_slots, evict, query_entries, query_slots
 
 
 def evicting_backend() -> type[AttentionBackend]:
@@ -37,7 +37,8 @@ def evicting_backend() -> type[AttentionBackend]:
 class PlacedRound:
     """A round with its places in the cache: ``slots_T`` of keys and values, ``queries_ET`` of observed queries.
 
-    ``due``: blocks and next positions of the requests that evict first; attention needs ``stock`` or ``reads``.
+    ``due``: blocks and next positions of the requests that evict first. On a GPU attention needs ``stock``; on a CPU it
+    needs ``reads``, and storing the ``observed`` tokens, which have a place among the queries, and ``writes``.
     """
 
     tokens: Tensor | None
@@ -46,6 +47,8 @@ class PlacedRound:
     due: tuple[Tensor, Tensor] | None
     stock: TritonAttentionMetadata | None = None
     reads: list[Reads] = field(default_factory=list)
+    observed: Tensor | None = None
+    writes: Writes | None = None
 
 
 def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
@@ -98,22 +101,18 @@ class _EvictingImpl(AttendingImpl):
             if number > 0:  # what was due before the first round is done
                 self.evict(kv, part, layer.eviction)
             if part.tokens is None:
-                self._store(layer, query, key, value, kv, part)
+                self.store(layer, query, key, value, kv, part)
                 self.attend_round(layer, query, kv, part, out)
             else:
                 own = query[part.tokens]
-                self._store(layer, own, key[part.tokens], value[part.tokens], kv, part)
+                self.store(layer, own, key[part.tokens], value[part.tokens], kv, part)
                 found = torch.empty_like(own, dtype=out.dtype)
                 self.attend_round(layer, own, kv, part, found)
                 out[part.tokens] = found
 
-    def _store(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound
-    ) -> None:
-        self.do_kv_cache_update(layer, key, value, kv_cache, part.slots_T)
-        halves = query_halves(query[: part.slots_T.shape[0]], self.num_kv_heads)
-        for (first, second), slots_T in zip(halves, part.queries_ET, strict=True):
-            self.do_kv_cache_update(layer, first, second, kv_cache, slots_T)
+    @abstractmethod
+    def store(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound) -> None:
+        """Write the round's keys and values, and the queries that an eviction will look at, to their places."""
 
     @abstractmethod
     def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
@@ -129,11 +128,23 @@ class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
             part = place(plan, demand, table_RM)
             entries_RM = table_RM[plan.rows, demand.query_blocks :]
             part.reads = plan_reads(entries_RM, plan.starts, plan.lengths, everything)
+            part.observed = (part.queries_ET[0] >= 0).nonzero()[:, 0]
+            part.writes = Writes(torch.cat([part.slots_T, part.queries_ET[:, part.observed].flatten()]))
             parts.append(part)
         return self.begin(parts)
 
 
 class EvictingTorchImpl(_EvictingImpl, TorchImpl):
+    def store(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound) -> None:
+        assert part.observed is not None
+        assert part.writes is not None
+        tokens = len(part.slots_T)
+        states = torch.cat([key[:tokens], value[:tokens]], -1)
+        if len(part.observed):
+            entries = query_entries(query[part.observed], self.num_kv_heads)
+            states = torch.cat([states, entries.flatten(0, 1)])
+        part.writes.write(states, kv_cache)
+
     def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
         paged_local_attention(query, kv_cache, part.reads, self.scale, output)
 
@@ -216,6 +227,14 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
 
 
 class EvictingTritonImpl(_EvictingImpl, TritonAttentionImpl):
+    def store(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound) -> None:
+        self.do_kv_cache_update(layer, key, value, kv_cache, part.slots_T)
+        entries = query_entries(query[: len(part.slots_T)], self.num_kv_heads).unflatten(3, (2, -1))
+        # the engine's kernel wants the heads of a token side by side: one copy for all of them
+        halves = entries.permute(0, 3, 1, 2, 4).contiguous()
+        for (first, second), slots_T in zip(halves, part.queries_ET, strict=True):
+            self.do_kv_cache_update(layer, first, second, kv_cache, slots_T)
+
     def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
         # keys and values are in the cache
         TritonAttentionImpl.forward(self, layer, query, None, None, kv_cache, part.stock, output)

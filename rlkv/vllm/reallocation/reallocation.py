@@ -49,7 +49,7 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
         layer.self_attn.attn = SplitAttention(stock, parts, vllm_config)
     entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
-    logger.info("rlkv: %s%s", where, plan.summary(entry_bytes, min(settings.reference_tokens, longest)))
+    logger.info("rlkv: %s%s", where, plan.summary(entry_bytes, *settings.reference(longest)))
     order = [[head for own in plans for head in own.head_order(number)] for number in range(len(model.model.layers))]
     return HeadOrder(order, group_size)
 
@@ -83,7 +83,7 @@ def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) ->
     if demand is None:
         return None
     if isinstance(demand, SinkWindowDemand):
-        return GapRemover(demand, settings.prefill == "full")
+        return GapRemover(demand, longest, settings.whole_prompts)
     policy = settings.policy()
     assert policy is not None
     assert isinstance(demand, BufferDemand)
