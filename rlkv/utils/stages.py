@@ -1,8 +1,9 @@
 """Commands that each run once, in the order of their needs, some at a time; a list that was stopped resumes.
 
-A stage has ended when its file ``done`` exists and is not older than the files that it needs; programs write it last
-and resume by themselves.  ``stages.json`` in the results folder keeps what all stages were started with (options,
-digests of config files, version), so that one folder never mixes results of different settings.
+A stage has ended when its file ``done`` exists and the files that it needs are those that it had: ``ended.json`` in the
+results folder has their digests, so that a copy of the folder resumes too.  Programs write ``done`` last and resume by
+themselves.  ``stages.json`` keeps what all stages were started with (options, digests of config files, version): one
+folder never mixes results of different settings.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import digest
 from rlkv.utils.store import differences
 
-RECORD, LOCK = "stages.json", "lock"
+RECORD, LOCK, ENDED = "stages.json", "lock", "ended.json"
 EMPTYING = None  # in place of the record, while an earlier run's results are removed
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 LOCK_SECONDS, POLL_SECONDS = 5.0, 0.25  # stages of a list that was just killed are still ending
@@ -58,7 +59,7 @@ class StagesConfig:
 class Stage:
     """A Python program with its arguments, and the file that it leaves when it has ended.
 
-    ``needs`` are ``done`` files of other stages; if one is newer than ``done``, this stage runs again.
+    ``needs`` are ``done`` files of other stages; if one has changed since, this stage runs again.
     """
 
     name: str
@@ -66,10 +67,22 @@ class Stage:
     done: Path
     needs: tuple[Path, ...] = ()
 
-    def has_ended(self, root: Path) -> bool:
-        done, needs = root / self.done, [root / file for file in self.needs]
-        files_exist = all(file.exists() for file in (done, *needs))
-        return files_exist and all(file.stat().st_mtime_ns <= done.stat().st_mtime_ns for file in needs)
+    def digests(self, root: Path) -> list[str]:
+        """Of the files that it needs."""
+        return [digest((root / file).read_bytes()) for file in self.needs]
+
+    def has_ended(self, root: Path, folder: Path) -> bool:
+        files_exist = all((root / file).exists() for file in (self.done, *self.needs))
+        return files_exist and _ended(folder).get(self.name) == self.digests(root)
+
+    def note_end(self, root: Path, folder: Path) -> None:
+        write_json(folder / ENDED, _ended(folder) | {self.name: self.digests(root)})
+
+
+def _ended(folder: Path) -> dict[str, list[str]]:
+    """Stages that have ended, with the digests of what they needed."""
+    record = folder / ENDED
+    return json.loads(record.read_text()) if record.exists() else {}
 
 
 def run_stages(
@@ -115,7 +128,7 @@ def run_stages(
                     stage = waiting[number]
                     if absent := [file for file in stage.needs if not (root / file).exists()]:
                         raise ValueError(f"stage {stage.name!r} needs {absent[0]}, which no stage makes")
-                    if stage.has_ended(root):
+                    if stage.has_ended(root, folder):
                         say(number, "done before")
                     elif len(running) < jobs:
                         # a config file may have changed since
@@ -128,7 +141,8 @@ def run_stages(
                 for number, (process, started) in list(running.items()):
                     if process.poll() is not None:
                         del running[number]
-                        _end(stages[number - 1], root, log(number), process.returncode)
+                        _check_end(stages[number - 1], root, log(number), process.returncode)
+                        stages[number - 1].note_end(root, folder)
                         say(number, f"done in {time.monotonic() - started:.0f} s")
                 if running:
                     time.sleep(POLL_SECONDS)
@@ -162,12 +176,10 @@ def _die_with(parent: int, library: Any) -> None:
         os._exit(1)
 
 
-def _end(stage: Stage, root: Path, log: Path, code: int) -> None:
+def _check_end(stage: Stage, root: Path, log: Path, code: int) -> None:
     if code != 0 or not (root / stage.done).exists():
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise ValueError(f"stage '{stage.name}' failed with exit code {code}; end of {log}:\n{tail}")
-    if not stage.has_ended(root):  # it found nothing to do for what it needs now
-        (root / stage.done).touch()
 
 
 def _facts(stage: Stage, root: Path, folder: Path) -> dict[str, Any]:

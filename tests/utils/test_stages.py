@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,22 +75,39 @@ def test_stages_run_once_and_in_the_order_of_their_needs(tmp_path: Path, capsys:
     assert lines(capsys) == ["[2/3] first: done before", "[3/3] middle: done before", "[1/3] last: done before"]
     (tmp_path / "middle").unlink()
     run(stages, tmp_path)
-    assert (tmp_path / "order").read_text() == "fmlml"
-    assert lines(capsys) == ["[2/3] first: done before", "[3/3] middle: done", "[1/3] last: done"]
+    assert (tmp_path / "order").read_text() == "fmlm"
+    # it has made the same again
+    assert lines(capsys) == ["[2/3] first: done before", "[3/3] middle: done", "[1/3] last: done before"]
 
 
-def test_a_stage_older_than_what_it_needs_runs_again_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_runs_again_once_when_what_it_needs_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # like a training that has ended: it leaves its file as it is
     code = "import pathlib\nopen('count', 'a').write('x')\nif not pathlib.Path('lazy').exists(): open('lazy', 'w')"
     stages = [make_stage("first"), Stage("lazy", ["-c", code], Path("lazy"), (Path("first"),))]
     run(stages, tmp_path)
-    later = (tmp_path / "lazy").stat().st_mtime_ns + 1
-    os.utime(tmp_path / "first", ns=(later, later))
+    (tmp_path / "first").touch()
+    run(stages, tmp_path)
+    assert (tmp_path / "count").read_text() == "x"
+    (tmp_path / "first").write_text("other")
     run(stages, tmp_path)
     assert (tmp_path / "count").read_text() == "xx"
     capsys.readouterr()
     run(stages, tmp_path)
     assert "[2/2] lazy: done before" in lines(capsys)
+
+
+def test_a_copy_resumes_whatever_the_times_of_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    stages = [make_stage("first"), make_stage("second", needs=("first",))]
+    run(stages, tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for number, name in enumerate(("second", "first")):
+        os.utime(tmp_path / "b" / name, ns=(number, number))
+    capsys.readouterr()
+    run(stages, tmp_path / "b")
+    assert lines(capsys) == ["[1/2] first: done before", "[2/2] second: done before"]
 
 
 def test_several_at_once_and_no_more(tmp_path: Path) -> None:
@@ -168,7 +186,7 @@ def test_other_settings_are_refused_and_nothing_starts(tmp_path: Path) -> None:
     run([make_stage("train", options=("--steps", "50"))], tmp_path)
     (tmp_path / "results" / "sub").mkdir()
     run([make_stage("train", options=("--steps", "60"))], tmp_path, fresh=True)
-    assert {entry.name for entry in (tmp_path / "results").iterdir()} == {"stages.json", "lock", "logs"}
+    assert {entry.name for entry in (tmp_path / "results").iterdir()} == {"ended.json", "lock", "logs", "stages.json"}
 
 
 def test_another_content_of_a_config_file_is_refused_and_results_are_not_configs(tmp_path: Path) -> None:
