@@ -36,9 +36,10 @@ def prepare_engine(vllm_config: Any) -> None:
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, KEY: settings.to_request()}
     _adapt(vllm_config, settings, rounding(request, settings, ranks))
-    from rlkv.vllm.metrics import publish
+    if "full" not in request:  # else another process has resolved them, or they are not a server's
+        from rlkv.vllm.metrics import publish
 
-    publish(settings.allocation.sparsity)
+        publish(settings.allocation.sparsity)
 
 
 def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) -> str | None:

@@ -51,8 +51,6 @@ _published: list[UsageCollector] = []  # of this process: none or one
 def publish(sparsity: float) -> None:
     """Add to this process's ``/metrics``, and have the schedulers that it starts report; the last engine's sparsity."""
     if not _published:
-        if os.environ.get(FOLDER):  # a process that an engine started
-            return
         _published.append(UsageCollector(sparsity))
         os.environ[FOLDER] = _published[0].folder.name
         REGISTRY.register(_published[0])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +106,12 @@ def test_reports_come_once_a_second_and_when_nothing_is_left(tmp_path: Path, mon
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_another_process_of_the_engine_does_not_publish(tmp_path: Path) -> None:
-    code = "from rlkv.vllm import metrics; metrics.publish(0.5); print(len(metrics._published))"
-    environment = {**os.environ, usage.FOLDER: str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split()[-1] == "0"
+def test_resolved_settings_publish_nothing(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that a server has started, or of a program without a page."""
+    published: list[float] = []
+    monkeypatch.setattr("rlkv.vllm.metrics.publish", published.append)
+    full = ["".join("01"[kept] for kept in row) for row in llama.allocation(0.5).full.tolist()]
+    with engine(llama, {"rlkv": {"full": full, "sink": 4, "window": 16}}, num_gpu_blocks_override=100):
+        assert not published
+    with engine(llama, llama.request(0.5), num_gpu_blocks_override=100):
+        assert published == [0.5]
