@@ -28,8 +28,8 @@ def new_checkpoint(
 ) -> Iterator[Path]:
     """A path to write the checkpoint of ``step`` to; it becomes ``checkpoint-STEP`` when the block ends without error.
 
-    Then all but the ``keep`` newest checkpoints are deleted (None: all stay). After an error, such as a full disk, the
-    earlier ones are as they were.
+    Then damaged checkpoints and all but the ``keep`` newest are deleted (None: all others stay). After an error, such
+    as a full disk, the earlier ones are as they were.
 
     Args:
         is_main: whether this process moves and deletes folders.
@@ -48,7 +48,9 @@ def new_checkpoint(
         (partial / target.name).rename(target)
         _to_disk(output_dir)
         older = [path for other, path in sorted(_checkpoints(output_dir).items()) if other <= step]
-        for path in older[: -keep if keep else 0]:
+        damaged = [path for path in older if _damaged(path) is not None]
+        whole = [path for path in older if path not in damaged]
+        for path in [*damaged, *whole[: -keep if keep else 0]]:
             shutil.rmtree(path.rename(partial / path.name))  # renamed first: what is half deleted cannot be resumed
         partial.rmdir()
     wait()
@@ -65,7 +67,7 @@ def last_checkpoint(folder: Path) -> Path | None:
         damaged = _damaged(found[step])
         if damaged is None:
             return found[step]
-        warnings.warn(f"{found[step]} is not used, because {damaged}: an earlier checkpoint is", stacklevel=2)
+        warnings.warn(f"{found[step]} is damaged ({damaged}): looking for an earlier checkpoint", stacklevel=2)
     if found:
         raise ValueError(f"all checkpoints in {folder} are damaged: remove them to start again, or restore one")
     return None
@@ -116,10 +118,10 @@ def _damaged(folder: Path) -> str | None:
     if not noted.exists():
         return None
     try:
-        sums = json.loads(noted.read_text())
-    except ValueError:
+        sums = json.loads(noted.read_text()).items()
+    except (ValueError, AttributeError, OSError):
         return f"{CHECKSUMS} is not readable"
-    for name, wanted in sums.items():
+    for name, wanted in sums:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"

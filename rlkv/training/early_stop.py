@@ -16,8 +16,7 @@ from rlkv.gates.head_gates import HeadGates
 class StopWhenStable(TrainerCallback):
     """Ends the training when the full heads at all ``sparsities`` have stayed the same for ``steps`` steps.
 
-    Steps after which the gates do not tell the last full head from the first compressible one, such as those before
-    the penalty acts, do not count.
+    Steps that left the gates as they were do not count, nor those after which the gates at the boundary are equal.
 
     Attributes:
         unchanged: steps for which the full heads have been the same.
@@ -27,13 +26,15 @@ class StopWhenStable(TrainerCallback):
         self.make_gates, self.sparsities, self.steps = make_gates, tuple(sparsities), steps
         self.unchanged = 0
         self._full: Tensor | None = None  # bool [sparsities, layers, KV heads]
+        self._alpha: Tensor | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         gates = self.make_gates()
         full = torch.stack([HeadAllocation.from_gates(gates, sparsity).full for sparsity in self.sparsities])
         same = self._full is not None and torch.equal(full, self._full) and all(_decided(gates, own) for own in full)
-        self.unchanged = self.unchanged + 1 if same else 0
-        self._full = full
+        moved = self._alpha is None or not torch.equal(gates.alpha, self._alpha)
+        self.unchanged = self.unchanged + moved if same else 0
+        self._full, self._alpha = full, gates.alpha.clone()
         if self.ended and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
 
@@ -54,13 +55,13 @@ class StopWhenStable(TrainerCallback):
         return {"sparsities": list(self.sparsities), "full": self._full, "unchanged": self.unchanged}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Of an earlier run; one with other sparsities is of no use."""
+        """Of an earlier run; one with other sparsities is ignored."""
         if state.get("sparsities") == list(self.sparsities):
             self._full, self.unchanged = state["full"], state["unchanged"]
 
 
 def _decided(gates: HeadGates, full_LH: Tensor) -> bool:
-    """Whether some full head and some compressible one differ in their gates at the boundary, or there is none."""
+    """Whether every full head has a larger gate than every compressible one; equal gates: a larger mean."""
     if bool(full_LH.all()) or not bool(full_LH.any()):
         return True
     keys = [

@@ -70,7 +70,7 @@ class GateLossTrainer(ResumableGRPOTrainer):
         started = time.process_time()
         loss = super().training_step(*args, **kwargs)
         rank = self.accelerator.process_index
-        self.skip_nonfinite.look(self.gates, self._inputs, self.state.global_step, rank)
+        self.skip_nonfinite.look(loss, self.gates, self._inputs, self.state.global_step, rank)
         self._seconds["cpu"] += time.process_time() - started
         return loss
 

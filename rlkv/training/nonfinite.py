@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -20,21 +21,33 @@ class SkipNonFinite(TrainerCallback):
     Under DeepSpeed, which keeps gradients to itself, it sees none.
 
     Attributes:
-        skipped: steps of this process.
+        skipped: steps since the start of the run.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.skipped = self._in_a_row = 0
+        self._written = -1  # step
 
-    def look(self, gates: Sequence[Tensor], inputs: dict[str, Any], step: int, rank: int) -> None:
-        """After a backward pass: note the first batch that spoils the gradients of the step after ``step``."""
-        path = self._path(step, rank)
-        if not _finite(gates) and not path.exists():
+    def look(self, loss: Tensor, gates: Sequence[Tensor], inputs: dict[str, Any], step: int, rank: int) -> None:
+        """After a backward pass: keep the first batch of the step after ``step`` whose own loss is not finite.
+
+        Gradients are those of all processes: they tell which batch it was only where there is one process.
+        """
+        alone = not (dist.is_available() and dist.is_initialized())
+        bad = not bool(loss.isfinite().all()) or (alone and not _finite(gates))
+        if bad and self._written != step:
+            self._written = step
             tensors = {name: value.cpu() for name, value in inputs.items() if isinstance(value, Tensor)}
-            save_tensors(path, {"inputs": tensors, "gates": [gate.detach().cpu() for gate in gates]})
+            save_tensors(self._path(step, rank), {"inputs": tensors, "gates": [gate.detach().cpu() for gate in gates]})
 
-    def _path(self, step: int, rank: int) -> Path:
+    def state(self) -> dict[str, int]:
+        return {"skipped": self.skipped, "in_a_row": self._in_a_row}
+
+    def load(self, state: dict[str, int]) -> None:
+        self.skipped, self._in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
+
+    def _path(self, step: int, rank: int | str) -> Path:
         return self.folder / f"nonfinite_step_{step + 1:06d}_{rank}.pt"
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -46,8 +59,9 @@ class SkipNonFinite(TrainerCallback):
             gate.grad = None
         self.skipped += 1
         self._in_a_row += 1
-        path = self._path(state.global_step, args.process_index)
-        print(f"step {state.global_step + 1}: the gradients are not finite, the step is left out ({path})", flush=True)
+        path = self._path(state.global_step, "*")
+        if args.process_index == 0:
+            print(f"step {state.global_step + 1} is left out: its gradients are not finite ({path})", flush=True)
         if self._in_a_row == MOST_IN_A_ROW:
             raise ValueError(
                 f"the gradients of {MOST_IN_A_ROW} steps in a row are not finite: look at {path}, try --dtype float32, "

@@ -17,7 +17,7 @@ from rlkv.training.early_stop import StopWhenStable
 from rlkv.training.head_gate import gate_shares, gates_matrix
 from rlkv.training.nonfinite import SkipNonFinite
 
-GATE_MEAN, STABLE = "gate_mean.pt", "stable"
+GATE_MEAN, STABLE, SKIPPED = "gate_mean.pt", "stable", "skipped"
 # our names for what trl measures
 RESPONSE_METRICS = {
     "response/length_mean": "completions/mean_length",
@@ -103,7 +103,8 @@ class ResumableGRPOTrainer(GRPOTrainer):
                 state = {"inputs": self._buffered_inputs, "values": self._of_rollout}
                 save_tensors(self._rollout_state(folder), state)
             if main:
-                save_tensors(folder / GATE_MEAN, self.gate_mean.state() | {STABLE: self._stable_state()})
+                found = {STABLE: self._stable_state(), SKIPPED: self.skip_nonfinite.state()}
+                save_tensors(folder / GATE_MEAN, self.gate_mean.state() | found)
 
     def _rollout_state(self, folder: Path) -> Path:
         return folder / f"rollout_state_{self.accelerator.process_index}.pt"
@@ -133,6 +134,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
     def _load_means(self, checkpoint: Path) -> None:
         state = load_tensors(checkpoint / GATE_MEAN)
         self.gate_mean.load(state)
+        self.skip_nonfinite.load(state.get(SKIPPED, {}))
         if self.stop_when_stable is not None:
             self.stop_when_stable.load(state.get(STABLE, {}))
 

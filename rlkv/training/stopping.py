@@ -46,6 +46,7 @@ class StopOnTermination(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if _any_process(self.told) and state.global_step < state.max_steps:
+            self._timer.cancel()  # the checkpoint may take its time
             self.stopped = control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

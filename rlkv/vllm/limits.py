@@ -32,6 +32,7 @@ def prepare_engine(vllm_config: Any) -> None:
         )
     check_engine(vllm_config)
     settings, ranks = resolve_settings(vllm_config), vllm_config.parallel_config.tensor_parallel_size
+    check_shape(settings, model)
     deal_heads(settings.allocation.full, ranks)  # refuses an uneven allocation before any process starts
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, KEY: settings.to_request()}
@@ -40,6 +41,14 @@ def prepare_engine(vllm_config: Any) -> None:
         from rlkv.vllm.metrics import publish
 
         publish(settings.allocation.sparsity)
+
+
+def check_shape(settings: ServingSettings, model: Any) -> None:
+    """Raise ``ValueError`` unless the allocation is for a model (vLLM's config) of this shape."""
+    found = list(settings.allocation.full.shape)
+    shape = [model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads()]
+    if found != shape:
+        raise ValueError(f"rlkv: the allocation is for {found} layers and KV heads, but the model has {shape}")
 
 
 def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) -> str | None:

@@ -133,6 +133,8 @@ class ServingSettings:
 
         assert self.gates is not None
         assert self.sparsity is not None
+        if ranks > 1 and self.scope == "layer":
+            raise ValueError("rlkv: scope 'layer' is not served with tensor parallelism: leave it out, or use one rank")
         gates = HeadGates.load(self.gates)
         gates.check_model(config)
         sink = gates.deploy_sink if self.sink is None else self.sink

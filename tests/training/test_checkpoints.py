@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, how: s
     for step in (1, 2, 3):
         write(tmp_path, step, keep=3)
     damage(tmp_path / "checkpoint-3", how)
-    with pytest.warns(UserWarning, match=r"checkpoint-3 is not used, because (weights|checksums.json) "):
+    with pytest.warns(UserWarning, match=r"checkpoint-3 is damaged \((weights|checksums.json) "):
         assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     write(tmp_path, 3, keep=2)  # the run that resumed from 2 comes to 3 again
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
@@ -126,7 +126,7 @@ def test_a_full_disk_or_a_damaged_file_costs_a_checkpoint_and_no_more(
     assert not (tmp_path / "run" / "gates.pt").exists()
     random_run.run(tmp_path / "run", ["--max_steps", "4"])
     (tmp_path / "run" / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
-    with pytest.warns(UserWarning, match=r"checkpoint-4 is not used, because optimizer.pt has changed"):
+    with pytest.warns(UserWarning, match=r"checkpoint-4 is damaged \(optimizer.pt has changed"):
         found = random_run.run(tmp_path / "run")
     assert torch.equal(found.alpha, expected.alpha)
     assert found.mean_alpha is not None

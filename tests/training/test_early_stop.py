@@ -1,4 +1,4 @@
-"""Training ends when the full heads have stayed the same, at once after a resume too."""
+"""Training ends when the full heads have stayed the same; a run that has ended so does not go on."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.helpers.gates import make_gates
 START = torch.tensor([[0.9, 0.1], [0.6, 0.4]])
 
 
-def follow(alphas: list[torch.Tensor], sparsities: list[float], steps: int) -> list[int]:
-    """``unchanged`` after every step until the callback stops the training."""
+def follow(alphas: list[torch.Tensor], sparsities: list[float], steps: int, moving: bool = True) -> list[int]:
+    """``unchanged`` after every step until the callback stops the training; ``moving``: gates shrink at every step."""
     base, now = make_gates(alpha=START, mean_alpha=START, model=None), [START]
     callback = StopWhenStable(lambda: replace(base, alpha=now[0], mean_alpha=now[0]), sparsities, steps)
     counts = []
     for step, alpha in enumerate(alphas, start=1):
-        now[0] = alpha
+        now[0] = alpha * (1 - 1e-3 * step) if moving else alpha
         control = SimpleNamespace(should_save=False, should_training_stop=False)
         callback.on_step_end(None, SimpleNamespace(global_step=step, max_steps=len(alphas)), control)
         counts.append(callback.unchanged)
@@ -42,6 +42,10 @@ def test_only_a_change_of_the_full_heads_counts() -> None:
     other = torch.tensor([[0.6, 0.4], [0.9, 0.1]])
     assert follow([START, other, START, other], [0.5], 2) == [0, 1, 2]
     assert follow([START, other, START, other], [0.5, 0.25], 2) == [0, 0, 0, 0]
+
+
+def test_steps_that_leave_the_gates_as_they_are_do_not_count() -> None:
+    assert follow([START, START, START / 2, START / 2, START], [0.5], 2, moving=False) == [0, 0, 1, 1, 2]
 
 
 def test_gates_that_are_equal_decide_nothing() -> None:

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
 import psutil
@@ -29,6 +30,7 @@ need_vllm()
 REQUESTS, CLIENTS, PROMPTS = 500, 24, 25
 LONGEST = 150  # tokens of an answer
 ABORTED = 0.15  # share of the requests whose clients go away
+GROWTH = 30  # MiB that the server's processes may gain
 BLOCKS = 60  # of the pool: texts of 24 clients need more
 
 
@@ -138,9 +140,9 @@ def test_500_requests(server: ServedModel, prompts: list[list[int]], expected: l
     assert shown["rlkv:sparsity"] == 0.5
     assert 0 < most["rlkv:kv_blocks"] <= BLOCKS
     assert most["rlkv:kv_bytes_saved"] > 0
-    early, late = max(used[4:8]), min(used[-4:])
+    early, late = median(used[4:10]), median(used[-6:])
     print(
         f"{REQUESTS} requests, {aborted} aborted, {shown['vllm:num_preemptions_total']:.0f} preemptions, "
         f"{shown['vllm:generation_tokens_total']:.0f} tokens; memory {early / 2**20:.0f} -> {late / 2**20:.0f} MiB"
     )
-    assert late < 1.03 * early
+    assert late < early + 2**20 * GROWTH

@@ -76,7 +76,9 @@ def test_blocks_bytes_and_evictions(llama: Served, settings: dict[str, Any], mon
             assert shown("evictions_total") - evictions > 30
 
 
-def test_reports_come_once_a_second_and_when_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_come_every_five_seconds_and_when_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Bin:
         req_to_blocks: dict[str, Any] = {"0": []}  # noqa: RUF012
 
@@ -87,7 +89,7 @@ def test_reports_come_once_a_second_and_when_nothing_is_left(tmp_path: Path, mon
     reporter, bins = usage.Reporter(), [Bin(), Bin()]
     reporter.bins.update(bins)  # type: ignore[arg-type]
     reported: list[usage.BinUsage] = []
-    clock = iter((99.0, 100.0, 100.9, 101.1, 101.2, 101.3))
+    clock = iter((99.0, 100.0, 104.9, 105.1, 105.2, 105.3))
     monkeypatch.setattr(usage.time, "monotonic", lambda: next(clock))
     monkeypatch.delenv(usage.FOLDER, raising=False)
     reporter.report()

@@ -31,7 +31,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
 def test_quantised_heads_move_as_plain_ones(form: str, projection: str) -> None:
     """Quantising and reordering commute, number for number."""
     weight = torch.randn(SIZE // (2 if projection in "kv" else 1), SIZE, generator=torch.Generator().manual_seed(1))
-    order, name = HeadOrder([ORDER], group_size=2), f"model.layers.0.self_attn.{projection}_proj."
+    order, name = HeadOrder([ORDER], group_size=2, head_size=HEAD), f"model.layers.0.self_attn.{projection}_proj."
     ((_, plain),) = order.reordered([(name + "weight", weight)])
     assert not torch.equal(plain, weight)
     quantised = {name + kind: tensor for kind, tensor in LAYOUTS[form](weight).items()}
@@ -43,7 +43,7 @@ def test_quantised_heads_move_as_plain_ones(form: str, projection: str) -> None:
 
 def test_fused_projections_move_as_single_ones() -> None:
     query, key, value = (torch.randn(heads * HEAD, 5) for heads in (8, 4, 4))
-    order, name = HeadOrder([ORDER], group_size=2), "model.layers.0.self_attn."
+    order, name = HeadOrder([ORDER], group_size=2, head_size=HEAD), "model.layers.0.self_attn."
     single = order.reordered(zip((f"{name}{p}_proj.weight" for p in "qkv"), (query, key, value), strict=True))
     ((_, fused),) = order.reordered([(name + "qkv_proj.weight", torch.cat([query, key, value]))])
     assert torch.equal(fused, torch.cat([tensor for _, tensor in single]))
@@ -53,6 +53,7 @@ def test_fused_projections_move_as_single_ones() -> None:
     ("name", "shape", "message"),
     [
         ("self_attn.o_proj.scales", (2, 64), "groups of quantised weights reach over several heads"),
+        ("self_attn.o_proj.weight_scale_inv", (4, 4 * 5), "groups of quantised weights reach over several heads"),
         ("self_attn.q_proj.absmax", (16,), "the order of heads in a absmax"),
         ("self_attn.o_proj.g_idx", None, "without desc_act"),
         ("attention.wq.weight", (256, 64), "which heads this tensor has"),
@@ -62,7 +63,7 @@ def test_fused_projections_move_as_single_ones() -> None:
 def test_what_cannot_move_is_refused(name: str, shape: tuple[int, ...] | None, message: str) -> None:
     tensor = torch.ones(shape) if shape is not None else torch.tensor([0, 1, 0, 1])
     with pytest.raises(ValueError, match=message):
-        list(HeadOrder([ORDER], 2).reordered([(f"model.layers.0.{name}", tensor)]))
+        list(HeadOrder([ORDER], 2, HEAD).reordered([(f"model.layers.0.{name}", tensor)]))
 
 
 @pytest.mark.parametrize("form", ["awq", "packed"])

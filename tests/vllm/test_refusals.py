@@ -41,7 +41,7 @@ def fake_engine(**changes: Any) -> Any:
         model_config=SimpleNamespace(
             architecture="LlamaForCausalLM",
             hf_config=None,
-            hf_text_config=SimpleNamespace(model_type="llama"),
+            hf_text_config=SimpleNamespace(model_type="llama", num_hidden_layers=1),
             quantization=None,
             get_total_num_kv_heads=lambda: 4,
         ),
@@ -189,12 +189,13 @@ def test_another_version_is_refused(llama: Served, monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_unasked_the_stock_model_is_built(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unasked_the_model_stays_as_it_is(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     # nor is another version an error where rlkv was not asked for
     monkeypatch.setattr("rlkv.vllm.plugin.installed_version", lambda: "0.99.0")
     with engine(llama, None) as llm:
         model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner.get_model()
-        assert type(model).__module__ == "vllm.model_executor.models.llama"
+        assert model.rlkv is None
+        assert not hasattr(model, "rlkv_bins")
         assert type(model.model.layers[0].self_attn.attn).__name__ == "Attention"
         (output,) = generate(llm, random_prompts((90,)), 40)
     prompt, tokens = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
@@ -222,7 +223,7 @@ def test_weights_are_reordered(llama: Served) -> None:
 
     full = torch.tensor([[False, True, False], [True, True, True]])
     plan = plan_packing(full, SinkWindowDemand(32, 16, 64), 1000)
-    changed = HeadOrder([plan.head_order(layer) for layer in range(2)], group_size=2)
+    changed = HeadOrder([plan.head_order(layer) for layer in range(2)], group_size=2, head_size=2)
     heads = torch.arange(3).repeat_interleave(2)
     rows = heads.repeat_interleave(2)
     weights = {

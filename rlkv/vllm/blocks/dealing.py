@@ -27,7 +27,8 @@ def deal_heads(full_LH: Tensor, ranks: int) -> Tensor:
     if int(full_LH.sum()) % ranks:
         raise ValueError(
             f"rlkv: {int(full_LH.sum())} full heads are not spread evenly over {ranks} ranks of tensor parallelism: "
-            f"choose an allocation with a multiple of {ranks}, or give gates and a sparsity, which is rounded down"
+            f"choose an allocation with a multiple of {ranks} full heads, or give gates and a sparsity, which "
+            "is rounded down"
         )
     dealt = torch.empty(ranks, layers, heads // ranks, dtype=torch.int64)
     turn = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Sing
 from rlkv.utils.atomic import write_json
 
 FOLDER = "RLKV_METRICS_DIR"  # of the environment, which the engine's processes inherit
-EVERY = 1.0  # seconds between two reports: each walks all block tables
+EVERY = 5.0  # seconds between two reports: each walks all block tables
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def read_usage(folder: str | Path) -> list[BinUsage]:
 
 
 class Reporter:
-    """All bins of one pool, whose amounts are of the same moment."""
+    """All bins of one pool, which report together."""
 
     def __init__(self) -> None:
         self.bins: WeakSet[Counted] = WeakSet()
@@ -55,10 +56,13 @@ class Reporter:
     def report(self) -> None:
         """Write what the bins hold, if it is time or no request is left."""
         folder, now = os.environ.get(FOLDER), time.monotonic()
-        if folder and (now - self.reported >= EVERY or not any(own.req_to_blocks for own in self.bins)):
+        if folder is None or not Path(folder).is_dir():
+            return
+        if now - self.reported >= EVERY or not any(own.req_to_blocks for own in self.bins):
             self.reported = now
             found = [asdict(own.usage()) for own in self.bins]
-            write_json(Path(folder, f"{os.getpid()}-{id(self)}.json"), found)
+            with suppress(OSError):  # a full disk must not stop the engine
+                write_json(Path(folder, f"{os.getpid()}-{id(self)}.json"), found)
 
 
 _REPORTERS: WeakKeyDictionary[Any, Reporter] = WeakKeyDictionary()  # by the pool

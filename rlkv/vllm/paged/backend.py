@@ -24,7 +24,9 @@ from rlkv.vllm.paged.attention import write_cache
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """On ``device``, and to a GPU without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class BackendParts(AttentionBackend):

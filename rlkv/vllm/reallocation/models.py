@@ -23,54 +23,49 @@ if TYPE_CHECKING:
 
 
 class _Dispatch:
-    """Builds the stock model, and changes it if rlkv was asked for."""
+    """The stock model, with other attention layers if rlkv was asked for."""
 
-    rlkv: HeadOrder
-    stock: Any
-
-    def __new__(cls, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> Any:
-        if read_request(vllm_config.additional_config) is None:
-            return cls.stock(vllm_config=vllm_config, prefix=prefix, **kwargs)
-        check_version()
-        return super().__new__(cls)
+    rlkv: HeadOrder | None = None
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
-        from rlkv.vllm.reallocation.reallocation import attach_reallocation
-
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
-        self.rlkv = attach_reallocation(self, vllm_config)
+        if read_request(vllm_config.additional_config) is not None:
+            from rlkv.vllm.reallocation.reallocation import attach_reallocation
+
+            check_version()
+            self.rlkv = attach_reallocation(self, vllm_config)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return super().load_weights(self.rlkv.reordered(weights))  # type: ignore[misc]
+        return super().load_weights(weights if self.rlkv is None else self.rlkv.reordered(weights))  # type: ignore[misc]
 
 
 class GemmaForCausalLM(_Dispatch, StockGemma):
-    stock = StockGemma
+    pass
 
 
 class Glm4ForCausalLM(_Dispatch, StockGlm4):
-    stock = StockGlm4
+    pass
 
 
 class GraniteForCausalLM(_Dispatch, StockGranite):
-    stock = StockGranite
+    pass
 
 
 class LlamaForCausalLM(_Dispatch, StockLlama):
-    stock = StockLlama
+    pass
 
 
 class MistralForCausalLM(_Dispatch, StockMistral):
-    stock = StockMistral
+    pass
 
 
 class Phi3ForCausalLM(_Dispatch, StockPhi3):
-    stock = StockPhi3
+    pass
 
 
 class Qwen2ForCausalLM(_Dispatch, StockQwen2):
-    stock = StockQwen2
+    pass
 
 
 class Qwen3ForCausalLM(_Dispatch, StockQwen3):
-    stock = StockQwen3
+    pass

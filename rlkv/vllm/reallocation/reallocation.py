@@ -30,12 +30,6 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     stock, longest = model.model.layers[0].self_attn.attn, vllm_config.model_config.max_model_len
     group_size, ranks = stock.num_heads // stock.num_kv_heads, get_tensor_model_parallel_world_size()
     check_layers([layer.self_attn.attn for layer in model.model.layers])
-    shape = (len(model.model.layers), stock.num_kv_heads * ranks)
-    if settings.allocation.full.shape != shape:
-        raise ValueError(
-            f"rlkv: the allocation is for {list(settings.allocation.full.shape)} layers and KV heads, but the model "
-            f"has {list(shape)}"
-        )
     plans = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest, ranks)
     rank = get_tensor_model_parallel_rank()
     plan = plans[rank]
@@ -51,7 +45,7 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
     logger.info("rlkv: %s%s", where, plan.summary(entry_bytes, *settings.reference(longest)))
     order = [[head for own in plans for head in own.head_order(number)] for number in range(len(model.model.layers))]
-    return HeadOrder(order, group_size)
+    return HeadOrder(order, group_size, stock.head_size)
 
 
 def check_layers(layers: Sequence[Any]) -> None:

@@ -29,10 +29,12 @@ class HeadOrder:
     Attributes:
         heads: the KV heads of each layer, in the order of ranks, and of parts in a rank.
         group_size: query heads for each KV head.
+        head_size: of a query head, and of a KV head.
     """
 
     heads: Sequence[Sequence[int]]
     group_size: int
+    head_size: int
 
     def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors, whole: the engine cuts its rank's shard out of them.
@@ -63,7 +65,10 @@ class HeadOrder:
         if tensor.dim() <= dim or tensor.shape[dim] == 1:  # one number for all heads
             return tensor
         pieces = torch.tensor(self._pieces(layer, projection), device=tensor.device)
-        if tensor.shape[dim] % len(pieces):
+        outputs = len(pieces) * self.head_size * (self.group_size if projection in "qo" else 1)
+        group, rest = divmod(outputs, tensor.shape[dim])
+        # groups have powers of two: with another quotient the last group is cut off, and some reach over heads
+        if tensor.shape[dim] % len(pieces) or rest or group & (group - 1):
             raise ValueError(
                 f"rlkv: {name}: {tensor.shape[dim]} entries do not divide by {len(pieces)} heads, because groups of "
                 "quantised weights reach over several heads: serve weights with smaller groups"
