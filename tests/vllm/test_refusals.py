@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.vllm.limits import check_engine, prepare_engine
 from tests.helpers.engines import Served, engine, generate, make_served, need_vllm, random_prompts
 
@@ -213,6 +215,15 @@ def test_the_environment_asks_too(llama: Served, monkeypatch: pytest.MonkeyPatch
         assert config["full"] == tuple("".join("01"[kept] for kept in row) for row in allocation.full.tolist())
         assert "gates" not in config
         assert len(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups) > 1
+
+
+def test_unasked_a_pooling_model_keeps_its_pooler(llama: Served, tmp_path: Path) -> None:
+    shutil.copytree(llama.path, tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    settings = {"runner": "pooling", "skip_tokenizer_init": False, "block_size": 32}
+    with engine(replace(llama, path=tmp_path / "model"), None, **settings) as llm:
+        (output,) = llm.encode([{"prompt_token_ids": [5, 6, 7]}], pooling_task="embed", use_tqdm=False)
+    assert output.outputs.data.shape == (256,)
 
 
 def test_weights_are_reordered(llama: Served) -> None:
