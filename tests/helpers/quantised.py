@@ -70,44 +70,32 @@ def _fp8(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": numbers.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
 
-def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, **({"input_activations": inputs} if inputs else {})}
+def _compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
     common = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
     return {**common, "format": form, "config_groups": {"group_0": group}}
 
 
-_NUMBERS = {"type": "int", "symmetric": True}
+_NUMBERS = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": GROUP}
+# formats of 4 bits that the CPU engine takes, with its settings
 FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
-    "int8": (
-        _int8,
-        _compressed(
-            "int-quantized",
-            {**_NUMBERS, "num_bits": 8, "strategy": "channel", "dynamic": False},
-            {**_NUMBERS, "num_bits": 8, "strategy": "token", "dynamic": True},
-        ),
-    ),
-    "packed": (
-        _packed,
-        _compressed("pack-quantized", {**_NUMBERS, "num_bits": 4, "strategy": "group", "group_size": GROUP}),
-    ),
+    "packed": (_packed, _compressed("pack-quantized", _NUMBERS)),
     "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
 }
-
-# formats that the CPU engine does not take
 LAYOUTS: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
     **{form: change for form, (change, _) in FORMATS.items()},
+    "int8": _int8,
     "gptq": _gptq,
     "fp8": _fp8,
 }
 
 
-def with_weights_of(model: PreTrainedModel, form: str, dtype: torch.dtype) -> PreTrainedModel:
+def with_weights_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """``model`` with the numbers that the weights of :func:`quantise_folder` stand for, in place."""
-    bits = 8 if form == "int8" else 4
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("_proj.weight"):
-                numbers, scale = _quantise(weight, bits, weight.shape[1] if bits == 8 else GROUP)
+                numbers, scale = _quantise(weight, 4, GROUP)
                 rounded = scale.to(dtype).float()[..., None]
                 weight.copy_((numbers.unflatten(1, (scale.shape[1], -1)) * rounded).flatten(1))
             else:

@@ -42,11 +42,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_served(tmp_path_factory.mktemp("models"), request.param)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(tmp_path_factory.mktemp("models"), "llama")
-
-
 def check(served: Served, sparsity: float, outputs: list[Any], eviction: dict[str, Any] = RKV, **options: Any) -> int:
     return check_equal(served, sparsity, outputs, sizes={"eviction": make_policy(**eviction)}, **options)
 

@@ -15,7 +15,6 @@ from tests.helpers.engines import (
     block_manager,
     engine,
     held_blocks,
-    make_served,
     need_vllm,
     random_prompts,
 )
@@ -29,11 +28,6 @@ from rlkv.vllm.blocks.demand import BufferDemand  # noqa: E402
 
 ENTRY = 2 * HEAD_SIZE * ELEMENT  # bytes of a key and a value
 EVICTION = {"name": "rkv", "budget": 24, "buffer": 8, "observation": 4}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(tmp_path_factory.mktemp("models"), "llama")
 
 
 def shown(name: str, **labels: str) -> float:

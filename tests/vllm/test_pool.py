@@ -18,7 +18,6 @@ from tests.helpers.engines import (
     block_manager,
     engine,
     held_blocks,
-    make_served,
     need_vllm,
     random_prompts,
 )
@@ -33,11 +32,6 @@ from rlkv.vllm.blocks.specs import PackedFullSpec, SinkWindowManager, SinkWindow
 
 ENTRY = 2 * HEAD_SIZE * ELEMENT  # bytes of a key and a value
 DEMAND = SinkWindowDemand(BLOCK, SINK, WINDOW)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(tmp_path_factory.mktemp("models"), "llama")
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.5, 0.6, 0.75, 1.0])

@@ -18,7 +18,6 @@ from tests.helpers.engines import (
     engine,
     generate,
     held_blocks,
-    make_served,
     need_vllm,
     random_prompts,
     watch_preemptions,
@@ -32,11 +31,6 @@ from rlkv.vllm.blocks.packing import plan_packing  # noqa: E402
 
 SIZES: dict[str, Any] = {"sink": SINK, "window": WINDOW, "protect_prompt": True}
 LENGTHS = (1, SINK, BLOCK + 1, SINK + WINDOW, 200, 333)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(tmp_path_factory.mktemp("models"), "llama")
 
 
 def check(served: Served, sparsity: float, outputs: list[Any], **options: Any) -> int:

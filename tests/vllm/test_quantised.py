@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rlkv
-from tests.helpers.engines import SINK, WINDOW, Served, engine, generate, make_served, need_vllm, random_prompts
+from tests.helpers.engines import SINK, WINDOW, Served, engine, generate, need_vllm, random_prompts
 from tests.helpers.quantised import LAYOUTS, quantise_folder, with_weights_of
 
 need_vllm()
@@ -19,11 +19,6 @@ from rlkv.vllm.reallocation.weights import HeadOrder  # noqa: E402  (after the e
 
 ORDER = [2, 0, 3, 1]
 HEAD, SIZE = 32, 8 * 32  # 8 query heads over 4 KV heads
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(tmp_path_factory.mktemp("models"), "llama")
 
 
 @pytest.mark.parametrize("projection", ["q", "k", "v", "o"])
@@ -73,7 +68,7 @@ def test_4_bits_in_the_engine(llama: Served, tmp_path: Path, form: str) -> None:
     served, prompts = replace(llama, path=tmp_path / form), random_prompts((33, 200, 333))
     with engine(served, served.request(0.5), dtype="bfloat16") as llm:
         outputs = generate(llm, prompts, 1, prompt_logprobs=0)
-    model, errors, without = with_weights_of(deepcopy(llama.model), form, torch.bfloat16), [], []
+    model, errors, without = with_weights_of(deepcopy(llama.model), torch.bfloat16), [], []
     for prompt, output in zip(prompts, outputs, strict=True):
         found = torch.tensor([row[t].logprob for row, t in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
         for sparsity, differences in ((0.5, errors), (0.0, without)):

@@ -34,11 +34,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_served(tmp_path_factory.mktemp("models"), request.param)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(tmp_path_factory.mktemp("models"), "llama")
-
-
 def test_every_family(served: Served) -> None:
     with engine(served, served.request(0.5)) as llm:
         assert check_equal(served, 0.5, generate(llm, random_prompts(LENGTHS), 80)) == 480

@@ -19,11 +19,6 @@ from tests.helpers.engines import Served, engine, generate, make_served, need_vl
 need_vllm()
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(tmp_path_factory.mktemp("models"), "llama")
-
-
 def fake_engine(**changes: Any) -> Any:
     """The settings that are looked at, all supported; ``a__b`` sets ``config.a.b``."""
     config = SimpleNamespace(

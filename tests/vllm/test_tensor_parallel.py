@@ -18,7 +18,6 @@ from tests.helpers.engines import (
     engine,
     generate,
     held_blocks,
-    make_served,
     need_vllm,
     random_prompts,
 )
@@ -32,11 +31,6 @@ RANKS = 2
 PARALLEL: dict[str, Any] = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
 LENGTHS = (5, SINK, BLOCK + 1, SINK + WINDOW, 200, 333)
 RKV = {"name": "rkv", "budget": 40, "buffer": 24}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(tmp_path_factory.mktemp("models"), "llama")
 
 
 def bytes_of_blocks(worker: Any) -> list[float]:

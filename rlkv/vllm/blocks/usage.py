@@ -55,10 +55,11 @@ class Reporter:
 
     def report(self) -> None:
         """Write what the bins hold, if it is time or no request is left."""
-        folder, now = os.environ.get(FOLDER), time.monotonic()
-        if folder is None or not Path(folder).is_dir():
+        now = time.monotonic()
+        if now - self.reported < EVERY and any(own.req_to_blocks for own in self.bins):
             return
-        if now - self.reported >= EVERY or not any(own.req_to_blocks for own in self.bins):
+        folder = os.environ.get(FOLDER)
+        if folder is not None and Path(folder).is_dir():
             self.reported = now
             found = [asdict(own.usage()) for own in self.bins]
             with suppress(OSError):  # a full disk must not stop the engine
