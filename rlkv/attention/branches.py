@@ -8,6 +8,8 @@ Rows of padding hold finite values without meaning.
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from rlkv.attention.call import MixedCall, local_rule
 
+# one row or several, short or long, with gradients or without, in inference mode, for each model of a process
+VARIANTS_COMPILED = 64
 MIN_BLOCK = 64  # queries per block of the banded form; below it the matrix products are too small to be fast
 
 
@@ -140,7 +144,23 @@ def banded_local_attention(
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    return compile_variants(flex_attention)
+
+
+def compile_variants(function: Callable[..., Any], **options: Any) -> Any:
+    """``function`` compiled for up to ``VARIANTS_COMPILED`` variants: beyond torch's own 8 it would run uncompiled."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = VARIANTS_COMPILED
+        return torch.compile(function, dynamic=True, **options)
+    compiled = torch.compile(function, dynamic=True, **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # in each call, as torch keeps such settings by thread and the backward pass of a GPU has its own
+        with torch._dynamo.config.patch(recompile_limit=VARIANTS_COMPILED):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def flex_local_attention(

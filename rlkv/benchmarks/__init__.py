@@ -1,1 +1,1 @@
-"""Benchmarks: a decode step, an eviction, and serving with vLLM."""
+"""Benchmarks: a decode step, an eviction, and serving with vLLM; a check-up for GPUs."""

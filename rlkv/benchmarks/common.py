@@ -65,7 +65,7 @@ class ModelConfig(LlamaSizes):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
-    """auto, float32, bfloat16 or float16."""
+    """auto, fast, float32, bfloat16 or float16."""
 
     def check(self) -> None:
         """Raise ValueError for impossible settings."""

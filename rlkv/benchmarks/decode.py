@@ -1,4 +1,4 @@
-"""How long a decode step takes and how many bytes of KV it reads, against transformers' DynamicCache.
+"""How long a decode step takes and how many bytes of KV it reads, against transformers' DynamicCache and StaticCache.
 
 Caches hold random states. All variants take turns, so that a machine that slows down slows all of them.
 """
@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from rlkv.benchmarks.common import TimingConfig, at_least
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
@@ -24,7 +24,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import cache_nbytes
 from rlkv.utils.progress import progress_bar
 
-STOCK = "DynamicCache"
+STOCK, STATIC = "DynamicCache", "StaticCache"
 EMPTY = "1 token"  # a step that does everything but read a cache
 # in the place of options that are at their defaults
 QUICK = {"batches": (1, 2), "contexts": (256, 1024), "rounds": 2, "seconds": 0.5}
@@ -45,7 +45,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(TimingConfig):
-    """Median time of a decode step against DynamicCache, with bytes of KV held / held by the full cache.
+    """Median time of a decode step against DynamicCache and StaticCache, with bytes of KV held and of the full cache.
 
     rlkv-bench decode            # about 15 minutes on 2 cores
     rlkv-bench decode --quick    # a small model, under a minute
@@ -102,9 +102,11 @@ def realloc_variant(
 
 
 def _variants(config: DecodeConfig, context: int) -> list[Variant]:
-    sizes = (config.sink, config.window)
+    sizes, room = (config.sink, config.window), context + 1 + config.max_steps
+    static = partial(StaticCache, config.llama(room), room)  # as long as the turn needs it, its best case
+    theirs = [Variant(STOCK, "sdpa", DynamicCache, context), Variant(STATIC, "sdpa", static, context)]
     ours = [realloc_variant(config, f"sparsity {s:g}", context, s, *sizes) for s in config.sparsities]
-    return [Variant(STOCK, "sdpa", DynamicCache, context), *ours, realloc_variant(config, EMPTY, context=1)]
+    return [*theirs, *ours, realloc_variant(config, EMPTY, context=1)]
 
 
 def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: int) -> None:
@@ -175,7 +177,7 @@ def _rows_of(variants: list[Variant], rows: int) -> list[dict[str, Any]]:
                 "steps": len(variant.times),
                 "speedup_over_dynamic_cache": stock.milliseconds() / variant.milliseconds(),
                 "speedup_over_sparsity_0": base.milliseconds() / variant.milliseconds(),
-                "expected_ms": expected if variant is not stock else None,
+                "expected_ms": None if variant.name in (STOCK, STATIC) else expected,
                 "kv_share": cached_part / base.milliseconds(),
                 "kv_bytes": variant.kv_bytes,
                 "kv_bytes_full": stock.kv_bytes,
@@ -188,7 +190,7 @@ def measure_decode(config: DecodeConfig) -> list[dict[str, Any]]:
     """Time all variants for every batch and context; rows are those of :func:`_rows_of`."""
     model, results = config.build_model(max(config.contexts) + 1024), []
     settings = list(product(config.batches, config.contexts))
-    total = len(settings) * config.rounds * (len(config.sparsities) + 2)
+    total = len(settings) * config.rounds * (len(config.sparsities) + 3)
     with progress_bar("decode", "turns", total) as bar:
         for rows, context in settings:
             variants = _variants(config, context)

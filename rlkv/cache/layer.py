@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
-from rlkv.cache.stores import FullStore, Store, attend
+from rlkv.cache.stores import FullStore, PlainStore, Store, attend
+from rlkv.kernels.step import serves
 
 
 class NewStates(NamedTuple):
@@ -45,6 +46,8 @@ class ReallocationLayer(CacheLayerMixin):
         self.num_heads = full_heads.numel()
         full, others = full_heads.nonzero().flatten(), (~full_heads).nonzero().flatten()
         self.restore = torch.cat([full, others]).argsort()
+        # as the decode kernel counts heads
+        self.places = torch.cat([torch.arange(len(full)), -1 - torch.arange(len(others))])[self.restore].int()
         self.stores: list[tuple[Tensor, Store]] = []  # each with its heads
         if len(full):
             self.stores.append((full, FullStore(len(full), state, reserve)))
@@ -58,7 +61,7 @@ class ReallocationLayer(CacheLayerMixin):
         if found != self.num_heads:
             raise ValueError(f"the allocation has {self.num_heads} KV heads a layer but the model has {found}")
         self.device, self.dtype, self.batch_size = key_states.device, key_states.dtype, key_states.shape[0]
-        self.restore = self.restore.to(self.device)
+        self.restore, self.places = self.restore.to(self.device), self.places.to(self.device)
         self.stores = [(index.to(self.device), store) for index, store in self.stores]
         for _, store in self.stores:
             store.allocate(key_states, value_states)
@@ -135,6 +138,8 @@ class ReallocationLayer(CacheLayerMixin):
             raise ValueError(f"the cache holds {self.batch_size} rows but the call has {key.shape[0]}: use a new cache")
         # inference only: a graph through the buffers would never be freed
         query, key, value = query.detach().unflatten(1, (self.num_heads, -1)), key.detach(), value.detach()
+        if len(parts) == 1 and self._kernel_serves(query, key, value):
+            return self._decode(query, key, value, parts[0], scale)
         if len(parts) == 1:
             out = self._attend_part(query, key, value, parts[0], scale)
         else:
@@ -155,6 +160,26 @@ class ReallocationLayer(CacheLayerMixin):
         ]
         self.length = plan.end
         return of_stores[0] if len(of_stores) == 1 else torch.cat(of_stores, dim=1).index_select(1, self.restore)
+
+    def _kernel_serves(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        plain = all(isinstance(store, PlainStore) for _, store in self.stores)
+        return plain and key.dtype == self.dtype and serves(query, key, value)
+
+    def _decode(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
+        """One token for all heads in one launch: query ``[B, H, G, 1, D]`` -> ``[B, 1, H * G, D]``."""
+        from rlkv.kernels.decode import decode  # loads Triton
+
+        buffers = []
+        for _, store in self.stores:
+            assert isinstance(store, PlainStore)
+            store.make_room(plan)
+            buffers.append((store.keys, store.values))
+        full = buffers[0] if isinstance(self.stores[0][1], FullStore) else None
+        ring = buffers[-1] if full is None or len(buffers) == 2 else None
+        states = (query[:, :, :, 0], key[:, :, 0], value[:, :, 0])
+        out = decode(*states, full, ring, self.places, plan.decode_step, scale)
+        self.length = plan.end
+        return out.flatten(1, 2)[:, None]
 
     def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
         """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending to anything."""

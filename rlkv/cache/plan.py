@@ -19,6 +19,7 @@ from rlkv.attention import LocalSizes
 from rlkv.cache.rows import PerRow, read_padding
 from rlkv.cache.schedule import PREFILL_MODES, RowCounts, Segment, SegmentTensors, plan_segments, split_call
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.kernels.step import DecodeStep
 
 BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
 
@@ -221,6 +222,12 @@ class CallLayout:
         newest = (self.start - self._counts).clamp(min=0)
         slot = torch.arange(self.ring_view, device=self.device)
         return ((slot <= newest) & (slot < self._sinks + self.window))[:, None, None, :]
+
+    @cached_property
+    def decode_step(self) -> DecodeStep:
+        """The same for the decode kernel, which computes slots and masks itself."""
+        start = torch.full((1,), self.start, device=self.device)  # a fill: a copy would wait for the device
+        return DecodeStep(start, self._counts[:, 0], self._sinks[:, 0], self.window)
 
     @property
     def _least_padding(self) -> int:

@@ -119,7 +119,15 @@ class Store(ABC):
             self.planes[name].narrow(2, 0, used).copy_(old.narrow(2, 0, used))
 
 
-class FullStore(Store):
+class PlainStore(Store):
+    """A store from which no policy evicts: the decode kernel reads and writes its buffers."""
+
+    @abstractmethod
+    def make_room(self, plan: CallLayout) -> None:
+        """Give the buffers the size that the call needs."""
+
+
+class FullStore(PlainStore):
     """Everything, in buffers that grow; ``reserved`` tokens get memory up front, exactly."""
 
     def __init__(self, num_heads: int, state: CacheState, reserved: int) -> None:
@@ -134,9 +142,12 @@ class FullStore(Store):
         keys, values = self.keys.narrow(2, 0, plan.end), self.values.narrow(2, 0, plan.end)
         return attend(query, keys, values, plan.full_mask, plan.is_causal, scale)
 
-    def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
+    def make_room(self, plan: CallLayout) -> None:
         if plan.end > self.keys.shape[2]:
             self.reserve(grown_capacity(self.keys.shape[2], plan.end, self.state.limit), plan.start)
+
+    def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
+        self.make_room(plan)
         self.keys.narrow(2, plan.start, plan.length).copy_(key)
         self.values.narrow(2, plan.start, plan.length).copy_(value)
 
@@ -153,7 +164,7 @@ class FullStore(Store):
         return torch.ones(self.num_heads, tokens, dtype=torch.bool)
 
 
-class RingStore(Store):
+class RingStore(PlainStore):
     """The first S and the last W real tokens of each row, in a ring of R slots (:mod:`rlkv.cache.plan`)."""
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
@@ -161,8 +172,11 @@ class RingStore(Store):
         for ring in self.planes.values():
             ring.zero_()  # an empty slot is masked, but 0 * NaN of stale memory would still be NaN
 
+    def make_room(self, plan: CallLayout) -> None:
+        self._resize(plan.ring)  # may differ for the first prompt after a reset
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
-        self._resize(plan.ring)
+        self.make_room(plan)
         if plan.length == 1:
             _write_token(self.keys, key, plan.ring_slot)
             _write_token(self.values, value, plan.ring_slot)
@@ -179,7 +193,7 @@ class RingStore(Store):
         return torch.cat(parts, dim=3)
 
     def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
-        self._resize(plan.ring)
+        self.make_room(plan)
         _write_tokens(self.keys, key, *plan.whole_write)
         _write_tokens(self.values, value, *plan.whole_write)
 
@@ -205,7 +219,7 @@ class RingStore(Store):
         return ((position < sink) | (position >= tokens - self.state.settings.window)).expand(self.num_heads, -1)
 
     def _resize(self, slots: int) -> None:
-        """Make the ring ``slots`` long, the new ones 0: needed for the first prompt after a reset, and to join."""
+        """Make the ring ``slots`` long, the new ones 0."""
         for name, ring in self.planes.items():
             if ring.shape[2] != slots:
                 self.planes[name] = F.pad(ring, (0, 0, 0, slots - ring.shape[2]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ from rlkv.eviction.base import EvictionPolicy
 from rlkv.eviction.registry import register
 
 VARIANTS = ("paper", "published", "rlkv_tables")
-TILE = 128  # columns of similarities that should be computed at once
+FIRST = 64  # last entries that the search begins with: where many keys are alike it ends there
+TILE = 512  # most entries whose similarities to as many others are computed at once: 1 MB a head fits a core's cache
 FIXED = 2.0**40  # units of 1 in which similarities are added up
 EPSILON = 1e-8  # added to a key's norm: a key of zeros is not similar to any
 
@@ -164,7 +166,7 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
     keys_LND, valid_LN = keys.flatten(0, 1), valid.repeat_interleave(h, dim=0)
     first = n - valid_LN.sum(dim=-1)
     total = torch.empty(b * h, n, dtype=torch.float32, device=keys.device)
-    for heads in pieces(b * h, n * max(d, TILE)):
+    for heads in pieces(b * h, max(n * d, min(n, TILE) ** 2)):
         unit = keys_LND[heads].float()
         unit = unit / (unit.norm(dim=-1, keepdim=True) + EPSILON)
         unit = unit.masked_fill(~valid_LN[heads, :, None], 0)  # padding is not similar to any key
@@ -183,33 +185,60 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
 def _latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -> tuple[Tensor, Tensor]:
     """Similarities of every token to its ``count`` latest similar ones, added up at those, and how many it has.
 
-    Both ``[L, N]``, of keys ``unit`` ``[L, N, D]`` of length 1 (0: padding).  Searched from the last entries backwards,
-    only for the tokens that still miss some.
+    Both ``[L, N]``, of keys ``unit`` ``[L, N, D]`` of length 1 (0: padding).  Searched in square tiles from the last
+    entries backwards, each tile for its rows and for its columns; one that nothing in it needs is not computed.
     """
-    num_flat, n, _ = unit.shape
-    # in fixed point: the order of the additions, which a GPU does not fix, changes nothing
-    sums = torch.zeros(num_flat, n, dtype=torch.int64, device=unit.device)
-    missing = torch.where(valid, count, 0)
-    rows, end = torch.arange(n, device=unit.device), n
-    while end > 0 and len(rows):
-        begin = max(0, end - items_at_once(num_flat * len(rows)))
-        columns = torch.arange(begin, end, device=unit.device)
-        similarity = unit[:, rows] @ unit[:, begin:end].mT
-        similar = (similarity > threshold) & (columns != rows[:, None])
-        missing_LR = missing[:, rows]
-        for _ in range(count):
-            # the latest similar column, -1 if there is none
-            place = torch.where(similar, columns - begin, -1).amax(dim=-1)
-            take = (place >= 0) & (missing_LR > 0)
-            place = place.clamp(min=0)
-            value = similarity.gather(2, place[..., None])[..., 0].masked_fill(~take, 0)
-            sums.scatter_add_(1, place + begin, (value.double() * FIXED).round().long())
-            missing_LR = missing_LR - take.long()
-            if count > 1:
-                similar.scatter_(2, place[..., None], False)
-        missing[:, rows] = missing_LR
-        rows, end = rows[(missing_LR > 0).any(dim=0)], begin
-    return (sums.double() / FIXED).float(), torch.where(valid, count - missing, 0)
+    search = _Search(unit.new_zeros(unit.shape[:2], dtype=torch.int64), torch.where(valid, count, 0), threshold, count)
+    side, width, end = min(TILE, math.isqrt(items_at_once(len(unit)))), FIRST, unit.shape[1]
+    while end > 0 and bool(search.missing.any()):
+        begin = max(0, end - min(width, side))
+        late = slice(begin, end)
+        own = unit[:, late] @ unit[:, late].mT
+        own.diagonal(dim1=1, dim2=2).fill_(-1)
+        search.take(own, late, begin)
+        for last in range(begin, 0, -side):
+            early = slice(max(0, last - side), last)
+            if not bool(search.missing[:, early].any() | search.missing[:, late].any()):
+                continue
+            similarity = unit[:, late] @ unit[:, early].mT
+            if not bool(similarity.max() <= threshold):  # NaN too, of broken rows
+                search.take(similarity, late, early.start)
+                search.take(similarity.mT, early, begin)
+        width, end = 2 * width, begin
+    found = torch.where(valid, count - search.missing, 0)
+    return (search.sums.double() / FIXED).float(), found
+
+
+class _Search(NamedTuple):
+    """What :func:`_latest_similar` has found.
+
+    ``sums`` are in fixed point, so that the order of the additions, which a GPU does not fix, changes nothing;
+    ``missing``: how many similar tokens each still lacks; both int64 ``[L, N]``.
+    """
+
+    sums: Tensor
+    missing: Tensor
+    threshold: float
+    wanted: int
+
+    def take(self, similarity: Tensor, rows: slice, begin: int) -> None:
+        """The latest similar columns of ``similarity`` ``[L, R, C]``, which are the entries from ``begin`` on."""
+        missing = self.missing[:, rows]
+        head, row = ((similarity.amax(dim=-1) > self.threshold) & (missing > 0)).nonzero(as_tuple=True)
+        if not len(head):
+            return
+        chosen = similarity[head, row]
+        order = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device)
+        for _ in range(self.wanted):
+            place = torch.where(chosen > self.threshold, order, -1).amax(dim=-1).long()
+            takes = (place >= 0) & (missing[head, row] > 0)
+            place = place.clamp(min=0)[:, None]
+            value = chosen.gather(1, place)[:, 0].masked_fill(~takes, 0)
+            fixed = (value.double() * FIXED).round().long()
+            self.sums.index_put_((head, place[:, 0] + begin), fixed, accumulate=True)
+            missing[head, row] -= takes.long()
+            if self.wanted > 1:
+                chosen.scatter_(1, place, -1)
 
 
 def _max_pool(values: Tensor, kernel: int) -> Tensor:

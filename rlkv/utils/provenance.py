@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-_PACKAGES = ("rlkv", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "math-verify", "vllm")
+_PACKAGES = ("rlkv", "torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "math-verify", "vllm")
 
 
 def digest(value: Any) -> str:

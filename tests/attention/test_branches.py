@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from transformers.masking_utils import causal_mask_function
 
+from rlkv.attention import branches
 from rlkv.attention.branches import (
     banded_local_attention,
     decode_local_attention,
@@ -134,3 +138,28 @@ def test_a_static_cache_is_refused() -> None:
     for offset in (torch.tensor(0), 0):
         with pytest.raises(ValueError, match="static"):
             mixed_mask(batch_size=1, q_length=4, kv_length=32, q_offset=offset, mask_function=causal_mask_function)
+
+
+@pytest.mark.parametrize("has_option", [True, False])
+def test_more_variants_are_compiled_than_torch_allows_by_itself(
+    has_option: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 12 kinds of call is compiled; the limit of one in torch 2.13 is 8, older ones have no option for it."""
+
+    def add(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+        return tensor + len(kind)
+
+    def call_all(compiled: object) -> None:
+        for length in range(12):
+            assert callable(compiled)
+            assert compiled(torch.zeros(3), "x" * length).sum() == 3 * length
+
+    if not has_option:
+        monkeypatch.setattr(branches.inspect, "signature", lambda function: inspect.Signature())
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+        with pytest.raises(FailOnRecompileLimitHit):
+            call_all(torch.compile(add, dynamic=True, backend="eager"))
+        torch._dynamo.reset()
+        call_all(branches.compile_variants(add, backend="eager"))
+    torch._dynamo.reset()

@@ -35,9 +35,14 @@ def toy_model() -> torch.nn.Module:
 def test_rows_and_bytes() -> None:
     rows = measure_decode(TOY)
     assert [(row["batch"], row["cache"]) for row in rows] == [
-        (batch, name) for batch in (1, 2) for name in ("DynamicCache", "sparsity 0", "sparsity 0.5", "sparsity 0.9")
+        (batch, name)
+        for batch in (1, 2)
+        for name in ("DynamicCache", "StaticCache", "sparsity 0", "sparsity 0.5", "sparsity 0.9")
     ]
     for row in rows:
+        if row["cache"] == "StaticCache":
+            assert row["kv_bytes"] == 2 * row["batch"] * 8 * 4 * 4 * (128 + 1 + TOY.max_steps)
+            continue
         entry = 2 * row["batch"] * 8 * 4
         full_heads = {"DynamicCache": 4, "sparsity 0": 4, "sparsity 0.5": 2, "sparsity 0.9": 0}[row["cache"]]
         assert row["kv_bytes_full"] == entry * 4 * 128
@@ -92,9 +97,9 @@ def test_program_writes_json_table_and_plot(tmp_path: Path, monkeypatch: pytest.
     assert run(monkeypatch, "decode", *options, "--output-dir", tmp_path) == 0
     found = json.loads((tmp_path / "decode.json").read_text())
     assert {"results", "versions", "hardware", "config", "parameters", "dtype"} <= found.keys()
-    assert len(found["results"]) == 3
+    assert len(found["results"]) == 4
     assert found["config"]["contexts"] == [64]
-    assert (tmp_path / "decode.md").read_text().count("\n|") == 5
+    assert (tmp_path / "decode.md").read_text().count("\n|") == 6
     assert (tmp_path / "decode.png").stat().st_size > 5000
 
 

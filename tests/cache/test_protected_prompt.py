@@ -105,17 +105,6 @@ def test_computed_bytes_are_those_of_a_cache(lengths: tuple[int, int]) -> None:
     assert (int(held), int(full)) == (cache.used_nbytes(), cache.full_nbytes())
 
 
-def continued(model, cache, ids, real, start: int) -> torch.Tensor:
-    """Logits of the columns from ``start`` on, fed one by one on top of ``cache``."""
-    found = []
-    for column in range(start, ids.shape[1]):
-        positions = real.long().cumsum(-1)[:, column : column + 1] - 1
-        extra = {"attention_mask": real[:, : column + 1].long(), "position_ids": positions}
-        with torch.no_grad():
-            found.append(model(ids[:, column : column + 1], past_key_values=cache, **extra).logits)
-    return torch.cat(found, dim=1)
-
-
 @pytest.mark.parametrize("order", [[2, 0, 0, 1], [1, 2], [2]])
 def test_reordered_rows_go_on_as_if_they_had_been_there(realloc_model, order: list[int]) -> None:
     ids, real = draw_ids(3, 26), real_tokens([0, 4, 9], 26)
@@ -124,7 +113,10 @@ def test_reordered_rows_go_on_as_if_they_had_been_there(realloc_model, order: li
     cache.reorder_cache(torch.tensor(order))
     cached_logits(realloc_model, ids[order][:, :12], moved, [10, 1, 1], real[order])
     assert cache.nbytes() == moved.nbytes()
-    logits = [continued(realloc_model, each, ids[order], real[order], 12) for each in (cache, moved)]
+    logits = [
+        cached_logits(realloc_model, ids[order], each, [1] * (ids.shape[1] - 12), real[order], begin=12)
+        for each in (cache, moved)
+    ]
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE
     assert cache.used_nbytes() == moved.used_nbytes()
 
@@ -138,7 +130,7 @@ def test_rows_that_join_keep_their_own_prompts(realloc_model, prompts: tuple[int
         cached_logits(realloc_model, ids[row : row + 1, :18], cache, [prompt, *[1] * (18 - prompt)])
     caches[0].join(caches[1], 18)
     assert caches[0].held(1).sum() == MIXED.sum() * 18 + (~MIXED).sum() * (prompts[1] + WINDOW)
-    joined = continued(realloc_model, caches[0], ids, torch.ones(2, 34, dtype=torch.bool), 18)
+    joined = cached_logits(realloc_model, ids, caches[0], [1] * 16, torch.ones(2, 34, dtype=torch.bool), begin=18)
     for row, prompt in enumerate(prompts):
         calls = [prompt, *[1] * (34 - prompt)]
         want = cached_logits(realloc_model, ids[row : row + 1], new_cache(), calls)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlkv.eviction import H2O, RKV, RPC, TOVA, SnapKV
+from rlkv.eviction import H2O, RKV, RPC, TOVA, SnapKV, rkv
 from tests.helpers import naive_selection as naive
 
 SEEDS, HEADS, GROUP_SIZE, N, HEAD_SIZE, BUDGET = 200, 2, 2, 63, 16, 24
@@ -89,6 +89,13 @@ def equally_good(scores: np.ndarray, kept: np.ndarray, expected: np.ndarray) -> 
     mine, theirs = np.sort(scores[kept]), np.sort(scores[expected])
     # 1e-6: some 10 roundings of float32; 1e-37: smaller exponentials lose digits, then become 0
     return bool((np.abs(mine - theirs) <= 1e-6 * np.abs(theirs) + 1e-37).all())
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R-KV's search for similar keys goes through several tiles."""
+    monkeypatch.setattr(rkv, "FIRST", 4)
+    monkeypatch.setattr(rkv, "TILE", 16)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,9 +23,10 @@ def cached_logits(
     cache: HeadReallocationCache,
     calls: list[int],
     real: torch.Tensor | None = None,
+    begin: int = 0,
 ) -> torch.Tensor:
-    """Logits over ``ids``, fed in calls of the given lengths on top of ``cache``."""
-    outputs, begin = [], 0
+    """Logits of the columns from ``begin`` on, fed in calls of the given lengths on top of ``cache``."""
+    outputs = []
     for length in calls:
         end = begin + length
         extra = {}

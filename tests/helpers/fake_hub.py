@@ -1,15 +1,24 @@
-"""A hub on this machine: serves one folder as the repository ``owner/model``, or answers with an error."""
+"""A hub on this machine: one folder is the repository ``owner/model``, for downloads and commits; or an error."""
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+
+from tests.helpers.paths import ROOT
 
 REPO = "owner/model"
+COMMIT = "0" * 40
 
 
 @dataclass
@@ -38,7 +47,9 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
 
         def answer(self, body: bool) -> None:
             hub.requests.append(f"{self.command} {self.path}")
-            repo, _, name = self.path.partition("/resolve/main/")
+            if self.path.startswith(f"/api/models/{REPO}/") and hub.folder:
+                return self.send(self.listing())
+            repo, _, name = self.path.replace(f"/resolve/{COMMIT}/", "/resolve/main/").partition("/resolve/main/")
             path = hub.folder / name if hub.folder and repo == f"/{REPO}" and name else None
             if path is None or not path.is_file():
                 named = repo.rpartition("-")[2]
@@ -50,12 +61,52 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
                 return
             content = path.read_bytes()
             self.send_response(200)
-            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("X-Repo-Commit", COMMIT)
             self.send_header("ETag", f'"{name}"')
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             if body:
                 self.wfile.write(content)
+
+        def listing(self) -> Any:
+            """The repository at its commit, or the files of its tree."""
+            assert hub.folder is not None
+            files = sorted(hub.folder.iterdir())
+            if "/tree/" in self.path:
+                return [
+                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": file.name} for file in files
+                ]
+            return {"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": file.name} for file in files]}
+
+        def do_POST(self) -> None:
+            hub.requests.append(f"{self.command} {self.path}")
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            assert hub.folder is not None
+            if self.path == "/api/repos/create":
+                asked = json.loads(body)
+                if f"{asked['organization']}/{asked['name']}" != REPO:
+                    return self.send({"error": "You may not write here"}, 403)
+                return self.send({"url": f"{hub.url}/{REPO}"})
+            if self.path == "/api/validate-yaml":
+                return self.send({"errors": [], "warnings": []})
+            if self.path == f"/api/models/{REPO}/preupload/main":
+                asked = json.loads(body)["files"]
+                files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]
+                return self.send({"files": files})
+            assert self.path == f"/api/models/{REPO}/commit/main"
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    (hub.folder / line["value"]["path"]).write_bytes(content)
+            self.send({"commitUrl": f"{hub.url}/{REPO}/commit/{COMMIT}", "commitOid": COMMIT})
+
+        def send(self, content: Any, status: int = 200) -> None:
+            answer = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
 
         def log_message(self, *args: object) -> None:
             """Quiet."""
@@ -70,3 +121,21 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def run_with_hub(code: str, endpoint: str, home: Path, *arguments: str, **variables: str) -> list[str]:
+    """The lines that ``code`` prints in a process with this hub and a cache in ``home``.
+
+    The hub's client reads its address at import, hence the process of its own.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_", "HUGGINGFACE_"))}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "no_proxy": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

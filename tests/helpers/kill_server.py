@@ -111,7 +111,7 @@ def check_killed_server(root: Path, kills: int, steps: int, engine: str, seed: i
     ghost = threading.Thread(target=haunt, args=(server, kills, seed, done, hits))
     try:
         ghost.start()
-        url = ["--rollout_url", server.url, "--rollout_patience", "120"]
+        url = ["--rollout_servers", server.url, "--rollout_patience", "300"]
         found = random_run.run(root / "disturbed", [*options, "--rollout", "vllm-server", *url])
     finally:
         done.set()

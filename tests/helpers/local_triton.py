@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.vllm.reallocation.backend import LocalTorchBuilder, LocalTorchImpl, LocalTritonBuilder
-from rlkv.vllm.blocks.block_tables import GapRemover
+from rlkv.vllm.blocks.block_tables import GapRules
 from rlkv.vllm.paged.attention import write_cache
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 
@@ -38,7 +38,7 @@ STEPS = [
 
 
 def builder_of(kind: Any, layer: Any, full_prefill: bool, protect: bool) -> Any:
-    layer.gap_remover = GapRemover(replace(DEMAND, protect_prompt=protect), 512, full_prefill)
+    layer.gap_rules = GapRules(replace(DEMAND, protect_prompt=protect), 512, full_prefill)
     # as in an engine whose builders were made after prompt lengths had been asked for
     config = fake_config(
         layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 512, rswa_window=512 if full_prefill or protect else None

@@ -71,7 +71,7 @@ def error_of(requests: list[tuple[int, int]], alpha: torch.Tensor, builder: Mixe
     padded = torch.cat([query, torch.zeros(2, *query.shape[1:])])
     layer.impl.forward(layer, padded, None, None, cache, builder.build(0, common), found)
     expected = torch.empty_like(query)
-    reads = plan_mixed_reads(table, starts, lengths, builder.gap_remover.demand)
+    reads = plan_mixed_reads(table, starts, lengths, builder.gap_rules.demand)
     paged_mixed_attention(query, cache, reads, alpha, SCALE, expected)
     assert (found[tokens:] == 7).all(), "padding was written to"
     return (found[:tokens] - expected).abs().max().item()

@@ -6,14 +6,20 @@ The tests call it in the same process, in processes that they kill, and in sever
 from __future__ import annotations
 
 import json
+import os
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 OPTIONS = [
     *["--use_cpu", "true", "--dtype", "float32", "--sink", "2", "--window", "6", "--prompts_per_step", "4"],
@@ -58,11 +64,55 @@ def run(output_dir: Path, options: Sequence[str] = (), callbacks: Sequence[Any] 
     return train_gates(*parse_config(arguments), model, tokenizer, checksum_reward, list(callbacks))
 
 
+@contextmanager
+def hard_case(bad_step: int = 2) -> Iterator[None]:
+    """Rows 8 to 15 of every rollout are truncated, and the loss of row 8 and its neighbours is NaN in ``bad_step``.
+
+    With two processes of 8 rows all this happens in the second.
+    """
+    from rlkv.training import trainer
+    from rlkv.training.trainer import RLKVTrainer
+
+    sample, loss = trainer.roll_out, RLKVTrainer._policy_loss
+
+    def truncated(model: Any, rows: Any, sampling: Any, ends: list[int], *others: Any) -> Iterator[Any]:
+        for half, half_ends in (({*range(8)}, ends), ({*range(8, 16)}, [])):
+            indices = [index for index, number in enumerate(rows.numbers) if number in half]
+            if indices:
+                for row in sample(model, rows.only(indices), sampling, half_ends, *others):
+                    yield replace(row, index=indices[row.index])
+
+    def spoiled(self: RLKVTrainer, model: Any, inputs: dict[str, Any]) -> Any:
+        found, clipped = loss(self, model, inputs)
+        upper = self.accelerator.process_index == self.accelerator.num_processes - 1
+        bad = upper and self.state.global_step + 1 == bad_step
+        return found * (float("nan") if bad else 1.0), clipped
+
+    with patch.object(trainer, "roll_out", truncated), patch.object(RLKVTrainer, "_policy_loss", spoiled):
+        yield
+
+
+class Held(TrainerCallback):
+    """Prints after every step what share of the frozen weights this process holds."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in frozen)
+        held += sum(p.ds_tensor.numel() for p in frozen if hasattr(p, "ds_tensor"))
+        total = sum(getattr(p, "ds_numel", p.numel()) for p in frozen)
+        print(f"held {held / total:.2f}")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if "--deepspeed" in sys.argv:
+    if "ACCELERATE_USE_DEEPSPEED" in os.environ:
         # without its compiled operator for shared memory, which takes minutes to build: gloo gives the same sums
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-    run(Path(sys.argv[1]), sys.argv[2:])
+        # and without keeping all weights of fewer than 100,000 numbers, which here are all
+        sharding = import_module("rlkv.training.sharding")
+        shard, whole = sharding._shard_zero3, {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+        sharding._shard_zero3 = lambda base, accelerator, options: shard(base, accelerator, options | whole)
+    with hard_case() if "HARD_CASE" in os.environ else nullcontext():
+        run(Path(sys.argv[1]), sys.argv[2:], [Held()])
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

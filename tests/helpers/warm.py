@@ -62,7 +62,7 @@ def run_ranks(
     """Two processes of one distributed run, as torchrun starts them: exit code and output of each.
 
     Args:
-        streams: an empty folder for their output.
+        streams: a folder for their output.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -70,7 +70,7 @@ def run_ranks(
     shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONUNBUFFERED": "1", **variables}
     folders = [streams / rank for rank in "01"]
     for folder in folders:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "in").touch()
     started = [start(command, None, f, **shared, RANK=f.name, LOCAL_RANK=f.name) for f in folders]
     for process in started:

@@ -1,19 +1,12 @@
-"""The hub: downloads go on as before, and a hub that does not answer costs seconds, not a minute.
-
-The hub's client reads its address at import, hence the processes of their own.
-"""
+"""The hub: downloads go on as before, and a hub that does not answer costs seconds, not a minute."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from rlkv.tiny.tokenizer import build_tokenizer
-from tests.helpers.fake_hub import REPO, FakeHub, serve
+from tests.helpers.fake_hub import REPO, FakeHub, run_with_hub, serve
 from tests.helpers.models import make_tiny_model
-from tests.helpers.paths import ROOT
 
 NOBODY = "http://127.0.0.1:9"  # a port that nothing listens on
 STATUSES = {401: "None", 404: "None", 429: "None", 503: "{url} answers with HTTP status 503"}
@@ -41,31 +34,18 @@ for repo in sys.argv[1:]:
 """
 
 
-def run(code: str, endpoint: str, home: Path, *repos: str, **variables: str) -> list[str]:
-    """The lines that ``code``, given ``repos``, prints in a process with this hub and a cache in ``home``."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_", "HUGGINGFACE_"))}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "no_proxy": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *repos],
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_only_a_hub_that_does_not_work_counts_as_away(tmp_path: Path) -> None:
     with serve(FakeHub()) as hub:
-        assert run(PROBE, hub.url, tmp_path) == [expected.format(url=hub.url) for expected in STATUSES.values()]
+        assert run_with_hub(PROBE, hub.url, tmp_path) == [
+            expected.format(url=hub.url) for expected in STATUSES.values()
+        ]
         asked = [request for request in hub.requests if REPO in request]  # the client may ask for other things
         assert asked == [f"HEAD /{REPO}-{status}/resolve/main/config.json" for status in STATUSES]
 
 
 def test_offline_mode_asks_nobody(tmp_path: Path) -> None:
     with serve(FakeHub(status=503)) as hub:
-        assert run(PROBE, hub.url, tmp_path, HF_HUB_OFFLINE="1") == ["None"] * len(STATUSES)
+        assert run_with_hub(PROBE, hub.url, tmp_path, HF_HUB_OFFLINE="1") == ["None"] * len(STATUSES)
         assert hub.requests == []
 
 
@@ -78,13 +58,13 @@ def test_download_then_cache_then_nothing(tmp_path: Path) -> None:
     loaded = f"loaded {sum(p.numel() for p in model.parameters())} {len(tokenizer)} False"
 
     with serve(FakeHub(folder)) as hub:
-        assert run(LOAD, hub.url, home, REPO)[:2] == [loaded, "warned:"]
+        assert run_with_hub(LOAD, hub.url, home, REPO)[:2] == [loaded, "warned:"]
         assert f"GET /{REPO}/resolve/main/model.safetensors" in hub.requests
         del hub.requests[:]
-        assert run(LOAD, hub.url, home, REPO, HF_HUB_OFFLINE="1")[:2] == [loaded, "warned:"]
+        assert run_with_hub(LOAD, hub.url, home, REPO, HF_HUB_OFFLINE="1")[:2] == [loaded, "warned:"]
         assert hub.requests == []
 
-    lines = run(LOAD, NOBODY, home, REPO, "owner/other")
+    lines = run_with_hub(LOAD, NOBODY, home, REPO, "owner/other")
     found, warned, seconds = lines[:3]
     assert found == loaded
     assert "Connection refused" in warned

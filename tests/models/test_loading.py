@@ -58,8 +58,27 @@ def test_dtypes() -> None:
     assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
     assert resolve_dtype("float16", torch.device("cpu")) == torch.float16
-    with pytest.raises(ValueError, match=r"'int8'.*auto, float32"):
+    with pytest.raises(ValueError, match=r"'int8'.*auto, fast, float32"):
         resolve_dtype("int8", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "found"),
+    [
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_the_fast_dtype_of_a_cpu_is_one_that_it_multiplies(
+    capabilities: dict[str, bool], found: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert resolve_dtype("fast", torch.device("cpu")) == found
+    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
+    assert resolve_dtype("fast", torch.device("cuda")) == torch.bfloat16
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert resolve_dtype("fast", torch.device("cpu")) == torch.float32
 
 
 def test_loading_a_local_folder(saved_model: Path) -> None:

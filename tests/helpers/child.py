@@ -1,0 +1,23 @@
+"""Programs of the helpers in processes of their own: what they switch on ends with them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.helpers.paths import ROOT
+
+
+def printed(program: str, label: str, seconds: int = 280, **environment: str) -> list[str]:
+    """What ``tests.helpers.<program>`` prints after ``label``, line by line.
+
+    Args:
+        seconds: that it may take.
+        environment: further variables.
+    """
+    command = [sys.executable, "-m", f"tests.helpers.{program}"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=seconds)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line.removeprefix(label).strip() for line in done.stdout.splitlines() if line.startswith(label)]

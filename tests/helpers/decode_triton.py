@@ -1,0 +1,42 @@
+"""The decode kernel on a CPU, through the Triton interpreter; prints the errors of every case.
+
+    python -m tests.helpers.decode_triton
+
+A line of a case is ``max error``, dtype, ratio to the reference, ratio to the torch path, and wrong numbers in the
+buffers; of a whole model ``max difference``, that of the logits, and launches too few or too many.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+from unittest import mock
+
+import torch
+
+import rlkv.kernels.decode as kernel_module
+from tests.helpers.decode_cases import Case, Run, covering_cases, extreme_cases
+from tests.helpers.decode_flows import FLOWS, difference
+
+
+def print_errors(case: Case, dtype: torch.dtype) -> None:
+    with mock.patch.object(kernel_module, "_processors", return_value=case.processors):
+        errors = Run(case, dtype, "cpu").errors()
+    print("max error", str(dtype).removeprefix("torch."), errors.reference, errors.torch_path, errors.buffers)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for number, case in enumerate(covering_cases()):
+        print_errors(case, torch.float16 if number % 4 == 3 else torch.float32)
+    for number, case in enumerate(extreme_cases()):
+        print_errors(case, torch.float16 if number % 2 else torch.float32)
+    with mock.patch.object(kernel_module, "_processors", return_value=24):
+        for flow in FLOWS:
+            print("max difference", *difference(flow, "cpu"))
+
+
+if __name__ == "__main__":
+    main()
