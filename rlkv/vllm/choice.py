@@ -14,11 +14,10 @@ def check_vllm_options(engine: str, device: str, kv_gib: float | None) -> None:
         raise ValueError(f"--engine vllm takes the device that it was built for, not {device!r}: leave out --device")
 
 
-def choose_engine(asked: str, has_gpu: bool, processes: int = 1, gated: str | None = None) -> tuple[str, str]:
+def choose_engine(asked: str, has_gpu: bool, gated: str | None = None) -> tuple[str, str]:
     """``(engine, why)``: for ``auto`` vLLM where it can be used, else transformers and why; else what was asked for.
 
     Args:
-        processes: of a training; an engine inside the trainer serves one.
         gated: architecture of the model whose rollouts see gates; None: a stock model, or one that is not known.
     """
     if asked != "auto":
@@ -29,8 +28,6 @@ def choose_engine(asked: str, has_gpu: bool, processes: int = 1, gated: str | No
         return "hf", str(error)
     if not has_gpu and not is_cpu_build():
         return "hf", "the installed vLLM is built for GPUs, and there is none"
-    if processes > 1:
-        return "hf", f"vLLM in the trainer takes one process, not {processes}: see --rollout vllm-server"
     if gated is not None and gated not in ARCHITECTURES:
         return "hf", f"rollouts of vLLM serve {', '.join(ARCHITECTURES)}, not {gated}"
     return "vllm", ""

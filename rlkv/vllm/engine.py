@@ -1,4 +1,7 @@
-"""Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model of its own."""
+"""Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model of its own.
+
+Each of several training processes has its own engine, on the GPU of its local rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkv.attention import LocalSizes
-from rlkv.models.loading import load_tokenizer, model_source, resolve_device, resolve_dtype
+from rlkv.models.loading import dtype_name, load_tokenizer, model_source, resolve_device
 from rlkv.rollout.base import Completion, RolloutEngine, SamplingParams, end_tokens
 from rlkv.rollout.estimate import GIB
 from rlkv.rollout.gated import Rows, Sample, gate_version
@@ -70,12 +73,13 @@ class VLLMEngine(RolloutEngine):
         self.tokenizer = load_tokenizer(model)
         self.has_gates = sizes is not None
         self._calls = 0
-        options = _gpu_options() | _runner_options() | ({} if sizes is None else _mixed_options(model, sizes))
+        options = _gpu_options() | _runner_options() | _rank_options()
+        options |= {} if sizes is None else _mixed_options(model, sizes)
         try:
             self.llm = LLM(
                 model_source(model),
                 # as the trainer's copy of the model: the engine's own "auto" would take 16 bits on a CPU too
-                dtype=str(resolve_dtype(dtype, resolve_device())).removeprefix("torch."),
+                dtype=dtype_name(dtype, resolve_device()),
                 max_model_len=_positions(model, max_positions),
                 max_num_seqs=max_rows,
                 kv_cache_memory_bytes=int(kv_gib * GIB),
@@ -189,6 +193,12 @@ def _gpu_options() -> dict[str, Any]:
         return {}
     free, total = torch.cuda.mem_get_info()
     return {"gpu_memory_utilization": 0.95 * free / total}
+
+
+def _rank_options() -> dict[str, Any]:
+    """Among the processes of a launcher: this one's GPU, and its process group instead of another one."""
+    is_rank = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return {"distributed_executor_backend": "external_launcher"} if is_rank else {}
 
 
 def _runner_options() -> dict[str, Any]:

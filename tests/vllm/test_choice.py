@@ -18,23 +18,22 @@ def test_auto_is_vllm_where_the_tested_one_is_installed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("found", "has_gpu", "processes", "gated", "reason"),
+    ("found", "has_gpu", "gated", "reason"),
     [
-        (None, True, 1, None, "rlkv[vllm]"),
-        ("0.30.1", True, 1, None, "0.30.1"),
-        (GPU_BUILD, False, 1, None, "GPU"),
-        (GPU_BUILD, True, 4, None, "vllm-server"),
-        (GPU_BUILD, True, 1, "GemmaForCausalLM", "GemmaForCausalLM"),
+        (None, True, None, "rlkv[vllm]"),
+        ("0.30.1", True, None, "0.30.1"),
+        (GPU_BUILD, False, None, "GPU"),
+        (GPU_BUILD, True, "GemmaForCausalLM", "GemmaForCausalLM"),
     ],
 )
 def test_else_auto_is_transformers_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, found: str | None, has_gpu: bool, processes: int, gated: str | None, reason: str
+    monkeypatch: pytest.MonkeyPatch, found: str | None, has_gpu: bool, gated: str | None, reason: str
 ) -> None:
     pretend_vllm(monkeypatch, found)
-    engine, why = choose_engine("auto", has_gpu, processes, gated)
+    engine, why = choose_engine("auto", has_gpu, gated)
     assert engine == "hf"
     assert reason in why
-    assert choose_engine("vllm", has_gpu, processes, gated) == ("vllm", "")
+    assert choose_engine("vllm", has_gpu, gated) == ("vllm", "")
 
 
 def test_impossible_options_are_refused() -> None:

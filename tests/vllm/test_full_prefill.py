@@ -25,7 +25,7 @@ from tests.helpers.engines import (
 
 need_vllm()
 
-from rlkv.vllm.blocks.block_tables import GapRemover, prompt_lengths  # noqa: E402  (after the environment is set)
+from rlkv.vllm.blocks.block_tables import GapRules, prompt_lengths  # noqa: E402  (after the environment is set)
 from rlkv.vllm.blocks.demand import SinkWindowDemand  # noqa: E402
 
 SIZES: dict[str, Any] = {"sink": SINK, "window": WINDOW, "prefill": "full"}
@@ -102,8 +102,8 @@ def test_prompt_lengths_are_asked_for_with_the_first_prompt() -> None:
     """Not before: an engine that starts makes up batches, and stock builders that are made later must not know."""
     arch = SimpleNamespace(rswa_window=None)
     config = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640))
-    remover = GapRemover(SinkWindowDemand(16, 16, 64), 640, full_prefill=True)
-    assert remover.full_prompts(step([0, 20], [20], None, prefilling=False), config) is None
+    rules = GapRules(SinkWindowDemand(16, 16, 64), 640, full_prefill=True)
+    assert rules.full_prompts(step([0, 20], [20], None, prefilling=False), config) is None
     assert arch.rswa_window is None
-    assert remover.full_prompts(step([0, 20], [20], None), config) == [20]
+    assert rules.full_prompts(step([0, 20], [20], None), config) == [20]
     assert arch.rswa_window == 640

@@ -70,6 +70,10 @@ def test_few_full_heads_have_long_blocks() -> None:
     assert plan.block_entries == 205 * 16
     assert plan.blocks(3000) == 47 + 6  # 3000 tokens in blocks of 64; sinks, 63 tokens and one more in blocks of 16
     assert "51 heads x 64 tokens, 205 heads x 16 tokens" in plan.summary(1, 3000)
+    per_request = plan.blocks(3000)
+    line = plan.capacity(10 * per_request, 4, 3000)
+    assert "holds 30,000 tokens in requests of 3,000" in line
+    assert f"would hold {10 * plan.held(3000) * 3000 // plan.uncompressed(3000):,}" in line
 
 
 def test_few_compressible_heads_have_long_blocks() -> None:

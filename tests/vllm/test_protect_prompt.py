@@ -25,7 +25,7 @@ from tests.helpers.engines import (
 
 need_vllm()
 
-from rlkv.vllm.blocks.block_tables import GapRemover  # noqa: E402  (after the environment is set)
+from rlkv.vllm.blocks.block_tables import GapRules  # noqa: E402  (after the environment is set)
 from rlkv.vllm.blocks.demand import SinkWindowDemand  # noqa: E402
 from rlkv.vllm.blocks.packing import plan_packing  # noqa: E402
 
@@ -108,13 +108,13 @@ def test_where_a_prompt_ends() -> None:
     """The engine states lengths of prompts from the second step on; rows of padding may have none."""
     arch = SimpleNamespace(rswa_window=None)
     config = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640))
-    remover = GapRemover(SinkWindowDemand(16, 16, 64, protect_prompt=True), 640)
+    rules = GapRules(SinkWindowDemand(16, 16, 64, protect_prompt=True), 640)
     reading = {"is_prefilling": torch.tensor([True, False]), "seq_lens": torch.tensor([20, 9])}
     made_up = SimpleNamespace(**{**reading, "is_prefilling": torch.zeros(2, dtype=torch.bool)}, rswa_prefix_lens=None)
-    assert remover.prefixes(made_up, config).tolist() == [20, 16]
+    assert rules.prefixes(made_up, config).tolist() == [20, 16]
     assert arch.rswa_window is None
-    assert remover.prefixes(SimpleNamespace(**reading, rswa_prefix_lens=None), config).tolist() == [20, 16]
+    assert rules.prefixes(SimpleNamespace(**reading, rswa_prefix_lens=None), config).tolist() == [20, 16]
     assert arch.rswa_window == 640
     stated = SimpleNamespace(**reading, rswa_prefix_lens=torch.tensor([300, 7]))
-    assert remover.prefixes(stated, config).tolist() == [300, 16]
-    assert remover.full_prompts(stated, config) is None
+    assert rules.prefixes(stated, config).tolist() == [300, 16]
+    assert rules.full_prompts(stated, config) is None

@@ -61,6 +61,10 @@ def test_what_cannot_move_is_refused(name: str, shape: tuple[int, ...] | None, m
         list(HeadOrder([ORDER], 2, HEAD).reordered([(f"model.layers.0.{name}", tensor)]))
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"),
+    reason="vLLM's CPU build multiplies 4-bit weights with AVX-512 only",
+)
 @pytest.mark.parametrize("form", ["awq", "packed"])
 def test_4_bits_in_the_engine(llama: Served, tmp_path: Path, form: str) -> None:
     """Log probabilities of prompts, against transformers with the same numbers; the engine has 16 bits for the rest."""

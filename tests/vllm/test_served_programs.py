@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,4 +121,6 @@ def test_the_server_answers_with_head_reallocation(folder: Path, server: str, ex
             text = json.loads(reply.read())["choices"][0]["text"]
         # the server keeps the space that joins an answer to its prompt
         assert text.removeprefix(" ") == row["output"]
-    assert "rlkv: " in (folder / "server.log").read_text()
+    log = (folder / "server.log").read_text()
+    assert re.search(r"rlkv: .* times the tokens in the same pool", log)
+    assert re.search(r"rlkv: the pool of [\d,]+ blocks .* holds [\d,]+ tokens .* full cache would hold [\d,]+", log)

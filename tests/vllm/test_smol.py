@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 import rlkv.smol
 from rlkv.gates.head_gates import HeadGates
@@ -15,10 +18,16 @@ need_vllm()
 pytestmark = needs_smol
 
 
-@pytest.mark.parametrize("sparsity", [0.5, 0.7])
-def test_tokens_are_those_of_transformers(sparsity: float) -> None:
+def random_gates(folder: Path) -> str:
+    gates = HeadGates(torch.rand(30, 3, generator=torch.Generator().manual_seed(1)))
+    gates.save(folder / "random.safetensors")
+    return str(folder / "random.safetensors")
+
+
+@pytest.mark.parametrize(("found", "sparsity"), [(True, 0.5), (False, 0.0), (False, 0.8)])
+def test_tokens_are_those_of_transformers(found: bool, sparsity: float, tmp_path: Path) -> None:
     model, tokenizer = rlkv.smol.load(dtype="float32")
-    gates = PACKAGED_GATES[SMOL]
+    gates = PACKAGED_GATES[SMOL] if found else random_gates(tmp_path)
     served = Served(model, built_in_folder(SMOL), HeadGates.load(gates), gates)
     drawn = rlkv.smol.problems(4, seed=7, max_steps=5)
     prompts = [render_prompt(tokenizer, row["problem"], "plain") for row in drawn]

@@ -10,10 +10,11 @@ import torch
 
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.vllm.blocks.block_tables import GapRemover
+from rlkv.vllm.blocks.block_tables import GapRules
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.blocks.packing import plan_packing
 from rlkv.vllm.blocks.pieces import cut_step
+from tests.helpers.gaps import without_gaps
 from tests.helpers.paths import PUBLISHED_GATES, ROOT
 
 PAGES = ROOT / "docs" / "results" / "serving"
@@ -64,12 +65,12 @@ def entries_read(length: int, step: int, cut: bool) -> int:
     """Entries that the Triton kernel reads for the queries of a prompt in steps of so many tokens: each query those of
     its request's table, which its mask "the first S or the last W" does not shorten."""
     demand, total = SinkWindowDemand(16, 16, 64), 0
-    remover, table = GapRemover(demand, length), torch.arange(demand.full(length), dtype=torch.int32)[None]
+    rules, table = GapRules(demand, length), torch.arange(demand.full(length), dtype=torch.int32)[None]
     for end in range(step, length + 1, step):
         ends = [piece.end for piece in cut_step([0, step])] if cut else [step]
         starts, lengths = torch.tensor([0, *ends]), end - step + torch.tensor(ends)
-        prefixes, width = torch.full((len(ends),), demand.sink), remover.width(step)
-        _, shorter = remover(table.expand(len(ends), -1), lengths, starts, prefixes, width)
+        prefixes, width = torch.full((len(ends),), demand.sink), rules.width(step)
+        _, shorter = without_gaps(demand, table.expand(len(ends), -1), lengths, starts, prefixes, width)
         total += int((starts.diff() * shorter).sum())
     return total
 

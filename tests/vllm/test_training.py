@@ -1,4 +1,4 @@
-"""A training run that samples with vLLM in its own process, next to one that samples with its own model."""
+"""Training runs that sample with vLLM in their own processes, next to one that samples with its own model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("vllm")
 
+from rlkv.gates.head_gates import HeadGates
 from rlkv.training import run
-from tests.helpers import random_run
+from tests.helpers import random_run, warm
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -51,6 +52,21 @@ def test_training_with_vllm_equals_training_with_transformers(
         assert ours["response/length_mean"] == theirs["response/length_mean"]
         assert 0 < ours["rollout/logprob_diff_max"] < 1e-4
         assert ours["rollout/truncated_share"] == 0
+
+
+@pytest.mark.timeout(900)
+def test_two_processes_have_an_engine_each(model_folder: Path, tmp_path: Path) -> None:
+    options = ["--model", str(model_folder), "--learning_rate", "0.3", "--prompts_per_step", "5", "--max_steps", "3"]
+    options += ["--num_generations", "3", "--per_device_train_batch_size", "8"]  # 7 and 8 rows
+    expected = random_run.run(tmp_path / "hf", options)
+    options += ["--rollout", "vllm", "--rollout_eager", "true", "--rollout_kv_gib", "0.02"]
+    command = ["-m", "tests.helpers.random_run", tmp_path / "vllm", *options]
+    ranks = warm.run_ranks(command, tmp_path / "streams", timeout=840, TOKENIZERS_PARALLELISM="false")
+    assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
+    assert (HeadGates.load(tmp_path / "vllm" / "gates.pt").alpha - expected.alpha).abs().max() < 1e-4
+    for ours, theirs in zip(read(tmp_path / "vllm"), read(tmp_path / "hf"), strict=True):
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        assert ours["response/length_mean"] == pytest.approx(theirs["response/length_mean"])
 
 
 def test_an_engine_with_another_model_is_noticed(model_folder: Path, tmp_path: Path) -> None:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers.child import printed
 
 pytest.importorskip("vllm")
 
 
 def errors_of(program: str) -> list[str]:
-    command = [sys.executable, "-m", f"tests.helpers.{program}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [line.removeprefix("max error ") for line in done.stdout.splitlines() if line.startswith("max error")]
+    return printed(program, "max error")
 
 
 def test_sinks_and_window_equal_the_torch_path() -> None:
@@ -41,3 +33,9 @@ def test_eviction_equals_the_torch_path() -> None:
     assert {dtype: len(errors) for dtype, errors in found.items()} == {"float32": 32, "float16": 10}
     assert max(found["float32"]) < 2e-6
     assert max(found["float16"]) < 5e-3  # outputs of size up to 3, in 11 bits
+
+
+def test_gaps_are_cut_out_of_block_tables_as_by_torch() -> None:
+    differences = [int(number) for number in errors_of("gaps_triton")]
+    assert len(differences) == 21
+    assert not any(differences)

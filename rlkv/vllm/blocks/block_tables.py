@@ -16,8 +16,8 @@ from rlkv.vllm.blocks.demand import SinkWindowDemand
 
 
 @dataclass
-class GapRemover:
-    """Removes the gaps from the block tables of compressible heads.
+class GapRules:
+    """What a step's queries see of the first tokens, and how long tables without gaps get.
 
     ``longest``: tokens of the longest text; ``full_prefill``: prompts are read in full, and not kept.
     """
@@ -44,24 +44,6 @@ class GapRemover:
         # the first step of all states no lengths, and reads nothing but prompts
         prompt_R = common.seq_lens if common.rswa_prefix_lens is None else common.rswa_prefix_lens
         return prompt_R.clamp(min=self.demand.sink)
-
-    def __call__(
-        self, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, prefix_R: Tensor, width: int
-    ) -> tuple[Tensor, Tensor]:
-        """The table ``[R, width]``, or as many columns as there are, and the lengths ``[R]`` without the gaps.
-
-        ``lengths_R``: tokens of each request, those of this step included; ``starts``: ``[R + 1]``, the first query of
-        each; ``prefix_R``: the first tokens that it sees.
-        """
-        demand = self.demand
-        sinks_R = demand.full(prefix_R)
-        first_R = lengths_R - (starts[1:] - starts[:-1])
-        gap_R = ((first_R - demand.window + 1) // demand.block_size - sinks_R).clamp(min=0)
-        columns = table_RM.shape[1]
-        column_C = torch.arange(min(width, columns), device=table_RM.device)
-        source_RC = column_C + torch.where(column_C < sinks_R[:, None], 0, gap_R[:, None])
-        table = table_RM.gather(1, source_RC.clamp(max=columns - 1).long())
-        return table, (lengths_R - gap_R * demand.block_size).to(lengths_R.dtype)
 
 
 def _reads_prompts(common: Any, vllm_config: Any) -> bool:
@@ -115,7 +97,6 @@ class SteadyTables:
         self._table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
 
-    def __call__(self, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """``table`` and ``lengths`` in the buffers."""
-        rows, columns = table.shape
-        return self._table[:rows, :columns].copy_(table), self._lengths[:rows].copy_(lengths)
+    def __call__(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """The buffers' part for a table ``[rows, columns]`` and its lengths."""
+        return self._table[:rows, :columns], self._lengths[:rows]

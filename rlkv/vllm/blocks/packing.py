@@ -127,6 +127,15 @@ class PackingPlan:
             f"{full / held:.2f} times the tokens in the same pool"
         )
 
+    def capacity(self, blocks: int, entry_bytes: int, tokens: int, prompt: int = 0) -> str:
+        """One line: how many tokens a pool of ``blocks`` blocks holds, in requests of ``tokens`` tokens."""
+        entries = blocks * self.block_entries
+        held, full = (entries * tokens // amount for amount in (self.held(tokens, prompt), self.uncompressed(tokens)))
+        return (
+            f"the pool of {blocks:,} blocks ({entries * entry_bytes / 2**30:,.2f} GiB) holds {held:,} tokens in "
+            f"requests of {tokens:,}; the full cache would hold {full:,}"
+        )
+
 
 def plan_heads(
     settings: ServingSettings, block_size: int, group_size: int, longest: int, ranks: int = 1

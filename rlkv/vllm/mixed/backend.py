@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.attention import LocalSizes
-from rlkv.vllm.blocks.block_tables import GapRemover
+from rlkv.vllm.blocks.block_tables import GapRules
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.paged.attention import MixedReads, mix_tokens, paged_mixed_attention, plan_mixed_reads
 from rlkv.vllm.paged.backend import (
@@ -79,8 +79,8 @@ class MixedTritonBuilder(GaplessTritonBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         demand = _demand(kv_cache_spec, layer_names, vllm_config)
-        gap_remover = GapRemover(demand, vllm_config.model_config.max_model_len)
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_remover)
+        gap_rules = GapRules(demand, vllm_config.model_config.max_model_len)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_rules)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)

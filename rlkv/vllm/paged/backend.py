@@ -17,9 +17,10 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.vllm.blocks.block_tables import GapRemover, SteadyTables
+from rlkv.vllm.blocks.block_tables import GapRules, SteadyTables
 from rlkv.vllm.blocks.pieces import QUERIES_AT_ONCE, cut_step
 from rlkv.vllm.paged.attention import write_cache
+from rlkv.vllm.paged.gapless_tables import cut_gaps
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -126,12 +127,12 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         layer_names: list[str],
         vllm_config: Any,
         device: torch.device,
-        gap_remover: GapRemover,
+        gap_rules: GapRules,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         rows = vllm_config.scheduler_config.max_num_seqs
-        self.gap_remover, self.steady = gap_remover, SteadyTables(rows, gap_remover.width(1), device)
-        self.prefix_R = torch.full((rows,), gap_remover.demand.sink, dtype=torch.int32, device=device)
+        self.gap_rules, self.steady = gap_rules, SteadyTables(rows, gap_rules.width(1), device)
+        self.prefix_R = torch.full((rows,), gap_rules.demand.sink, dtype=torch.int32, device=device)
 
     def build_local(
         self, common: Any, fast_build: bool = False, prompts: list[int] | None = None
@@ -140,27 +141,33 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
 
         Requests with many queries, and prompts, are cut into pieces. Nothing waits for the GPU.
         """
-        remover, decoding = self.gap_remover, common.max_query_len == 1  # a prompt of one token sees itself only
-        if (own_R := remover.prefixes(common, self.vllm_config)) is not None:  # rows of padding may have none
+        rules, decoding = self.gap_rules, common.max_query_len == 1  # a prompt of one token sees itself only
+        if (own_R := rules.prefixes(common, self.vllm_config)) is not None:  # rows of padding may have none
             self.prefix_R[: len(own_R)].copy_(moved(own_R, self.device))
         own, prefix_R, queries = common, self.prefix_R[: common.num_reqs], common.max_query_len
         if not decoding and (prompts or queries > QUERIES_AT_ONCE):
             queries = min(queries, QUERIES_AT_ONCE)
             own, prefix_R = self._in_pieces(common, prefix_R, prompts)
-        width = remover.width(queries, max(prompts or (0,)))
-        table, lengths = remover(own.block_table_tensor, own.seq_lens, own.query_start_loc, prefix_R, width)
-        if decoding:
-            table, lengths = self.steady(table, lengths)
+        width = rules.width(queries, max(prompts or (0,)))
+        table, lengths = self._without_gaps(own, prefix_R, width, decoding)
         own = own.replace(
             block_table_tensor=table,
             seq_lens=lengths,
             max_query_len=queries,
-            max_seq_len=min(common.max_seq_len, table.shape[1] * remover.demand.block_size),
+            max_seq_len=min(common.max_seq_len, table.shape[1] * rules.demand.block_size),
             rswa_prefix_lens=None,  # stated for rlkv alone: the stock builder has no use for them
         )
         metadata = super().build(0, own, fast_build)
-        metadata.rswa_prefix_lens, metadata.rswa_window = prefix_R, remover.demand.window
+        metadata.rswa_prefix_lens, metadata.rswa_window = prefix_R, rules.demand.window
         return metadata
+
+    def _without_gaps(self, common: Any, prefix_R: Tensor, width: int, decoding: bool) -> tuple[Tensor, Tensor]:
+        """The step's table and lengths; while decoding in the permanent buffers."""
+        table, lengths, demand = common.block_table_tensor, common.seq_lens, self.gap_rules.demand
+        sizes = len(table), min(width, table.shape[1])
+        out = self.steady(*sizes) if decoding else (table.new_empty(sizes), lengths.new_empty(sizes[0]))
+        cut_gaps(table, lengths, common.query_start_loc, prefix_R, demand.block_size, demand.window, out)
+        return out
 
     def _in_pieces(self, common: Any, prefix_R: Tensor, prompts: list[int] | None) -> tuple[Any, Tensor]:
         """The step with each piece as a request of its own over the same blocks, and the prefix that each sees."""

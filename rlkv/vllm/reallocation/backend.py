@@ -95,11 +95,11 @@ class FullCPUBackend(BackendParts, CPUAttentionBackend):
 
 class LocalTorchBuilder(TorchBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> list[Reads]:
-        common, remover = common_attn_metadata, bin_of(self.vllm_config, self.layer_names).gap_remover
+        common, rules = common_attn_metadata, bin_of(self.vllm_config, self.layer_names).gap_rules
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        prompts, prefix_R = remover.full_prompts(common, self.vllm_config), remover.prefixes(common, self.vllm_config)
+        prompts, prefix_R = rules.full_prompts(common, self.vllm_config), rules.prefixes(common, self.vllm_config)
         prefixes = None if prefix_R is None else prefix_R.tolist()
-        return plan_reads(common.block_table_tensor, starts, lengths, remover.demand, prompts, prefixes)
+        return plan_reads(common.block_table_tensor, starts, lengths, rules.demand, prompts, prefixes)
 
 
 class LocalTorchImpl(TorchImpl):
@@ -113,13 +113,13 @@ class LocalTorchBackend(TorchBackend):
 
 class LocalTritonBuilder(GaplessTritonBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        gap_remover = bin_of(vllm_config, layer_names).gap_remover
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_remover)
+        gap_rules = bin_of(vllm_config, layer_names).gap_rules
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_rules)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TritonAttentionMetadata:
-        prompts = self.gap_remover.full_prompts(common_attn_metadata, self.vllm_config)
+        prompts = self.gap_rules.full_prompts(common_attn_metadata, self.vllm_config)
         return self.build_local(common_attn_metadata, fast_build, prompts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
-from rlkv.vllm.blocks.block_tables import GapRemover
+from rlkv.vllm.blocks.block_tables import GapRules
 from rlkv.vllm.blocks.packing import Bin, Part
 from rlkv.vllm.blocks.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
 from rlkv.vllm.reallocation.backend import full_backend, local_backend
@@ -25,10 +26,11 @@ class BinAttention(Attention):
     """
 
     parts: tuple[PartAttention, ...] = ()
+    on_pool: Callable[[int], None] | None = None  # called with the number of blocks when the engine has its pool
     _kv_cache: Tensor
 
     def __init__(
-        self, stock: Attention, number: int, own: Bin, kept: Eviction | GapRemover | None, vllm_config: Any
+        self, stock: Attention, number: int, own: Bin, kept: Eviction | GapRules | None, vllm_config: Any
     ) -> None:
         """``stock``: any of the attention layers that are replaced; ``kept``: what compressible heads keep."""
         group_size = stock.num_heads // stock.num_kv_heads
@@ -55,8 +57,8 @@ class BinAttention(Attention):
         return self.kept
 
     @property
-    def gap_remover(self) -> GapRemover:
-        assert isinstance(self.kept, GapRemover)
+    def gap_rules(self) -> GapRules:
+        assert isinstance(self.kept, GapRules)
         return self.kept
 
     @property
@@ -67,6 +69,8 @@ class BinAttention(Attention):
     def kv_cache(self, cache: Tensor) -> None:
         """The engine binds a cache ``[blocks, heads of the bin, tokens, 2 * size]``, or an empty tensor to free it."""
         self._kv_cache = cache
+        if self.on_pool is not None and cache.dim() == 4:
+            self.on_pool(len(cache))
         for part in self.parts:
             part.kv_cache = cache[:, part.first : part.first + part.num_kv_heads] if cache.dim() == 4 else cache
 
@@ -94,9 +98,9 @@ class BinAttention(Attention):
             return EvictingSpec(**{**asdict(self.kept.demand), **common})
         return SinkWindowSpec(
             **common,
-            sink=self.gap_remover.demand.sink,
-            window=self.gap_remover.demand.window,
-            protect_prompt=self.gap_remover.demand.protect_prompt,
+            sink=self.gap_rules.demand.sink,
+            window=self.gap_rules.demand.window,
+            protect_prompt=self.gap_rules.demand.protect_prompt,
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
             max_model_len=vllm_config.model_config.max_model_len,
         )

@@ -10,7 +10,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType
 
-from rlkv.vllm.blocks.block_tables import GapRemover
+from rlkv.vllm.blocks.block_tables import GapRules
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
 from rlkv.vllm.blocks.packing import PackingPlan, plan_heads
 from rlkv.vllm.limits import check_engine, resolve_settings
@@ -43,7 +43,9 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
         layer.self_attn.attn = SplitAttention(stock, parts, vllm_config)
     entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
-    logger.info("rlkv: %s%s", where, plan.summary(entry_bytes, *settings.reference(longest)))
+    amounts = entry_bytes, *settings.reference(longest)
+    logger.info("rlkv: %s%s", where, plan.summary(*amounts))
+    bins[0].on_pool = lambda blocks: logger.info("rlkv: %s%s", where, plan.capacity(blocks, *amounts))
     order = [[head for own in plans for head in own.head_order(number)] for number in range(len(model.model.layers))]
     return HeadOrder(order, group_size, stock.head_size)
 
@@ -71,13 +73,13 @@ def check_layers(layers: Sequence[Any]) -> None:
                 )
 
 
-def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) -> Eviction | GapRemover | None:
+def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) -> Eviction | GapRules | None:
     """The policy of compressible heads and their buffer, or what reads sinks and window; None without such heads."""
     demand = next((own.demand for own in plan.bins if not own.full), None)
     if demand is None:
         return None
     if isinstance(demand, SinkWindowDemand):
-        return GapRemover(demand, longest, settings.whole_prompts)
+        return GapRules(demand, longest, settings.whole_prompts)
     policy = settings.policy()
     assert policy is not None
     assert isinstance(demand, BufferDemand)
