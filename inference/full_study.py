@@ -48,7 +48,8 @@ class FullStudyConfig(StagesConfig):
 class Size:
     """How much of everything: seeds per method, ``variant_seeds`` per ablation, solutions (``traces``) of elimination.
 
-    ``sparsities``: of the sweep; a study that is stopped has measured the first of them.
+    ``sparsities``: of the sweep; a study that is stopped has measured the first of them.  ``grpo``: further options of
+    RLKV's runs.
     """
 
     model: str = "tiny"
@@ -56,6 +57,7 @@ class Size:
     filtered: int = 400
     chains: str = "3-12"
     grpo_steps: int = 40
+    grpo: str = "--save_steps 10"
     distill_steps: int = 120
     rlkv_seeds: int = 3
     seeds: int = 3
@@ -70,9 +72,10 @@ class Size:
 TINY = Size()
 SMOL = Size(
     model="smol",
-    dtype="bfloat16",  # as in its configs
+    dtype="fast",  # as in its configs
     filtered=240,
     chains="4-10",
+    grpo="--save_steps 2",
     distill_steps=40,
     rlkv_seeds=2,
     seeds=2,
@@ -110,7 +113,7 @@ class Plan:
         elimination = f"--finder elimination --elimination_traces {size.traces} --curriculum {{curriculum}}"
         self._train("elimination", f"train/grpo_gates.py --config {config} {elimination}", (self.filtered,))
         self._train("DuoAttention", f"{distil}.yaml")
-        grpo = f"train/grpo_gates.py --config {config} --max_steps {size.grpo_steps} --save_steps 10 --curriculum "
+        grpo = f"train/grpo_gates.py --config {config} --max_steps {size.grpo_steps} {size.grpo} --curriculum "
         self._train("RLKV", f"{grpo}{{curriculum}}", (self.filtered,))
         beta = yaml.safe_load((ROOT / config).read_text())["l1_beta"]
         for name, options in {

@@ -26,7 +26,7 @@ from rlkv.data.filter_config import DecodeOptions
 from rlkv.evaluation.report.page import Page
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny.task import longest_solution, problems
-from rlkv.training.callbacks import GATES_LOG, LOG
+from rlkv.training.logs import GATES_LOG, LOG
 from rlkv.utils.atomic import write_json
 from rlkv.utils.jsonl import read_log, write_jsonl
 from rlkv.utils.provenance import hardware_line, provenance

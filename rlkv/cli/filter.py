@@ -7,10 +7,12 @@ line says which, and about how long it takes.
 
     rlkv-filter                                                   # the paper's job, on a GPU
     rlkv-filter --config filter_tiny                              # the built-in model, on a CPU
-    rlkv-filter --input problems.jsonl --model ./my-model --shard 0/4
+    torchrun --nproc_per_node 8 data_prep/filter_deepscaler.py    # on 8 GPUs, an engine each
+    rlkv-filter --input problems.jsonl --model ./my-model --shard 0/4 --output-dir /shared/folder
     rlkv-filter --input problems.jsonl --outputs mine.jsonl       # outputs that you have
 
-A run that was stopped resumes when it is started again with the same settings.  Buckets, their seed and
+A run that was stopped resumes when it is started again with the same settings, with any number of shards.  Started by
+torchrun or accelerate launch, every process decodes its part on a GPU of its own.  Buckets, their seed and
 --fill-short-buckets may be changed afterwards: nothing is decoded again.  Writes curriculum.parquet, curriculum.jsonl,
 report.json and report.md into --output-dir, by default results/curriculum_MODEL: where the configs of rlkv-train look.
 """
@@ -23,8 +25,9 @@ from rlkv.cli.errors import run_app
 def _filter() -> None:
     from rlkv.cli.options import parse
     from rlkv.data.filter_config import FilterConfig
+    from rlkv.utils.launcher import leave_launcher
 
-    config = parse(FilterConfig, __doc__).resolved()
+    config = parse(FilterConfig, __doc__).of_process(*leave_launcher()).resolved()
     from rlkv.data.filter_job import run_filter
     from rlkv.data.filtering import STATUSES
 

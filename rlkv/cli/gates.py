@@ -1,4 +1,4 @@
-"""Look at gates files, convert, plot and compare them.
+"""Look at gates files, convert, plot, compare and share them; follow the training that makes them.
 
 A gates file is a .pt, .safetensors or .tsv file, a PEFT folder, hf://owner/name[@revision] on the hub, or tiny for the
 packaged gates of the built-in model.
@@ -7,6 +7,9 @@ packaged gates of the built-in model.
     rlkv-gates convert gates.pt gates.safetensors  another format, by the suffix
     rlkv-gates plot gates.pt heatmap.png           heat map of layers x KV heads
     rlkv-gates diff mine.pt hf://owner/theirs      do two files agree on the heads?
+    rlkv-gates report outputs/gates --watch        the page of a training run
+    rlkv-gates push gates.pt hf://owner/name       publish, with a model card
+    rlkv-gates pull hf://owner/name gates.pt       download
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from scipy.stats import spearmanr
 from tyro.conf import Positional, arg
 
 from rlkv.cli.errors import run_app
+from rlkv.cli.gates_report import Report
+from rlkv.cli.gates_share import Pull, Push
 from rlkv.cli.options import parse_command
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
@@ -173,6 +178,7 @@ def _print_summary(gates: HeadGates) -> None:
 
 
 COMMANDS = {"inspect": Inspect, "convert": Convert, "plot": Plot, "diff": Diff}
+COMMANDS |= {"report": Report, "push": Push, "pull": Pull}
 
 
 def main() -> None:

@@ -3,7 +3,7 @@ r"""Find the heads: GRPO on problems that the model solves, with an L1 penalty t
     rlkv-train --config tiny                                     # the built-in model on problems of its own task
     rlkv-train --config tiny --curriculum results/curriculum/curriculum.parquet
     accelerate launch train/grpo_gates.py --config configs/llama8b.yaml
-    rlkv-train --config llama8b --plan                           # what that takes: steps, memory, engine, time
+    rlkv-train --config llama8b --plan --plan_gpus 8xh100        # what that takes: steps, memory, engine, time
     rlkv-train --config tiny --finder elimination --curriculum results/curriculum/curriculum.parquet
 
 --finder elimination measures instead of training: heads go one by one, each time the one that the curriculum's recorded
@@ -38,7 +38,7 @@ def _train() -> None:
 
     settings, args = parse_config(sys.argv[1:])
     if settings.plan:
-        from rlkv.training.plan import describe_plan
+        from rlkv.training.plan_page import describe_plan
 
         if args.process_index == 0:
             print(describe_plan(settings, args))

@@ -135,7 +135,7 @@ class FilterConfig(DecodeOptions):
     max_length: int | None = None
     """tokens of prompt and completion together; default: 1024 for the models tiny and smol, else 8192"""
     shard: str = "0/1"
-    """i/n: this process does every n-th problem, from the i-th (counted from 0)"""
+    """i/n: do every n-th problem, from the i-th (counted from 0); the processes of a launcher divide a shard further"""
 
     def check(self) -> None:
         super().check()
@@ -143,6 +143,11 @@ class FilterConfig(DecodeOptions):
         if self.buckets:
             parse_buckets(",".join(self.buckets))
         parse_shard(self.shard)
+
+    def of_process(self, rank: int, processes: int) -> FilterConfig:
+        """The part of the shard that one of several processes does."""
+        shard, count = parse_shard(self.shard)
+        return replace(self, shard=f"{shard + count * rank}/{count * processes}")
 
     def resolved(self) -> FilterConfig:
         """With the model's default for everything that was not given."""

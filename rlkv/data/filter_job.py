@@ -14,8 +14,9 @@ from rlkv.data.decoders import Decoder, EngineDecoder, RecordedDecoder
 from rlkv.data.deepscaler import Problem, load_problems
 from rlkv.data.filter_config import BUILT_IN, DEFAULT_BATCH, DecodeOptions, FilterConfig, parse_shard
 from rlkv.data.filtering import STATUSES, Outcome, Shards, run_shard
-from rlkv.models.loading import load_tokenizer, resolve_device, resolve_dtype
+from rlkv.models.loading import dtype_name, load_tokenizer, resolve_device
 from rlkv.models.prompts import choose_template
+from rlkv.rollout.cards import card_of
 from rlkv.rollout.estimate import MEAN_LENGTH, NAMES, Footprint, rough
 from rlkv.utils.atomic import atomic_path, write_json, write_text
 from rlkv.utils.extras import require
@@ -33,14 +34,14 @@ def problems_digest(problems: list[Problem]) -> str:
     return digest("".join(json.dumps([p.problem, p.answer]) for p in problems).encode())
 
 
-def job_settings(config: FilterConfig, problems: list[Problem], num_shards: int) -> dict[str, Any]:
-    """What must not change between a run and its resumption; buckets and their seed may."""
+def job_settings(config: FilterConfig, problems: list[Problem]) -> dict[str, Any]:
+    """What must not change between a run and its resumption; buckets, their seed and the number of shards may."""
     names = ["model", "max_new_tokens"]
     names += ["engine", "template", "max_length"] if config.outputs is None else ["outputs_field"]
     settings = {name: getattr(config, name) for name in names}
-    settings |= {"problems": f"{len(problems)} with hash {problems_digest(problems)}", "num_shards": num_shards}
+    settings["problems"] = f"{len(problems)} with hash {problems_digest(problems)}"
     if config.outputs is None:
-        settings["dtype"] = str(resolve_dtype(config.dtype, resolve_device(config.device))).removeprefix("torch.")
+        settings["dtype"] = dtype_name(config.dtype, resolve_device(config.device))
     else:
         path = Path(config.outputs)
         settings["outputs"] = digest(path.read_bytes()) if path.is_file() else config.outputs
@@ -71,14 +72,11 @@ def sized_and_announced(config: Options, count: int, positions: int, unit: str =
     assert config.batch_size is not None
     line = f"{count:,} {unit}s through {NAMES[config.engine]}{why and f' ({why})'}, {config.batch_size} at once"
     if footprint is not None:
-        has_gpu = resolve_device(config.device).type == "cuda"
-        rate, mean = (
-            footprint.rate(config.engine, config.batch_size, has_gpu),
-            MEAN_LENGTH * (config.max_new_tokens or 0),
-        )
+        card, mean = card_of(resolve_device(config.device)), MEAN_LENGTH * (config.max_new_tokens or 0)
+        rate = footprint.rate(config.engine, config.batch_size, card, mean)
         line += (
-            f": about {rough(count * mean / rate)} on {'a GPU' if has_gpu else 'this CPU'}, if it makes {rate:,.0f} "
-            f"tokens/s and a {unit} takes {mean:,.0f} tokens (assumed; the bar shows the measured pace)"
+            f": about {rough(count * mean / rate)} on {'this CPU' if card is None else 'a GPU'}, if it makes "
+            f"{rate:,.0f} tokens/s and a {unit} takes {mean:,.0f} tokens (assumed; the bar shows the measured pace)"
         )
     print(line, flush=True)
     return config
@@ -108,8 +106,7 @@ def run_filter(config: FilterConfig) -> FilterResult:
     shard, num_shards = parse_shard(config.shard)
     if num_shards > len(problems):
         raise ValueError(f"shard {config.shard}: there are only {len(problems)} problems to share out")
-    settings = job_settings(config, problems, num_shards)
-    shards = Shards(Path(config.output_dir), len(problems), num_shards, settings)
+    shards = Shards(Path(config.output_dir), len(problems), num_shards, job_settings(config, problems))
     still_open = shards.missing()
     if shard in still_open:
         if config.outputs is None:

@@ -31,9 +31,10 @@ KEY = ("index",)
 
 @dataclass(frozen=True)
 class Shards:
-    """The result files of a job: shard i of ``count`` holds every ``count``-th problem, from the i-th (from 0).
+    """The result files of a job: shard i of ``count`` does every ``count``-th problem, from the i-th (from 0).
 
-    A row has the problem's index and status and, where there is an output, ``output`` and ``output_tokens``.
+    Rows do not depend on the shard: a run with another ``count`` goes on from the files of all of them.  A row has the
+    problem's index and status and, where there is an output, ``output`` and ``output_tokens``.
     """
 
     folder: Path
@@ -48,25 +49,25 @@ class Shards:
         return range(shard, self.num_problems, self.count)
 
     def rows(self) -> Iterator[Row]:
-        """All rows, one in memory at a time."""
-        for shard in range(self.count):
-            yield from iter_rows(self.path(shard), KEY)
-
-    def missing(self) -> dict[int, int]:
-        """``shard: open problems`` of every shard that is not complete; other processes may be writing.
+        """One row of each problem that was done, one in memory at a time; other processes may be writing.
 
         Raises:
             ValueError: if a shard was written with other settings, or is damaged.
         """
-        found = {}
-        for shard in range(self.count):
-            path, done = self.path(shard), 0
-            if path.exists() and path.stat().st_size:
+        seen: set[int] = set()
+        for path in sorted(self.path(0).parent.glob("shard-*.jsonl")):
+            if path.stat().st_size:
                 check_settings(path, self.settings)
-                done = sum(1 for _ in iter_rows(path, KEY))
-            if done < len(self.indices(shard)):
-                found[shard] = len(self.indices(shard)) - done
-        return found
+            for row in iter_rows(path, KEY):
+                if row["index"] not in seen:  # two runs may have done it at the same time
+                    seen.add(row["index"])
+                    yield row
+
+    def missing(self) -> dict[int, int]:
+        """``shard: open problems`` of every shard that is not complete; errors as :meth:`rows`."""
+        done = {row["index"] for row in self.rows()}
+        found = {shard: sum(index not in done for index in self.indices(shard)) for shard in range(self.count)}
+        return {shard: number for shard, number in found.items() if number}
 
     def outcome(self) -> Outcome:
         """The results of all shards together, in the order of the problems."""
@@ -126,10 +127,11 @@ def run_shard(
     Raises:
         ValueError: if the shard was started with other settings, is damaged, or is in use.
     """
-    path = shards.path(shard)
-    with open_store(path, shards.settings, KEY, keep_rows=False) as store:
-        progress.resume(Counter(row["status"] for row in iter_rows(path, KEY)))
-        still_open = [i for i in shards.indices(shard) if i not in store.done]
+    own = shards.indices(shard)
+    with open_store(shards.path(shard), shards.settings, KEY, keep_rows=False) as store:
+        done = {row["index"]: row["status"] for row in shards.rows() if row["index"] in own}
+        progress.resume(Counter(done.values()))
+        still_open = [index for index in own if index not in done]
         answerable = [(i, problems[i]) for i in still_open if problems[i].answer.strip()]
         rows: list[Row] = [{"index": i, "status": NO_ANSWER} for i in still_open if not problems[i].answer.strip()]
         outputs: list[tuple[int, Output]] = []

@@ -177,3 +177,13 @@ class HeadAllocation:
 
 def _by(full: Tensor) -> str:
     return f"{full.shape[0]} x {full.shape[1]}"
+
+
+def is_decided(gates: HeadGates, full_LH: Tensor) -> bool:
+    """Whether every full head has a larger gate than every compressible one; equal gates: a larger mean."""
+    if bool(full_LH.all()) or not bool(full_LH.any()):
+        return True
+    keys = [
+        list(zip(gates.alpha[own].tolist(), gates.mean_alpha[own].tolist(), strict=True)) for own in (full_LH, ~full_LH)
+    ]
+    return min(keys[0]) > max(keys[1])

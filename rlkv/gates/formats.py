@@ -52,7 +52,7 @@ def read_gates(path: str | Path) -> dict[str, Any]:
 def write_gates(path: str | Path, payload: dict[str, Any]) -> None:
     """Write by suffix; see ``HeadGates.save``."""
     if str(path).startswith(_HUB):
-        raise ValueError(f"{path}: gates are saved to a local path, not to the hub: save a folder and upload it")
+        raise ValueError(f"{path}: gates are saved to a local path, not to the hub: use rlkv-gates push")
     target = Path(path).expanduser()
     if target.is_dir() or not target.suffix or str(path).endswith("/"):
         write_peft(target, payload)
@@ -82,16 +82,22 @@ def _is_hub_address(path: str) -> bool:
     return bool(_HUB_ADDRESS.fullmatch(path)) and not path.endswith(SUFFIXES) and not Path(path).exists()
 
 
+def hub_address(address: str) -> tuple[str, str | None]:
+    """``(owner/name, revision or None)`` of a hub address; ``ValueError`` if it is none."""
+    match = _HUB_ADDRESS.fullmatch(address)
+    if match is None:
+        raise ValueError(f"{address}: not a hub address, expected hf://owner/name or hf://owner/name@revision")
+    return match["repo"], match["revision"]
+
+
 def _download(address: str) -> Path:
     """The folder with the gates files of a hub repository, from the hub or its local cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionResolutionError
 
-    match = _HUB_ADDRESS.fullmatch(address)
-    if match is None:
-        raise ValueError(f"{address}: not a hub address, expected hf://owner/name or hf://owner/name@revision")
+    repo, revision = hub_address(address)
     try:
-        return Path(snapshot_download(match["repo"], revision=match["revision"], allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
     except (OSError, HFValidationError, HfHubHTTPError, RevisionResolutionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "" if address.startswith(_HUB) else "no such local file or folder, and "

@@ -22,7 +22,8 @@ class ModelOptions:
     model: str = "tiny"
     """a built-in name (tiny, smol, smollm2), a local folder or a hub id"""
     dtype: str = "auto"
-    """auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16"""
+    """auto (bfloat16 on a GPU, float32 on a CPU), fast (also bfloat16 on a CPU that multiplies it), float32, bfloat16
+    or float16"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
 

@@ -1,172 +1,175 @@
-"""The trainer's end of a rollout server: it outlives the server, and loses no prompt.
+"""The trainer's end of one or more rollout servers: it outlives them, and loses no prompt.
 
-When a server dies, it sends the gates again and asks for the missing rows, which get the same tokens as before.
+Rows are dealt to the servers.  When one fails, the others take the rows that it still owes, and it is sent the gates
+again; a row gets the same tokens wherever it is sampled.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
+import queue
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.gated import HEARTBEAT_SECONDS, EngineFacts, Rows, Sample, gate_version
+from rlkv.rollout.connection import Connection, Failure, StaleGates
+from rlkv.rollout.gated import EngineFacts, Rows, Sample, gate_version
 
-SILENCE = 15 * HEARTBEAT_SECONDS  # seconds without a byte after which a server counts as dead
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
-
-
-class _Failure(Exception):
-    """The server could not be reached, broke off, or failed."""
+Ask = Callable[[Rows], Iterator[tuple[int, Sample]]]
 
 
 class RolloutClient:
-    """A :class:`~rlkv.rollout.gated.GatedEngine` behind ``url``.
+    """A :class:`~rlkv.rollout.gated.GatedEngine` behind the servers at ``urls``.
 
     Attributes:
         retries: requests that failed and were repeated.
         stale: answers under other gates, discarded.
-        patience: seconds without an answer after which a failed request raises ValueError instead of being repeated.
+        patience: seconds in which all servers fail after which ValueError is raised.
     """
 
     def __init__(
-        self, url: str, patience: float = 600.0, report: Callable[[str], None] = lambda text: print(text, flush=True)
+        self,
+        urls: Sequence[str],
+        patience: float = 600.0,
+        report: Callable[[str], None] = lambda text: print(text, flush=True),
     ) -> None:
-        """``report`` gets a line when the server stops answering; ValueError unless ``url`` is ``http://host[:port]``."""
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"the rollout server's address must look like http://host:port, got {url!r}")
-        self.url, self.patience, self._report = url, patience, report
-        self._host, self._port = parts.hostname, parts.port or 80
+        """``report`` gets a line when a server stops answering; ValueError for an address of another form."""
+        self.servers = [Connection(url, number) for number, url in enumerate(urls)]
+        self.patience, self.report = patience, report
         self._alpha_LH: Tensor | None = None
         self.version = "none"
         self.retries = self.stale = 0
 
     def set_gates(self, alpha_LH: Tensor) -> str:
-        """Send the gates; errors as :meth:`sample`."""
+        """Sample under these gates from now on; every server is sent them before its next rows."""
         self._alpha_LH = alpha_LH.detach().float().cpu().clone()
         self.version = gate_version(self._alpha_LH)
-        self._keep_trying(self._send_gates)
         return self.version
 
     def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
         """Yield ``(index into rows.prompts, sample)``, each index once, all of the client's gates.
 
-        ValueError if the server refuses the request, or nothing arrives for longer than the patience.
+        ValueError if a server refuses a request, or all of them fail for longer than the patience.
         """
-        missing = dict(enumerate(rows.prompts))
-        waiting: _Waiting | None = None  # the patience begins with a failure, not with a long sample
-        while missing:
-            asked = sorted(missing)
-            try:
-                for index, sample in self._ask(rows.only(asked), sampling, eos_ids):
-                    del missing[asked[index]]
-                    waiting = None
-                    yield asked[index], sample
-                if missing:
-                    raise _Failure("the answer ended early")
-            except _Failure as failure:
-                waiting = waiting or _Waiting(self.patience)
-                self._pause(waiting, failure)
-                self._keep_trying(self._send_gates)
-
-    def facts(self) -> EngineFacts:
-        """What the server says of its engine; waits for it as long as the patience lasts."""
-        found = self._keep_trying(lambda: next(self._lines("GET", "/health"), {}))
+        fit = [server for server in self.servers if not server.pause] or self.servers
+        job = _Job(self, self.servers)
+        for server in self.servers:
+            share = list(range(len(rows.prompts)))[fit.index(server) :: len(fit)] if server in fit else []
+            ask = partial(server.ask, sampling=sampling, eos_ids=eos_ids)
+            threading.Thread(target=self._work, args=(job, server, share, rows, ask), daemon=True).start()
         try:
-            return EngineFacts(**{field.name: found[field.name] for field in fields(EngineFacts)})
-        except KeyError as error:
-            raise ValueError(f"{self.url} is not a rollout server: its /health has no {error}") from None
+            for _ in rows.prompts:
+                found = job.arrived.get()
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+        finally:
+            job.end()
+
+    def _work(self, job: _Job, server: Connection, share: list[int], rows: Rows, ask: Ask) -> None:
+        """Ask ``server`` for its share, then for rows that others owe, until the job has ended."""
+        try:
+            while not job.ended:
+                owed = dict(enumerate(share))
+                try:
+                    if self._alpha_LH is None:
+                        raise ValueError("set_gates comes before sample: the servers have none of their own")
+                    server.send_gates(self._alpha_LH, self.version)
+                    for index, sample in ask(rows.only(share)) if share else ():
+                        if index not in owed:
+                            raise Failure(f"it sent row {index} twice")
+                        job.arrived.put((owed.pop(index), sample))
+                        job.succeeded(server)
+                    if owed:
+                        raise Failure("the answer ended early")
+                    job.succeeded(server)
+                except Failure as failure:
+                    job.failed(server, failure, owed.values())
+                share = job.take()
+        except Exception as error:
+            job.arrived.put(error)
 
     def check(self, sizes: LocalSizes, positions: int) -> None:
-        """Raise ``ValueError`` if the server has another sink or window than the training, or too few positions."""
-        facts = self.facts()
-        if (facts.sink, facts.window) != (sizes.sink, sizes.window):
-            raise ValueError(
-                f"the rollout server mixes with sink {facts.sink} and window {facts.window}, the training with "
-                f"{sizes.sink} and {sizes.window}: start rollout/serve_vllm.py with --sink {sizes.sink} "
-                f"--window {sizes.window}"
-            )
-        if facts.max_positions < positions:
-            raise ValueError(
-                f"the rollout server takes {facts.max_positions} tokens per row, the training needs {positions}: "
-                f"start rollout/serve_vllm.py with --max-positions {positions}"
-            )
+        """Raise ``ValueError`` if a server has another sink or window than the training, or too few positions."""
+        for server in self.servers:
+            facts = self.facts(server)
+            if (facts.sink, facts.window) != (sizes.sink, sizes.window):
+                raise ValueError(
+                    f"the rollout server at {server.url} mixes with sink {facts.sink} and window {facts.window}, the "
+                    f"training with {sizes.sink} and {sizes.window}: start rollout/serve_vllm.py with "
+                    f"--sink {sizes.sink} --window {sizes.window}"
+                )
+            if facts.max_positions < positions:
+                raise ValueError(
+                    f"the rollout server at {server.url} takes {facts.max_positions} tokens per row, the training "
+                    f"needs {positions}: start rollout/serve_vllm.py with --max-positions {positions}"
+                )
 
-    def _send_gates(self) -> None:
-        if self._alpha_LH is None:
-            raise ValueError("set_gates comes before sample: the server has none of its own")
-        answer: dict[str, Any] = next(self._lines("POST", "/gates", {"alpha": self._alpha_LH.tolist()}), {})
-        found = answer.get("version")
-        if found != self.version:
-            raise _Failure(f"the server took gates {found} for {self.version}")
-
-    def _ask(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
-        """The samples of one request, until it ends, breaks off or turns out to be stale."""
-        request = {"version": self.version, "rows": asdict(rows), "sampling": asdict(sampling), "eos_ids": eos_ids}
-        for line in self._lines("POST", "/sample", request):
-            if "error" in line:
-                raise ValueError(f"the rollout server refused the request: {line['error']}")
-            if "failed" in line:
-                raise _Failure(line["failed"])
-            if "done" in line:
-                return
-            found = line.get("stale", line.get("version"))
-            if found != self.version:
-                self.stale += 1
-                raise _Failure(f"its gates are {found}, not {self.version}")
-            yield line.pop("index"), Sample(**line)
-
-    def _lines(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """The lines of JSON of one exchange as they arrive, without the heartbeats, which are empty lines."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=SILENCE)
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body))
-            answer = connection.getresponse()
-            if answer.status == 200:
-                for line in answer:
-                    if line.strip():
-                        yield json.loads(line)  # the last line of a server that died is cut off
-                return
-            error = json.loads(answer.read()).get("error", "no reason given")
-        except (OSError, http.client.HTTPException, ValueError) as failure:
-            raise _Failure(f"{type(failure).__name__}: {failure}") from failure
-        finally:
-            connection.close()
-        if answer.status >= 500:
-            raise _Failure(error)
-        raise ValueError(f"the rollout server refused the request: {error}")
-
-    def _keep_trying(self, action: Callable[[], Any]) -> Any:
-        waiting = _Waiting(self.patience)
+    def facts(self, server: Connection) -> EngineFacts:
+        """What ``server`` says of its engine; waits for it as long as the patience lasts."""
+        job = _Job(self, [server])
         while True:
             try:
-                return action()
-            except _Failure as failure:
-                self._pause(waiting, failure)
-
-    def _pause(self, waiting: _Waiting, failure: _Failure) -> None:
-        self.retries += 1
-        if time.monotonic() >= waiting.deadline:
-            raise ValueError(
-                f"the rollout server at {self.url} did not answer for {self.patience:.0f} s ({failure}): start "
-                "rollout/serve_vllm.py, then repeat the training's command, which resumes from its last checkpoint"
-            ) from failure
-        if waiting.pause == FIRST_PAUSE:
-            self._report(f"rollout server at {self.url}: {failure}; trying again")
-        time.sleep(max(0.0, min(waiting.pause, waiting.deadline - time.monotonic())))
-        waiting.pause = min(2 * waiting.pause, LONGEST_PAUSE)
+                found = server.facts()
+            except Failure as failure:
+                job.failed(server, failure)
+            else:
+                job.succeeded(server)
+                return found
 
 
-class _Waiting:
-    """A pause that doubles, and a deadline."""
+class _Job:
+    """The rows of one rollout that nobody has been asked for, and what has arrived; used by a thread per server."""
 
-    def __init__(self, patience: float) -> None:
-        self.pause, self.deadline = FIRST_PAUSE, time.monotonic() + patience
+    def __init__(self, client: RolloutClient, servers: list[Connection]) -> None:
+        self.client, self.servers = client, servers
+        self.arrived: queue.Queue[tuple[int, Sample] | Exception] = queue.Queue()
+        self.ended = False
+        self._left: list[int] = []
+        self._deadline: float | None = None  # while all servers fail
+        self._changed = threading.Condition()
+
+    def take(self) -> list[int]:
+        """Wait for rows that a server owes and nobody is asked for; none at the end of the job."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left or self.ended)
+            share, self._left = self._left, []
+            return share
+
+    def end(self) -> None:
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+    def succeeded(self, server: Connection) -> None:
+        """A sample arrived, or all that it was asked for: the patience begins again with the next failure."""
+        with self._changed:
+            server.pause, self._deadline = 0.0, None
+
+    def failed(self, server: Connection, failure: Failure, owed: Iterable[int] = ()) -> None:
+        """Leave the rows to the others and pause; ValueError if all servers have failed for too long."""
+        client = self.client
+        with self._changed:
+            if self.ended:
+                return
+            self._left += owed
+            self._changed.notify_all()
+            client.retries += 1
+            client.stale += isinstance(failure, StaleGates)
+            if not server.pause:
+                client.report(f"rollout server at {server.url}: {failure}; trying again")
+            server.version, server.pause = "none", min(2 * server.pause or FIRST_PAUSE, LONGEST_PAUSE)
+            if self._deadline is None and all(other.pause for other in self.servers):
+                self._deadline = time.monotonic() + client.patience
+            left = LONGEST_PAUSE if self._deadline is None else self._deadline - time.monotonic()
+            if left <= 0:
+                raise ValueError(
+                    f"the rollout server at {server.url} did not answer for {client.patience:.0f} s ({failure}): start "
+                    "rollout/serve_vllm.py, then repeat the training's command, which resumes from its last checkpoint"
+                ) from failure
+            self._changed.wait_for(lambda: self.ended, min(server.pause, left))

@@ -55,6 +55,7 @@ class Decoding:
         logprobs: whether log-probabilities are noted.
         stop: ends rows early, with the reason ``repetition``.
         before_change: called with the cache before rows leave it.
+        sharded: whether the weights are gathered for each forward; what training reuses must not be of inference mode.
     """
 
     model: PreTrainedModel
@@ -67,14 +68,18 @@ class Decoding:
     logprobs: bool = False
     stop: StopRule | None = None
     before_change: Callable[[Cache], None] | None = None
+    sharded: bool = False
 
-    @torch.inference_mode()
     def run(self, prompts: list[list[int]], numbers: Sequence[int] | None = None) -> Iterator[Row]:
         """Yield each row as it ends; the longest prompts begin.
 
         Args:
             numbers: of the rows, which fix their draws (:mod:`rlkv.rollout.draws`); default: 0, 1, 2...
         """
+        context: Any = torch.no_grad() if self.sharded else torch.inference_mode()
+        return context(self._run)(prompts, numbers)
+
+    def _run(self, prompts: list[list[int]], numbers: Sequence[int] | None) -> Iterator[Row]:
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         waiting = deque((i, prompts[i], i if numbers is None else numbers[i]) for i in order)
 
@@ -116,6 +121,7 @@ class _Batch:
         self.new_RQ = torch.tensor(padded, device=device)
         self.padding_R = torch.tensor([length - len(ids) for _, ids, _ in prompts], device=device)
         self.running_R = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        self.last = torch.tensor([-1], device=device)
         self.columns = 0
         self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens, [row.index for row in self.rows])
 
@@ -137,7 +143,8 @@ class _Batch:
             position_ids=position_RQ * self.running_R[:, None],
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=1,
+            # by index, which copies: rows of a slice do not lie together, and become a slow product each
+            logits_to_keep=self.last,
         )
         self.cache, self.columns = output.past_key_values, end
         token_R, logprob_R = self._choose(output.logits[:, -1])

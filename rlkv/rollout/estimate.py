@@ -7,6 +7,7 @@ as it has one.  Units: bytes, seconds, tokens; a row is a text that is being dec
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -16,6 +17,7 @@ from rlkv.models.hub import connection_error
 from rlkv.models.loading import is_path, model_source, resolve_device, resolve_dtype
 from rlkv.models.published import PUBLISHED
 from rlkv.models.shape import ModelShape
+from rlkv.rollout.cards import Card
 
 GIB = 2**30
 NAMES = {"hf": "transformers", "vllm": "vLLM", "vllm-server": "the vLLM server"}
@@ -28,19 +30,27 @@ MEAN_LENGTH = 0.5  # mean tokens of a completion, as a share of the longest
 
 HF_STEP_SECONDS = 1e-3  # a decoding step of transformers on a GPU, per layer: launches bound it, not the rows
 HF_MIXED = 3.0  # times that with mixed attention
-VLLM_RATE = 1.6e13  # tokens/s times parameters on a GPU: 2,000 tokens/s for 8e9
-CPU_RATE = 5e10  # the same on a CPU, whichever engine: 6 tokens/s for 8e9
+DECODE_SHARE = 0.3  # of a GPU's bandwidth that vLLM reaches as it reads weights and KV
+CPU_RATE = 5e10  # tokens/s times parameters on a CPU, whichever engine: 6 tokens/s for 8e9
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model takes: ``weights`` in bytes, and the bytes of KV of one token in all heads."""
+    """What a model takes: ``weights`` in bytes, and the bytes of KV of one token in all heads.
+
+    ``hidden``, ``intermediate``, ``vocabulary``: widths of its states, of what an MLP holds of a token, of its logits;
+    ``itemsize``: bytes of an element.
+    """
 
     architecture: str
     shape: ModelShape
     parameters: int
     weights: int
     kv_per_token: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    itemsize: int
 
     @classmethod
     def of(cls, model: str, dtype: str = "auto", device: str = "auto") -> Footprint | None:
@@ -50,14 +60,22 @@ class Footprint:
             device: where it decodes, which the dtype ``auto`` depends on.
         """
         config = _config(model)
-        if config is None:
-            return None
+        return (
+            None
+            if config is None
+            else cls.of_config(config, model, resolve_dtype(dtype, resolve_device(device)).itemsize)
+        )
+
+    @classmethod
+    def of_config(cls, config: PretrainedConfig, model: str, size: int) -> Footprint:
+        """Of weights of ``size`` bytes each."""
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
         parameters = sum(weight.numel() for weight in built.parameters())
-        shape, size = ModelShape.from_config(config, model), resolve_dtype(dtype, resolve_device(device)).itemsize
-        kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size
-        return cls(type(built).__name__, shape, parameters, parameters * size, kv)
+        shape = ModelShape.from_config(config, model)
+        kv, text = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size, config.get_text_config()
+        widths = (text.hidden_size, _mlp_width(text), text.vocab_size)
+        return cls(type(built).__name__, shape, parameters, parameters * size, kv, *widths, size)
 
     def kv_room(self, free: int, reserve_gib: float = ENGINE_GIB, copies: int = 1) -> int:
         """Bytes of a GPU that are left for KV, with ``copies`` of the weights there; negative if it is too small."""
@@ -87,13 +105,13 @@ class Footprint:
         fitting = int(kv / (share * positions * self.kv_per_token))
         return max(1, min(fitting, MOST_ROWS[engine] if most is None else most))
 
-    def rate(self, engine: str, rows: int, has_gpu: bool, mixed: bool = False) -> float:
-        """Assumed tokens/s of all rows together."""
-        if not has_gpu:
+    def rate(self, engine: str, rows: int, card: Card | None, tokens: float, mixed: bool = False) -> float:
+        """Assumed tokens/s of ``rows`` rows that hold ``tokens`` tokens on average; ``card`` None: on a CPU."""
+        if card is None:
             return CPU_RATE / self.parameters
-        if engine != "hf":
-            return VLLM_RATE / self.parameters
-        return rows / (self.shape.num_layers * HF_STEP_SECONDS * (HF_MIXED if mixed else 1.0))
+        if engine == "hf":
+            return rows / (self.shape.num_layers * HF_STEP_SECONDS * (HF_MIXED if mixed else 1.0))
+        return rows * card.bandwidth * DECODE_SHARE / (self.weights + rows * tokens * self.kv_per_token)
 
 
 def _config(model: str) -> PretrainedConfig | None:
@@ -108,14 +126,22 @@ def _config(model: str) -> PretrainedConfig | None:
         return None
 
 
+def _mlp_width(config: Any) -> int:
+    """Of all experts that a token takes."""
+    experts = getattr(config, "num_experts_per_tok", None)
+    of_expert = getattr(config, "moe_intermediate_size", None)
+    dense: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return (experts * (of_expert or dense)) if experts else dense
+
+
 def free_memory(device: torch.device) -> int | None:
     """Free bytes of a GPU; None for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def rough(seconds: float) -> str:
-    """An estimate in the unit that suits it: ``3.4 days``, ``5.2 h``, ``12 min``."""
+    """An estimate in the unit that suits it: ``3.4 days``, ``5.2 h``, ``12 min``, ``40 s``."""
     for unit, length in (("days", 86400), ("h", 3600)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds >= 60 else "a minute"
+    return f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"

@@ -55,12 +55,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled completion with its end token, ``logprobs`` before top-k and top-p, and the version of its gates."""
+    """A sampled completion with its end token, ``logprobs`` before top-k and top-p, and the version of its gates.
+
+    ``source``: which of several servers sampled it.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
     version: str
+    source: int = 0
 
 
 class GatedEngine(Protocol):

@@ -1,21 +1,18 @@
-"""Options of every training, and of ``rlkv-train``: our own, and trl's GRPOConfig with the paper's defaults."""
+"""Options of ``rlkv-train``: our own, and trl's GRPOConfig with the paper's defaults."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NoReturn, Self, cast
+from dataclasses import dataclass
+from typing import Any
 
-from trl import GRPOConfig, TrlParser
+import torch
+from trl import GRPOConfig
 
-from rlkv.data.curriculum import curriculum_folder
-from rlkv.data.deepscaler import curriculum_template, other_models
-from rlkv.models.prompts import choose_template
+from rlkv.training.micro_batches import passes
 from rlkv.training.recipes import RECIPES
-from rlkv.utils.configs import read_config, take_config
+from rlkv.training.run_settings import RunSettings, check_choice, option, parse
 
 DEFAULT_ROWS = 64  # of a rollout, where no GPU says what fits
 _SAMPLING = "rollouts know temperature, top_p and top_k"
@@ -37,100 +34,12 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("eval_strategy", "no", "evaluate the exported gates with the programs in inference/"),
     ("use_transformers_continuous_batching", False, "continuous batching bypasses the gates"),
     ("use_vllm", False, "trl's own rollouts of vLLM would not see the gates: set rollout to vllm or vllm-server"),
+    ("chat_template_kwargs", None, "prompts are rendered by the option template alone"),
     ("cache_implementation", None, "static caches do not work with gates"),
+    ("fsdp", None, "FSDP2 is set by the launcher: accelerate launch --config_file configs/accelerate/fsdp2.yaml"),
     ("min_p generation_kwargs pad_to_multiple_of", None, _SAMPLING),
     ("repetition_penalty", 1.0, _SAMPLING),
 )
-
-
-def option(default: Any, text: str) -> Any:
-    """A field with its text for ``--help``."""
-    return field(default=default, metadata={"help": text})
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-@dataclass
-class RunSettings:
-    """Model, data and logging."""
-
-    model: str = option("tiny", "a built-in name (tiny, smol), a local folder or a hub id")
-    dtype: str = option("auto", "dtype of the frozen model: auto, float32, bfloat16, float16")
-    curriculum: str | None = option(None, "the filter's .parquet or .jsonl (problem, answer, output)")
-    allow_foreign_curriculum: bool = option(False, "train on a curriculum that another model wrote")
-    template: str | None = option(
-        None, "prompt template: rlkv, boxed or plain; default: the curriculum's, else the model's"
-    )
-    sink: int = option(128, "S: first tokens that the local branch sees")
-    window: int = option(256, "W: last tokens that the local branch sees")
-    deploy_sink: int = option(16, "sink size recommended for serving, kept in the gates file")
-    deploy_window: int = option(64, "window recommended for serving, kept in the gates file")
-    image_steps: int = option(20, "heat map and histogram: steps between plots, 0: none")
-    wandb: str = option("disabled", "online, offline or disabled")
-    wandb_project: str = option("rlkv", "W&B project")
-    resume: bool = option(True, "resume from the last checkpoint in output_dir")
-    gates_link: str | None = option(None, "a link to the exported gates.pt, made at the end; a file there stays")
-
-    def __post_init__(self) -> None:
-        check_choice("wandb", self.wandb, ("online", "offline", "disabled"))
-        if self.image_steps < 0:
-            raise ValueError(f"image_steps must be 0 or more, got {self.image_steps}")
-
-    def filter_command(self) -> str:
-        """What writes the curriculum."""
-        folder = Path(self.curriculum or "").parent
-        elsewhere = "" if folder == curriculum_folder(self.model) else f" --output-dir {folder}"
-        return f"rlkv-filter --model {self.model}{elsewhere}"
-
-    def with_curriculum(self) -> Self:
-        """With the curriculum's prompt template where none was asked for.
-
-        Raises:
-            ValueError: if the curriculum is absent or unreadable, or another model wrote it, which was not allowed.
-        """
-        if self.curriculum is not None:
-            if not Path(self.curriculum).exists():
-                raise ValueError(
-                    f"{self.curriculum}: there is no such file; `{self.filter_command()}` writes a curriculum"
-                )
-            foreign = [] if self.allow_foreign_curriculum else other_models(self.curriculum, self.model)
-            if foreign:
-                raise ValueError(
-                    f"{self.curriculum} holds what {', '.join(foreign)} solved, not {self.model}: make its own with "
-                    f"`rlkv-filter --model {self.model}`, or pass --allow_foreign_curriculum true"
-                )
-        named = self.template, curriculum_template(self.curriculum)
-        return replace(self, template=choose_template(*named, model=self.model))
-
-
-class _Parser(TrlParser):
-    """Errors as ``ValueError`` instead of a screen of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
-    """One object per dataclass: ``--config NAME|FILE`` sets defaults, other ``--name value`` options override them.
-
-    Raises:
-        ValueError: for an unknown key or option, a value of the wrong type, or settings that contradict each other.
-        OSError: if the file cannot be read.
-    """
-    parser = _Parser(cast(Any, classes), allow_abbrev=False)
-    file, arguments = take_config(arguments, *classes)
-    from_file = [] if file is None else parser.set_defaults_with_config(**read_config(file))
-    parsed: Any = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
-    *found, from_line = parsed
-    unknown = [text.lstrip("-") for text in from_file[::2]] + [text for text in from_line if re.match("--", text)]
-    unknown += [] if unknown else from_line
-    if unknown:
-        raise ValueError(f"unknown setting {', '.join(unknown)}: --help lists all names")
-    return found
 
 
 @dataclass
@@ -151,10 +60,12 @@ class RLKVSettings(RunSettings):
     )
     rollout: str = option(
         "hf",
-        "which engine samples: hf (the trainer's model), vllm (in this process), vllm-server (another GPU), or auto: "
-        "vllm where it is installed and fits, else hf",
+        "which engine samples: hf (the trainer's model), vllm (in each training process), vllm-server (other GPUs), or "
+        "auto: vllm where it is installed and fits, else hf",
     )
-    rollout_url: str = option("http://127.0.0.1:8700", "vllm-server: where rollout/serve_vllm.py listens")
+    rollout_servers: str = option(
+        "http://127.0.0.1:8700", "vllm-server: where rollout/serve_vllm.py listens; several with commas"
+    )
     rollout_patience: float = option(600.0, "vllm-server: seconds without an answer before the training gives up")
     rollout_kv_gib: float | None = option(
         None, "vllm: memory of its KV cache in GiB; default: what the GPU has left, without one 4"
@@ -166,8 +77,15 @@ class RLKVSettings(RunSettings):
     target_sparsity: list[float] | None = option(  # noqa: RUF009  (as all fields here, but a list)
         None, "stop early, when the full heads at these sparsities have stayed the same for stable_steps steps"
     )
-    stable_steps: int = option(10, "target_sparsity: steps without a change")
-    plan: bool = option(False, "print steps, tokens, memory, engine and an estimate of the time, and stop")
+    stable_steps: int = option(10, "target_sparsity: steps without a change, 0: never stop early")
+    held_out: int = option(
+        0, "problems that are not trained on; greedy accuracy on them with hard masks at each target_sparsity"
+    )
+    held_out_steps: int = option(20, "held_out: steps between measurements; the last step has one too")
+    sample_steps: int = option(20, "sampled texts with their verdict: steps between those in samples.jsonl, 0: none")
+    plan: bool = option(False, "print steps, tokens, engine, memory and an estimate of the time, and stop")
+    plan_gpus: str | None = option(None, "plan: GPUs to plan for, such as 8xh100; default: what is here")
+    plan_measured: bool = option(False, "plan: time a short rollout and update on this machine")
     forward_rows: int = option(16, "rows per forward of the loss (one process only)")
     elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
     elimination_sparsity: float = option(0.8, "elimination: sparsity up to which heads go")
@@ -188,14 +106,29 @@ class RLKVSettings(RunSettings):
             raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")
         if self.plan and self.finder != "rlkv":
             raise ValueError(f"plan is for --finder rlkv: --finder {self.finder} shows its bound as it runs")
+        if (self.plan_gpus is not None or self.plan_measured) and not self.plan:
+            raise ValueError("plan_gpus and plan_measured say what --plan counts with: add it")
+        if self.plan_gpus is not None and self.plan_measured:
+            raise ValueError("plan_measured times this machine and plan_gpus names another: give one of them")
         if not all(0 < sparsity < 1 for sparsity in self.target_sparsity or ()) or self.target_sparsity == []:
             raise ValueError(f"target_sparsity needs numbers between 0 and 1, got {self.target_sparsity}")
-        if self.stable_steps < 1:
-            raise ValueError(f"stable_steps must be at least 1, got {self.stable_steps}")
+        for name, least in (("stable_steps", 0), ("held_out", 0), ("held_out_steps", 1), ("sample_steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.held_out and (self.target_sparsity is None or self.finder != "rlkv"):
+            raise ValueError(
+                "held_out is measured while --finder rlkv trains, at the sparsities of target_sparsity: set it, with "
+                "stable_steps 0 to train to the last step"
+            )
         if self.rollout_kv_gib is not None and not self.rollout_kv_gib > 0:
             raise ValueError(f"rollout_kv_gib must be above 0, got {self.rollout_kv_gib}")
         if min(self.rollout_rows or 1, self.forward_rows, self.elimination_traces) < 1 or self.rollout_rows == 0:
             raise ValueError("rollout_rows, forward_rows and elimination_traces must be at least 1")
+
+    @property
+    def servers(self) -> list[str]:
+        """Addresses of the rollout servers."""
+        return [url.strip() for url in self.rollout_servers.split(",")]
 
 
 @dataclass
@@ -238,13 +171,8 @@ class GateTrainingArguments(GRPOConfig):
     def __post_init__(self) -> None:
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if self.prompts_per_step is not None:
-            samples, at_once = self.prompts_per_step * (self.num_generations or 0), self.per_device_train_batch_size
-            if samples % (at_once * processes):
-                raise ValueError(
-                    f"prompts_per_step={self.prompts_per_step} x num_generations={self.num_generations} = {samples} "
-                    f"samples do not split evenly over {processes} processes of per_device_train_batch_size={at_once}"
-                )
-            self.gradient_accumulation_steps = samples // (at_once * processes)
+            at_once = self.per_device_train_batch_size * processes
+            self.gradient_accumulation_steps = passes(self.prompts_per_step, self.num_generations or 1, at_once)
         check_choice("recipe", self.recipe, list(RECIPES))
         recipe = RECIPES[self.recipe]
         self.epsilon = recipe.epsilon if self.epsilon is None else self.epsilon
@@ -264,11 +192,30 @@ class GateTrainingArguments(GRPOConfig):
             )
         if self.save_total_limit is not None and self.save_total_limit < 1:
             raise ValueError(f"save_total_limit must be at least 1, got {self.save_total_limit}")
+        if (self.prompts_per_step or 0) * (self.steps_per_generation or 1) % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"steps_per_generation={self.steps_per_generation} splits prompts_per_step={self.prompts_per_step} "
+                f"unevenly: make it a multiple of the {self.gradient_accumulation_steps} forward passes of a step"
+            )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Completions of one optimizer step over all processes."""
+        if self.prompts_per_step is not None:
+            return self.prompts_per_step * (self.num_generations or 1)
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """The process's; a CPU without the index that several processes give it, to which torch loads no checkpoint."""
+        found = super().device
+        return torch.device("cpu") if found.type == "cpu" else found
 
     @property
     def prompts_per_rollout(self) -> int:
         """Different prompts of one rollout over all processes."""
-        return (self.generation_batch_size or 0) // (self.num_generations or 1)
+        samples = self.samples_per_step * (self.steps_per_generation or 1) // self.gradient_accumulation_steps
+        return samples // (self.num_generations or 1)
 
 
 def parse_config(arguments: Sequence[str]) -> tuple[RLKVSettings, GateTrainingArguments]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlkv.training.config import RunSettings, check_choice, option, parse
+from rlkv.training.run_settings import RunSettings, check_choice, option, parse
 
 # data -> its usual loss, and the method that the gates file names
 SOURCES = {"recall": ("distance", "duo_attention"), "traces": ("kl", "trace_distillation")}

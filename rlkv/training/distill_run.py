@@ -10,13 +10,13 @@ from peft import get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from rlkv.gates.head_gates import HeadGates
-from rlkv.models.loading import load_model, load_tokenizer
-from rlkv.training.callbacks import LOG
+from rlkv.models.loading import dtype_name, load_model, load_tokenizer, resolve_device
 from rlkv.training.checkpoints import load_tensors, new_checkpoint, save_tensors
 from rlkv.training.distill_config import DistillSettings
 from rlkv.training.distill_data import Draw, load_data
 from rlkv.training.distillation import Distiller, check_head
 from rlkv.training.head_gate import HeadGateConfig
+from rlkv.training.logs import LOG
 from rlkv.training.run_folder import RunFolder
 from rlkv.training.stopping import StopOnTermination
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
@@ -45,6 +45,7 @@ def distill_gates(
         settings = settings.with_curriculum()
     draw, facts = load_data(settings, tokenizer)
     config = {**asdict(settings), **facts, "haystack": None, "loss": settings.loss_kind}
+    config["dtype"] = dtype_name(settings.dtype, resolve_device(settings.device))
     run = RunFolder(Path(settings.output_dir), settings, config)
     if model is None:
         model, _ = load_model(settings.model, dtype=settings.dtype, device=settings.device)

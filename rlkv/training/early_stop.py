@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.allocation import HeadAllocation, is_decided
 from rlkv.gates.head_gates import HeadGates
 
 
@@ -31,7 +31,7 @@ class StopWhenStable(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         gates = self.make_gates()
         full = torch.stack([HeadAllocation.from_gates(gates, sparsity).full for sparsity in self.sparsities])
-        same = self._full is not None and torch.equal(full, self._full) and all(_decided(gates, own) for own in full)
+        same = self._full is not None and torch.equal(full, self._full) and all(is_decided(gates, own) for own in full)
         moved = self._alpha is None or not torch.equal(gates.alpha, self._alpha)
         self.unchanged = self.unchanged + moved if same else 0
         self._full, self._alpha = full, gates.alpha.clone()
@@ -58,13 +58,3 @@ class StopWhenStable(TrainerCallback):
         """Of an earlier run; one with other sparsities is ignored."""
         if state.get("sparsities") == list(self.sparsities):
             self._full, self.unchanged = state["full"], state["unchanged"]
-
-
-def _decided(gates: HeadGates, full_LH: Tensor) -> bool:
-    """Whether every full head has a larger gate than every compressible one; equal gates: a larger mean."""
-    if bool(full_LH.all()) or not bool(full_LH.any()):
-        return True
-    keys = [
-        list(zip(gates.alpha[own].tolist(), gates.mean_alpha[own].tolist(), strict=True)) for own in (full_LH, ~full_LH)
-    ]
-    return min(keys[0]) > max(keys[1])

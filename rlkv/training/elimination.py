@@ -50,8 +50,9 @@ def eliminate(
     Args:
         full_LH: bool ``[L, H]``; heads that are not full are compressible from the start.
         order: the heads that may go; of equal ones the first goes.
-        budget: passes over the traces that this may take.  Measuring every head once takes about half a pass a head;
-            the rest is shared out among the steps, and where less than one is left the lowest old cost decides.
+        budget: passes over the traces that this may take.  A measurement takes about half a pass, as layers below the
+            head do not compute.  What is left after each head was measured once is shared out among the steps, and
+            where less than a whole pass is left the lowest old cost decides.
     """
     full_LH, before = full_LH.clone(), loss.of(full_LH)
     after = loss.without_each(full_LH, order)
@@ -61,9 +62,7 @@ def eliminate(
         allowed = (budget - loss.passes) / (steps - step)
         fresh: set[Head] = set()
         while (lowest := min(cost, key=cost.__getitem__)) not in fresh and len(fresh) + 1 <= allowed:
-            without = full_LH.clone()
-            without[lowest] = False
-            cost[lowest] = loss.of(without) - before
+            cost[lowest] = loss.without_each(full_LH, [lowest])[0] - before
             fresh.add(lowest)
         head = min((other for other in cost if other in fresh or not fresh), key=cost.__getitem__)
         before += cost.pop(head)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -13,19 +12,20 @@ from typing import Any
 
 import torch
 from peft import get_peft_model
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
-from rlkv.models.loading import load_model, resolve_dtype
+from rlkv.models.loading import dtype_name, load_model
 from rlkv.models.prompts import choose_template
 from rlkv.models.shape import ModelShape
-from rlkv.training.callbacks import LOG
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.distill_data import read_traces
 from rlkv.training.distillation import check_head
 from rlkv.training.elimination import Removal, num_removals, rerank
 from rlkv.training.head_gate import HeadGateConfig
+from rlkv.training.logs import GATES_LOG, LOG, append_record
 from rlkv.training.run_folder import RESUMABLE_KEYS, RunFolder
 from rlkv.training.trace_loss import KEY, TraceLoss
 from rlkv.utils.progress import progress_bar
@@ -121,18 +121,19 @@ def eliminate_heads(
     if args.world_size > 1:
         raise ValueError(f"--finder elimination takes one process, not {args.world_size}: start it without a launcher")
     if model is None or tokenizer is None:
-        dtype = str(resolve_dtype(settings.dtype, args.device)).removeprefix("torch.")
+        dtype = dtype_name(settings.dtype, args.device)
         model, tokenizer = load_model(settings.model, dtype=dtype, device=str(args.device))
     template, number = choose_template(settings.template, model=settings.model), settings.elimination_traces
     traces = draw_traces(settings.curriculum, tokenizer, template, number, args.seed)
     config = {name: value for name, value in asdict(settings).items() if name in SETTINGS}
+    config["dtype"] = dtype_name(settings.dtype, args.device)
     config |= {"seed": args.seed, "output_dir": args.output_dir, "data_digest": digest([text.ids for text in traces])}
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
     measured = {name: value for name, value in config.items() if name not in (*RESUMABLE_KEYS, *UNMEASURED)}
     with open_store(run.path / MEASURED, measured, KEY) as store:
         run.write_config()
-        log = RemovalLog(run.path / LOG)
         start = unordered_gates(ModelShape.from_config(model.config), settings)
+        log = RemovalLog(run.path, torch.ones_like(start.alpha))
         span, rows = (0.0, settings.elimination_sparsity), settings.forward_rows
         gates = rerank_on_traces(model, traces, start, *span, settings.elimination_budget, rows, log.append, store)
     gates.training = {**run.published(), "method": "elimination", **gates.training.pop("reranked")}
@@ -148,15 +149,20 @@ def unordered_gates(shape: ModelShape, settings: RLKVSettings) -> HeadGates:
 
 
 class RemovalLog:
-    """``log.jsonl``: a record per removed head, with what it took since the record before it."""
+    """``log.jsonl``: a record per removed head, with what it took since the record before it.
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.steps, self._cpu_seconds = path, 0, 0.0
-        path.unlink(missing_ok=True)
+    ``gates.jsonl`` has 1 for the heads that are left and 0 for the others.
+    """
+
+    def __init__(self, folder: Path, full_LH: Tensor) -> None:
+        self.folder, self.full, self.steps, self._cpu_seconds = folder, full_LH, 0, 0.0
+        for name in (LOG, GATES_LOG):
+            (folder / name).unlink(missing_ok=True)
 
     def append(self, step: Removal) -> None:
         self.steps += 1
+        self.full[step.layer, step.head] = 0
         took, self._cpu_seconds = step.cpu_seconds - self._cpu_seconds, step.cpu_seconds
-        record = {"step": self.steps, **asdict(step), "traces/kept": math.exp(-step.loss), "time/step_cpu_s": took}
-        with self.path.open("a") as out:
-            out.write(json.dumps(record) + "\n")
+        record = {**asdict(step), "traces/kept": math.exp(-step.loss), "time/step_cpu_s": took}
+        append_record(self.folder / LOG, self.steps, record)
+        append_record(self.folder / GATES_LOG, self.steps, {"alpha": self.full.tolist()})

@@ -28,8 +28,8 @@ from rlkv.models.prompts import build_messages, render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 from rlkv.smol.task import MAX_DISTRACTORS, MAX_NEW_TOKENS, MAX_STEPS, draw_problem, problems
-from rlkv.training.callbacks import LOG
-from rlkv.training.run_folder import RUN_CONFIG, check_output_dir
+from rlkv.training.logs import LOG, RUN_CONFIG
+from rlkv.training.run_folder import check_output_dir
 from rlkv.utils.atomic import write_json
 from rlkv.utils.jsonl import write_jsonl
 from rlkv.utils.progress import ProgressBar, progress_bar

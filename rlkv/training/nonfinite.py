@@ -19,7 +19,8 @@ MOST_IN_A_ROW = 3
 class SkipNonFinite(TrainerCallback):
     """Drops the gradients of such a step, so that the optimizer leaves gates and momenta as they are.
 
-    Under DeepSpeed, which keeps gradients to itself, it sees none.
+    They are reduced over all processes, so all of them leave out the same steps.  DeepSpeed, which has made its step by
+    then, does so of its own accord.
 
     Attributes:
         skipped: steps since the start of the run.
@@ -53,7 +54,8 @@ class SkipNonFinite(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         gates = [gate for group in optimizer.param_groups for gate in group["params"]]
-        if _finite(gates):
+        by_deepspeed = args.deepspeed_plugin is not None and optimizer.step_was_skipped
+        if _finite(gates) and not by_deepspeed:
             self._in_a_row = 0
             return
         for gate in gates:

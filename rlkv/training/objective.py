@@ -94,7 +94,7 @@ def policy_loss(
     advantages_N: Tensor,
     mask_NT: Tensor,
     clip: float,
-    num_samples: int,
+    num_samples: float | Tensor,
     divisor_N: Tensor,
     weight_NT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -104,10 +104,11 @@ def policy_loss(
         logprobs_NT: log-probabilities of the sampled tokens under the current gates; the gradient flows here.
         old_logprobs_NT: under the gates that sampled them, without gradient; ``rho = exp(logprobs - old)``.
         mask_NT: 1 for the completion's tokens, 0 for padding.
-        num_samples: what the sum is divided by; more than N where samples of advantage 0 were left out.
+        num_samples: what the sum is divided by: the samples of the step over its micro-batches on all processes, where
+            those of advantage 0 were left out.
         divisor_N: ``d_i``: the sample's own tokens for a mean over tokens, then over samples; the mean of all samples
-            of the step for a mean over all tokens of the step, however its samples are split over micro-batches
-            (equally many each) and processes.
+            of the step for a mean over all tokens of the step, however its samples are split over micro-batches and
+            processes.
         weight_NT: ``w`` of :func:`truncate` or :func:`mask_above`, without gradient; None: 1.
 
     Returns:

@@ -1,6 +1,7 @@
-"""What a training takes, said before anything is loaded: the engine, sizes that fit the GPU, time; and ``--plan``.
+"""What a training takes, said before anything is loaded: the engine, sizes that fit the GPU, memory and time.
 
-The rates and reserves are assumptions (see :mod:`rlkv.rollout.estimate`); every step of a run prints what was measured.
+Rates and reserves are assumptions (see :mod:`rlkv.rollout.estimate`) unless they were measured
+(:mod:`rlkv.training.calibration`); every step of a run prints what it took.
 """
 
 from __future__ import annotations
@@ -9,17 +10,44 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from rlkv.attention import LocalSizes
 from rlkv.data.deepscaler import read_curriculum
 from rlkv.models.builtin import BUILT_IN
-from rlkv.models.loading import resolve_dtype
-from rlkv.rollout.estimate import DEFAULT_KV_GIB, GIB, MEAN_LENGTH, NAMES, Footprint, free_memory, rough
+from rlkv.models.loading import dtype_name
+from rlkv.rollout.cards import Card
+from rlkv.rollout.estimate import DEFAULT_KV_GIB, ENGINE_GIB, GIB, MEAN_LENGTH, NAMES, USABLE, Footprint, rough
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
+from rlkv.training.memory import UpdateMemory, UpdateShape, update_memory
+from rlkv.training.sharding import is_sharded
 from rlkv.vllm.choice import choose_engine
 
 PROMPT_TOKENS = 1024  # room for a prompt, as in the paper: 8,192 less 7,168
-TRAINER_GIB = 16.0  # forward and backward of one row of 8,192 tokens, with gradient checkpointing
-GPU_FLOPS, CPU_FLOPS = 2e14, 1e11  # floating-point operations/s of the update: 6 per parameter and token
-PLANNED_GPU = 80 * GIB  # what --plan counts with where there is no GPU
+UPDATE_SHARE = 0.2  # of a GPU's peak rate that an update reaches
+CPU_FLOPS = 1e11  # operations/s of an update on a CPU
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens/s of one process: of its rollouts, and of forward and backward."""
+
+    rollout: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run is planned for: ``processes`` with a ``card`` each, of which ``free`` bytes are free, or on a CPU.
+
+    Attributes:
+        rates: measured there; None: assumed.
+    """
+
+    processes: int
+    card: Card | None
+    free: int | None
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True)
@@ -29,25 +57,23 @@ class Plan:
     Attributes:
         settings: with the engine, rows and memory of its rollouts chosen.
         why: why the engine is not vLLM; empty if it is, or was asked for.
-        footprint: None for a model whose shape is not known, and for built-in ones, for which the rates mean nothing.
+        footprint: None for a model whose shape is not known, and for built-in ones, which have no assumed rates.
         problems, tokens: of the curriculum, and of its mean output; None if it is not there or does not say.
+        positions: tokens of the longest prompt and completion.
         lacking: GiB that the GPU is too small by; 0 if all fits.
+        shards: processes that share out the trainer's weights.
     """
 
     settings: RLKVSettings
     args: GateTrainingArguments
+    machine: Machine
     why: str
     footprint: Footprint | None
-    has_gpu: bool
     problems: int | None
     tokens: float | None
-    lacking: float
-
-    @property
-    def completions(self) -> int:
-        """Of one optimizer step."""
-        args = self.args
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    positions: int
+    lacking: float = 0.0
+    shards: int = 1
 
     @property
     def mean_tokens(self) -> float:
@@ -56,30 +82,66 @@ class Plan:
         return MEAN_LENGTH * longest if self.tokens is None else min(self.tokens, longest)
 
     @property
+    def _processes_of_args(self) -> int:
+        """How many processes the arguments count with: without ``prompts_per_step`` a step has as many for each."""
+        return self.machine.processes if self.args.prompts_per_step is not None else self.args.world_size
+
+    @property
+    def samples(self) -> int:
+        """Completions of an optimizer step over all processes."""
+        return self.args.samples_per_step * self.machine.processes // self._processes_of_args
+
+    @property
+    def own_samples(self) -> int:
+        """Completions of a rollout in one process."""
+        return (self.args.generation_batch_size or DEFAULT_ROWS) // self._processes_of_args
+
+    @property
     def steps(self) -> int | None:
         """Optimizer steps; None if they follow from a curriculum that is not there."""
         if self.args.max_steps > 0 or self.problems is None:
             return self.args.max_steps if self.args.max_steps > 0 else None
-        prompts = self.completions // (self.args.num_generations or 1)
-        return math.ceil(self.args.num_train_epochs * (self.problems // prompts))
+        prompts = self.samples // (self.args.num_generations or 1)
+        return math.ceil(self.args.num_train_epochs * ((self.problems - self.settings.held_out) // prompts))
 
     @property
-    def rate(self) -> float:
-        """Assumed tokens/s of the rollouts of all processes."""
-        assert self.footprint is not None
-        engine, processes = self.settings.rollout, self.args.world_size
-        rate = self.footprint.rate(engine, self.settings.rollout_rows or 1, self.has_gpu, mixed=True)
-        return rate * processes if engine == "hf" else rate
+    def rates(self) -> Rates | None:
+        """Measured or assumed, of one process."""
+        if self.machine.rates is not None or self.footprint is None or self.settings.model in BUILT_IN:
+            return self.machine.rates
+        card, rows = self.machine.card, self.settings.rollout_rows or 1
+        flops = CPU_FLOPS if card is None else UPDATE_SHARE * card.flops
+        rollout = self.footprint.rate(self.settings.rollout, rows, card, self.mean_tokens, mixed=True)
+        return Rates(rollout, flops / (6 * self.footprint.parameters))
 
     @property
-    def step_seconds(self) -> float:
-        """Assumed time of a step, rollout and update."""
+    def sampling(self) -> int:
+        """Processes that sample."""
+        is_served = self.settings.rollout == "vllm-server"
+        return len(self.settings.servers) if is_served else self.machine.processes
+
+    def seconds(self, rates: Rates) -> tuple[float, float]:
+        """Of a step: its rollout, and its update if all groups have spread."""
+        tokens = self.samples * self.mean_tokens
+        return tokens / (rates.rollout * self.sampling), tokens / (rates.update * self.machine.processes)
+
+    @property
+    def own_weights(self) -> int:
+        """Bytes of the trainer's weights on one GPU."""
+        return 0 if self.footprint is None else self.footprint.weights // self.shards
+
+    @property
+    def engine_weights(self) -> int:
+        """Bytes of vLLM's copy, which has all weights."""
+        return self.footprint.weights if self.footprint is not None and self.settings.rollout == "vllm" else 0
+
+    def update(self, rows: int, checkpointing: bool) -> UpdateMemory:
+        """Memory of forward and backward of ``rows`` rows of the greatest length, besides the weights."""
         assert self.footprint is not None
-        tokens, flops = (
-            self.completions * self.mean_tokens,
-            (GPU_FLOPS if self.has_gpu else CPU_FLOPS) * self.args.world_size,
-        )
-        return tokens / self.rate + 6 * self.footprint.parameters * tokens / flops
+        sizes, alone = LocalSizes(self.settings.sink, self.settings.window), self.machine.processes == 1
+        together = min(rows, self.settings.forward_rows) if alone else rows
+        on_gpu = self.machine.card is not None
+        return update_memory(self.footprint, UpdateShape(rows, self.positions, together, sizes, checkpointing, on_gpu))
 
     def engine(self) -> str:
         """What samples, with what."""
@@ -92,9 +154,9 @@ class Plan:
     def line(self) -> str:
         """What a run prints before it begins."""
         line = f"rollouts through {self.engine()}"
-        if self.footprint is None:
+        if self.rates is None:
             return line
-        return f"{line}: {self.time()}; every step prints the measured time that is left"
+        return f"{line}: {self.time(self.rates)}; every step prints the measured time that is left"
 
     def announced(self) -> RLKVSettings:
         """The chosen settings, after that line has been printed by the main process."""
@@ -102,39 +164,60 @@ class Plan:
             print(self.line(), flush=True)
         return self.settings
 
-    def time(self) -> str:
-        """The estimate, and what it assumes."""
-        total = "" if self.steps is None else f" and {rough(self.steps * self.step_seconds)} in all"
-        where = "a GPU" if self.has_gpu else "this CPU"
+    def time(self, rates: Rates) -> str:
+        """The estimate, and what it rests on."""
+        seconds = sum(self.seconds(rates))
+        total = "" if self.steps is None else f" and {rough(self.steps * seconds)} in all"
+        where = "a GPU" if self.machine.card is not None else "this CPU"
+        source = "assumed, not measured" if self.machine.rates is None else "measured here"
         return (
-            f"about {rough(self.step_seconds)} a step{total} on {where}, if rollouts make {self.rate:,.0f} tokens/s "
-            f"and a completion takes {self.mean_tokens:,.0f} tokens (assumed, not measured)"
+            f"about {rough(seconds)} a step{total} on {where}, if rollouts make {rates.rollout * self.sampling:,.0f} "
+            f"tokens/s, updates {rates.update * self.machine.processes:,.0f} ({source}) and a completion takes "
+            f"{self.mean_tokens:,.0f} tokens"
         )
 
 
-def make_plan(settings: RLKVSettings, args: GateTrainingArguments, free: int | None) -> Plan:
-    """For a GPU with ``free`` bytes; None: for a CPU."""
-    kv_gib, rows, lacking = settings.rollout_kv_gib, settings.rollout_rows, 0.0
-    dtype = str(resolve_dtype(settings.dtype, args.device)).removeprefix("torch.")
-    footprint = None if settings.model in BUILT_IN else Footprint.of(settings.model, dtype)
+def make_plan(
+    settings: RLKVSettings, args: GateTrainingArguments, machine: Machine, prompt_tokens: int = PROMPT_TOKENS
+) -> Plan:
+    """Choose the engine and the sizes of the rollouts for ``machine``; ``prompt_tokens``: of the longest prompt."""
+    footprint = None if settings.model in BUILT_IN else footprint_on(settings, args, machine)
+    problems, tokens = _curriculum_facts(settings.curriculum)
+    positions = prompt_tokens + (args.max_completion_length or 0)
+    shards = machine.processes if is_sharded(args) else 1
+    return _with_engine(Plan(settings, args, machine, "", footprint, problems, tokens, positions, shards=shards))
+
+
+def footprint_on(settings: RLKVSettings, args: GateTrainingArguments, machine: Machine) -> Footprint | None:
+    """Of the model in the dtype that it has there."""
+    device = args.device if machine.card is None else torch.device("cuda")
+    return Footprint.of(settings.model, dtype_name(settings.dtype, device))
+
+
+def _with_engine(plan: Plan) -> Plan:
+    settings, args, machine, footprint = plan.settings, plan.args, plan.machine, plan.footprint
+    kv_gib, rows, lacking, free = settings.rollout_kv_gib, settings.rollout_rows, 0.0, machine.free
     gated = None if footprint is None else footprint.architecture
-    rollout, why = choose_engine(settings.rollout, free is not None, args.world_size, gated)
+    rollout, why = choose_engine(settings.rollout, free is not None, gated)
     if footprint is not None and free is not None and rollout != "vllm-server":
-        positions = PROMPT_TOKENS + (args.max_completion_length or 0)
-        row = positions * footprint.kv_per_token
-        room = footprint.kv_room(free, TRAINER_GIB, copies=1 if rollout == "hf" else 2)  # vLLM brings its own weights
-        if settings.rollout == "auto" and rollout == "vllm" and footprint.lacking(room, positions):
-            rollout, why = "hf", "two copies of the weights leave no room for KV"
-            room = footprint.kv_room(free, TRAINER_GIB)
-        kv_gib = max(room, row) / GIB if kv_gib is None else kv_gib
-        samples = (args.generation_batch_size or DEFAULT_ROWS) // args.world_size
+        row = plan.positions * footprint.kv_per_token
+        update = plan.update(args.per_device_train_batch_size, args.gradient_checkpointing).peak
+        room = int(USABLE * free) - plan.own_weights - update
+        if rollout == "vllm":
+            # its copy has all weights, its KV stays while the gates are updated, and so do its graphs
+            beside = room - footprint.weights - int(ENGINE_GIB * GIB)
+            if settings.rollout == "auto" and footprint.lacking(beside, plan.positions):
+                rollout, why = "hf", "two copies of the weights leave no room for KV"
+            else:
+                room = beside
+        samples = plan.own_samples
+        kv_gib = max(min(room, samples * row), row) / GIB if kv_gib is None else kv_gib
         most = min(samples, DEFAULT_ROWS) if rollout == "hf" else samples
-        rows = rows or footprint.rows(rollout, int(kv_gib * GIB) if rollout == "vllm" else room, positions, most)
-        lacking = footprint.lacking(room, positions)
+        rows = rows or footprint.rows(rollout, int(kv_gib * GIB) if rollout == "vllm" else room, plan.positions, most)
+        lacking = footprint.lacking(room, plan.positions)
     kv_gib = (kv_gib or DEFAULT_KV_GIB) if rollout == "vllm" else None
     chosen = replace(settings, rollout=rollout, rollout_rows=rows or DEFAULT_ROWS, rollout_kv_gib=kv_gib)
-    problems, tokens = _curriculum_facts(settings.curriculum)
-    return Plan(chosen, args, why, footprint, free is not None, problems, tokens, lacking)
+    return replace(plan, settings=chosen, why=why, lacking=lacking)
 
 
 def _curriculum_facts(path: str | None) -> tuple[int | None, float | None]:
@@ -144,36 +227,3 @@ def _curriculum_facts(path: str | None) -> tuple[int | None, float | None]:
     rows = read_curriculum(path)
     lengths = [row["output_tokens"] for row in rows if row.get("output_tokens")]
     return len(rows), sum(lengths) / len(lengths) if lengths else None
-
-
-def describe_plan(settings: RLKVSettings, args: GateTrainingArguments) -> str:
-    """The page of ``--plan``, for the GPU that is here or else for one of 80 GiB."""
-    free = free_memory(args.device)
-    plan = make_plan(settings, args, free or PLANNED_GPU)
-    settings, footprint = plan.settings, plan.footprint
-    total = None if plan.steps is None else plan.steps * plan.completions
-    source = "the mean of the curriculum" if plan.tokens is not None else "assumed"
-    curriculum = settings.curriculum or "problems of the built-in task"
-    absent = settings.curriculum is not None and plan.problems is None
-    lines = {
-        "model": settings.model,
-        "curriculum": curriculum + (f" (absent: {settings.filter_command()} writes it)" if absent else ""),
-        "steps": f"{plan.steps or 'as the curriculum has it'}, {plan.completions} completions each"
-        + (f", {total:,} in all" if total else ""),
-        "tokens": f"at most {args.max_completion_length:,} a completion, {plan.mean_tokens:,.0f} on average ({source})"
-        + (f", {total * plan.mean_tokens / 1e6:,.1f} million in all" if total else ""),
-        "engine": plan.engine(),
-    }
-    if footprint is not None:
-        shape, row = footprint.shape, (PROMPT_TOKENS + (args.max_completion_length or 0)) * footprint.kv_per_token
-        lines["model"] += f": {shape.num_layers} layers x {shape.num_kv_heads} KV heads, {footprint.parameters:.3g} "
-        lines["model"] += "parameters"
-        copies = ", a second copy for vLLM" if settings.rollout == "vllm" else ""
-        lines["memory"] = (
-            f"{footprint.weights / GIB:.1f} GiB of weights{copies}; {TRAINER_GIB:.0f} GiB for the update (assumed); "
-            f"{row / GIB:.2f} GiB of KV for the longest row"
-        )
-        lines["GPU"] = f"{free / GIB:.0f} GiB free" if free else f"none here: planned for {PLANNED_GPU / GIB:.0f} GiB"
-        lines["time"] = plan.time()
-    lines["gates"] = f"{args.output_dir}/gates.pt"
-    return "\n".join(f"{name:<11}{text}" for name, text in lines.items())

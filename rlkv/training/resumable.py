@@ -18,17 +18,11 @@ from rlkv.training.head_gate import gate_shares, gates_matrix
 from rlkv.training.nonfinite import SkipNonFinite
 
 GATE_MEAN, STABLE, SKIPPED = "gate_mean.pt", "stable", "skipped"
-# our names for what trl measures
-RESPONSE_METRICS = {
-    "response/length_mean": "completions/mean_length",
-    "response/length_max": "completions/max_length",
-    "response/truncated_share": "completions/clipped_ratio",
-}
 _MEASURED = (
     *("reward/mean", "reward/std", "reward/zero_spread_share", "penalty/beta_prime", "penalty/value"),
     *("policy/loss", "policy/clip_share"),
     *("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/truncated_share"),
-    *RESPONSE_METRICS,
+    *("response/length_mean", "response/length_max", "response/truncated_share"),
 )
 
 

@@ -1,15 +1,17 @@
 """Rollouts of the training loop: completions sampled under the current gates.
 
-The trainer's own model samples, vLLM in this process, or a server on another GPU.  With an engine all prompts of a step
-go through the main process, so that one client sets the gates and one list of rows is sampled.
+The trainer's own model samples, vLLM in each process, or servers on other GPUs, which the main process asks for the
+rows of all processes, so that one client sets the gates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import broadcast_object_list, gather_object
 from peft import get_peft_model
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
@@ -20,7 +22,6 @@ from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.decoding import Decoding, Row
 from rlkv.rollout.estimate import DEFAULT_KV_GIB
 from rlkv.rollout.gated import GatedEngine, Rows, Sample, gate_version
-from rlkv.training.config import DEFAULT_ROWS
 from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
 
 if TYPE_CHECKING:
@@ -28,7 +29,13 @@ if TYPE_CHECKING:
 
 
 def roll_out(
-    model: PreTrainedModel, rows: Rows, sampling: SamplingParams, eos_ids: list[int], pad_id: int, max_rows: int
+    model: PreTrainedModel,
+    rows: Rows,
+    sampling: SamplingParams,
+    eos_ids: list[int],
+    pad_id: int,
+    max_rows: int,
+    sharded: bool = False,
 ) -> Iterator[Row]:
     """A completion per row, in the order of their ends.
 
@@ -36,12 +43,15 @@ def roll_out(
         model: in eval mode, on its device.
         rows: their numbers count among the rows of all processes, ``rows.rollout`` since the start of training.
         max_rows: rows decoded at once.
+        sharded: as of :class:`~rlkv.rollout.decoding.Decoding`.
     """
 
     def new_cache(limit: int, rows: list[int]) -> Cache:
         return full_cache(model.config, limit)
 
-    decoding = Decoding(model, sampling, eos_ids, pad_id, max_rows, new_cache, rollout=rows.rollout, logprobs=True)
+    decoding = Decoding(
+        model, sampling, eos_ids, pad_id, max_rows, new_cache, rows.rollout, logprobs=True, sharded=sharded
+    )
     return decoding.run(rows.prompts, rows.numbers)
 
 
@@ -75,26 +85,22 @@ class GatedHFEngine:
 
 
 def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_prompt: int) -> GatedEngine | None:
-    """The engine that ``settings.rollout`` names; None for ``hf``, where the trainer's own model samples.
+    """What samples in this process instead of the trainer's own model: an engine, or for the main one a client.
 
     Raises:
-        ValueError: if the engine is not installed, cannot be reached, or does not fit the settings.
+        ValueError: if the engine is not installed, a server cannot be reached, or it does not fit the settings.
     """
-    if settings.rollout == "hf":
-        return None
     sizes = LocalSizes(settings.sink, settings.window)
     positions = longest_prompt + (args.max_completion_length or 0)
-    if settings.rollout == "vllm-server":
+    if settings.rollout == "vllm-server" and args.process_index == 0:
         from rlkv.rollout.client import RolloutClient
 
-        client = RolloutClient(settings.rollout_url, settings.rollout_patience)
+        client = RolloutClient(settings.servers, settings.rollout_patience)
         client.check(sizes, positions)
         return client
-    if args.world_size > 1:
-        raise ValueError(
-            f"--rollout vllm samples in the trainer's process and takes one process, not {args.world_size}: start "
-            "rollout/serve_vllm.py on a GPU of its own and train with --rollout vllm-server"
-        )
+    if settings.rollout != "vllm":
+        return None
+    from rlkv.training.config import DEFAULT_ROWS
     from rlkv.vllm.engine import VLLMEngine
 
     return VLLMEngine(
@@ -108,26 +114,32 @@ def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_pro
     )
 
 
-def engine_roll_out(
-    engine: GatedEngine | None,
-    accelerator: Any,
-    alpha_LH: Tensor,
-    prompts: list[list[int]],
-    rollout: int,
-    sampling: SamplingParams,
-    eos_ids: list[int],
-) -> list[tuple[list[int], list[float]]]:
-    """:func:`roll_out` of this process's prompts through ``engine``, which only the main process has."""
-    everything: list[list[int]] = gather_object(prompts)
-    outcome: list[Any] = [None]
-    if accelerator.is_main_process:
-        assert engine is not None
-        version = engine.set_gates(alpha_LH)
-        rows = Rows(everything, list(range(len(everything))), rollout)
-        samples = dict(engine.sample(rows, sampling, eos_ids))
-        assert sorted(samples) == list(range(len(everything))), "a prompt of the step is lost"
-        assert {sample.version for sample in samples.values()} == {version}, "samples of other gates than the trainer's"
-        outcome = [[(samples[i].token_ids, samples[i].logprobs) for i in range(len(everything))]]
-    outcome = broadcast_object_list(outcome)
-    first = accelerator.process_index * len(prompts)
-    return outcome[0][first : first + len(prompts)]
+def judged(
+    ended: Iterable[tuple[int, Sample]], judge: Callable[[list[tuple[int, Sample]]], Sequence[float]]
+) -> tuple[list[tuple[Sample, float]], float]:
+    """Samples in the order of their indices with what ``judge`` says of them, on another thread while others decode.
+
+    Those that end while it judges are its next batch, so that the verifier's processes share them.
+
+    Returns:
+        Them, and the seconds for which ``judge`` was waited for at the end.
+    """
+    arrived: SimpleQueue[tuple[int, Sample]] = SimpleQueue()
+    found: dict[int, tuple[Sample, float]] = {}
+
+    def judge_arrived() -> None:
+        if batch := [arrived.get() for _ in range(arrived.qsize())]:
+            for (index, sample), verdict in zip(batch, judge(batch), strict=True):
+                found[index] = sample, verdict
+
+    thread, calls = ThreadPoolExecutor(1, "judge"), []
+    try:
+        for item in ended:
+            arrived.put(item)
+            calls.append(thread.submit(judge_arrived))
+        waiting = time.perf_counter()
+        for call in calls:
+            call.result()
+        return [found[index] for index in sorted(found)], time.perf_counter() - waiting
+    finally:  # an error or a signal does not wait for verdicts
+        thread.shutdown(wait=False, cancel_futures=True)

@@ -7,25 +7,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
-from rlkv.data.deepscaler import read_curriculum
 from rlkv.gates.head_gates import HeadGates
-from rlkv.models.builtin import TINY
-from rlkv.models.loading import load_model, resolve_dtype
-from rlkv.models.prompts import build_messages, choose_template
+from rlkv.models.loading import dtype_name, load_model
+from rlkv.rollout.cards import card_of
 from rlkv.rollout.estimate import free_memory
-from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
 from rlkv.training.callbacks import StepLine
 from rlkv.training.checkpoints import load_tensors
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.early_stop import StopWhenStable
 from rlkv.training.head_gate import set_gates
-from rlkv.training.plan import make_plan
+from rlkv.training.held_out import HeldOut, hold_out
+from rlkv.training.loggers import SampleLog
+from rlkv.training.plan import Machine, make_plan
+from rlkv.training.problems import load_curriculum, longest_prompt
 from rlkv.training.resumable import GATE_MEAN, STABLE
 from rlkv.training.rollout import open_engine
 from rlkv.training.run_folder import RunFolder
+from rlkv.training.sharding import load_as, not_loading
 from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
 from rlkv.utils.provenance import digest
 
@@ -36,7 +38,6 @@ _TRAINING_KEYS = [
     *["steps_per_generation", "generation_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"],
     *["save_steps", "save_total_limit"],
 ]
-DRAWN = 200  # problems of the built-in task; as many as configs/filter_tiny.yaml selects
 CURVES = (
     ("reward/mean", "mean reward"),
     ("gates/mean", "mean gate"),
@@ -45,39 +46,12 @@ CURVES = (
 )
 
 
-def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Dataset:
-    """Columns ``prompt`` (messages) and ``answer``: a curriculum file, or new problems of the built-in model's task.
-
-    Raises:
-        ValueError: if there is no curriculum, and as :func:`rlkv.data.deepscaler.read_curriculum`.
-    """
-    if settings.curriculum is not None:
-        rows = read_curriculum(settings.curriculum)
-    elif settings.model != TINY:
-        raise ValueError(
-            f"no problems to train on: pass --curriculum FILE, which `rlkv-filter --model {settings.model}` writes"
-        )
-    else:
-        room = args.max_completion_length or 0
-        fitting = [n for n in range(MIN_DEFINITIONS, MAX_DEFINITIONS + 1) if longest_solution(n) <= room]
-        longest = max(fitting, default=MIN_DEFINITIONS)
-        rows = problems(max(DRAWN, args.prompts_per_rollout), args.seed, max_definitions=longest)
-        if args.process_index == 0:
-            print(
-                f"no --curriculum: training on {len(rows)} problems of the built-in task, of up to {longest} "
-                f"definitions, drawn with seed {args.seed}",
-                flush=True,
-            )
-    template = choose_template(settings.template, model=settings.model)
-    return Dataset.from_list(
-        [{"prompt": build_messages(row["problem"], template), "answer": str(row["answer"])} for row in rows]
-    )
-
-
-def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the longest prompt."""
-    prompts: Any = tokenizer.apply_chat_template(list(curriculum["prompt"]), add_generation_prompt=True)
-    return max(map(len, prompts["input_ids"]))
+def least_free_memory(args: GateTrainingArguments) -> int | None:
+    """Free bytes of the fullest GPU, as all processes must choose the same engine; None on a CPU."""
+    free = free_memory(args.device)
+    if free is None or args.world_size == 1:
+        return free
+    return min(gather_object([free]))
 
 
 def run_config(
@@ -86,6 +60,7 @@ def run_config(
     """The settings that define a run, JSON-able, with digests of the problems and of the gates at the start."""
     training = {key: getattr(args, key) for key in _TRAINING_KEYS}
     found = {**asdict(settings), **training, "processes": args.world_size, "problems": digest(curriculum.to_list())}
+    found["dtype"] = dtype_name(settings.dtype, args.device)  # what auto and fast are here
     if start is not None:
         values = digest(start.alpha.numpy().tobytes())
         found["init_gates"] = {"digest": values, **{key: start.training.get(key) for key in ("method", "steps")}}
@@ -119,13 +94,17 @@ def train_gates(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
-    settings = make_plan(settings.with_curriculum(), args, free_memory(args.device)).announced()
+    with not_loading():
+        machine = Machine(args.world_size, card_of(args.device), least_free_memory(args))
+        settings = make_plan(settings.with_curriculum(), args, machine).announced()
     curriculum = load_curriculum(settings, args)
     start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
-    config = run_config(settings, args, curriculum, start)
+    taught, held_out = hold_out(curriculum, settings.held_out, args)
+    config = run_config(settings, args, taught, start)
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
     if model is None or tokenizer is None:
-        dtype = str(resolve_dtype(settings.dtype, args.device)).removeprefix("torch.")
+        dtype = dtype_name(settings.dtype, args.device)
+        load_as(dtype)
         model, tokenizer = load_model(settings.model, dtype=dtype, device="cpu")  # the trainer moves it
     if start is not None:
         start.check_model(model.config)
@@ -135,17 +114,21 @@ def train_gates(
 
     main = args.process_index == 0
     stop = None
-    if settings.target_sparsity:
+    if settings.target_sparsity and settings.stable_steps:
         stop = StopWhenStable(make_gates, settings.target_sparsity, settings.stable_steps)
-    loggers = [*run.loggers(make_gates), StepLine()] if main else []
-    extra = [*(callbacks or []), *([] if stop is None else [stop]), *loggers]
-    engine = open_engine(settings, args, longest_prompt(curriculum, tokenizer)) if main else None
-    trainer = RLKVTrainer(model, args, settings, curriculum, tokenizer, reward, extra, engine)
+    measured = [] if held_out is None else [HeldOut(held_out, tokenizer, settings, make_gates, lambda: trainer)]
+    samples = SampleLog(run.path, settings.sample_steps, lambda: trainer.samples)
+    loggers = [*run.loggers(make_gates, samples), StepLine()] if main else []
+    extra = [*(callbacks or []), *([] if stop is None else [stop]), *measured, *loggers]
+    engine = open_engine(settings, args, longest_prompt(curriculum, tokenizer))
+    trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, extra, engine)
     if start is not None:
         set_gates(trainer.model, start.alpha)
     trainer.accelerator.wait_for_everyone()  # every process has looked into the folder
     if main:
         run.write_config()
+    trainer.accelerator.wait_for_everyone()
+    run.check_shared()
     if run.checkpoint is not None and is_finished(run.checkpoint, args, stop):
         trainer.restore(run.checkpoint)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,30 @@ from transformers import TrainerCallback
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.models.shape import ModelShape
-from rlkv.training.callbacks import LOG, GateImages, JsonlLog, WandbLog
 from rlkv.training.checkpoints import last_checkpoint
-from rlkv.training.config import RunSettings
 from rlkv.training.head_gate import gate_shares, gates_matrix
+from rlkv.training.loggers import CollapseWatch, GateImages, JsonlLog, SampleLog
+from rlkv.training.logs import EXPORTED, HELD_OUT, LOG, RUN_CONFIG, SUMMARY
+from rlkv.training.run_settings import RunSettings
+from rlkv.training.wandb_log import WandbLog
 from rlkv.utils.atomic import write_json
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
 from rlkv.utils.jsonl import read_log
 from rlkv.utils.provenance import provenance
 
-RUN_CONFIG = "run_config.json"
 # what may differ between a run and its continuation; the problems themselves are compared by their digest
 RESUMABLE_KEYS = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit"}
-RESUMABLE_KEYS |= {"run_name", "rollout_url", "rollout_patience", "rollout_kv_gib", "rollout_eager"}
+RESUMABLE_KEYS |= {"run_name", "rollout_servers", "rollout_patience", "rollout_kv_gib", "rollout_eager"}
 RESUMABLE_KEYS |= {"max_steps", "num_train_epochs", "curriculum", "rollout_rows"}
-RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "plan", "target_sparsity", "stable_steps"}
+RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "target_sparsity", "stable_steps"}
+RESUMABLE_KEYS |= {"plan", "plan_gpus", "plan_measured"}
+RESUMABLE_KEYS |= {"held_out_steps", "sample_steps"}
 # what a gates file does not say of its training: files of this machine, and what does not belong to the method
 UNPUBLISHED_KEYS = {"curriculum", "haystack", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
-UNPUBLISHED_KEYS |= {"rollout_url", "save_steps", "image_steps", "gates_link", "plan"}
+UNPUBLISHED_KEYS |= {"rollout_servers", "save_steps", "image_steps", "sample_steps", "gates_link"}
+UNPUBLISHED_KEYS |= {"plan", "plan_gpus", "plan_measured"}
 UNPUBLISHED_KEYS |= {"rollout_kv_gib", "rollout_rows", "allow_foreign_curriculum"}
+SHARED_SECONDS = 60  # in which a network disk shows what another machine wrote
 
 
 def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path | None:
@@ -78,19 +84,34 @@ class RunFolder:
     def __init__(self, path: Path, settings: RunSettings, config: dict[str, Any]) -> None:
         self.path, self.settings, self.config = path, settings, config
         self.checkpoint = check_output_dir(path, config, settings.resume)
+        self.wandb_log: WandbLog | None = None
 
     def write_config(self) -> None:
         """Record the settings, for the comparison when the run is resumed."""
         write_json(self.path / RUN_CONFIG, self.config)
 
-    def loggers(self, make_gates: Callable[[], HeadGates]) -> list[TrainerCallback]:
-        """Figures, the JSONL log and W&B."""
+    def check_shared(self) -> None:
+        """Raise ValueError unless this process sees the settings that the main one has recorded."""
+        for _ in range(SHARED_SECONDS):
+            if (self.path / RUN_CONFIG).exists() and json.loads((self.path / RUN_CONFIG).read_text()) == self.config:
+                return
+            time.sleep(1)
+        else:
+            raise ValueError(
+                f"{self.path} is not the main process's folder: with several machines --output_dir must be on a disk "
+                "that all of them share"
+            )
+
+    def loggers(self, make_gates: Callable[[], HeadGates], samples: SampleLog | None = None) -> list[TrainerCallback]:
+        """Figures, the logs, W&B and alerts."""
         settings = self.settings
         images = GateImages(self.path, settings.image_steps, make_gates)
-        found: list[TrainerCallback] = [images, JsonlLog(self.path)]
+        found: list[TrainerCallback] = [images, JsonlLog(self.path), *([] if samples is None else [samples])]
         if settings.wandb != "disabled":
-            found.append(WandbLog(settings.wandb, settings.wandb_project, self.config, self.path, images))
-        return found
+            self.wandb_log = WandbLog(settings.wandb, settings.wandb_project, self.config, self.path, images, samples)
+            found.append(self.wandb_log)
+        tell = [] if self.wandb_log is None else [self.wandb_log.alert]
+        return [*found, CollapseWatch(self.path, tell)]
 
     def published(self) -> dict[str, Any]:
         """The settings that a gates file tells."""
@@ -118,20 +139,25 @@ class RunFolder:
         Args:
             curves: keys and labels of the shares and means of the log that ``training_curves.png`` shows.
         """
+        records = read_log(self.path / LOG)
         gates.training["final"] = gate_shares(gates.alpha)
+        figures = [{k.removeprefix(HELD_OUT): v for k, v in r.items() if k.startswith(HELD_OUT)} for r in records]
+        if last := [found for found in figures if found][-1:]:
+            gates.training["held_out_figures"] = last[0]
         for name in ("gates.safetensors", "adapter_weights.tsv", "adapter"):
             gates.save(self.path / name)
         plot_gates(gates, self.path / "heat_map.png")
         plot_histogram(gates, self.path / "histogram.png")
         figure, axes = curve_figure("Training of the gates", "optimizer step", "share or mean, 0 to 1")
-        records = read_log(self.path / LOG)
         for key, label in curves:
             axes.plot([record["step"] for record in records], [record[key] for record in records], label=label)
         axes.set_ylim(-0.02, 1.02)
         axes.legend(fontsize=TEXT_SIZE)
         save_figure(figure, self.path / "training_curves.png")
         summary = {"training": gates.training, "config": self.config, **provenance()}
-        write_json(self.path / "summary.json", summary)
-        gates.save(self.path / "gates.pt")
+        write_json(self.path / SUMMARY, summary)
+        gates.save(self.path / EXPORTED)
         if self.settings.gates_link is not None:
-            link(Path(self.settings.gates_link), self.path / "gates.pt")
+            link(Path(self.settings.gates_link), self.path / EXPORTED)
+        if self.wandb_log is not None:
+            self.wandb_log.finish([self.path / "gates.safetensors", self.path / "heat_map.png"])

@@ -45,7 +45,7 @@ class StopOnTermination(TrainerCallback):
         os.kill(os.getpid(), signal.SIGTERM)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if _any_process(self.told) and state.global_step < state.max_steps:
+        if any_process(self.told) and state.global_step < state.max_steps:
             self._timer.cancel()  # the checkpoint may take its time
             self.stopped = control.should_save = control.should_training_stop = True
 
@@ -58,7 +58,8 @@ class StopOnTermination(TrainerCallback):
             sys.exit(0)
 
 
-def _any_process(told: bool) -> bool:
+def any_process(told: bool) -> bool:
+    """Whether ``told`` holds in any of the processes, which all call this."""
     if not (dist.is_available() and dist.is_initialized()):
         return told
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"

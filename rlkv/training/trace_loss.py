@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from rlkv.data.recall import MarkedText
 from rlkv.training.distillation import TOKENS_AT_ONCE, Batch, collate, next_token_kl
@@ -21,6 +23,25 @@ from rlkv.utils.store import ResultStore
 Head = tuple[int, int]  # layer, KV head
 PADDING = 0  # on the right, where no token sees it
 KEY = ("batch", "full")  # of a measurement in a store: the number of the batch, and the full heads as 0s and 1s
+
+
+@dataclass(frozen=True)
+class LayerOutputs:
+    """What the layers return with these full heads, in host memory: ``of[batch][layer]``."""
+
+    full_LH: Tensor
+    of: list[list[Any]]
+
+
+@contextmanager
+def recorded(layers: Sequence[nn.Module]) -> Iterator[list[Any]]:
+    """The list to which, inside, each of ``layers`` adds what it returns."""
+    found: list[Any] = []
+    with ExitStack() as hooks:
+        for layer in layers:
+            hook = layer.register_forward_hook(lambda module, given, output: found.append(tree_map(Tensor.cpu, output)))
+            hooks.callback(hook.remove)
+        yield found
 
 
 @contextmanager
@@ -37,6 +58,11 @@ def replaced(layers: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterat
                 del layer.forward
             else:
                 layer.forward = own
+
+
+def mask_text(full_LH: Tensor) -> str:
+    """The full heads as 0s and 1s."""
+    return "".join(map(str, full_LH.int().flatten().tolist()))
 
 
 class TraceLoss:
@@ -77,6 +103,9 @@ class TraceLoss:
         pieces = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
         self.batches = [collate(piece, PADDING, self.base.device) for piece in pieces]
         self.num_traces = len(traces)
+        self._start: LayerOutputs | None = None  # of without_each, with the masks that it was asked for since
+        self._asked: set[str] = set()
+        self._lowest: tuple[float, LayerOutputs] | None = None  # the lowest loss among them
         with torch.no_grad(), model.disable_adapter():
             self.full = [self._states(batch).cpu() for batch in self.batches]
 
@@ -85,13 +114,15 @@ class TraceLoss:
         hidden_BTD = self.base.get_decoder()(input_ids=batch.ids_BT, attention_mask=batch.mask_BT, use_cache=False)[0]
         return hidden_BTD[batch.row_N, batch.position_N]
 
-    def _sum(self, number: int, full_LH: Tensor, below: Sequence[Any] = ()) -> float:
-        """Sum over the rows of a batch; ``below``: what the layers below return, which then do not compute."""
-        key = number, "".join(map(str, full_LH.int().flatten().tolist()))
+    def _sum(self, number: int, full_LH: Tensor, below: Sequence[Any] = ()) -> tuple[float, list[Any]]:
+        """Sum over the rows of a batch, and what the layers returned: nothing where the sum was known.
+
+        ``below``: what the layers below return, which then do not compute.
+        """
+        key, outputs = (number, mask_text(full_LH)), list[Any]()
         if key not in self._known:
             set_gates(self.model, full_LH.float())
-            # the layer below gives what it gave; what those before it give is not looked at
-            with replaced(self.layers[: len(below)], lambda *_, **__: below[-1]):
+            with self._after(below), recorded(self.layers[len(below) :]) as outputs:
                 self._known[key] = loss = self._measure(number)
             now = time.process_time()
             row = {**dict(zip(KEY, key, strict=True)), "loss": loss, "cpu_s": round(now - self._clock, 3)}
@@ -99,7 +130,15 @@ class TraceLoss:
             if self._store:
                 self._store.append(row)
         self._count(number, skipped=len(below))
-        return self._known[key]
+        return self._known[key], outputs
+
+    @contextmanager
+    def _after(self, below: Sequence[Any]) -> Iterator[None]:
+        """Inside, the first layers return what is given for each of them."""
+        # what those before the last one return is not looked at
+        last = tree_map(lambda state: state.to(self.base.device), below[-1]) if below else None
+        with replaced(self.layers[: len(below)], lambda *_, **__: last):
+            yield
 
     def _measure(self, number: int) -> float:
         batch, full_ND = self.batches[number], self.full[number]
@@ -117,31 +156,48 @@ class TraceLoss:
     @torch.no_grad()
     def of(self, full_LH: Tensor) -> float:
         """The loss when only the heads of ``full_LH`` (bool ``[L, H]``) are full."""
-        return sum(self._sum(number, full_LH) for number in range(len(self.batches))) / self.num_traces
+        return sum(self._sum(number, full_LH)[0] for number in range(len(self.batches))) / self.num_traces
 
     @torch.no_grad()
     def without_each(self, full_LH: Tensor, heads: Sequence[Head]) -> list[float]:
         """The losses when one more head is compressible, one for each of ``heads``.
 
-        Layers below the head's own compute the same for all: they run once.
+        Layers below the head's own compute the same for all: they run once, and not at all if the lowest loss of the
+        calls before was the one of ``full_LH``.
         """
-        sums = [0.0] * len(heads)
-        for number in range(len(self.batches)):
-            outputs = self._outputs(number, full_LH)
-            for i, (layer, head) in enumerate(heads):
-                reduced_LH = full_LH.clone()
-                reduced_LH[layer, head] = False
-                sums[i] += self._sum(number, reduced_LH, outputs[:layer])
-        return [total / self.num_traces for total in sums]
+        start = self._start_from(full_LH)
+        losses: list[float] = []
+        for layer, head in heads:
+            reduced_LH = full_LH.clone()
+            reduced_LH[layer, head] = False
+            found = [self._sum(number, reduced_LH, of[:layer]) for number, of in enumerate(start.of)]
+            losses.append(sum(loss for loss, _ in found) / self.num_traces)
+            self._asked.add(mask_text(reduced_LH))
+            if all(outputs for _, outputs in found) and (self._lowest is None or losses[-1] < self._lowest[0]):
+                of = [[*below[:layer], *rest] for below, (_, rest) in zip(start.of, found, strict=True)]
+                self._lowest = losses[-1], LayerOutputs(reduced_LH, of)
+        return losses
 
-    def _outputs(self, number: int, full_LH: Tensor) -> list[Any]:
-        """What each layer returns for a batch."""
+    def _start_from(self, full_LH: Tensor) -> LayerOutputs:
+        """What the layers return with ``full_LH``; a pass, unless the call before was asked for it."""
+        start, lowest = self._start, self._lowest
+        if start and start.full_LH.equal(full_LH):
+            return start
+        if lowest and lowest[1].full_LH.equal(full_LH):
+            self._start = lowest[1]
+        else:
+            same = int((start.full_LH != full_LH).any(dim=1).nonzero()[0]) if start else 0
+            of = [self._outputs(n, full_LH, start.of[n][:same] if start else []) for n in range(len(self.batches))]
+            self._start = LayerOutputs(full_LH.clone(), of)
+            if mask_text(full_LH) not in self._asked:
+                for number in range(len(of)):
+                    self._count(number, skipped=same)
+        self._asked, self._lowest = set(), None
+        return self._start
+
+    def _outputs(self, number: int, full_LH: Tensor, below: Sequence[Any]) -> list[Any]:
+        """What each layer returns for a batch; those of ``below`` are known."""
         set_gates(self.model, full_LH.float())
-        found: list[Any] = []
-        with ExitStack() as hooks:
-            for layer in self.layers:
-                hook = layer.register_forward_hook(lambda module, given, output: found.append(output))
-                hooks.callback(hook.remove)
+        with self._after(below), recorded(self.layers[len(below) :]) as outputs:
             self._states(self.batches[number])
-        self._count(number)
-        return found
+        return [*below, *outputs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rlkv.cli.gates import main
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from tests.helpers.paths import PUBLISHED_GATES
+from tests.helpers.run_logs import write_steps
 
 
 @pytest.fixture
@@ -73,6 +75,27 @@ def test_plot(gates_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, "plot", gates_file, histogram, "--histogram") == 0
     assert heat_map.read_bytes().startswith(b"\x89PNG")
     assert heat_map.read_bytes() != histogram.read_bytes()
+
+
+def test_report_follows_a_run_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "report", tmp_path) == 2
+    assert "output folder of rlkv-train" in capsys.readouterr().err
+    write_steps(tmp_path, 1, 2, total=3)
+    pages: list[str] = []
+
+    def train(seconds: float) -> None:
+        pages.append((tmp_path / "report.html").read_text())
+        write_steps(tmp_path, 3, 3)
+        (tmp_path / "gates.pt").touch()
+
+    monkeypatch.setattr(time, "sleep", train)
+    assert run(monkeypatch, "report", tmp_path, "--watch", "--every", 7) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "report.html")]
+    pages.append((tmp_path / "report.html").read_text())
+    assert [("Step 2 of 3" in page, 'data-seconds="7"' in page) for page in pages] == [(True, True), (False, False)]
+    assert run(monkeypatch, "report", tmp_path, "--every", 0) == 2
 
 
 def test_diff(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

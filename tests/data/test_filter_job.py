@@ -14,6 +14,7 @@ from rlkv.data.filter_config import FilterConfig, parse_shard
 from rlkv.data.filter_job import run_filter
 from rlkv.tiny.task import draw_problem
 from rlkv.tiny.tokenizer import build_tokenizer
+from tests.helpers import warm
 from tests.helpers.models import make_tiny_model
 
 
@@ -124,6 +125,28 @@ def test_shards_merge_to_the_same_files(tmp_path: Path, model_folder: str, recor
     assert {k: v for k, v in merged.items() if k not in volatile} == {
         k: v for k, v in whole.items() if k not in volatile
     }
+
+
+def test_processes_and_other_numbers_of_shards_make_the_same_files(
+    tmp_path: Path, model_folder: str, recorded: str
+) -> None:
+    options = {"model": model_folder, "outputs": recorded, "max_new_tokens": 150, "buckets": "0-64:4,64-128:50"}
+    run_filter(config(tmp_path / "whole", **options))
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    command = ["-m", "rlkv.cli.filter", *arguments, "--output-dir", tmp_path / "ranks" / "out", "--shard", "1/2"]
+    ranks = warm.run_ranks(command, tmp_path / "streams")
+    assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
+    folder = tmp_path / "ranks" / "out"
+    assert sorted(path.name for path in folder.glob("shards/*.jsonl")) == ["shard-1-of-4.jsonl", "shard-3-of-4.jsonl"]
+    (folder / "shards" / "shard-3-of-4.jsonl").write_bytes(  # as a kill leaves it
+        (folder / "shards" / "shard-3-of-4.jsonl").read_bytes()[:-20]
+    )
+    assert run_filter(config(tmp_path / "ranks", **options, shard="0/3")).open_shards == {1: 6, 2: 7}
+    assert run_filter(config(tmp_path / "ranks", **options)).report is not None
+    rows = [line for path in folder.glob("shards/*.jsonl") for line in path.read_text().splitlines()]
+    assert len([line for line in rows if line.endswith("}")]) == 40  # nothing was done twice
+    for name in ("curriculum.jsonl", "curriculum.parquet"):
+        assert (tmp_path / "whole/out" / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str) -> None:

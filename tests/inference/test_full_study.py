@@ -70,7 +70,10 @@ def test_rlkv_is_the_shipped_configuration_with_fewer_steps(plan: Any, monkeypat
     shipped = Stage("", ["", "--config", config], Path(f"outputs/{plan.size.model}/gates.pt"))
     found, base = grpo_settings(stage, monkeypatch), grpo_settings(shipped, monkeypatch)
     changed = {name for name in base if found[name] != base[name]}
-    assert {"curriculum"} < changed <= {"max_steps", "save_steps", "curriculum"}
+    # micro-batches bound the memory of a step and do not change it
+    memory = {"per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size"}
+    memory |= {"steps_per_generation"}
+    assert {"curriculum"} < changed <= {"max_steps", "save_steps", "curriculum"} | memory
 
 
 @pytest.mark.parametrize(

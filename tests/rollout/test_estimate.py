@@ -56,4 +56,4 @@ def test_shapes_of_folders_and_of_what_cannot_be_read(tmp_path: Path, monkeypatc
 
 def test_times_are_rounded_to_their_unit() -> None:
     times = [rough(seconds) for seconds in (10, 700, 3 * 3600, 3.4 * 86400)]
-    assert times == ["a minute", "12 min", "3.0 h", "3.4 days"]
+    assert times == ["10 s", "12 min", "3.0 h", "3.4 days"]

@@ -1,11 +1,11 @@
-"""Rollout server and client: samples over HTTP, other gates, broken connections, servers that are gone or silent."""
+"""Rollout servers and their client: samples over HTTP, other gates, broken connections, servers gone or silent."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from rlkv.attention import LocalSizes
 from rlkv.cli.options import parse
-from rlkv.rollout import client as client_module
+from rlkv.rollout import connection
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.client import RolloutClient
 from rlkv.rollout.gated import EngineFacts, Rows, Sample, gate_version
@@ -39,8 +39,8 @@ def serving(engine: object) -> Iterator[tuple[RolloutServer, str]]:
             thread.join()
 
 
-def make_client(url: str, patience: float = 20.0) -> RolloutClient:
-    return RolloutClient(url, patience, report=lambda text: None)
+def make_client(*urls: str, patience: float = 20.0) -> RolloutClient:
+    return RolloutClient(urls, patience, report=lambda text: None)
 
 
 class Scripted:
@@ -68,7 +68,7 @@ def test_samples_over_http_are_the_engines() -> None:
     with serving(engine) as (_, url):
         client = make_client(url)
         client.check(sizes, positions=64)
-        assert client.facts() == FACTS
+        assert client.facts(client.servers[0]) == FACTS
         version = client.set_gates(alpha)
         found = dict(client.sample(ROWS, SAMPLING, [2]))
     engine.set_gates(alpha)
@@ -93,7 +93,9 @@ def test_samples_of_other_gates_are_thrown_away() -> None:
     with serving(engine) as (server, url):
         ours, theirs = make_client(url), make_client(url)
         version = ours.set_gates(torch.zeros(1, 2))
-        theirs.set_gates(torch.ones(1, 2))  # another run takes the server
+        theirs.set_gates(torch.ones(1, 2))
+        for client in (ours, theirs):  # another run takes the server
+            dict(client.sample(ROWS, SAMPLING, [2]))
         found = dict(ours.sample(ROWS, SAMPLING, [2]))
         assert server.version == version
         assert {sample.version for sample in found.values()} == {version}
@@ -137,8 +139,9 @@ def test_a_server_that_is_gone_is_named_after_the_patience() -> None:
     with serving(Scripted([])) as (_, url):
         pass
     client = make_client(url, patience=0.4)
+    client.set_gates(torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"ConnectionRefusedError.*rollout/serve_vllm"):
-        client.set_gates(torch.ones(1, 2))
+        dict(client.sample(ROWS, SAMPLING, [2]))
     assert client.retries >= 2
 
 
@@ -168,7 +171,7 @@ class _Silent(BaseHTTPRequestHandler):
 
 
 def test_a_silent_server_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "SILENCE", 0.3)
+    monkeypatch.setattr(connection, "SILENCE", 0.3)
     with ThreadingHTTPServer(("127.0.0.1", 0), _Silent) as server:
         server.hold = threading.Event()  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
@@ -184,7 +187,7 @@ def test_a_silent_server_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_heartbeats_keep_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlkv.rollout.server.HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(client_module, "SILENCE", 0.5)
+    monkeypatch.setattr(connection, "SILENCE", 0.5)
     engine, go = Scripted([]), threading.Event()
     quick = engine.sample
     engine.sample = lambda *args: (go.wait(1.2), (yield from quick(*args)))[1]
@@ -199,21 +202,80 @@ def test_what_cannot_work_is_refused_at_once() -> None:
     engine = GatedHFEngine(make_tiny_model("llama"), LocalSizes(2, 6), pad_id=0)
     with serving(engine) as (_, url):
         client = make_client(url)
+        with pytest.raises(ValueError, match="set_gates"):
+            dict(client.sample(ROWS, SAMPLING, [2]))
+        client.set_gates(torch.ones(2, 2))
         with pytest.raises(ValueError, match=r"gates \[3, 4\].*\[2, 2\]"):
-            client.set_gates(torch.ones(2, 2))
+            dict(client.sample(ROWS, SAMPLING, [2]))
         with pytest.raises(ValueError, match="--sink 4 --window 6"):
             client.check(LocalSizes(4, 6), 10)
         with pytest.raises(ValueError, match="--max-positions 65"):
             client.check(LocalSizes(2, 6), 65)
         with pytest.raises(ValueError, match="eos_ids"):
-            next(client._lines("POST", "/sample", {"version": "x"}))
+            next(client.servers[0].lines("POST", "/sample", {"version": "x"}))
         with pytest.raises(ValueError, match="/metrics"):
-            next(client._lines("GET", "/metrics"))
+            next(client.servers[0].lines("GET", "/metrics"))
         assert client.retries == 0
-    with pytest.raises(ValueError, match="set_gates"):
-        RolloutClient(url)._send_gates()
     with pytest.raises(ValueError, match="http://host:port"):
-        RolloutClient("localhost:8700")
+        RolloutClient(["localhost:8700"])
+
+
+@contextmanager
+def serving_all(*engines: object) -> Iterator[list[tuple[RolloutServer, str]]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(serving(engine)) for engine in engines]
+
+
+def test_rows_are_dealt_to_several_servers() -> None:
+    sizes, alpha = LocalSizes(2, 6), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    engines = [GatedHFEngine(make_tiny_model("llama"), sizes, pad_id=0, max_rows=rows) for rows in (1, 2, 3)]
+    with serving_all(*engines) as served:
+        client = make_client(*(url for _, url in served))
+        client.check(sizes, positions=64)
+        client.set_gates(alpha)
+        found = dict(client.sample(ROWS, SAMPLING, [2]))
+    expected = dict(engines[0].sample(ROWS, SAMPLING, [2]))
+    assert {i: sample.token_ids for i, sample in found.items()} == {i: s.token_ids for i, s in expected.items()}
+    assert [found[i].source for i in range(5)] == [0, 1, 2, 0, 1]
+    assert client.retries == 0
+
+
+def test_others_take_the_rows_of_a_server_that_dies() -> None:
+    alive, dead = Scripted([]), Scripted([1, 0, 0, 0, 0, 0])
+    with serving_all(alive, dead) as served:
+        client = make_client(*(url for _, url in served), patience=0.1)
+        client.set_gates(torch.zeros(1, 2))
+        found = dict(client.sample(ROWS, SAMPLING, [2]))
+        assert {i: sample.token_ids for i, sample in found.items()} == {i: [i] for i in range(5)}
+        assert alive.asked[0] == [0, 2, 4]
+        assert dead.asked[0] == [1, 3]
+        assert [sample.source for _, sample in sorted(found.items())] == [0, 0, 0, 1, 0]
+        asked = len(dead.asked)
+        dict(client.sample(ROWS, SAMPLING, [2]))  # the next rollout does not wait for it
+        assert (alive.asked[-1], len(dead.asked)) == ([0, 1, 2, 3, 4], asked)
+
+
+def test_a_server_that_comes_back_is_used_again() -> None:
+    first, second = Scripted([]), Scripted([0])
+    with serving_all(first, second) as served:
+        client = make_client(*(url for _, url in served))
+        client.set_gates(torch.zeros(1, 2))
+        while not (len(second.asked) > 1 and second.asked[-1] == [1, 3]):
+            assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
+        assert client.retries == 1
+
+
+def test_the_patience_ends_when_all_servers_fail() -> None:
+    with serving_all(Scripted([]), Scripted([])) as served:
+        urls = [url for _, url in served]
+    client = make_client(*urls, patience=0.4)
+    client.set_gates(torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="ConnectionRefusedError"):
+        dict(client.sample(ROWS, SAMPLING, [2]))
+    with serving(Scripted([])) as (_, url):
+        client = make_client(url, *urls, patience=0.0)
+        client.set_gates(torch.zeros(1, 2))
+        assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
 
 
 def test_a_taken_port_and_an_unknown_engine_are_named() -> None:

@@ -1,4 +1,4 @@
-"""The JSONL log after a resume, and W&B without a login."""
+"""The JSONL log after a resume, alerts, sampled texts, and W&B without a login."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from rlkv.training.callbacks import JsonlLog
+from rlkv.training.collapse import Alert
+from rlkv.training.loggers import CollapseWatch, JsonlLog
+from rlkv.training.logs import append_record
 from rlkv.utils.jsonl import read_log
 from tests.helpers import random_run
+from tests.helpers.random_run import checksum_reward
+from tests.helpers.run_logs import record
 
 
 def test_a_resumed_log_drops_later_and_broken_records(tmp_path: Path) -> None:
@@ -24,12 +28,33 @@ def test_a_resumed_log_drops_later_and_broken_records(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text().endswith("\n")
 
 
+def test_a_collapse_is_told_once_also_after_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[Alert] = []
+    watch = CollapseWatch(tmp_path, [told.append])
+    rewards = [0.8] * 6 + [0.1] * 8
+    watch.on_train_begin(None, None, None)
+    for step, reward in enumerate(rewards, start=1):
+        logs = record(step, reward__mean=reward)
+        del logs["step"]
+        append_record(tmp_path / "log.jsonl", step, logs)
+        watch.on_log(None, SimpleNamespace(global_step=step), None, logs=logs)
+    assert [alert.title for alert in told] == ["The reward has collapsed"]
+    assert capsys.readouterr().out.count("warning: The reward has collapsed. The mean reward fell from 0.80") == 1
+    watch.on_train_begin(None, None, None)
+    watch.on_log(None, SimpleNamespace(global_step=15), None, logs=record(15, reward__mean=0.1))
+    assert len(told) == 1
+
+
 class FakeRun:
-    url = "https://wandb.example/run"
+    url, id = "https://wandb.example/run", "abc"
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
+        self.artifacts: list[Any] = []
         self.finished = False
+
+    def log_artifact(self, artifact: Any) -> None:
+        self.artifacts.append(artifact)
 
     def log(self, record: dict[str, Any], step: int) -> None:
         self.records.append({"at": step, **record})
@@ -59,8 +84,18 @@ def test_wandb_gets_sections_and_falls_back_to_offline(
     assert ("no login found" in out) == (asked != used)
     assert run.url in out
     assert [record["at"] for record in run.records] == [1, 2]
-    assert {"reward/mean", "penalty/beta_prime", "gates/mean", "gates/all", "time/step_s"} <= run.records[0].keys()
-    assert {"images/heat_map", "images/histogram"} <= run.records[1].keys()
+    names = {"collapse/reward_mean", "convergence/penalty_beta_prime", "heads/gates_mean", "heads/gates"}
+    assert names | {"time/time_step_s", "samples/texts"} <= run.records[0].keys()
+    assert {"heads/heat_map", "heads/histogram", "collapse/reward_against_sparsity"} <= run.records[1].keys()
+    (artifact,) = run.artifacts
+    assert set(artifact.manifest.entries) == {"gates.safetensors", "heat_map.png"}
+    texts = run.records[0]["samples/texts"]
+    logged = read_log(tmp_path / "run" / "samples.jsonl")
+    assert [dict(zip(["step", *texts.columns], [1, *row], strict=True)) for row in texts.data] == logged
+    assert len(logged) == 8
+    assert [row["right"] for row in logged] == checksum_reward(
+        [row["text"] for row in logged], [row["answer"] for row in logged]
+    )
     assert run.finished
     assert started["config"]["l1_beta"] == 0.05
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 from rlkv.models.prompts import fill_template
 from rlkv.tiny.task import longest_solution
 from rlkv.training.config import RLKVSettings, parse_config
-from rlkv.training.run import load_curriculum
+from rlkv.training.problems import load_curriculum
 from tests.helpers.paths import ROOT
 
 
@@ -105,7 +105,10 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--save_total_limit", "0"], "save_total_limit"),
         (["--rollout", "sglang"], "rollout.*'sglang'"),
         (["--importance_cap", "0.5"], "importance_cap"),
-        (["--prompts_per_step", "3", "--per_device_train_batch_size", "8"], "prompts_per_step=3"),
+        (
+            ["--prompts_per_step", "3", "--per_device_train_batch_size", "8", "--steps_per_generation", "3"],
+            "steps_per_generation=3 splits prompts_per_step=3",
+        ),
         (["--config"], "--config"),
         (["stray"], "stray"),
     ],

@@ -76,7 +76,7 @@ def test_a_run_stops_and_says_so_and_is_not_resumed(tmp_path: Path, capsys: pyte
     assert longer.training["steps"] > last
 
 
-@pytest.mark.parametrize("given", [["--target_sparsity", "1.5"], ["--target_sparsity", "0.5", "--stable_steps", "0"]])
+@pytest.mark.parametrize("given", [["--target_sparsity", "1.5"], ["--target_sparsity", "0.5", "--stable_steps", "-1"]])
 def test_wrong_options(tmp_path: Path, given: list[str]) -> None:
     with pytest.raises(ValueError, match=r"target_sparsity needs|stable_steps must"):
         random_run.run(tmp_path / "run", given)

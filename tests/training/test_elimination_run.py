@@ -12,7 +12,7 @@ import torch
 
 from rlkv import tiny
 from rlkv.cli.train import main
-from rlkv.gates.allocation import compression_order
+from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny.task import draw_problem
 from rlkv.training.config import parse_config
@@ -49,6 +49,8 @@ def test_the_command_exports_an_order(curriculum: Path, monkeypatch: pytest.Monk
     order = compression_order(gates)
     records = read_log(folder / "log.jsonl")
     assert [(r["layer"], r["head"]) for r in records] == order[:6]
+    last = torch.tensor(read_log(folder / "gates.jsonl")[-1]["alpha"])
+    assert torch.equal(last == 1, HeadAllocation.from_gates(gates, 0.25).full)
     assert order.index((1, 1)) > 12  # which the built-in model always needs
     assert records[-1]["traces/kept"] > 0.99
     assert (gates.sink, gates.window, gates.deploy_sink, gates.deploy_window) == (4, 16, 4, 16)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.gated import Rows
-from rlkv.training.gate_loss import completion_logprobs, shift_left
-from rlkv.training.rollout import roll_out
+from rlkv.rollout.gated import Rows, Sample
+from rlkv.training.rollout import GatedHFEngine, judged, roll_out
+from tests.helpers import engine_run, random_run
 from tests.helpers.models import make_tiny_model
 
 PROMPTS = [[5, 6, 7], [9] * 11, [30, 31], [40, 50, 60, 70, 80, 90], [12]]
@@ -67,46 +73,64 @@ def test_logprobs_are_those_of_the_tempered_distribution() -> None:
         assert (torch.tensor(logprobs) - expected).abs().max() < 2e-5
 
 
-def make_rows() -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts padded on the left in 9 columns, completions on the right in 14."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 128, (6, 23), generator=generator)
-    mask = torch.zeros_like(ids)
-    for row, (prompt, completion) in enumerate([(9, 14), (3, 1), (1, 14), (9, 2), (5, 7), (4, 13)]):
-        mask[row, 9 - prompt : 9 + completion] = 1
-    return ids * mask, mask
+def test_completions_are_judged_while_others_are_decoded() -> None:
+    first_judged = threading.Event()
+
+    def ended() -> Iterator[tuple[int, Sample]]:
+        yield 1, Sample([7], [0.0], "stop", "v")
+        assert first_judged.wait(20), "the first completion was not judged before the second one ended"
+        yield 0, Sample([5], [0.0], "stop", "v")
+
+    def judge(batch: list[tuple[int, Sample]]) -> list[float]:
+        first_judged.set()
+        return [float(sample.token_ids[0]) for _, sample in batch]
+
+    found, seconds = judged(ended(), judge)
+    assert [(sample.token_ids, reward) for sample, reward in found] == [([5], 5.0), ([7], 7.0)]
+    assert seconds >= 0
 
 
-def test_shifting_moves_the_padding_only() -> None:
-    ids, mask = make_rows()
-    shifted, offset = shift_left(ids, mask)
-    for row in range(6):
-        real = ids[row][mask[row].bool()]
-        assert torch.equal(shifted[row, : len(real)], real)
-        assert offset[row] == mask[row].int().argmax()
+def test_completions_that_end_while_others_are_judged_are_one_batch() -> None:
+    begun, all_ended, batches = threading.Event(), threading.Event(), list[list[int]]()
+
+    def ended() -> Iterator[tuple[int, Sample]]:
+        for index in range(6):
+            yield index, Sample([index], [0.0], "stop", "v")
+            assert begun.wait(20)
+        all_ended.set()
+
+    def judge(batch: list[tuple[int, Sample]]) -> list[float]:
+        batches.append([index for index, _ in batch])
+        begun.set()
+        assert all_ended.wait(20)
+        return [0.0] * len(batch)
+
+    assert [sample.token_ids for sample, _ in judged(ended(), judge)[0]] == [[i] for i in range(6)]
+    assert batches == [[0], [1, 2, 3, 4, 5]]
 
 
-@pytest.mark.parametrize("max_rows", [1, 4, 6])
-def test_logprobs_equal_those_of_single_rows(max_rows: int) -> None:
-    model = make_tiny_model("llama")
-    ids, mask = make_rows()
-    widths = []
+def test_an_error_of_the_verifier_is_raised() -> None:
+    def judge(batch: list[tuple[int, Sample]]) -> list[float]:
+        raise ValueError("no verdict")
 
-    def score(rows: torch.Tensor, real: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        widths.append(rows.shape[1])
-        logits = model(rows, attention_mask=real).logits[:, :-1].log_softmax(-1)
-        picked = logits.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
-        return picked.masked_fill(labels[:, 1:] == -100, 0)
+    with pytest.raises(ValueError, match="no verdict"):
+        judged([(0, Sample([1], [0.0], "stop", "v"))], judge)
 
-    logprobs = completion_logprobs(score, ids, mask, 14, max_rows)
-    assert widths == sorted(widths, reverse=True)
-    assert widths[0] == 23
-    for row in range(6):
-        real = ids[row][mask[row].bool()]
-        completion = int(mask[row, 9:].sum())
-        single = model(real[None]).logits[0, :-1].log_softmax(-1)
-        expected = single.gather(-1, real[1:, None])[-completion:, 0]
-        assert (logprobs[row, :completion] - expected).abs().max() < 2e-5
-        assert not logprobs[row, completion:].any()
-    logprobs.sum().backward()
-    assert model.lm_head.weight.grad.abs().sum() > 0
+
+class OneServerOff(GatedHFEngine):
+    """Every fourth row is the second server's, whose weights are others."""
+
+    def sample(self, rows: Rows, *args: Any) -> Iterator[Any]:
+        for index, sample in super().sample(rows, *args):
+            if rows.numbers[index] % 4 == 3:
+                yield index, replace(sample, logprobs=[value - 0.9 for value in sample.logprobs], source=1)
+            else:
+                yield index, sample
+
+
+def test_a_server_with_other_weights_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_run.make_engine(OneServerOff)  # the mean over all rows is far from the limit
+    monkeypatch.setattr("rlkv.training.run.open_engine", lambda *args: engine)
+    servers = ["--rollout", "vllm-server", "--rollout_servers", "http://good:1, http://bad:2"]
+    with pytest.raises(ValueError, match=r"by 0\.90 on average: the rollout engine at http://bad:2 must serve"):
+        random_run.run(tmp_path / "run", servers)

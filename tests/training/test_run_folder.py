@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.training.run_folder import RUN_CONFIG, check_output_dir
+from rlkv.training.config import RLKVSettings
+from rlkv.training.logs import RUN_CONFIG
+from rlkv.training.run_folder import RunFolder, check_output_dir
 
 
 def test_checkpoints_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
@@ -15,3 +17,15 @@ def test_checkpoints_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
     (tmp_path / RUN_CONFIG).write_text("{}")
     with pytest.raises(ValueError, match="--output_dir"):
         check_output_dir(tmp_path, {}, resume=True)
+
+
+def test_a_folder_that_machines_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlkv.training.run_folder.SHARED_SECONDS", 1)
+    own = RunFolder(tmp_path / "run", RLKVSettings(), {"seed": 1})
+    with pytest.raises(ValueError, match="disk that all of them share"):
+        own.check_shared()
+    RunFolder(tmp_path / "run", RLKVSettings(), {"seed": 2}).write_config()  # of an earlier run on this machine
+    with pytest.raises(ValueError, match="disk that all of them share"):
+        own.check_shared()
+    own.write_config()
+    own.check_shared()

@@ -74,6 +74,28 @@ def test_one_more_head(family: str, rows: int) -> None:
     assert loss.of(FULL) == pytest.approx(make_loss(family).of(FULL), rel=1e-4)  # all layers compute again
 
 
+def test_layers_below_a_head_that_goes_next_do_not_compute_again(family: str) -> None:
+    loss, calls = make_loss(family, rows=2), list[int]()
+    for number, layer in enumerate(loss.layers):
+        layer.self_attn.register_forward_hook(lambda *_, number=number: calls.append(number))
+    full = FULL.clone()
+    first = loss.without_each(full, HEADS)
+    lowest = HEADS[first.index(min(first))]
+    full[lowest] = False
+    rest = [head for head in HEADS if head != lowest]
+    calls.clear()
+    before = loss.passes
+    for head in (*rest[-2:], rest[0]):
+        alone = full.clone()
+        alone[head] = False
+        found = loss.without_each(full, [head])
+        assert loss.passes - before == pytest.approx(1 - head[0] / 3)
+        assert sorted(calls) == sorted(2 * list(range(head[0], 3)))  # two batches
+        assert found == pytest.approx([make_loss(family, rows=2).of(alone)], rel=1e-5)
+        calls.clear()
+        before = loss.passes
+
+
 def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for _ in range(2):

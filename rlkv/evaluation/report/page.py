@@ -70,12 +70,18 @@ class Picture(NamedTuple):
     caption: str
 
 
+class Drawing(NamedTuple):
+    markup: str
+    caption: str
+
+
 @dataclass
 class Page:
-    """A title and blocks, in the order in which they were added."""
+    """A title and blocks, in the order in which they were added; ``script`` runs in the HTML page."""
 
     title: str
-    blocks: list[Heading | Paragraph | Bullets | Code | Table | Picture] = field(default_factory=list)
+    blocks: list[Heading | Paragraph | Bullets | Code | Table | Picture | Drawing] = field(default_factory=list)
+    script: str = ""
 
     def heading(self, text: str, level: int = 2) -> None:
         """Begin a section (level 2, listed under the title) or a part of one (level 3)."""
@@ -114,6 +120,10 @@ class Page:
         """Add a PNG file, which must exist when the page is written."""
         self.blocks.append(Picture(path, caption))
 
+    def drawing(self, markup: str, caption: str = "") -> None:
+        """Add HTML or SVG as it is; Markdown has the caption alone."""
+        self.blocks.append(Drawing(markup, caption))
+
     def html(self) -> str:
         """The whole document."""
         return self._render("page.html", slug=_slug, png=lambda path: base64.b64encode(path.read_bytes()).decode())
@@ -138,7 +148,7 @@ class Page:
         )
         environment.filters.update(filters)
         blocks = [(type(block).__name__, block) for block in self.blocks]
-        return environment.get_template(template).render(title=self.title, blocks=blocks)
+        return environment.get_template(template).render(title=self.title, blocks=blocks, script=self.script)
 
 
 def _slug(text: str) -> str:
