@@ -20,7 +20,7 @@ lengths and bytes of KV pool, where memory is the limit and where it is not. Wit
 with that policy in the compressible heads. Every run has a process of its own; finished ones are kept and not repeated.
 
 check: attention, cache and eviction against float64 on the CPU, a gate update, a rollout and decoding at the shape of
-Llama-8B, and the plugin's Triton kernel. Each check passes, fails or says why it cannot run. Exit code 1 if one fails.
+Llama-8B, and the Triton kernels. Each check passes, fails or says why it cannot run. Exit code 1 if one fails.
 On a CPU the same runs at small sizes, in under 2 minutes.
 
 Each writes NAME.json, NAME.md and, except check, NAME.png.

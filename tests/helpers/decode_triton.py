@@ -3,7 +3,8 @@
     python -m tests.helpers.decode_triton
 
 A line of a case is ``max error``, dtype, ratio to the reference, ratio to the torch path, and wrong numbers in the
-buffers; of a whole model ``max difference``, that of the logits, and launches too few or too many.
+buffers; of a whole model ``max difference``, that of the logits, and launches too few or too many.  ``max check`` has
+the largest error that ``rlkv-bench check`` finds, and the one that it finds with a wrong window.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+from dataclasses import replace
 from unittest import mock
 
 import torch
 
 import rlkv.kernels.decode as kernel_module
+from rlkv.benchmarks.check import decode_kernel
+from rlkv.benchmarks.check.one import Findings, Setting
 from tests.helpers.decode_cases import Case, Run, covering_cases, extreme_cases
 from tests.helpers.decode_flows import FLOWS, difference
 
@@ -25,6 +29,15 @@ def print_errors(case: Case, dtype: torch.dtype) -> None:
     with mock.patch.object(kernel_module, "_processors", return_value=case.processors):
         errors = Run(case, dtype, "cpu").errors()
     print("max error", str(dtype).removeprefix("torch."), errors.reference, errors.torch_path, errors.buffers)
+
+
+def check_error(window: int) -> float:
+    """What the check finds with few heads and short texts, if the kernel's window is ``window``."""
+    found, step = Findings(), decode_kernel.DecodeStep
+    shapes = tuple(replace(shape, cached=min(shape.cached, 120)) for shape in decode_kernel.SHAPES if shape.full == 1)
+    with mock.patch.object(decode_kernel, "DecodeStep", lambda *numbers: step(*numbers[:-1], window)):
+        decode_kernel.run(Setting(torch.device("cpu")), found, shapes)
+    return found.figures["largest error"]
 
 
 def main() -> None:
@@ -36,6 +49,7 @@ def main() -> None:
     with mock.patch.object(kernel_module, "_processors", return_value=24):
         for flow in FLOWS:
             print("max difference", *difference(flow, "cpu"))
+        print("max check", check_error(decode_kernel.WINDOW), check_error(decode_kernel.WINDOW - 1))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlkv.benchmarks.check import decode_kernel
 from tests.helpers.child import printed
 
 pytest.importorskip("triton")
@@ -35,6 +36,13 @@ def test_models_decode_as_without_it(interpreted: list[str]) -> None:
     for difference, launches_amiss in flows:
         assert float(difference) < 2e-5  # as other comparisons of these models
         assert int(launches_amiss) == 0
+
+
+def test_the_check_up_finds_a_wrong_window(interpreted: list[str]) -> None:
+    (found,) = [line.split()[1:] for line in interpreted if line.startswith("check")]
+    right, wrong = map(float, found)
+    assert right <= 1e-5
+    assert wrong > decode_kernel.ALLOWED
 
 
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlkv.benchmarks.check import cached, decoding, evicting, local_attention, mixed, sampling, update
+from rlkv.benchmarks.check import (
+    cached,
+    decode_kernel,
+    decoding,
+    evicting,
+    local_attention,
+    mixed,
+    sampling,
+    update,
+)
 from rlkv.benchmarks.check.config import CheckConfig
 from rlkv.benchmarks.check.kernels import KERNELS
 from rlkv.benchmarks.check.one import Check, Setting, device_error, run_one
@@ -27,6 +36,7 @@ CHECKS: Sequence[Check] = (
     update.CHECK,
     sampling.CHECK,
     decoding.CHECK,
+    decode_kernel.CHECK,
     *KERNELS,
 )
 COLUMNS = {
