@@ -12,7 +12,7 @@ Several files under one name are seeds of one method; the first name is compared
 variants that are compared with it alone.  Decoding is greedy, so every allocation of heads is measured once, however
 many seeds and analyses ask for it.  Files: report.html (one file), report.md, table.md, plots, results.json with every
 number, rows/ with every text.  The same command resumes a run that was stopped; rows that were measured with other
-settings are refused by name.  The sizes of the budget analysis default to those for the tiny model.
+settings are refused by name.
 
 rlkv-study window, with options of its own, studies what compressible heads should keep: sinks, window, prompt.
 """

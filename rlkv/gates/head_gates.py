@@ -111,6 +111,11 @@ class HeadGates:
         """The model's id, or else the last two parts of where the gates were read from."""
         return self.model.model_id if self.model and self.model.model_id else "/".join(Path(self.source).parts[-2:])
 
+    def serving(self, **given: Any) -> dict[str, Any]:
+        """``sink``, ``window`` and ``protect_prompt`` for serving: as ``given``, or as the file recommends for None."""
+        found = {name: getattr(self, f"deploy_{name}") for name in ("sink", "window", "protect_prompt")}
+        return found | {name: value for name, value in given.items() if value is not None}
+
     @classmethod
     def load(cls, path: str | Path) -> HeadGates:
         """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, gates on the hub, or ``tiny`` or ``smol``.

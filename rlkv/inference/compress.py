@@ -127,13 +127,13 @@ def compress(
     model: PreTrainedModel,
     gates: Gates = None,
     sparsity: float | None = None,
-    sink: int = 16,
-    window: int = 64,
+    sink: int | None = None,
+    window: int | None = None,
     prefill: str = "full",
     scope: str = "global",
     eviction: EvictionPolicy | None = None,
     record: bool = False,
-    protect_prompt: bool = False,
+    protect_prompt: bool | None = None,
 ) -> Iterator[CompressedSession]:
     """Let ``model`` keep the full KV cache in the heads that need it, and a small one in all others.
 
@@ -147,7 +147,8 @@ def compress(
         gates: ``HeadGates``, a gates file or folder, "tiny" for those of the built-in model, or a ``HeadAllocation``;
             None: all heads are compressible (token eviction as published), which needs an ``eviction`` policy.
         sparsity: share of all KV heads that is compressed; None with a ``HeadAllocation`` or without gates.
-        sink, window: first and last tokens of each row that a compressible head keeps; the current one counts.
+        sink, window: first and last tokens of each row that a compressible head keeps; the current one counts. None:
+            what the gates recommend for serving, 16 and 64 with a ``HeadAllocation``.
         prefill: ``"full"``: all heads read a prompt in full and compress it afterwards; ``"local"``: compressible
             heads read it through sinks and window too, as in training; ``"published"``: all of it but its last 50
             tokens in full, these as if they were decoded, as in the evaluation of RLKV (a prompt of up to 50 tokens is
@@ -157,7 +158,8 @@ def compress(
             of ``sink`` and ``window``.
         record: note the positions of cached tokens, for ``session.cache.kept`` and ``session.cache.held(row)``.
         protect_prompt: compressible heads also keep every token of the prompt, which is what the first call reads;
-            further turns are kept as generated tokens are.  A policy has a field of the same name instead.
+            further turns are kept as generated tokens are.  A policy has a field of the same name instead. None: what
+            the gates recommend, False with a ``HeadAllocation``.
 
     Raises:
         ValueError: if gates and model do not belong together, the model cannot be served or is compressed already,
@@ -178,7 +180,13 @@ def compress(
             f"protect_prompt is given together with the eviction policy {eviction.name}, which decides itself what is "
             "kept: set the policy's own field, such as RKV(budget=256, protect_prompt=True)"
         )
-    settings = CacheSettings(sink, window, prefill, eviction, protect_prompt)
+    if isinstance(gates, str | Path):
+        gates = HeadGates.load(gates)
+    sizes: dict[str, Any] = {"sink": sink, "window": window, "protect_prompt": protect_prompt}
+    if isinstance(gates, HeadGates):
+        sizes = gates.serving(**sizes)
+    given = {name: value for name, value in sizes.items() if value is not None}
+    settings = CacheSettings(prefill=prefill, **given).with_policy(eviction)
     allocation = resolve_allocation(base, gates, sparsity, scope)
     if sliding:
         allocation = exclude_sliding_layers(allocation, sliding, ranked=sparsity is not None)

@@ -56,7 +56,7 @@ class CacheOptions:
         from rlkv.cache import CacheSettings
 
         fields = ("sink", "window", "protect_prompt")
-        stated = {name: [getattr(g, f"deploy_{name}") for g in gates.values()] for name in fields}
+        stated = {name: [of.serving()[name] for of in gates.values()] for name in fields}
         found = {}
         for name in fields:
             given = getattr(self, name)

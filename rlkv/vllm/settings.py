@@ -137,12 +137,10 @@ class ServingSettings:
             raise ValueError("rlkv: scope 'layer' is not served with tensor parallelism: leave it out, or use one rank")
         gates = HeadGates.load(self.gates)
         gates.check_model(config)
-        sink = gates.deploy_sink if self.sink is None else self.sink
-        window = gates.deploy_window if self.window is None else self.window
         allocation = HeadAllocation.from_gates(gates, self.sparsity, self.scope).rounded_up(gates, ranks)
-        policy = self.policy()
-        protect = gates.deploy_protect_prompt if self.protect_prompt is None else self.protect_prompt
-        resolved = self.of(allocation, CacheSettings(sink, window, self.prefill, policy, protect and policy is None))
+        sizes = gates.serving(sink=self.sink, window=self.window, protect_prompt=self.protect_prompt)
+        cache = CacheSettings(prefill=self.prefill, **sizes).with_policy(self.policy())
+        resolved = self.of(allocation, cache)
         return replace(resolved, reference_tokens=self.reference_tokens, reference_prompt=self.reference_prompt)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTra
 
 import rlkv
 from rlkv import HeadAllocation, HeadGates
-from rlkv.cache import HeadReallocationCache
+from rlkv.cache import CacheSettings, HeadReallocationCache
+from rlkv.eviction import RKV
 from rlkv.models.shape import ModelShape
 from tests.helpers.models import make_tiny_model
 
@@ -203,6 +205,22 @@ def test_gates_and_allocations_that_do_not_fit() -> None:
         with pytest.raises(ValueError, match=message), rlkv.compress(model, gates, sparsity):
             pass
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_sizes_are_those_of_the_gates_unless_given() -> None:
+    model = make_tiny_model("llama")
+    gates = make_gates(model)
+    gates.deploy_sink, gates.deploy_window, gates.deploy_protect_prompt = 3, 9, True
+
+    def settings(**given: Any) -> CacheSettings:
+        with rlkv.compress(model, gates, sparsity=0.5, **given) as session:
+            return session.settings
+
+    assert settings() == CacheSettings(3, 9, protect_prompt=True)
+    assert settings(sink=0, window=5, protect_prompt=False) == CacheSettings(0, 5)
+    assert not settings(eviction=RKV(budget=64)).protect_prompt  # a policy has a field of its own
+    with rlkv.compress(model, MIXED) as session:
+        assert session.settings == CacheSettings(16, 64)
 
 
 def test_models_that_cannot_be_served_are_refused() -> None:
