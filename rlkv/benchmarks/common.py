@@ -53,8 +53,8 @@ class LlamaSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(LlamaSizes):
-    """Options of a benchmark that runs the model in this process."""
+class ProcessConfig:
+    """Options of a benchmark that runs in this process."""
 
     output_dir: Path = Path("results/bench")
     """Where the results go: .json, .md and .png."""
@@ -79,11 +79,38 @@ class ModelConfig(LlamaSizes):
         device = resolve_device(self.device)
         return {"device": device, "dtype": resolve_dtype(self.dtype, device)}
 
-    def build_model(self, positions: int) -> PreTrainedModel:
-        """The model in eval mode; about 100 M parameters with the default sizes.  Sets the threads."""
+    def begin(self) -> None:
+        """Set the threads, and the seed of random numbers."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         torch.manual_seed(0)
+
+    def write_files(
+        self,
+        name: str,
+        what: str,
+        results: list[dict[str, Any]],
+        columns: Mapping[str, str],
+        panels: list[Panel],
+        sharey: bool = True,
+        **facts: Any,
+    ) -> None:
+        """The files of a benchmark: a table (:meth:`Page.records`), and a title that says ``what`` ran, and where."""
+        device, dtype = self.options["device"], str(self.options["dtype"])[6:]
+        threads = f", {hardware()['torch_threads']} threads" if device.type == "cpu" else ""
+        title, page = f"{what}, {dtype}, {hardware_line()}{threads}", Page(f"rlkv-bench {name}")
+        page.records(results, columns)
+        facts |= {"dtype": dtype, "device": str(device)}
+        write_result(self.output_dir, name, title, self, results, page, panels, sharey, **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(LlamaSizes, ProcessConfig):
+    """Options of a benchmark that runs a whole model in this process."""
+
+    def build_model(self, positions: int) -> PreTrainedModel:
+        """The model in eval mode; about 100 M parameters with the default sizes.  Sets the threads."""
+        self.begin()
         model: Any = LlamaForCausalLM(self.llama(positions))
         return model.to(**self.options).eval()
 
@@ -95,15 +122,11 @@ class ModelConfig(LlamaSizes):
         panels: list[Panel],
         sharey: bool = True,
     ) -> None:
-        """The files of a benchmark, with a table (:meth:`Page.records`) and a title that names model and machine."""
-        device, dtype = self.options["device"], str(self.options["dtype"])[6:]
+        """As :meth:`write_files`, of this model."""
         with torch.device("meta"):
             parameters = LlamaForCausalLM(self.llama(1024)).num_parameters()
-        machine = hardware_line() + (f", {hardware()['torch_threads']} threads" if device.type == "cpu" else "")
-        title, page = f"Llama of {parameters / 1e6:.0f} M parameters, {dtype}, {machine}", Page(f"rlkv-bench {name}")
-        page.records(results, columns)
-        facts: dict[str, Any] = {"parameters": parameters, "dtype": dtype, "device": str(device)}
-        write_result(self.output_dir, name, title, self, results, page, panels, sharey, **facts)
+        what = f"Llama of {parameters / 1e6:.0f} M parameters"
+        self.write_files(name, what, results, columns, panels, sharey, parameters=parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

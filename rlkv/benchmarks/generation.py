@@ -166,14 +166,14 @@ def measure_generation(config: GenerationConfig, model: PreTrainedModel) -> list
                     try:
                         take_turn(config, model, setting)
                     except RuntimeError as error:
-                        if not _is_out_of_memory(error):
+                        if not is_out_of_memory(error):
                             raise
                         setting.fits = False
                 bar.advance()
     return [_row(config, model, setting) for setting in settings]
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
     """Of a GPU, or of the CPU's allocator, which has no type of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 

@@ -2,6 +2,8 @@
 
     rlkv-bench decode        # a decode step against transformers' own caches, about 15 minutes on 2 cores
     rlkv-bench generation    # whole texts: memory, latency, throughput and the largest batch, a few minutes
+    rlkv-bench attention     # one layer's attention: latency and GB/s against torch's own, a few minutes
+    rlkv-bench train-step    # a forward and backward pass with gates and without, a few minutes
     rlkv-bench compaction    # what an eviction costs with each policy, a few minutes
     rlkv-bench serving       # throughput of the vLLM plugin (needs vLLM), about an hour on 2 cores
     rlkv-bench check         # what breaks first on a new GPU, about 20 minutes there
@@ -12,6 +14,12 @@ one run.
 
 generation: the same model writes whole texts with each method of compression and batch size; with --memory-gib also
 with the largest batch whose weights and KV fit.
+
+attention: one token through one attention layer, by batch, length and sparsity, against torch's attention over a full
+cache; a speed-up is given only where the output is right.
+
+train-step: what mixed attention adds to the passes of a training step; a ratio is given only where gates of 1 give the
+stock model's log-probabilities.
 
 compaction: one eviction of every policy against one decode step of that model, and its memory.
 
@@ -30,12 +38,14 @@ from __future__ import annotations
 
 import sys
 
+from rlkv.benchmarks.attention import AttentionConfig, run_attention
 from rlkv.benchmarks.check.config import CheckConfig
 from rlkv.benchmarks.compaction import CompactionConfig, run_compaction
 from rlkv.benchmarks.decode import DecodeConfig, run_decode
 from rlkv.benchmarks.generation import GenerationConfig, run_generation
 from rlkv.benchmarks.serving import ServingConfig
 from rlkv.benchmarks.serving_page import run_serving
+from rlkv.benchmarks.train_step_config import TrainStepConfig
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse_command
 from rlkv.utils.extras import require
@@ -43,6 +53,8 @@ from rlkv.utils.extras import require
 COMMANDS = {
     "decode": DecodeConfig,
     "generation": GenerationConfig,
+    "attention": AttentionConfig,
+    "train-step": TrainStepConfig,
     "compaction": CompactionConfig,
     "serving": ServingConfig,
     "check": CheckConfig,
@@ -57,10 +69,17 @@ def run() -> None:
         from rlkv.benchmarks.check.run import run_checks
 
         sys.exit(run_checks(config))
+    if isinstance(config, TrainStepConfig):
+        require("peft", "train")
+        from rlkv.benchmarks.train_step import run_train_step
+
+        return run_train_step(config)
     if isinstance(config, ServingConfig):
         return run_serving(config)
     if isinstance(config, GenerationConfig):
         return run_generation(config)
+    if isinstance(config, AttentionConfig):
+        return run_attention(config)
     return run_decode(config) if isinstance(config, DecodeConfig) else run_compaction(config)
 
 
