@@ -11,7 +11,7 @@ from torch import Tensor
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.eviction import H2O, TOVA, SinkWindow
 from rlkv.eviction.base import EvictionPolicy
-from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids
+from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens
 from tests.helpers.eviction_matrix import INSTANCES
 from tests.helpers.models import FAMILIES, make_tiny_model
 from tests.helpers.naive_eviction import naive_logits
@@ -26,10 +26,6 @@ CALLS = {
     "chat turns": [9, 1, 1, 1, 17, 1, 1, 6, 1, 1, 1, 1],
     "one call": [30],
 }
-
-
-def padded(ids: Tensor, padding: list[int]) -> Tensor:
-    return torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
 
 
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
@@ -49,7 +45,7 @@ def check_against_naive_runs(policy: EvictionPolicy, calls: list[int], full: Ten
     padding = [0, min(3, calls[0] - 1), calls[0] - 1]
     model.set_attn_implementation(IMPLEMENTATION)
     cache = HeadReallocationCache(full, eviction=policy, record=True)
-    got = cached_logits(model, ids, cache, calls, padded(ids, padding))
+    got = cached_logits(model, ids, cache, calls, real_tokens(padding, ids.shape[1]))
     for row, pad in enumerate(padding):
         want, run = naive_logits(model, ids[row : row + 1, pad:], [calls[0] - pad, *calls[1:]], policy, full)
         assert (got[row, pad:] - want[0]).abs().max() < TOLERANCE
@@ -67,7 +63,7 @@ def test_other_families(family: str, policy: EvictionPolicy) -> None:
     ids = draw_ids(2, sum(calls))
     model.set_attn_implementation(IMPLEMENTATION)
     cache = HeadReallocationCache(MIXED, eviction=policy)
-    got = cached_logits(model, ids, cache, calls, padded(ids, padding))
+    got = cached_logits(model, ids, cache, calls, real_tokens(padding, ids.shape[1]))
     for row, pad in enumerate(padding):
         own = [calls[0] - pad, *calls[1:]]
         want, _ = naive_logits(model, ids[row : row + 1, pad:], own, policy, MIXED)
@@ -79,7 +75,7 @@ def test_prefill_local_equals_one_token_at_a_time(policy: EvictionPolicy) -> Non
     model = make_tiny_model("qwen3")
     model.set_attn_implementation(IMPLEMENTATION)
     ids = draw_ids(3, 40)
-    real = padded(ids, [0, 2, 5])
+    real = real_tokens([0, 2, 5], ids.shape[1])
     whole = cached_logits(model, ids, HeadReallocationCache(MIXED, prefill="local", eviction=policy), [30, 10], real)
     cache = HeadReallocationCache(MIXED, prefill="full", eviction=policy)
     single = cached_logits(model, ids, cache, [6] + [1] * 34, real)  # 6 tokens: nothing is evicted yet
@@ -91,7 +87,7 @@ def test_rows_can_be_reordered_and_repeated(name: str) -> None:
     model = make_tiny_model("llama")
     model.set_attn_implementation(IMPLEMENTATION)
     ids = draw_ids(2, 30)
-    real = padded(ids, [0, 4])
+    real = real_tokens([0, 4], ids.shape[1])
     cache = HeadReallocationCache(MIXED, eviction=INSTANCES[name])
     cached_logits(model, ids[:, :20], cache, [14] + [1] * 6, real[:, :20])
     order = [1, 0, 1]
@@ -120,7 +116,7 @@ def test_rows_can_leave_a_batch_the_longest_first(name: str, rows: list[int]) ->
     model = make_tiny_model("llama")
     model.set_attn_implementation(IMPLEMENTATION)
     ids, padding = draw_ids(3, 26), [0, 4, 9]
-    real = padded(ids, padding)
+    real = real_tokens(padding, ids.shape[1])
     cache = HeadReallocationCache(MIXED, eviction=INSTANCES[name])
     cached_logits(model, ids[:, :18], cache, [14] + [1] * 4, real[:, :18])
     cache.batch_select_indices(torch.tensor(rows))

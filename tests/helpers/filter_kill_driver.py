@@ -1,6 +1,6 @@
 """Kill the filter job at random moments; used by test_filter_kill.py.
 
-    python -m tests.helpers.filter_kill_driver FOLDER KILLS
+python -m tests.helpers.filter_kill_driver FOLDER KILLS
 """
 
 from __future__ import annotations
