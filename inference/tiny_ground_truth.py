@@ -22,7 +22,7 @@ import torch
 from rlkv.cache import CacheSettings
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.evaluation.elimination import Elimination, Trace, TraceScorer, backward_elimination, num_scores, without_head
+from rlkv.evaluation.elimination import Elimination, Trace, TraceScorer, backward_elimination, without_head
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import ModelOptions, check_positive
@@ -99,7 +99,7 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
     lost = [full_accuracy - found for found in accuracies("single heads", single)]
     solved = zip(rendered["traces"], *decode("traces"), strict=True)
     traces = [Trace(tuple(engine.encode(prompt)), tuple(output)) for prompt, output, right in solved if right]
-    with progress_bar("elimination", "scores", num_scores(total, total)) as bar:
+    with progress_bar("elimination", "scores", total * (total + 1) // 2) as bar:
         scorer = TraceScorer(model, traces, config.sink, config.window)
         steps = backward_elimination(scorer, everything, bar.advance)
     order = [(step.layer, step.head) for step in steps]

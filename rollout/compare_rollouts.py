@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
-from rlkv.data.filter_config import DecodeOptions
+from rlkv.data.filter_config import FilterConfig
 from rlkv.evaluation.report.page import Page
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny.task import longest_solution, problems
@@ -135,7 +135,7 @@ def table_page(rows: dict[int, dict[str, Any]]) -> Page:
 
 def main() -> None:
     config = parse(CompareConfig, __doc__)
-    DecodeOptions(engine="vllm").check()  # before the first run, if it is not installed
+    FilterConfig(engine="vllm").check()  # before the first run, if it is not installed
     curriculum = config.runs / f"problems-{config.num_problems}-{config.max_definitions}.jsonl"
     write_jsonl(curriculum, problems(config.num_problems, 0, max_definitions=config.max_definitions))
     rows = {}

@@ -17,6 +17,7 @@ from typing import Any
 
 from rlkv.benchmarks.common import at_least
 from rlkv.benchmarks.workload import LIMITED, PERCENTILES, SETTINGS, Workload, expect
+from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.gates.head_gates import HeadGates
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import digest, hardware, provenance, versions
@@ -24,7 +25,6 @@ from rlkv.utils.store import key_of, open_store
 from rlkv.vllm.plugin import installed_version
 from rlkv.vllm.settings import EVICTIONS
 
-FULL = "full cache"
 RUNS = "serving_runs.jsonl"
 KEY = ("setting", "mode", "round")
 DECIDING_VERSIONS = ("rlkv", "torch", "transformers", "vllm")
@@ -108,7 +108,7 @@ class Run:
     @property
     def mode(self) -> str:
         if self.sparsity is None:
-            return FULL
+            return FULL_CACHE
         return f"sparsity {self.sparsity:g}" + ("" if self.eviction is None else f" + {self.eviction}")
 
 

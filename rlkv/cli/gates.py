@@ -26,10 +26,9 @@ from rlkv.cli.errors import run_app
 from rlkv.cli.gates_report import Report
 from rlkv.cli.gates_share import Pull, Push
 from rlkv.cli.options import parse_command
-from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 
-SPARSITIES = (0.2, 0.4, 0.5, 0.6, 0.8)
 Gates = Annotated[Positional[str], arg(metavar="GATES")]
 Out = Annotated[Positional[Path], arg(metavar="OUT")]
 

@@ -46,7 +46,7 @@ def load_pool(config: DrawConfig) -> list[Problem]:
         return [problem for problem in pool if problem.answer.strip()]
     if source not in (TINY, SMOL):
         raise ValueError(f"--steps {config.steps} belongs to the problems of tiny and smol, not to {source}")
-    low, high = parse_range("--steps", config.steps) if config.steps else (MIN_STEPS, MAX_STEPS)
+    low, high = parse_range(config.steps) if config.steps else (MIN_STEPS, MAX_STEPS)
     if source == TINY:
         drawn = tiny_problems(config.num_problems, config.seed, low, high)
     else:
@@ -54,11 +54,11 @@ def load_pool(config: DrawConfig) -> list[Problem]:
     return [Problem(**problem) for problem in drawn[: config.limit]]
 
 
-def parse_range(option: str, text: str) -> tuple[int, int]:
-    """The two numbers of ``3-12``."""
+def parse_range(text: str) -> tuple[int, int]:
+    """The two numbers of ``--steps 3-12``."""
     low, _, high = text.partition("-")
     if not (low.isdigit() and high.isdigit()):
-        raise ValueError(f"{option} {text!r} is not a range: write it as 3-12")
+        raise ValueError(f"--steps {text!r} is not a range: write it as 3-12")
     return int(low), int(high)
 
 

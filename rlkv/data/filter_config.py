@@ -1,11 +1,11 @@
-"""Options of the commands that decode problems; of the filter the paper's, for ``tiny`` the built-in model's."""
+"""Options of the filter: the paper's, for the built-in models their own."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlkv.data.curriculum import PAPER_BUCKETS, SMOL_BUCKETS, TINY_BUCKETS, Bucket, curriculum_folder, parse_buckets
 from rlkv.data.deepscaler import HUB_DATASET
@@ -36,9 +36,11 @@ BUILT_IN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeOptions(ModelOptions):
-    """Which problems, and how they are decoded."""
+class FilterConfig(ModelOptions):
+    """One filter job: which problems, how they are decoded, and what is chosen of them."""
 
+    model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+    """hub id, local folder, or tiny or smol (built in)"""
     input: str | None = None
     """.jsonl or .parquet file, hub data set, tiny or smol (new problems); default: the model's, or DeepScaleR"""
     num_problems: int = 400
@@ -57,71 +59,6 @@ class DecodeOptions(ModelOptions):
     """vllm: memory of its KV cache in GiB; default: what the GPU has left, without one 4"""
     max_new_tokens: int | None = None
     """tokens of a completion; default: 440 for the model tiny, 448 for smol, else 7168"""
-
-    def check(self) -> None:
-        check_positive(self, "num_problems", "batch_size", "max_new_tokens", "limit")
-        check_vllm_options(self.engine, self.device, self.kv_gib)
-        if self.engine == "vllm" and find_spec("vllm") is None:
-            raise ValueError("engine 'vllm' comes with the extra rlkv[vllm], which is not installed: use --engine hf")
-
-    def chosen_engine(self, positions: int) -> tuple[Literal["hf", "vllm"], str]:
-        """The engine that ``auto`` stands for, for texts of ``positions`` tokens, and why it is not vLLM."""
-        if self.engine != "auto":
-            return self.engine, ""
-        if self.model in BUILT_IN or self.device != "auto":
-            return "hf", ""
-        from rlkv.models.loading import resolve_device
-        from rlkv.rollout.estimate import Footprint, free_memory
-
-        free = free_memory(resolve_device())
-        engine, why = choose_engine("auto", has_gpu=free is not None)
-        if engine == "hf":
-            return "hf", why
-        footprint = None if free is None or self.kv_gib is not None else Footprint.of(self.model, self.dtype)
-        lacking = 0.0 if footprint is None or free is None else footprint.lacking(footprint.kv_room(free), positions)
-        return ("hf", f"the GPU is too small for vLLM by about {lacking:.1f} GiB") if lacking else ("vllm", "")
-
-    def with_engine(self, positions: int) -> Self:
-        """With :meth:`chosen_engine`."""
-        return replace(self, engine=self.chosen_engine(positions)[0])
-
-    def sized(self, footprint: Footprint | None, positions: int) -> Self:
-        """With rows of ``positions`` tokens and memory that fit the GPU, where none were given; of a chosen engine.
-
-        Raises:
-            ValueError: if the GPU is too small for vLLM.
-        """
-        from rlkv.models.loading import resolve_device
-        from rlkv.rollout.estimate import DEFAULT_KV_GIB, GIB, free_memory
-
-        free, kv_gib, rows = free_memory(resolve_device(self.device)), self.kv_gib, self.batch_size
-        if footprint is not None and free is not None:
-            room = footprint.kv_room(free)
-            if self.engine == "vllm":
-                kv_gib = kv_gib or footprint.vllm_kv_gib(free, positions)
-                room = int(kv_gib * GIB)
-            rows = rows or footprint.rows(self.engine, room, positions)
-        return replace(self, kv_gib=kv_gib or DEFAULT_KV_GIB, batch_size=rows or DEFAULT_BATCH)
-
-    def load_engine(self, positions: int | None = None) -> RolloutEngine:
-        """The model in its engine, for texts of up to ``positions`` tokens; of sized options."""
-        assert self.batch_size is not None
-        assert self.kv_gib is not None
-        if self.engine == "vllm":
-            from rlkv.vllm.engine import VLLMEngine
-
-            return VLLMEngine(self.model, None, self.dtype, positions, self.kv_gib, self.batch_size)
-        from rlkv.rollout.hf import HFEngine
-
-        return HFEngine(*self.load(), batch_size=self.batch_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilterConfig(DecodeOptions):
-    """One filter job."""
-
-    model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
-    """hub id, local folder, or tiny or smol (built in)"""
     outputs: str | None = None
     """file of recorded outputs (problem + output) to filter; nothing is decoded"""
     outputs_field: str = "output"
@@ -138,8 +75,10 @@ class FilterConfig(DecodeOptions):
     """i/n: do every n-th problem, from the i-th (counted from 0); the processes of a launcher divide a shard further"""
 
     def check(self) -> None:
-        super().check()
-        check_positive(self, "max_length")
+        check_positive(self, "num_problems", "batch_size", "max_new_tokens", "limit", "max_length")
+        check_vllm_options(self.engine, self.device, self.kv_gib)
+        if self.engine == "vllm" and find_spec("vllm") is None:
+            raise ValueError("engine 'vllm' comes with the extra rlkv[vllm], which is not installed: use --engine hf")
         if self.buckets:
             parse_buckets(",".join(self.buckets))
         parse_shard(self.shard)
@@ -158,7 +97,54 @@ class FilterConfig(DecodeOptions):
         chosen = {name: value for name, value in preset.items() if getattr(self, name) in (None, ())}
         resolved = replace(self, **chosen)
         assert resolved.max_length is not None
-        return resolved.with_engine(resolved.max_length)
+        return replace(resolved, engine=resolved.chosen_engine(resolved.max_length)[0])
+
+    def chosen_engine(self, positions: int) -> tuple[Literal["hf", "vllm"], str]:
+        """The engine that ``auto`` stands for, for texts of ``positions`` tokens, and why it is not vLLM."""
+        if self.engine != "auto":
+            return self.engine, ""
+        if self.model in BUILT_IN or self.device != "auto":
+            return "hf", ""
+        from rlkv.models.loading import resolve_device
+        from rlkv.rollout.estimate import Footprint, free_memory
+
+        free = free_memory(resolve_device())
+        engine, why = choose_engine("auto", has_gpu=free is not None)
+        if engine == "hf":
+            return "hf", why
+        footprint = None if free is None or self.kv_gib is not None else Footprint.of(self.model, self.dtype)
+        lacking = 0.0 if footprint is None or free is None else footprint.lacking(footprint.kv_room(free), positions)
+        return ("hf", f"the GPU is too small for vLLM by about {lacking:.1f} GiB") if lacking else ("vllm", "")
+
+    def sized(self, footprint: Footprint | None, positions: int) -> FilterConfig:
+        """With rows of ``positions`` tokens and memory that fit the GPU, where none were given; of a chosen engine.
+
+        Raises:
+            ValueError: if the GPU is too small for vLLM.
+        """
+        from rlkv.models.loading import resolve_device
+        from rlkv.rollout.estimate import DEFAULT_KV_GIB, GIB, free_memory
+
+        free, kv_gib, rows = free_memory(resolve_device(self.device)), self.kv_gib, self.batch_size
+        if footprint is not None and free is not None:
+            room = footprint.kv_room(free)
+            if self.engine == "vllm":
+                kv_gib = kv_gib or footprint.vllm_kv_gib(free, positions)
+                room = int(kv_gib * GIB)
+            rows = rows or footprint.rows(self.engine, room, positions)
+        return replace(self, kv_gib=kv_gib or DEFAULT_KV_GIB, batch_size=rows or DEFAULT_BATCH)
+
+    def load_engine(self, positions: int) -> RolloutEngine:
+        """The model in its engine, for texts of up to ``positions`` tokens; of sized options."""
+        assert self.batch_size is not None
+        assert self.kv_gib is not None
+        if self.engine == "vllm":
+            from rlkv.vllm.engine import VLLMEngine
+
+            return VLLMEngine(self.model, None, self.dtype, positions, self.kv_gib, self.batch_size)
+        from rlkv.rollout.hf import HFEngine
+
+        return HFEngine(*self.load(), batch_size=self.batch_size)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

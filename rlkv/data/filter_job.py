@@ -7,12 +7,12 @@ import time
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rlkv.data.curriculum import Selection, parse_buckets, select
 from rlkv.data.decoders import Decoder, EngineDecoder, RecordedDecoder
 from rlkv.data.deepscaler import Problem, load_problems
-from rlkv.data.filter_config import BUILT_IN, DEFAULT_BATCH, DecodeOptions, FilterConfig, parse_shard
+from rlkv.data.filter_config import BUILT_IN, DEFAULT_BATCH, FilterConfig, parse_shard
 from rlkv.data.filtering import STATUSES, Outcome, Shards, run_shard
 from rlkv.models.loading import dtype_name, load_tokenizer, resolve_device
 from rlkv.models.prompts import choose_template
@@ -25,8 +25,6 @@ from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import digest, hardware_line, provenance
 from rlkv.utils.store import Row
 from rlkv.verifier.verifier import Verifier
-
-Options = TypeVar("Options", bound=DecodeOptions)
 
 
 def problems_digest(problems: list[Problem]) -> str:
@@ -60,7 +58,7 @@ def build_decoder(config: FilterConfig, problems: list[Problem]) -> Decoder:
     return EngineDecoder(engine, template, config.max_new_tokens, config.max_length)
 
 
-def sized_and_announced(config: Options, count: int, positions: int, unit: str = "problem") -> Options:
+def sized_and_announced(config: FilterConfig, count: int, positions: int) -> FilterConfig:
     """``config`` with sizes that fit the GPU, after one line with the engine and an estimate of the time.
 
     Args:
@@ -70,13 +68,13 @@ def sized_and_announced(config: Options, count: int, positions: int, unit: str =
     why = replace(config, engine="auto").chosen_engine(positions)[1] if config.engine == "hf" else ""
     config = config.sized(footprint, positions)
     assert config.batch_size is not None
-    line = f"{count:,} {unit}s through {NAMES[config.engine]}{why and f' ({why})'}, {config.batch_size} at once"
+    line = f"{count:,} problems through {NAMES[config.engine]}{why and f' ({why})'}, {config.batch_size} at once"
     if footprint is not None:
         card, mean = card_of(resolve_device(config.device)), MEAN_LENGTH * (config.max_new_tokens or 0)
         rate = footprint.rate(config.engine, config.batch_size, card, mean)
         line += (
             f": about {rough(count * mean / rate)} on {'this CPU' if card is None else 'a GPU'}, if it makes "
-            f"{rate:,.0f} tokens/s and a {unit} takes {mean:,.0f} tokens (assumed; the bar shows the measured pace)"
+            f"{rate:,.0f} tokens/s and a problem takes {mean:,.0f} tokens (assumed; the bar shows the measured pace)"
         )
     print(line, flush=True)
     return config

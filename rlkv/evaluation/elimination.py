@@ -80,21 +80,14 @@ def without_head(full: Tensor, layer: int, head: int) -> HeadAllocation:
     return HeadAllocation(reduced)
 
 
-def num_scores(candidates: int, steps: int) -> int:
-    """What :func:`backward_elimination` costs: ``candidates + (candidates - 1) + ...``, one term per step."""
-    return sum(candidates - done for done in range(steps))
-
-
-def backward_elimination(
-    score: Score, start: HeadAllocation, on_call: Callable[[], None], num_full: int = 0
-) -> list[Elimination]:
+def backward_elimination(score: Score, start: HeadAllocation, on_call: Callable[[], None]) -> list[Elimination]:
     """Make heads compressible one by one, each time the one whose loss leaves the best score.
 
-    Begins with ``start`` and stops when ``num_full`` heads are full.  Ties go to the lower (layer, head).
+    Begins with ``start``, whose n full heads take ``n (n + 1) / 2`` scores.  Ties go to the lower (layer, head).
     """
     full = start.full.clone()
     steps: list[Elimination] = []
-    while int(full.sum()) > num_full:
+    while full.any():
         found = []
         for layer, head in full.nonzero().tolist():
             found.append(Elimination(layer, head, score(without_head(full, layer, head))))

@@ -17,6 +17,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from rlkv.gates.head_gates import HeadGates
 
+SPARSITIES = (0.2, 0.4, 0.5, 0.6, 0.8)  # that commands and model cards show
+
 
 def num_full_heads(sparsity: float, total: int) -> int:
     """``round((1 - sparsity) * total)`` in decimal arithmetic, half away from zero: on a tie the head stays full.

@@ -11,14 +11,13 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.gates.formats import hub_address, write_gates
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates
 from rlkv.models.loading import is_path
 from rlkv.utils.atomic import write_text
 
-SPARSITIES = (0.2, 0.4, 0.5, 0.6, 0.8)
 CARD, HEAT_MAP = "README.md", "heat_map.png"
 HELD_OUT = "held_out_figures"  # of the training summary: figures on problems that were not trained on
 _EVALUATED = {"task", "method", "accuracy", "ci_low", "ci_high", "n", "kv_bytes", "kv_bytes_full"}

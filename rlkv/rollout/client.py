@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkv.attention import LocalSizes
 from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.connection import Connection, Failure, StaleGates
+from rlkv.rollout.connection import Connection, Failure
 from rlkv.rollout.gated import EngineFacts, Rows, Sample, gate_version
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
@@ -28,22 +28,16 @@ class RolloutClient:
 
     Attributes:
         retries: requests that failed and were repeated.
-        stale: answers under other gates, discarded.
         patience: seconds in which all servers fail after which ValueError is raised.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        patience: float = 600.0,
-        report: Callable[[str], None] = lambda text: print(text, flush=True),
-    ) -> None:
-        """``report`` gets a line when a server stops answering; ValueError for an address of another form."""
+    def __init__(self, urls: Sequence[str], patience: float = 600.0) -> None:
+        """ValueError for an address that is not ``http://host[:port]``."""
         self.servers = [Connection(url, number) for number, url in enumerate(urls)]
-        self.patience, self.report = patience, report
+        self.patience = patience
         self._alpha_LH: Tensor | None = None
         self.version = "none"
-        self.retries = self.stale = 0
+        self.retries = 0
 
     def set_gates(self, alpha_LH: Tensor) -> str:
         """Sample under these gates from now on; every server is sent them before its next rows."""
@@ -160,9 +154,8 @@ class _Job:
             self._left += owed
             self._changed.notify_all()
             client.retries += 1
-            client.stale += isinstance(failure, StaleGates)
             if not server.pause:
-                client.report(f"rollout server at {server.url}: {failure}; trying again")
+                print(f"rollout server at {server.url}: {failure}; trying again", flush=True)
             server.version, server.pause = "none", min(2 * server.pause or FIRST_PAUSE, LONGEST_PAUSE)
             if self._deadline is None and all(other.pause for other in self.servers):
                 self._deadline = time.monotonic() + client.patience

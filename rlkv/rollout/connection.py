@@ -21,10 +21,6 @@ class Failure(Exception):
     """The server could not be reached, broke off, or failed; the same request may succeed later."""
 
 
-class StaleGates(Failure):
-    """The server samples under other gates than the ones that it was sent."""
-
-
 class Connection:
     """The server at ``url``, the ``number``-th of a run.
 
@@ -71,7 +67,7 @@ class Connection:
                 return
             found = line.get("stale", line.get("version"))
             if found != self.version:
-                raise StaleGates(f"its gates are {found}, not {self.version}")
+                raise Failure(f"its gates are {found}, not {self.version}")
             yield line.pop("index"), Sample(**{**line, "source": self.number})
 
     def lines(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:

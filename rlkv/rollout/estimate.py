@@ -77,9 +77,9 @@ class Footprint:
         widths = (text.hidden_size, _mlp_width(text), text.vocab_size)
         return cls(type(built).__name__, shape, parameters, parameters * size, kv, *widths, size)
 
-    def kv_room(self, free: int, reserve_gib: float = ENGINE_GIB, copies: int = 1) -> int:
-        """Bytes of a GPU that are left for KV, with ``copies`` of the weights there; negative if it is too small."""
-        return int(USABLE * free - copies * self.weights - reserve_gib * GIB)
+    def kv_room(self, free: int) -> int:
+        """Bytes of a GPU that are left for KV; negative if it is too small."""
+        return int(USABLE * free - self.weights - ENGINE_GIB * GIB)
 
     def lacking(self, room: int, positions: int) -> float:
         """GiB by which ``room`` bytes are too small for a row of ``positions`` tokens; 0 if it fits."""

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from rlkv.models.builtin import SMOL
 from rlkv.models.loading import load_model
-from rlkv.smol.task import draw_problem, problems
+from rlkv.smol.task import problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["draw_problem", "load", "problems"]
+__all__ = ["load", "problems"]
 
 
 def load(dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from rlkv.models.builtin import TINY
 from rlkv.models.builtin import TINY_FOLDER as MODEL_DIR
 from rlkv.models.loading import load_model
-from rlkv.tiny.task import draw_problem, problems
+from rlkv.tiny.task import problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 GROUND_TRUTH = MODEL_DIR / "ground_truth.json"
 
-__all__ = ["GROUND_TRUTH", "MODEL_DIR", "draw_problem", "load", "problems"]
+__all__ = ["GROUND_TRUTH", "MODEL_DIR", "load", "problems"]
 
 
 def load(dtype: str = "float32", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -38,7 +38,6 @@ class TinyProblem:
     problem: str
     answer: str
     solution: str
-    num_definitions: int
 
 
 def apply_operator(operator: str, left: int, right: int) -> int:
@@ -82,7 +81,7 @@ def draw_problem(rng: random.Random, num_definitions: int) -> TinyProblem:
     answer = str(values[question])
     problem = " . ".join(statements) + f" . find {question} ?"
     solution = " ".join(steps) + f" {ANSWER_PREFIX} {answer} {ANSWER_SUFFIX}"
-    return TinyProblem(problem, answer, solution, num_definitions)
+    return TinyProblem(problem, answer, solution)
 
 
 def draw_length(rng: random.Random, low: int, high: int) -> int:

@@ -51,6 +51,12 @@ def collate(samples: Sequence[MarkedText], pad_id: int, device: torch.device) ->
     return Batch(ids_BT, torch.tensor(mask, device=device), row_N, answer_position_N - 1, answer_N)
 
 
+def answer_states(base: Any, batch: Batch) -> Tensor:
+    """Last hidden states ``[N, D]`` of the positions that predict the answers."""
+    hidden_BTD = base.get_decoder()(input_ids=batch.ids_BT, attention_mask=batch.mask_BT, use_cache=False)[0]
+    return hidden_BTD[batch.row_N, batch.position_N]
+
+
 def squared_distance(mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
     """``mean_d (full - mixed)^2`` per token, in float32 or wider: ``[N]``."""
     wide = torch.promote_types(torch.float32, mixed_ND.dtype)
@@ -115,11 +121,6 @@ class Distiller:
         self.gate_mean = GateMean()
         self.step = 0
 
-    def _states(self, batch: Batch) -> Tensor:
-        """Last hidden states ``[N, D]`` of the positions that predict the answers."""
-        hidden_BTD = self.base.get_decoder()(input_ids=batch.ids_BT, attention_mask=batch.mask_BT, use_cache=False)[0]
-        return hidden_BTD[batch.row_N, batch.position_N]
-
     def _batches(self, samples: Sequence[MarkedText]) -> Iterator[Batch]:
         ordered, rows = sorted(samples, key=lambda sample: len(sample.ids)), self.settings.forward_rows
         for start in range(0, len(ordered), rows):
@@ -136,9 +137,9 @@ class Distiller:
         distilled, right = 0.0, 0
         for batch in self._batches(samples):
             with torch.no_grad(), self.model.disable_adapter():
-                full_ND = self._states(batch)
+                full_ND = answer_states(self.base, batch)
             right += count_right(head, full_ND, batch.answer_N)
-            mixed_ND, by_kl = self._states(batch), settings.loss_kind == "kl"
+            mixed_ND, by_kl = answer_states(self.base, batch), settings.loss_kind == "kl"
             per_token = kl_of_states(head, mixed_ND, full_ND) if by_kl else squared_distance(mixed_ND, full_ND)
             loss = per_token.sum() / answers
             loss.backward()

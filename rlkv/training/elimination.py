@@ -10,25 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rlkv.gates.allocation import HeadAllocation, compression_order, num_full_heads
 from rlkv.gates.head_gates import HeadGates
-from rlkv.training.trace_loss import Head
-
-
-class Loss(Protocol):
-    """As :class:`rlkv.training.trace_loss.TraceLoss`."""
-
-    passes: float
-    cpu_seconds: float
-
-    def of(self, full_LH: Tensor) -> float: ...
-
-    def without_each(self, full_LH: Tensor, heads: Sequence[Head]) -> list[float]: ...
+from rlkv.training.trace_loss import Head, TraceLoss
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,12 @@ class Removal:
 
 
 def eliminate(
-    loss: Loss, full_LH: Tensor, order: Sequence[Head], steps: int, budget: float, on_step: Callable[[Removal], None]
+    loss: TraceLoss,
+    full_LH: Tensor,
+    order: Sequence[Head],
+    steps: int,
+    budget: float,
+    on_step: Callable[[Removal], None],
 ) -> list[Head]:
     """The heads of ``order``, least needed first: the first ``steps`` by elimination, the others by their last cost.
 
@@ -97,7 +90,7 @@ def num_removals(total: int, low: float, high: float) -> int:
 
 def rerank(
     gates: HeadGates,
-    loss: Loss,
+    loss: TraceLoss,
     low: float,
     high: float,
     budget: float,

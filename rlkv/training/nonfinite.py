@@ -47,7 +47,7 @@ class SkipNonFinite(TrainerCallback):
         return {"skipped": self.skipped, "in_a_row": self._in_a_row}
 
     def load(self, state: dict[str, int]) -> None:
-        self.skipped, self._in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
+        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
 
     def _path(self, step: int, rank: int | str) -> Path:
         return self.folder / f"nonfinite_step_{step + 1:06d}_{rank}.pt"

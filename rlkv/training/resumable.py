@@ -128,9 +128,9 @@ class ResumableGRPOTrainer(GRPOTrainer):
     def _load_means(self, checkpoint: Path) -> None:
         state = load_tensors(checkpoint / GATE_MEAN)
         self.gate_mean.load(state)
-        self.skip_nonfinite.load(state.get(SKIPPED, {}))
+        self.skip_nonfinite.load(state[SKIPPED])
         if self.stop_when_stable is not None:
-            self.stop_when_stable.load(state.get(STABLE, {}))
+            self.stop_when_stable.load(state[STABLE])
 
     def _send_telemetry(self) -> None:
         """trl reports each start of a trainer to its authors; this one does not."""

@@ -70,7 +70,7 @@ def run_config(
 def is_finished(checkpoint: Path, args: GateTrainingArguments, stop: StopWhenStable | None) -> bool:
     """Whether the checkpoint is the end of its run and no more steps are asked for now."""
     if stop is not None:
-        stop.load(load_tensors(checkpoint / GATE_MEAN).get(STABLE, {}))
+        stop.load(load_tensors(checkpoint / GATE_MEAN)[STABLE])
         if stop.ended:
             return True
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))

@@ -51,8 +51,6 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
         return None
     if not noted.exists():
         raise ValueError(f"{folder} holds checkpoints of unknown origin: take another --output_dir")
-    if any(folder.glob("checkpoint-*/complete.json")):
-        raise ValueError(f"{folder} holds checkpoints of an earlier version of rlkv: take another --output_dir")
     before = json.loads(noted.read_text())
     differing = [key for key in config if key not in RESUMABLE_KEYS and before.get(key, config[key]) != config[key]]
     if differing:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from rlkv.data.recall import MarkedText
-from rlkv.training.distillation import TOKENS_AT_ONCE, Batch, collate, next_token_kl
+from rlkv.training.distillation import TOKENS_AT_ONCE, answer_states, collate, next_token_kl
 from rlkv.training.head_gate import gate_parameters, set_gates
 from rlkv.utils.store import ResultStore
 
@@ -107,12 +107,7 @@ class TraceLoss:
         self._asked: set[str] = set()
         self._lowest: tuple[float, LayerOutputs] | None = None  # the lowest loss among them
         with torch.no_grad(), model.disable_adapter():
-            self.full = [self._states(batch).cpu() for batch in self.batches]
-
-    def _states(self, batch: Batch) -> Tensor:
-        """Last hidden states ``[N, D]`` of the positions that predict the answers."""
-        hidden_BTD = self.base.get_decoder()(input_ids=batch.ids_BT, attention_mask=batch.mask_BT, use_cache=False)[0]
-        return hidden_BTD[batch.row_N, batch.position_N]
+            self.full = [answer_states(self.base, batch).cpu() for batch in self.batches]
 
     def _sum(self, number: int, full_LH: Tensor, below: Sequence[Any] = ()) -> tuple[float, list[Any]]:
         """Sum over the rows of a batch, and what the layers returned: nothing where the sum was known.
@@ -144,7 +139,7 @@ class TraceLoss:
         batch, full_ND = self.batches[number], self.full[number]
         head = self.base.get_output_embeddings()
         kl_B = torch.zeros(len(batch.ids_BT), device=batch.ids_BT.device)
-        parts = [part.split(TOKENS_AT_ONCE) for part in (self._states(batch), full_ND, batch.row_N)]
+        parts = [part.split(TOKENS_AT_ONCE) for part in (answer_states(self.base, batch), full_ND, batch.row_N)]
         for mixed, full, row in zip(*parts, strict=True):
             kl_B.index_add_(0, row, next_token_kl(head(mixed), head(full.to(mixed.device))).float())
         return kl_B.clamp(min=0).log1p().sum().item()
@@ -199,5 +194,5 @@ class TraceLoss:
         """What each layer returns for a batch; those of ``below`` are known."""
         set_gates(self.model, full_LH.float())
         with self._after(below), recorded(self.layers[len(below) :]) as outputs:
-            self._states(self.batches[number])
+            answer_states(self.base, self.batches[number])
         return [*below, *outputs]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from rlkv.benchmarks.decode import DecodeConfig, measure_decode
 from rlkv.cache import HeadReallocationCache
 from rlkv.cli.bench import main
+from tests.helpers.exit_code import exit_code
 from tests.helpers.models import TOY_LLAMA
 
 TOY = DecodeConfig(
@@ -85,16 +86,12 @@ def test_quick_changes_only_what_is_not_given() -> None:
     assert TOY.sized() == TOY
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["rlkv-bench", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    return int(stopped.value.code or 0)
+run = partial(exit_code, main, "rlkv-bench")
 
 
-def test_program_writes_json_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_writes_json_table_and_plot(tmp_path: Path) -> None:
     options = ["--quick", "--contexts", "64", "--batches", "1", "--rounds", "1", "--sparsities", "0", "0.5"]
-    assert run(monkeypatch, "decode", *options, "--output-dir", tmp_path) == 0
+    assert run("decode", *options, "--output-dir", tmp_path) == 0
     found = json.loads((tmp_path / "decode.json").read_text())
     assert {"results", "versions", "hardware", "config", "parameters", "dtype"} <= found.keys()
     assert len(found["results"]) == 4
@@ -103,6 +100,6 @@ def test_program_writes_json_table_and_plot(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "decode.png").stat().st_size > 5000
 
 
-def test_a_refusal_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "decode", "--sparsities", "0.5") == 2
+def test_a_refusal_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("decode", "--sparsities", "0.5") == 2
     assert capsys.readouterr().err.startswith("error: --sparsities must include 0")

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from rlkv.benchmarks.common import write_result
-from rlkv.benchmarks.serving import FULL, ServingConfig, do_runs, summarize
+from rlkv.benchmarks.serving import ServingConfig, do_runs, summarize
 from rlkv.benchmarks.serving_page import serving_page, serving_plot
 from rlkv.benchmarks.workload import LIMITED, PERCENTILES, ROOMY, Workload, expect, theoretical_speedup
 from rlkv.cli.bench import main
 from rlkv.cli.options import parse
+from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.gates.head_gates import HeadGates
 
 TINY = Workload(
@@ -118,12 +119,12 @@ def test_expectation_by_blocks() -> None:
 
 def test_modes_take_turns() -> None:
     runs = serving(settings=(LIMITED, ROOMY)).runs()
-    assert [run.mode for run in runs] == [FULL, "sparsity 0.5"] * 4
+    assert [run.mode for run in runs] == [FULL_CACHE, "sparsity 0.5"] * 4
     assert [run.setting for run in runs] == [LIMITED] * 4 + [ROOMY] * 4
     assert len({(run.setting, run.mode, run.round) for run in runs}) == 8
     both = serving(sparsities=(0.2, 0.5), rounds=1, eviction="rkv").runs()
     assert [run.mode for run in both] == [
-        FULL,
+        FULL_CACHE,
         "sparsity 0.2",
         "sparsity 0.2 + rkv",
         "sparsity 0.5",

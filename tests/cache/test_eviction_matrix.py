@@ -13,7 +13,7 @@ from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.eviction import POLICIES
 from rlkv.eviction.base import EvictionPolicy
-from tests.helpers.cached_logits import MIXED, cached_logits, draw_ids
+from tests.helpers.cached_logits import MIXED, cached_logits, draw_ids, real_tokens
 from tests.helpers.eviction_matrix import small_policy
 from tests.helpers.models import FAMILIES, make_tiny_model
 
@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 def run(model: PreTrainedModel, cache: HeadReallocationCache, ids: Tensor, padding: tuple[int, ...]) -> Tensor:
     """Logits of a prompt and of tokens that follow one by one."""
-    real = torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
+    real = real_tokens(padding, ids.shape[1])
     return cached_logits(model, ids, cache, [ids.shape[1] - NEW] + [1] * NEW, real)
 
 
@@ -81,7 +81,7 @@ def test_a_budget_beyond_the_text_is_the_full_cache_bit_for_bit(
     model: PreTrainedModel, name: str, padding: tuple[int, ...]
 ) -> None:
     ids = draw_ids(2, PROMPT + NEW)
-    real = torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
+    real = real_tokens(padding, ids.shape[1])
     want = run(model, HeadReallocationCache(torch.ones_like(MIXED)), ids, padding)
     none_full = torch.zeros_like(MIXED)
     for policy in (replace(build(name, "fixed"), budget=64), replace(build(name, "ratio"), ratio=1.0)):

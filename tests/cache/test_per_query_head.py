@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.eviction import RPC
-from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids
+from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens
 from tests.helpers.models import make_tiny_model
 
 POLICY = RPC(P=12, R=3, c=3, aggregation="head")
@@ -31,7 +31,7 @@ def test_query_heads_keep_their_own_tokens() -> None:
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     assert group > 1
     ids = draw_ids(3, sum(CALLS))
-    real = torch.arange(ids.shape[1]) >= torch.tensor(PADDING)[:, None]
+    real = real_tokens(PADDING, ids.shape[1])
     logits, caches = [], []
     for of, full in ((model, MIXED), (twin_of(model), MIXED.repeat_interleave(group, dim=1))):
         of.set_attn_implementation(IMPLEMENTATION)

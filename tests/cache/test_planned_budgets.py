@@ -15,7 +15,7 @@ from rlkv.inference.engine import InferenceEngine
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.tiny import load, problems
-from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids
+from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens
 from tests.helpers.models import make_tiny_model
 
 POLICIES = {
@@ -36,7 +36,7 @@ def test_rows_of_a_batch_equal_single_rows_with_their_budgets(policy: EvictionPo
     model = make_tiny_model("llama")
     model.set_attn_implementation(IMPLEMENTATION)
     ids = draw_ids(3, sum(CALLS))
-    real = torch.arange(ids.shape[1]) >= torch.tensor(PADDING)[:, None]
+    real = real_tokens(PADDING, ids.shape[1])
     cache = HeadReallocationCache(MIXED, eviction=policy)
     cache.state.planned = torch.tensor(PLANNED)
     got = cached_logits(model, ids, cache, CALLS, real)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.accounting import EntrySize, kv_nbytes
-from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids
+from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens, starts_of
 from tests.helpers.models import make_tiny_model
 from tests.helpers.reference_model import reference_logits
 
@@ -18,23 +17,8 @@ CALLS = [14, *[1] * 12, 6, *[1] * 8]  # a prompt, an answer, a further turn and 
 PREFILLS = ["full", "local", "published"]
 
 
-@pytest.fixture
-def realloc_model(tiny_model: PreTrainedModel) -> PreTrainedModel:
-    tiny_model.set_attn_implementation(IMPLEMENTATION)
-    return tiny_model
-
-
 def new_cache(prefill: str = "full", sink: int = SINK, protect_prompt: bool = True) -> HeadReallocationCache:
     return HeadReallocationCache(MIXED, sink, WINDOW, prefill, protect_prompt=protect_prompt)
-
-
-def real_tokens(padding: list[int], length: int) -> torch.Tensor:
-    return torch.arange(length) >= torch.tensor(padding)[:, None]
-
-
-def starts_of(calls: list[int]) -> torch.Tensor:
-    """For each token the first token of its call."""
-    return torch.cat([torch.full((n,), sum(calls[:i])) for i, n in enumerate(calls)])
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
@@ -139,7 +123,7 @@ def test_rows_that_join_keep_their_own_prompts(realloc_model, prompts: tuple[int
 
 def test_beams_equal_beams_of_a_cache_without_compressible_heads_left(realloc_model) -> None:
     """Windows as long as the text: beams move between rows of different prompts without losing anything."""
-    ids, mask = draw_ids(2, 9), (torch.arange(9) >= torch.tensor([[0], [3]])).long()
+    ids, mask = draw_ids(2, 9), real_tokens([0, 3], 9).long()
     settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "attention_mask": mask}
     everything = HeadReallocationCache(torch.ones_like(MIXED))
     stock = realloc_model.generate(ids, past_key_values=everything, **settings)

@@ -7,7 +7,7 @@ import torch
 
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache, schedule
 from rlkv.eviction.base import EvictionPolicy
-from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids
+from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens
 from tests.helpers.eviction_matrix import INSTANCES
 from tests.helpers.models import make_tiny_model
 from tests.helpers.naive_eviction import naive_logits
@@ -30,7 +30,7 @@ def one_by_one(calls: list[int]) -> list[int]:
 def batched_logits(model, policy: EvictionPolicy | None, record: bool = False):
     model.set_attn_implementation(IMPLEMENTATION)
     ids = draw_ids(len(PADDING), sum(CALLS))
-    real = torch.arange(ids.shape[1]) >= torch.tensor(PADDING)[:, None]
+    real = real_tokens(PADDING, ids.shape[1])
     cache = HeadReallocationCache(MIXED, 3, 5, "published", eviction=policy, record=record)
     return ids, cached_logits(model, ids, cache, CALLS, real), cache
 

@@ -8,22 +8,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.cache import plan as plan_module
-from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids
+from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens, starts_of
 from tests.helpers.models import make_tiny_model
 from tests.helpers.reference_model import reference_logits
 
 SINK, WINDOW = 3, 5
-
-
-@pytest.fixture
-def realloc_model(tiny_model: PreTrainedModel) -> PreTrainedModel:
-    tiny_model.set_attn_implementation(IMPLEMENTATION)
-    return tiny_model
-
-
-def starts_of(calls: list[int]) -> torch.Tensor:
-    """For each token the first token of its call."""
-    return torch.cat([torch.full((n,), sum(calls[:i])) for i, n in enumerate(calls)])
 
 
 CALLS = {
@@ -55,7 +44,7 @@ def test_cached_calls_equal_one_masked_forward(realloc_model: PreTrainedModel, p
 def test_left_padded_rows_equal_single_rows(realloc_model: PreTrainedModel, prefill: str, calls: list[int]) -> None:
     ids = draw_ids(4, sum(calls))
     padding = [0, 2, calls[0] - 1, min(5, calls[0] - 1)]  # row 2 starts with a single real token
-    real = torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
+    real = real_tokens(padding, ids.shape[1])
     batched = cached_logits(realloc_model, ids, HeadReallocationCache(MIXED, SINK, WINDOW, prefill), calls, real)
     for row, pad in enumerate(padding):
         own_calls = [calls[0] - pad, *calls[1:]]
@@ -67,7 +56,7 @@ def test_left_padded_rows_equal_single_rows(realloc_model: PreTrainedModel, pref
 def test_rows_that_all_have_the_same_padding(realloc_model: PreTrainedModel) -> None:
     calls = [6] + [1] * 12
     ids = draw_ids(2, sum(calls))
-    real = torch.arange(ids.shape[1]).expand(2, -1) >= 4
+    real = real_tokens([4, 4], ids.shape[1])
     batched = cached_logits(realloc_model, ids, HeadReallocationCache(MIXED, SINK, WINDOW), calls, real)
     cache = HeadReallocationCache(MIXED, SINK, WINDOW)
     single = cached_logits(realloc_model, ids[:, 4:], cache, [2] + [1] * 12)
@@ -77,7 +66,7 @@ def test_rows_that_all_have_the_same_padding(realloc_model: PreTrainedModel) -> 
 def test_padded_batch_equals_the_reference(realloc_model: PreTrainedModel) -> None:
     calls = [12] + [1] * 15
     ids = draw_ids(3, sum(calls))
-    real = torch.arange(ids.shape[1]) >= torch.tensor([[0], [7], [11]])
+    real = real_tokens([0, 7, 11], ids.shape[1])
     got = cached_logits(realloc_model, ids, HeadReallocationCache(MIXED, SINK, WINDOW), calls, real)
     want = reference_logits(realloc_model, ids, MIXED, SINK, WINDOW, starts_of(calls), real)
     assert ((got - want).abs() * real[..., None]).max() < TOLERANCE
@@ -103,7 +92,7 @@ def test_long_local_prompt_in_blocks(monkeypatch: pytest.MonkeyPatch, padding: i
     model.set_attn_implementation(IMPLEMENTATION)
     calls = [40] + [1] * 6
     ids = draw_ids(2, sum(calls))
-    real = torch.arange(ids.shape[1]) >= torch.tensor([[0], [padding]])
+    real = real_tokens([0, padding], ids.shape[1])
     got = cached_logits(model, ids, HeadReallocationCache(MIXED, SINK, WINDOW, "local"), calls, real)
     want = reference_logits(model, ids, MIXED, SINK, WINDOW, None, real)
     assert ((got - want).abs() * real[..., None]).max() < TOLERANCE
@@ -112,7 +101,7 @@ def test_long_local_prompt_in_blocks(monkeypatch: pytest.MonkeyPatch, padding: i
 @pytest.mark.parametrize("prefill", ["full", "local"])
 def test_all_heads_full_generates_the_stock_tokens(tiny_model: PreTrainedModel, prefill: str) -> None:
     ids = draw_ids(3, 10)
-    mask = (torch.arange(10) >= torch.tensor([[0], [3], [6]])).long()
+    mask = real_tokens([0, 3, 6], 10).long()
     settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
     stock = tiny_model.generate(ids, past_key_values=DynamicCache(), **settings)
     tiny_model.set_attn_implementation(IMPLEMENTATION)
@@ -133,7 +122,7 @@ def test_the_full_cache_is_not_equal_to_the_compressed_one(realloc_model: PreTra
 
 def test_beam_search_equals_the_stock_beams_with_all_heads_full(tiny_model: PreTrainedModel) -> None:
     ids = draw_ids(2, 9)
-    mask = (torch.arange(9) >= torch.tensor([[0], [3]])).long()
+    mask = real_tokens([0, 3], 9).long()
     settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "attention_mask": mask}
     stock = tiny_model.generate(ids, **settings)
     tiny_model.set_attn_implementation(IMPLEMENTATION)
@@ -143,22 +132,14 @@ def test_beam_search_equals_the_stock_beams_with_all_heads_full(tiny_model: PreT
 
 def test_reordered_rows_go_on_as_if_they_had_been_there(realloc_model: PreTrainedModel) -> None:
     ids = draw_ids(3, 20)
-    real = torch.arange(20) >= torch.tensor([[0], [4], [9]])
-    order = torch.tensor([2, 0, 0, 1])
+    real, order = real_tokens([0, 4, 9], 20), [2, 0, 0, 1]
     cache = HeadReallocationCache(MIXED, SINK, WINDOW)
     cached_logits(realloc_model, ids[:, :12], cache, [10, 1, 1], real)
-    cache.reorder_cache(order)
+    cache.reorder_cache(torch.tensor(order))
     moved = HeadReallocationCache(MIXED, SINK, WINDOW)
     cached_logits(realloc_model, ids[order][:, :12], moved, [10, 1, 1], real[order])
-    for column in range(12, 20):
-        extra = {
-            "attention_mask": real[order, : column + 1].long(),
-            "position_ids": real[order].long().cumsum(-1)[:, column : column + 1] - 1,
-        }
-        with torch.no_grad():
-            a = realloc_model(ids[order, column : column + 1], past_key_values=cache, **extra).logits
-            b = realloc_model(ids[order, column : column + 1], past_key_values=moved, **extra).logits
-        assert (a - b).abs().max() < TOLERANCE  # batches of 3 and of 4 sum in another order
+    a, b = (cached_logits(realloc_model, ids[order], each, [1] * 8, real[order], begin=12) for each in (cache, moved))
+    assert (a - b).abs().max() < TOLERANCE  # batches of 3 and of 4 sum in another order
     assert cache.nbytes() == moved.nbytes()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from rlkv.cli.gates import main
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
+from tests.helpers.exit_code import exit_code
 from tests.helpers.paths import PUBLISHED_GATES
 from tests.helpers.run_logs import write_steps
 
@@ -26,15 +28,11 @@ def gates_file(tmp_path: Path) -> Path:
     return path
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["rlkv-gates", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    return int(stopped.value.code or 0)
+run = partial(exit_code, main, "rlkv-gates")
 
 
-def test_inspect(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "inspect", gates_file, "--sparsities", 0.25, 0.5) == 0
+def test_inspect(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", gates_file, "--sparsities", 0.25, 0.5) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "model     owner/model" in lines
     assert "shape     3 layers x 4 KV heads, 8 query heads of 32, llama" in lines
@@ -49,30 +47,28 @@ def test_inspect(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ]
     assert "  0.5: 6 full, 6 compressible, actual 0.5000" in lines
     assert max(len(line) for line in lines) <= 120
-    assert run(monkeypatch, "inspect", gates_file, "--sparsities", 0.5, "--scope", "layer") == 0
+    assert run("inspect", gates_file, "--sparsities", 0.5, "--scope", "layer") == 0
     assert "scope layer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.tsv", "adapter", "sub/out.pt"])
-def test_convert(gates_file: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert(gates_file: Path, name: str) -> None:
     out = gates_file.parent / name
-    assert run(monkeypatch, "convert", gates_file, out) == 0
+    assert run("convert", gates_file, out) == 0
     before, after = HeadGates.load(gates_file), HeadGates.load(out)
     assert torch.equal(after.alpha, before.alpha)
     assert (after == before) is (out.suffix != ".tsv")
 
 
-def test_convert_says_what_a_tsv_drops(
-    gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(monkeypatch, "convert", gates_file, gates_file.with_name("out.tsv"))
+def test_convert_says_what_a_tsv_drops(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("convert", gates_file, gates_file.with_name("out.tsv"))
     assert "mean gates, model, sizes and training summary are not in it" in capsys.readouterr().out
 
 
-def test_plot(gates_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot(gates_file: Path) -> None:
     heat_map, histogram = gates_file.with_name("map.png"), gates_file.with_name("histogram.png")
-    assert run(monkeypatch, "plot", gates_file, heat_map) == 0
-    assert run(monkeypatch, "plot", gates_file, histogram, "--histogram") == 0
+    assert run("plot", gates_file, heat_map) == 0
+    assert run("plot", gates_file, histogram, "--histogram") == 0
     assert heat_map.read_bytes().startswith(b"\x89PNG")
     assert heat_map.read_bytes() != histogram.read_bytes()
 
@@ -80,7 +76,7 @@ def test_plot(gates_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_report_follows_a_run_until_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "report", tmp_path) == 2
+    assert run("report", tmp_path) == 2
     assert "output folder of rlkv-train" in capsys.readouterr().err
     write_steps(tmp_path, 1, 2, total=3)
     pages: list[str] = []
@@ -91,15 +87,15 @@ def test_report_follows_a_run_until_it_ends(
         (tmp_path / "gates.pt").touch()
 
     monkeypatch.setattr(time, "sleep", train)
-    assert run(monkeypatch, "report", tmp_path, "--watch", "--every", 7) == 0
+    assert run("report", tmp_path, "--watch", "--every", 7) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "report.html")]
     pages.append((tmp_path / "report.html").read_text())
     assert [("Step 2 of 3" in page, 'data-seconds="7"' in page) for page in pages] == [(True, True), (False, False)]
-    assert run(monkeypatch, "report", tmp_path, "--every", 0) == 2
+    assert run("report", tmp_path, "--every", 0) == 2
 
 
-def test_diff(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "diff", gates_file, gates_file) == 0
+def test_diff(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diff", gates_file, gates_file) == 0
     same = capsys.readouterr().out
     assert "Spearman correlation  1.0000" in same
     assert "sparsity 0.5: 1.000  (6 of 6)" in same
@@ -108,7 +104,7 @@ def test_diff(gates_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     changed.alpha[1, 3] = 0.0
     changed.alpha[0, 0] = 0.3
     changed.save(gates_file.with_name("changed.pt"))
-    assert run(monkeypatch, "diff", gates_file, gates_file.with_name("changed.pt"), "--changes", 5) == 0
+    assert run("diff", gates_file, gates_file.with_name("changed.pt"), "--changes", 5) == 0
     out = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(out) if line.startswith("largest changes"))
     assert [line.split() for line in out[start + 1 :]] == [
@@ -142,29 +138,27 @@ def test_user_errors_are_one_line_and_exit_code_2(
     HeadGates(torch.rand(2, 2)).save(other)
     monkeypatch.chdir(gates_file.parent)
     filled = [a.replace("{file}", str(gates_file)).replace("{other}", str(other)) for a in arguments]
-    assert run(monkeypatch, *filled) == 2
+    assert run(*filled) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
     assert {p.name for p in gates_file.parent.iterdir()} == {"gates.pt", "other.pt"}
 
 
-def test_constant_gates_have_no_ranking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_constant_gates_have_no_ranking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, gates in (("a.pt", torch.rand(2, 2)), ("b.pt", torch.ones(2, 2))):
         HeadGates(gates).save(tmp_path / name)
-    assert run(monkeypatch, "diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")) == 0
+    assert run("diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")) == 0
     shown = capsys.readouterr()
     assert "not defined, since all gates of B are 1\n" in shown.out
     assert shown.err == ""
 
 
-def test_help_shows_commands_to_copy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--help") == 0
+def test_help_shows_commands_to_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
     assert "rlkv-gates diff mine.pt hf://owner/theirs " in capsys.readouterr().out
     for command in ("inspect", "convert", "plot", "diff"):
-        assert run(monkeypatch, command, "--help") == 0
+        assert run(command, "--help") == 0
         assert f"\n    rlkv-gates {command} " in capsys.readouterr().out
 
 
@@ -176,9 +170,9 @@ def test_as_a_process() -> None:
     assert "Traceback" not in failed.stderr
 
 
-def test_published_gates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_gates(capsys: pytest.CaptureFixture[str]) -> None:
     pair = [PUBLISHED_GATES / method / "Qwen-2.5-7B-R1" for method in ("rlkv", "duo_attn")]
-    assert run(monkeypatch, "inspect", pair[0]) == 0
+    assert run("inspect", pair[0]) == 0
     assert "  0.2: 90 full, 22 compressible, actual 0.1964" in capsys.readouterr().out
-    assert run(monkeypatch, "diff", *pair) == 0
+    assert run("diff", *pair) == 0
     assert "Spearman correlation  0.1546" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from rlkv.data.filter_config import FilterConfig, parse_shard
 from rlkv.data.filter_job import run_filter
 from rlkv.tiny.task import draw_problem
 from rlkv.tiny.tokenizer import build_tokenizer
+from rlkv.utils.jsonl import read_log
 from tests.helpers import warm
 from tests.helpers.models import make_tiny_model
 
@@ -48,15 +49,11 @@ def config(tmp_path: Path, **overrides: object) -> FilterConfig:
     return FilterConfig(output_dir=str(tmp_path / "out"), **overrides)
 
 
-def read_curriculum(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "out" / "curriculum.jsonl").read_text().splitlines()]
-
-
 def test_recorded_outputs(tmp_path: Path, model_folder: str, recorded: str) -> None:
     settings = config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, buckets="0-64:4,64-128:50")
     report = run_filter(settings).report
     assert report is not None
-    rows = [json.loads(line) for line in Path(recorded).read_text().splitlines()]
+    rows = read_log(Path(recorded))
     tokenizer = build_tokenizer()
     lengths = [len(tokenizer(r["output"], add_special_tokens=False).input_ids) + 1 for r in rows]
     solved = [i for i in range(40) if i % 5 and i not in (7, 8) and lengths[i] <= 150]
@@ -72,7 +69,7 @@ def test_recorded_outputs(tmp_path: Path, model_folder: str, recorded: str) -> N
     assert report["outside_buckets"] == sum(lengths[i] > 128 for i in solved)
     assert any("64-128 is short: 50 wanted" in note for note in report["notes"])
 
-    curriculum = read_curriculum(tmp_path)
+    curriculum = read_log(tmp_path / "out" / "curriculum.jsonl")
     assert len(curriculum) == report["selected"] == 4 + len(long_ones)
     by_problem = {r["problem"]: (r, n) for r, n in zip(rows, lengths, strict=True)}
     for row in curriculum:
@@ -165,7 +162,7 @@ def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str
     assert report["notes"] == [
         "None of the 5 problems was solved: the curriculum is empty and there is nothing to train on."
     ]
-    assert read_curriculum(tmp_path) == []
+    assert read_log(tmp_path / "out" / "curriculum.jsonl") == []
     table = pyarrow.parquet.read_table(tmp_path / "out" / "curriculum.parquet")
     assert table.num_rows == 0
     assert table.column_names == ["problem", "answer", "output", "output_tokens", "bucket", "template", "model"]

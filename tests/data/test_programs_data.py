@@ -98,27 +98,3 @@ def test_filter_program_errors(run: Runner, tmp_path: Path, arguments: list[str]
     assert "Traceback" not in done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_sample_program(run: Runner, tmp_path: Path, model_folder: str) -> None:
-    output = tmp_path / "new" / "samples.jsonl"
-    options = ["--model", model_folder, "--num-problems", "3", "--samples", "2", "--max-new-tokens", "6"]
-    options += ["--temperature", "1.0", "--output", str(output)]
-    done = run("rollout/sample.py", *options)
-    assert done.code == 0, done.stderr
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert sorted((r["index"], r["sample"]) for r in rows) == [(i, s) for i in range(3) for s in range(2)]
-    for row in rows:
-        assert 1 <= row["output_tokens"] <= 6
-        assert row["correct"] is False
-    content = output.read_bytes()
-    output.write_bytes(content[: content.rstrip().rfind(b"\n") + 9])  # killed while writing the last row
-    again = run("rollout/sample.py", *options)
-    assert again.code == 0, again.stderr
-    resumed = [json.loads(line) for line in output.read_text().splitlines()]
-    assert resumed[:-1] == rows[:-1]
-    assert sorted((r["index"], r["sample"]) for r in resumed) == sorted((r["index"], r["sample"]) for r in rows)
-    other = run("rollout/sample.py", *options, "--template", "boxed")
-    assert other.code == 2
-    assert "template" in other.stderr
-    assert [json.loads(line) for line in output.read_text().splitlines()] == resumed

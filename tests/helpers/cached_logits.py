@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedModel
 
@@ -14,6 +16,16 @@ MIXED = torch.tensor([[True, False, True, False], [False, False, False, False], 
 
 def draw_ids(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 128, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def real_tokens(padding: Sequence[int], length: int) -> torch.Tensor:
+    """Bool ``[rows, length]``: all but the first ``padding[row]`` columns."""
+    return torch.arange(length) >= torch.tensor(padding)[:, None]
+
+
+def starts_of(calls: list[int]) -> torch.Tensor:
+    """For each token the first token of its call."""
+    return torch.cat([torch.full((n,), sum(calls[:i])) for i, n in enumerate(calls)])
 
 
 @torch.no_grad()

@@ -59,11 +59,12 @@ def test_output_lengths_spread_and_recalls_are_far() -> None:
     tokenizer = build_tokenizer()
     rng = random.Random(2)
     lengths, far, recalls = [], 0, 0
-    for item in [draw_problem(rng, size) for size in range(3, MAX_DEFINITIONS + 1) for _ in range(5)]:
+    for size in sorted([*range(3, MAX_DEFINITIONS + 1)] * 5):
+        item = draw_problem(rng, size)
         prompt = tokenizer.tokenize(render_prompt(tokenizer, item.problem))
         output = tokenizer.tokenize(item.solution)
         lengths.append(len(output))
-        assert len(output) + 1 == longest_solution(item.num_definitions)
+        assert len(output) + 1 == longest_solution(size)
         text = prompt + output
         for i in range(len(prompt), len(text)):
             is_recall = re.fullmatch(r"[a-z]=\d", text[i]) and text[i + 1] == "," and text[i - 1] == ","

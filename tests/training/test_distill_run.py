@@ -15,6 +15,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny.task import draw_problem
 from rlkv.training.distill_config import parse_distill_config
 from rlkv.training.distill_run import distill_gates
+from rlkv.utils.jsonl import read_log
 from tests.helpers.paths import ROOT
 
 OPTIONS = [
@@ -55,7 +56,7 @@ def test_a_run_of_the_tiny_model(data: str, tmp_path: Path) -> None:
     assert facts["method"] == {"recall": "duo_attention", "traces": "trace_distillation"}[data]
     assert (facts["steps"], facts["l1_weight"], facts["seed"]) == (4, 0.5, 0)
     assert str(tmp_path) not in json.dumps(facts)
-    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    records = read_log(folder / "log.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert all(record["time/step_cpu_s"] > 0 for record in records)
     assert records[-1]["gates/mean"] == pytest.approx(gates.alpha.mean().item())

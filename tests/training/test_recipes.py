@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.training import objective
 from rlkv.training.recipes import RECIPES, Targets
 from rlkv.training.rollout import GatedHFEngine
+from rlkv.utils.jsonl import read_log
 from tests.helpers import random_run
 
 GROUP, SAMPLES, WIDTH, CLIP, BETA, TAU = 4, 16, 7, 0.4, 0.02, 0.5
@@ -150,17 +150,13 @@ def test_a_completion_without_tokens_does_not_divide_by_zero(recipe: str) -> Non
     assert targets.advantages.isfinite().all()
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
 def test_a_published_run_does_not_depend_on_its_micro_batches(tmp_path: Path) -> None:
     options = ["--recipe", "published", "--learning_rate", "0.2", "--per_device_train_batch_size"]
     whole = random_run.run(tmp_path / "whole", [*options, "16"])
     parts = random_run.run(tmp_path / "parts", [*options, "4"])
     assert (whole.alpha < 0.9).any()
     assert (whole.alpha - parts.alpha).abs().max() < 1e-5
-    for record in records(tmp_path / "parts"):
+    for record in read_log(tmp_path / "parts" / "log.jsonl"):
         mean = record["reward/mean"]
         expected = 0.05 * math.expm1(mean) if mean > 0.4 else 0.0
         assert record["penalty/beta_prime"] == pytest.approx(expected, rel=1e-6)
@@ -190,11 +186,11 @@ def run_off(folder: Path, shift: float, recipe: str, monkeypatch: pytest.MonkeyP
 def test_tokens_above_the_cap_are_left_out_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of e^1.7 = 5.5 and e^2 = 7.4 are above 5, e^1.5 = 4.5 is not."""
     found = {s: run_off(tmp_path / str(s), s, "published", monkeypatch) for s in (1.5, 1.7, 2.0)}
-    shares = {s: records(tmp_path / str(s))[0]["rollout/truncated_share"] for s in found}
+    shares = {s: read_log(tmp_path / str(s) / "log.jsonl")[0]["rollout/truncated_share"] for s in found}
     assert shares[1.5] == 0
     assert 0.05 < shares[1.7] == shares[2.0] < 0.25
     assert torch.equal(found[1.7].alpha, found[2.0].alpha)
     assert not torch.equal(found[1.5].alpha, found[2.0].alpha)
     paper = run_off(tmp_path / "paper", 2.0, "paper", monkeypatch)
-    assert records(tmp_path / "paper")[0]["rollout/truncated_share"] > 0
+    assert read_log(tmp_path / "paper" / "log.jsonl")[0]["rollout/truncated_share"] > 0
     assert not torch.equal(paper.alpha, found[2.0].alpha)

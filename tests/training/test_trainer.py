@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training.head_gate import gates_matrix
 from rlkv.training.trainer import RLKVTrainer
+from rlkv.utils.jsonl import read_log
 from tests.helpers import random_run
 
 KEYS = {
@@ -59,12 +60,8 @@ class Watch(TrainerCallback):
         self.frozen_after = self._frozen(model)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def without_times(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in read(path)]
+    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in read_log(path)]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +74,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch, He
 
 def test_gates_are_trained_and_nothing_else(whole_run: tuple[Path, Watch, HeadGates]) -> None:
     folder, watch, _ = whole_run
-    history = torch.tensor([record["alpha"] for record in read(folder / "gates.jsonl")])
+    history = torch.tensor([record["alpha"] for record in read_log(folder / "gates.jsonl")])
     assert (history != 1).any(0).any(1).all()  # every layer's parameter; a gate may be held at 1
     assert watch.frozen_before.keys() == watch.frozen_after.keys()
     assert len(watch.frozen_before) > 10
@@ -101,7 +98,7 @@ def test_the_optimizer_is_the_papers(whole_run: tuple[Path, Watch, HeadGates]) -
 
 def test_the_log_has_every_key_at_every_step(whole_run: tuple[Path, Watch, HeadGates]) -> None:
     folder, _, _ = whole_run
-    records = read(folder / "log.jsonl")
+    records = read_log(folder / "log.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     for record in records:
         assert record.keys() == KEYS
@@ -121,7 +118,7 @@ def test_without_adaptive_weighting_the_penalty_does_not_look_at_the_rewards(
 ) -> None:
     folder, _, _ = whole_run
     random_run.run(tmp_path / "run", ["--adaptive", "false", "--learning_rate", "0.3"])
-    constant, adaptive = read(tmp_path / "run" / "log.jsonl"), read(folder / "log.jsonl")
+    constant, adaptive = read_log(tmp_path / "run" / "log.jsonl"), read_log(folder / "log.jsonl")
     assert [r["penalty/beta_prime"] for r in constant] == pytest.approx([0.05 * (math.e - 1)] * 5, rel=1e-6)
     assert constant[0]["reward/mean"] == adaptive[0]["reward/mean"] < 1  # the same rollout, not all of it right
     assert constant[0]["penalty/beta_prime"] > adaptive[0]["penalty/beta_prime"]
@@ -130,7 +127,7 @@ def test_without_adaptive_weighting_the_penalty_does_not_look_at_the_rewards(
 
 def test_rank_is_the_mean_of_the_gates_over_the_training(whole_run: tuple[Path, Watch, HeadGates]) -> None:
     folder, _, gates = whole_run
-    history = torch.tensor([record["alpha"] for record in read(folder / "gates.jsonl")])
+    history = torch.tensor([record["alpha"] for record in read_log(folder / "gates.jsonl")])
     assert history.shape == (5, 2, 4)
     assert (history.mean(0) - gates.mean_alpha).abs().max() < 2e-6  # six decimals in the log
     assert (history[-1] - gates.alpha).abs().max() < 2e-6

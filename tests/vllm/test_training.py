@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +12,8 @@ pytest.importorskip("vllm")
 
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training import run
+from rlkv.utils.jsonl import read_log
 from tests.helpers import random_run, warm
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -40,14 +35,14 @@ def test_training_with_vllm_equals_training_with_transformers(
     found = random_run.run(tmp_path / "vllm", [*options, "--rollout", "vllm", "--rollout_eager", "true"])
     with closing(engines[-1]) as engine:
         # after the last of five steps the engine has the gates of the fourth
-        history = [json.loads(line)["alpha"] for line in (tmp_path / "vllm" / "gates.jsonl").read_text().splitlines()]
+        history = [record["alpha"] for record in read_log(tmp_path / "vllm" / "gates.jsonl")]
         assert (engine.gates() - torch.tensor(history[3])).abs().max() < 1e-6
     assert len(history) == 5
     assert history[3] != history[2]
     # the same rows get the same tokens, so the runs differ by rounding in the weights of the tokens only
     assert (found.alpha - expected.alpha).abs().max() < 1e-4
     assert (found.alpha != 1).any()
-    for ours, theirs in zip(read(tmp_path / "vllm"), read(tmp_path / "hf"), strict=True):
+    for ours, theirs in zip(*(read_log(tmp_path / name / "log.jsonl") for name in ("vllm", "hf")), strict=True):
         assert ours["reward/mean"] == theirs["reward/mean"]
         assert ours["response/length_mean"] == theirs["response/length_mean"]
         assert 0 < ours["rollout/logprob_diff_max"] < 1e-4
@@ -64,7 +59,7 @@ def test_two_processes_have_an_engine_each(model_folder: Path, tmp_path: Path) -
     ranks = warm.run_ranks(command, tmp_path / "streams", timeout=840, TOKENIZERS_PARALLELISM="false")
     assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
     assert (HeadGates.load(tmp_path / "vllm" / "gates.pt").alpha - expected.alpha).abs().max() < 1e-4
-    for ours, theirs in zip(read(tmp_path / "vllm"), read(tmp_path / "hf"), strict=True):
+    for ours, theirs in zip(*(read_log(tmp_path / name / "log.jsonl") for name in ("vllm", "hf")), strict=True):
         assert ours["reward/mean"] == theirs["reward/mean"]
         assert ours["response/length_mean"] == pytest.approx(theirs["response/length_mean"])
 

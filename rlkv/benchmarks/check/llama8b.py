@@ -21,12 +21,12 @@ RESERVE_GIB = 10.0  # for what runs on it: an update of 8k tokens, the KV of 16 
 GATES, GATES_ON_CPU = LocalSizes(128, 256), LocalSizes(16, 32)  # those of training
 
 
-def layers_that_fit(sizes: LlamaSizes, free: int, bytes_each: int = 2) -> int:
-    """Layers whose weights leave ``RESERVE_GIB`` of ``free`` bytes, at most all of them; 0 or less: too small."""
+def layers_that_fit(sizes: LlamaSizes, free: int) -> int:
+    """Layers whose 16-bit weights leave ``RESERVE_GIB`` of ``free`` bytes, at most all; 0 or less: too small."""
     attention = 2 * sizes.hidden * sizes.head_dim * (sizes.query_heads + sizes.kv_heads)
     layer = attention + 3 * sizes.hidden * sizes.intermediate
     outside = 2 * sizes.vocabulary * sizes.hidden
-    return min(sizes.layers, int((free - RESERVE_GIB * GIB) / bytes_each - outside) // layer)
+    return min(sizes.layers, int((free - RESERVE_GIB * GIB) / 2 - outside) // layer)
 
 
 def build(setting: Setting, found: Findings, positions: int) -> tuple[Any, LlamaSizes]:

@@ -88,10 +88,8 @@ def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = Fals
     return _save(figure, path)
 
 
-def plot_stacked(
-    path: Path, panels: dict[str, dict[str, dict[str, float]]], ylabel: str, bar_colours: dict[str, str]
-) -> Path:
-    """A panel per title, in it a bar per name, stacked from parts (0 to 1) in the order of ``bar_colours``."""
+def plot_stacked(path: Path, panels: dict[str, dict[str, dict[str, float]]], bar_colours: dict[str, str]) -> Path:
+    """A panel per title, in it a bar per name, stacked from shares of problems in the order of ``bar_colours``."""
     figure, axes_list = _figure(max(WIDTH, 2.2 * len(panels) + 1.5), HEIGHT + 0.6, len(panels), sharey=True)
     for axes, (title, bars) in zip(axes_list, panels.items(), strict=True):
         bottom = [0.0] * len(bars)
@@ -104,7 +102,7 @@ def plot_stacked(
         axes.set_ylim(0, 1.02)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
-    axes_list[0].set_ylabel(ylabel)
+    axes_list[0].set_ylabel("share of problems")
     return _save(figure, path)
 
 

@@ -70,14 +70,14 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def unseen_interval(value: float, n: int, least: float, most: float) -> tuple[float, float]:
+def unseen_interval(value: float, n: int, least: float) -> tuple[float, float]:
     """95% interval of a mean over problems, of which ``n`` were seen and all had ``value``.
 
-    Other problems may have any value from ``least`` to ``most``.  Their share is at most Wilson's upper bound u of
+    Other problems may have any value from ``least`` to 1.  Their share is at most Wilson's upper bound u of
     0 in ``n``, so that the mean lies between ``value`` moved by u towards either end.
     """
     share = wilson_interval(0, n)[1]
-    return value + share * (least - value), value + share * (most - value)
+    return value + share * (least - value), value + share * (1 - value)
 
 
 def bootstrap_mean(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:
@@ -110,7 +110,7 @@ def mean_with_interval(scores: Sequence[float] | Floats) -> Estimate:
         return Estimate(float(values.mean()), *wilson_interval(int(values.sum()), values.size), values.size)
     estimate = bootstrap_mean(values)
     if np.ptp(values) == 0:
-        return Estimate(estimate.mean, *unseen_interval(estimate.mean, values.size, 0.0, 1.0), values.size)
+        return Estimate(estimate.mean, *unseen_interval(estimate.mean, values.size, least=0.0), values.size)
     return estimate
 
 
@@ -135,7 +135,7 @@ def paired_difference(
     found = bootstrap_mean(b - a, seed)
     low, high = found.low, found.high
     if np.ptp(b - a) == 0:
-        low, high = unseen_interval(found.mean, a.size, -1.0, 1.0)
+        low, high = unseen_interval(found.mean, a.size, least=-1.0)
     changes = (b - a)[b != a]  # flips of the others change nothing
     p_value = 1.0  # of one change: both of its signs are as far from 0
     if changes.size > 1:

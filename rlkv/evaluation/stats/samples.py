@@ -45,7 +45,7 @@ def sign_test(first: Sequence[float] | Floats, second: Sequence[float] | Floats)
     return SignTest(better, worse, p_value)
 
 
-def ratio_with_interval(parts: Sequence[int], wholes: Sequence[int], seed: int = 0) -> Estimate | None:
+def ratio_with_interval(parts: Sequence[int], wholes: Sequence[int]) -> Estimate | None:
     """``sum(parts) / sum(wholes)``, both one per problem, with its 95% percentile bootstrap interval over problems.
 
     Such as the right ones among the terminated texts, whose number differs between problems.  Resamples without any
@@ -62,8 +62,8 @@ def ratio_with_interval(parts: Sequence[int], wholes: Sequence[int], seed: int =
         return None
     ratio = float(part_P.sum() / whole_P.sum())
     if np.ptp(part_P[counted] / whole_P[counted]) == 0:
-        return Estimate(ratio, *unseen_interval(ratio, n, 0.0, 1.0), n)
-    rng, found = np.random.default_rng(seed), []
+        return Estimate(ratio, *unseen_interval(ratio, n, least=0.0), n)
+    rng, found = np.random.default_rng(0), []
     for _ in range(RESAMPLES // AT_ONCE):
         chosen_RP = rng.integers(whole_P.size, size=(AT_ONCE, whole_P.size))
         part_R, whole_R = part_P[chosen_RP].sum(1), whole_P[chosen_RP].sum(1)

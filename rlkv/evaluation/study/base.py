@@ -91,10 +91,6 @@ class Study:
         """One outcome per seed; seeds with the same heads have the same one, random draws have one together."""
         return self.measurements.outcomes(self.seeds(task, ranking, ranking.allocations(sparsity)))
 
-    def runs_without_top(self, task: str, ranking: Ranking, heads: int) -> list[Outcome]:
-        """As :meth:`runs`, where only the ``heads`` most needed heads are compressible."""
-        return self.measurements.outcomes(self.seeds(task, ranking, ranking.without_top(heads)))
-
     def sweep(self, task: str, of: Callable[[list[Outcome], Outcome], Any]) -> dict[str, list[Any]]:
         """For each ranking ``of(runs, full)`` at every sparsity."""
         full = self.full(task)

@@ -86,7 +86,7 @@ class ErrorModes(Analysis):
             }
             for i, sparsity in enumerate(metrics["sparsities"])
         }
-        plot = plot_stacked(self.plot_file(folder, task), panels, "share of problems", COLOURS)
+        plot = plot_stacked(self.plot_file(folder, task), panels, COLOURS)
         page.picture(plot, f"{task}: error modes among {solved}, per sparsity.")
         for mode, example in found["examples"].items():
             page.paragraph(

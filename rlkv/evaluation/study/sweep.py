@@ -121,7 +121,10 @@ class Sensitivity(Analysis):
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)
         runs = {
-            ranking.name: [study.runs_without_top(task, ranking, heads) for heads in study.top_heads]
+            ranking.name: [
+                study.measurements.outcomes(study.seeds(task, ranking, ranking.without_top(heads)))
+                for heads in study.top_heads
+            ]
             for ranking in study.rankings
         }
         # of each problem, mean over seeds and numbers of heads

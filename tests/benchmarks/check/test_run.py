@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rlkv.benchmarks.check.config import CheckConfig
 from rlkv.benchmarks.check.one import CannotRun, Check, Findings, Setting
 from rlkv.benchmarks.check.run import run_checks
 from rlkv.cli.bench import main
+from tests.helpers.exit_code import exit_code
 
 
 def passes(setting: Setting, found: Findings) -> None:
@@ -86,23 +87,17 @@ def test_checks_after_one_that_broke_the_gpu_say_so(tmp_path: Path, monkeypatch:
     assert "since raises (an illegal memory access): --only passes" in rows[1]["reason"]
 
 
-def main_code(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["rlkv-bench", "check", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    return int(stopped.value.code or 0)
+main_code = partial(exit_code, main, "rlkv-bench", "check")
 
 
-def test_the_command_runs_chosen_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = main_code(monkeypatch, "--device", "cpu", "--only", "decode", "update", "--output-dir", tmp_path)
+def test_the_command_runs_chosen_checks(tmp_path: Path) -> None:
+    code = main_code("--device", "cpu", "--only", "decode", "update", "--output-dir", tmp_path)
     assert code == 0
     found = json.loads((tmp_path / "check.json").read_text())
     assert [row["check"] for row in found["results"]] == ["update", "decode"]
     assert found["results"][1]["figures"]["sparsity 0.5, batch 8: tokens/s"] > 0
 
 
-def test_an_unknown_name_is_a_users_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main_code(monkeypatch, "--device", "cpu", "--only", "speed", "--output-dir", tmp_path) == 2
+def test_an_unknown_name_is_a_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_code("--device", "cpu", "--only", "speed", "--output-dir", tmp_path) == 2
     assert capsys.readouterr().err.startswith("error: there is no check 'speed': choose from local_attention, ")

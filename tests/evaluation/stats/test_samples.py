@@ -69,4 +69,4 @@ def test_ratios_without_spread() -> None:
     assert ratio_with_interval([0, 0], [0, 0]) is None
     found = ratio_with_interval([4, 2, 0], [4, 2, 0])
     assert found is not None
-    assert (found.low, found.high) == unseen_interval(1.0, 2, 0.0, 1.0)
+    assert (found.low, found.high) == unseen_interval(1.0, 2, least=0.0)

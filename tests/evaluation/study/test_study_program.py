@@ -139,11 +139,8 @@ def test_draws_share_the_problems(study: Path, inputs: Path) -> None:
     loaded.measurements.measure("again", [*loaded.conditions([random], [0.5]), *Sensitivity().conditions(loaded)])
     model, tokenizer = tiny.load()
     problems = [json.loads(line) for line in (inputs / "problems.jsonl").read_text().splitlines()]
-    for runs, allocations in (
-        (loaded.runs("tiny", random, 0.5), random.allocations(0.5)),
-        (loaded.runs_without_top("tiny", random, 2), random.without_top(2)),
-    ):
-        (joined,) = runs
+    for allocations in (random.allocations(0.5), random.without_top(2)):
+        (joined,) = loaded.measurements.outcomes(loaded.seeds("tiny", random, allocations))
         assert (joined.draws, len(allocations)) == (2, 2)
         for i, problem in enumerate(problems):
             (text,), correct = decode(model, tokenizer, [problem], allocations[i % 2], CacheSettings(4, 16), TOKENS)

@@ -6,6 +6,7 @@ for all settings, so that a setting whose texts get longer does not seem to hold
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -97,13 +98,10 @@ class Grid:
 
     def _widest(self, task: str, sparsity: float, budget: float) -> Setting | None:
         """The base sinks with the longest window that holds at most ``budget``."""
-        low = self.base.window
-        high = 1 + max(tokens for _, tokens in self.measurements.text_lengths(task, self.full(task)))
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.share(task, self.base._replace(window=middle), sparsity) <= budget
-            low, high = (middle, high) if fits else (low, middle)
-        return (self.base._replace(window=low), sparsity) if low > self.base.window else None
+        longest = max(tokens for _, tokens in self.measurements.text_lengths(task, self.full(task)))
+        sizes = [self.base._replace(window=window) for window in range(self.base.window + 1, longest + 1)]
+        fitting = bisect_right(sizes, budget, key=lambda of: self.share(task, of, sparsity))
+        return (sizes[fitting - 1], sparsity) if fitting else None
 
     def conditions(self) -> ConditionRequests:
         """All that must be measured in addition to the full cache, which must have been measured."""

@@ -1,0 +1,16 @@
+"""A command in this process, judged by its exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+
+
+def exit_code(main: Callable[[], None], *words: object) -> int:
+    """What ``main`` exits with for these words of a command line, the name of the program first."""
+    with mock.patch.object(sys, "argv", list(map(str, words))), pytest.raises(SystemExit) as stopped:
+        main()
+    return int(stopped.value.code or 0)
