@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
@@ -47,6 +48,8 @@ class RerankConfig(ModelOptions):
     """most passes over the solutions, per head of the model"""
     rows: int = 16
     """solutions of one forward"""
+    prefill: Literal["full", "local"] = "full"
+    """how prompts are read when serving"""
     seed: int = 0
     """of the drawn traces"""
     model: str = ""
@@ -71,7 +74,8 @@ def main() -> None:
     named = (config.template, curriculum_template(config.curriculum), found.training.get("template"))
     template = choose_template(*named, model=model.config._name_or_path)
     traces = draw_traces(config.curriculum, tokenizer, template, config.num_traces, config.seed)
-    result = rerank_on_traces(model, traces, found, config.low, config.high, config.budget, config.rows)
+    span, work = (config.low, config.high), (config.budget, config.rows)
+    result = rerank_on_traces(model, traces, found, *span, *work, prefill=config.prefill)
     result.training["reranked"]["seed"] = config.seed
     result.save(config.output)
     print(f"written to {config.output}: {result.training['reranked']}")

@@ -89,11 +89,17 @@ class RLKVSettings(RunSettings):
     forward_rows: int = option(16, "rows per forward of the loss (one process only)")
     elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
     elimination_sparsity: float = option(0.8, "elimination: sparsity up to which heads go")
+    elimination_prefill: str = option(
+        "full",
+        "elimination: how prompts are read where the heads will serve: full, as by rlkv-infer and rlkv.compress, or "
+        "local, as by the vLLM plugin unless told otherwise",
+    )
     elimination_budget: float = option(3.0, "elimination: most forwards of those solutions, per head of the model")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("finder", self.finder, ("rlkv", "elimination"))
+        check_choice("elimination_prefill", self.elimination_prefill, ("full", "local"))
         check_choice("rollout", self.rollout, ("auto", "hf", "vllm", "vllm-server"))
         if self.l1_beta < 0:
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")

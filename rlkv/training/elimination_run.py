@@ -33,7 +33,7 @@ from rlkv.utils.provenance import digest
 from rlkv.utils.store import ResultStore, open_store
 
 SETTINGS = {"finder", "model", "dtype", "template", "curriculum", "deploy_sink", "deploy_window", "forward_rows"}
-SETTINGS |= {"elimination_traces", "elimination_sparsity", "elimination_budget"}
+SETTINGS |= {"elimination_traces", "elimination_sparsity", "elimination_budget", "elimination_prefill"}
 MEASURED = "measured.jsonl"
 UNMEASURED = ("elimination_sparsity", "elimination_budget")  # no measurement depends on them
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
@@ -57,6 +57,7 @@ def rerank_on_traces(
     rows: int = 16,
     on_step: Callable[[Removal], None] = lambda step: None,
     store: ResultStore | None = None,
+    prefill: str = "full",
 ) -> HeadGates:
     """:func:`rlkv.training.elimination.rerank` on solutions, with the sizes that ``gates`` are to be served with.
 
@@ -67,6 +68,7 @@ def rerank_on_traces(
         budget: most passes over the traces, per head of the model.
         rows: traces of one forward.
         store: as of :class:`rlkv.training.trace_loss.TraceLoss`.
+        prefill: ``"full"`` or ``"local"``, how prompts are read when serving.
 
     Raises:
         ValueError: for gates of another model, layers without full attention, or an empty span.
@@ -88,12 +90,12 @@ def rerank_on_traces(
 
     try:
         with progress_bar("elimination, at most", "forwards", math.ceil(budget * total)) as bar:
-            loss = TraceLoss(gated, traces, rows, show, store)
+            loss = TraceLoss(gated, traces, rows, show, store, prompts_in_full=prefill == "full")
             found = rerank(gates, loss, low, high, budget * total, go)
             bar.update(bar.done, total=bar.done)
     finally:
         gated.unload()
-    facts = {"low": low, "high": high, "traces": len(traces), "passes": round(loss.passes, 2)}
+    facts = {"low": low, "high": high, "prefill": prefill, "traces": len(traces), "passes": round(loss.passes, 2)}
     found.training["reranked"] = {**facts, "cpu_seconds": round(loss.cpu_seconds, 3)}
     return found
 
@@ -134,8 +136,9 @@ def eliminate_heads(
         run.write_config()
         start = unordered_gates(ModelShape.from_config(model.config), settings)
         log = RemovalLog(run.path, torch.ones_like(start.alpha))
-        span, rows = (0.0, settings.elimination_sparsity), settings.forward_rows
-        gates = rerank_on_traces(model, traces, start, *span, settings.elimination_budget, rows, log.append, store)
+        span, work = (0.0, settings.elimination_sparsity), (settings.elimination_budget, settings.forward_rows)
+        prefill = settings.elimination_prefill
+        gates = rerank_on_traces(model, traces, start, *span, *work, log.append, store, prefill)
     gates.training = {**run.published(), "method": "elimination", **gates.training.pop("reranked")}
     run.export(gates, CURVES)
     return gates

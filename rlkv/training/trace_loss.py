@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from rlkv.data.recall import MarkedText
-from rlkv.training.distillation import TOKENS_AT_ONCE, answer_states, collate, next_token_kl
+from rlkv.training.distillation import TOKENS_AT_ONCE, next_token_kl
 from rlkv.training.head_gate import gate_parameters, set_gates
+from rlkv.training.trace_batches import TraceBatch, make_batch
 from rlkv.utils.store import ResultStore
 
 Head = tuple[int, int]  # layer, KV head
-PADDING = 0  # on the right, where no token sees it
 KEY = ("batch", "full")  # of a measurement in a store: the number of the batch, and the full heads as 0s and 1s
 
 
@@ -69,7 +69,7 @@ class TraceLoss:
     """``mean_i log(1 + KL_i)``, ``KL_i`` the sum over a solution's tokens of ``KL(full || masked)`` in nats.
 
     A few tokens decide whether a solution goes wrong, so the sum over tokens counts and not their mean; the logarithm
-    keeps one lost solution from hiding what happens to the others.  Teacher-forced, with the prompt masked too.
+    keeps one lost solution from hiding what happens to the others.  Teacher-forced.
 
     Args:
         model: wrapped with :class:`rlkv.training.head_gate.HeadGateConfig`, which says sink and window, in eval mode on
@@ -77,6 +77,8 @@ class TraceLoss:
         traces: prompts with their solutions, whose tokens are the answers.
         rows: traces of one forward.
         on_forward: called after each.
+        prompts_in_full: prompts are read in full, once for all masks, as with ``prefill="full"`` when serving; else
+            through the masks too, as with ``"local"``.
         store: where measurements are kept, and found when the same job starts again; ``passes`` counts them as before.
 
     Attributes:
@@ -91,6 +93,7 @@ class TraceLoss:
         rows: int,
         on_forward: Callable[[], None] = lambda: None,
         store: ResultStore | None = None,
+        prompts_in_full: bool = True,
     ) -> None:
         self.model, self.base, self.passes, self.on_forward = model, model.get_base_model(), 0.0, on_forward
         self.layers = list(self.base.get_decoder().layers)
@@ -101,13 +104,19 @@ class TraceLoss:
         self.cpu_seconds, self._clock = sum(row["cpu_s"] for row in found), time.process_time()
         ordered = sorted(traces, key=lambda trace: len(trace.ids))
         pieces = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
-        self.batches = [collate(piece, PADDING, self.base.device) for piece in pieces]
         self.num_traces = len(traces)
         self._start: LayerOutputs | None = None  # of without_each, with the masks that it was asked for since
         self._asked: set[str] = set()
         self._lowest: tuple[float, LayerOutputs] | None = None  # the lowest loss among them
+        decoder, device = self.base.get_decoder(), self.base.device
         with torch.no_grad(), model.disable_adapter():
-            self.full = [answer_states(self.base, batch).cpu() for batch in self.batches]
+            self.batches = [make_batch(decoder, piece, prompts_in_full, device) for piece in pieces]
+            self.full = [self._states(batch).cpu() for batch in self.batches]
+
+    def _states(self, batch: TraceBatch) -> Tensor:
+        """Last hidden states ``[N, D]`` of the positions that predict the answers."""
+        hidden_BTD = self.base.get_decoder()(**batch.call())[0]
+        return hidden_BTD[batch.row_N, batch.position_N]
 
     def _sum(self, number: int, full_LH: Tensor, below: Sequence[Any] = ()) -> tuple[float, list[Any]]:
         """Sum over the rows of a batch, and what the layers returned: nothing where the sum was known.
@@ -139,7 +148,7 @@ class TraceLoss:
         batch, full_ND = self.batches[number], self.full[number]
         head = self.base.get_output_embeddings()
         kl_B = torch.zeros(len(batch.ids_BT), device=batch.ids_BT.device)
-        parts = [part.split(TOKENS_AT_ONCE) for part in (answer_states(self.base, batch), full_ND, batch.row_N)]
+        parts = [part.split(TOKENS_AT_ONCE) for part in (self._states(batch), full_ND, batch.row_N)]
         for mixed, full, row in zip(*parts, strict=True):
             kl_B.index_add_(0, row, next_token_kl(head(mixed), head(full.to(mixed.device))).float())
         return kl_B.clamp(min=0).log1p().sum().item()
@@ -194,5 +203,5 @@ class TraceLoss:
         """What each layer returns for a batch; those of ``below`` are known."""
         set_gates(self.model, full_LH.float())
         with self._after(below), recorded(self.layers[len(below) :]) as outputs:
-            answer_states(self.base, self.batches[number])
+            self._states(self.batches[number])
         return [*below, *outputs]

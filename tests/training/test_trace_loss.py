@@ -26,12 +26,12 @@ HEADS = [(int(layer), int(head)) for layer, head in FULL.nonzero()]
 def random_traces(number: int) -> list[MarkedText]:
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 128, (60 - 9 * i,), generator=generator).tolist() for i in range(number)]
-    return [MarkedText(tuple(ids), tuple(range(8, len(ids)))) for ids in texts]
+    return [MarkedText(tuple(ids), tuple(range(8 + i, len(ids)))) for i, ids in enumerate(texts)]
 
 
-def make_loss(family: str = "llama", rows: int = 4, **overrides: Any) -> TraceLoss:
+def make_loss(family: str = "llama", rows: int = 4, prefill: str = "full", **overrides: Any) -> TraceLoss:
     gated = get_peft_model(make_tiny_model(family, **overrides), HeadGateConfig(sink=2, window=5)).eval()
-    return TraceLoss(gated, random_traces(4), rows)
+    return TraceLoss(gated, random_traces(4), rows, prompts_in_full=prefill == "full")
 
 
 def without(layer: int, head: int) -> Tensor:
@@ -40,26 +40,34 @@ def without(layer: int, head: int) -> Tensor:
     return reduced
 
 
-def test_the_loss_is_the_formula_on_what_the_cache_serves() -> None:
+@pytest.mark.parametrize("prefill", ["full", "local"])
+def test_the_loss_is_the_formula_on_what_the_cache_serves(prefill: str) -> None:
+    """Read as a prompt and tokens one by one, under the cache that serves."""
     model, total = make_tiny_model("llama"), 0.0
     for trace in random_traces(4):
         ids, answers = torch.tensor([trace.ids]), torch.tensor(trace.answers)
+        prompt = trace.answers[0]
         with torch.no_grad():
             p = model(ids).logits[0, answers - 1].double().softmax(-1)
-            with compress(model, HeadAllocation(FULL), sink=2, window=5, prefill="local"):
-                q = model(ids).logits[0, answers - 1].double().softmax(-1)
+            with compress(model, HeadAllocation(FULL), sink=2, window=5, prefill=prefill) as session:
+                found = [model(ids[:, :prompt]).logits]
+                for token in ids[:, prompt:].split(1, dim=1):
+                    found.append(model(token, past_key_values=session.cache).logits)
+            q = torch.cat(found, dim=1)[0, answers - 1].double().softmax(-1)
         total += math.log1p((p * (p / q).log()).sum().item())
     # sums of 50 tokens in float32, and caches add their tokens in another order
-    assert make_loss().of(FULL) == pytest.approx(total / 4, rel=1e-4)
+    assert make_loss(prefill=prefill).of(FULL) == pytest.approx(total / 4, rel=1e-4)
     assert total / 4 > 0.1
-    assert make_loss().of(torch.ones_like(FULL)) == pytest.approx(0, abs=1e-4)
+    assert make_loss(prefill=prefill).of(torch.ones_like(FULL)) == pytest.approx(0, abs=1e-4)
 
 
-def test_batches_and_pieces_do_not_matter(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = make_loss(family, rows=1).of(FULL)
-    assert make_loss(family, rows=4).of(FULL) == pytest.approx(expected, rel=1e-4)
+@pytest.mark.parametrize("prefill", ["full", "local"])
+def test_batches_and_pieces_do_not_matter(family: str, prefill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of several lengths in a batch are padded on the left."""
+    expected = make_loss(family, 1, prefill).of(FULL)
+    assert make_loss(family, 4, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
     monkeypatch.setattr("rlkv.training.trace_loss.TOKENS_AT_ONCE", 7)
-    assert make_loss(family, rows=3).of(FULL) == pytest.approx(expected, rel=1e-4)
+    assert make_loss(family, 3, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("rows", [2, 4])
