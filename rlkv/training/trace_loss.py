@@ -25,12 +25,19 @@ Head = tuple[int, int]  # layer, KV head
 KEY = ("batch", "full")  # of a measurement in a store: the number of the batch, and the full heads as 0s and 1s
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerOutputs:
-    """What the layers return with these full heads, in host memory: ``of[batch][layer]``."""
+    """What the layers return with these full heads, in host memory: ``of[batch][layer]``, made when first asked for."""
 
     full_LH: Tensor
-    of: list[list[Any]]
+    make: Callable[[], list[list[Any]]]
+    known: list[list[Any]] | None = None
+
+    @property
+    def of(self) -> list[list[Any]]:
+        if self.known is None:
+            self.known = self.make()
+        return self.known
 
 
 @contextmanager
@@ -118,13 +125,16 @@ class TraceLoss:
         hidden_BTD = self.base.get_decoder()(**batch.call())[0]
         return hidden_BTD[batch.row_N, batch.position_N]
 
-    def _sum(self, number: int, full_LH: Tensor, below: Sequence[Any] = ()) -> tuple[float, list[Any]]:
+    def _sum(
+        self, number: int, full_LH: Tensor, start: LayerOutputs | None = None, layer: int = 0
+    ) -> tuple[float, list[Any]]:
         """Sum over the rows of a batch, and what the layers returned: nothing where the sum was known.
 
-        ``below``: what the layers below return, which then do not compute.
+        ``start``: what the layers below ``layer`` return, which then do not compute.
         """
         key, outputs = (number, mask_text(full_LH)), list[Any]()
         if key not in self._known:
+            below = start.of[number][:layer] if start else []
             set_gates(self.model, full_LH.float())
             with self._after(below), recorded(self.layers[len(below) :]) as outputs:
                 self._known[key] = loss = self._measure(number)
@@ -133,7 +143,7 @@ class TraceLoss:
             self.cpu_seconds, self._clock = self.cpu_seconds + now - self._clock, now
             if self._store:
                 self._store.append(row)
-        self._count(number, skipped=len(below))
+        self._count(number, skipped=layer)
         return self._known[key], outputs
 
     @contextmanager
@@ -174,12 +184,12 @@ class TraceLoss:
         for layer, head in heads:
             reduced_LH = full_LH.clone()
             reduced_LH[layer, head] = False
-            found = [self._sum(number, reduced_LH, of[:layer]) for number, of in enumerate(start.of)]
+            found = [self._sum(number, reduced_LH, start, layer) for number in range(len(self.batches))]
             losses.append(sum(loss for loss, _ in found) / self.num_traces)
             self._asked.add(mask_text(reduced_LH))
             if all(outputs for _, outputs in found) and (self._lowest is None or losses[-1] < self._lowest[0]):
                 of = [[*below[:layer], *rest] for below, (_, rest) in zip(start.of, found, strict=True)]
-                self._lowest = losses[-1], LayerOutputs(reduced_LH, of)
+                self._lowest = losses[-1], LayerOutputs(reduced_LH, list, of)
         return losses
 
     def _start_from(self, full_LH: Tensor) -> LayerOutputs:
@@ -191,10 +201,11 @@ class TraceLoss:
             self._start = lowest[1]
         else:
             same = int((start.full_LH != full_LH).any(dim=1).nonzero()[0]) if start else 0
-            of = [self._outputs(n, full_LH, start.of[n][:same] if start else []) for n in range(len(self.batches))]
-            self._start = LayerOutputs(full_LH.clone(), of)
+            below = [of[:same] for of in start.known] if start and start.known else [[] for _ in self.batches]
+            full_LH = full_LH.clone()
+            self._start = LayerOutputs(full_LH, lambda: [self._outputs(n, full_LH, of) for n, of in enumerate(below)])
             if mask_text(full_LH) not in self._asked:
-                for number in range(len(of)):
+                for number in range(len(self.batches)):
                     self._count(number, skipped=same)
         self._asked, self._lowest = set(), None
         return self._start
