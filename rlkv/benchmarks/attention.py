@@ -77,6 +77,9 @@ class AttentionConfig(ProcessConfig):
         if self.query_heads % self.kv_heads:
             raise ValueError(f"--query-heads {self.query_heads} must be a multiple of --kv-heads {self.kv_heads}")
 
+    def describe(self) -> tuple[str, dict[str, Any]]:
+        return f"attention of {self.query_heads} query heads, {self.kv_heads} KV heads of {self.head_dim}", {}
+
 
 @dataclass
 class Contender:
@@ -216,5 +219,4 @@ def run_attention(config: AttentionConfig) -> None:
             if row["batch"] == batch and "microseconds" in row:
                 curves[row["attention"]].append((row["tokens"], *[row["microseconds"]] * 3))
         panels.append(Panel(f"batch {batch}", "tokens cached", curves, "us per step (median)", limits=None, log=True))
-    what = f"attention of {config.query_heads} query heads, {config.kv_heads} KV heads of {config.head_dim}"
-    config.write_files("attention", what, results, COLUMNS, panels)
+    config.write("attention", results, COLUMNS, panels)

@@ -85,18 +85,20 @@ class ProcessConfig:
             torch.set_num_threads(self.threads)
         torch.manual_seed(0)
 
-    def write_files(
+    def describe(self) -> tuple[str, dict[str, Any]]:
+        """What runs, in words for a title and as facts for the JSON file."""
+        raise NotImplementedError
+
+    def write(
         self,
         name: str,
-        what: str,
         results: list[dict[str, Any]],
         columns: Mapping[str, str],
         panels: list[Panel],
         sharey: bool = True,
-        **facts: Any,
     ) -> None:
-        """The files of a benchmark: a table (:meth:`Page.records`), and a title that says ``what`` ran, and where."""
-        device, dtype = self.options["device"], str(self.options["dtype"])[6:]
+        """The files of a benchmark: a table (:meth:`Page.records`), and a title that says what ran, and where."""
+        (what, facts), device, dtype = self.describe(), self.options["device"], str(self.options["dtype"])[6:]
         threads = f", {hardware()['torch_threads']} threads" if device.type == "cpu" else ""
         title, page = f"{what}, {dtype}, {hardware_line()}{threads}", Page(f"rlkv-bench {name}")
         page.records(results, columns)
@@ -114,19 +116,10 @@ class ModelConfig(LlamaSizes, ProcessConfig):
         model: Any = LlamaForCausalLM(self.llama(positions))
         return model.to(**self.options).eval()
 
-    def write(
-        self,
-        name: str,
-        results: list[dict[str, Any]],
-        columns: Mapping[str, str],
-        panels: list[Panel],
-        sharey: bool = True,
-    ) -> None:
-        """As :meth:`write_files`, of this model."""
+    def describe(self) -> tuple[str, dict[str, Any]]:
         with torch.device("meta"):
             parameters = LlamaForCausalLM(self.llama(1024)).num_parameters()
-        what = f"Llama of {parameters / 1e6:.0f} M parameters"
-        self.write_files(name, what, results, columns, panels, sharey, parameters=parameters)
+        return f"Llama of {parameters / 1e6:.0f} M parameters", {"parameters": parameters}
 
 
 @dataclass(frozen=True, kw_only=True)

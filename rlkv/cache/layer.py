@@ -5,7 +5,7 @@ Shapes: B rows, H KV heads, G query heads per KV head, n new tokens, D size of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -45,14 +45,16 @@ class ReallocationLayer(CacheLayerMixin):
         self.state = state
         self.num_heads = full_heads.numel()
         full, others = full_heads.nonzero().flatten(), (~full_heads).nonzero().flatten()
-        self.restore = torch.cat([full, others]).argsort()
+        self.order = torch.cat([full, others])  # of heads in the stores
+        self.counts = [count for count in (len(full), len(others)) if count]
+        self.restore = self.order.argsort()
         # as the decode kernel counts heads
         self.places = torch.cat([torch.arange(len(full)), -1 - torch.arange(len(others))])[self.restore].int()
-        self.stores: list[tuple[Tensor, Store]] = []  # each with its heads
+        self.stores: list[Store] = []
         if len(full):
-            self.stores.append((full, FullStore(len(full), state, reserve)))
+            self.stores.append(FullStore(len(full), state, reserve))
         if len(others):
-            self.stores.append((others, compressible(others.tolist())))
+            self.stores.append(compressible(others.tolist()))
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -61,9 +63,9 @@ class ReallocationLayer(CacheLayerMixin):
         if found != self.num_heads:
             raise ValueError(f"the allocation has {self.num_heads} KV heads a layer but the model has {found}")
         self.device, self.dtype, self.batch_size = key_states.device, key_states.dtype, key_states.shape[0]
-        self.restore, self.places = self.restore.to(self.device), self.places.to(self.device)
-        self.stores = [(index.to(self.device), store) for index, store in self.stores]
-        for _, store in self.stores:
+        self.order, self.restore = self.order.to(self.device), self.restore.to(self.device)
+        self.places = self.places.to(self.device)
+        for store in self.stores:
             store.allocate(key_states, value_states)
         self.is_initialized = True
 
@@ -83,7 +85,7 @@ class ReallocationLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens; memory is kept for the next ones."""
         self.length = 0
-        for _, store in self.stores:
+        for store in self.stores:
             store.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -100,32 +102,32 @@ class ReallocationLayer(CacheLayerMixin):
         """Keep (or repeat, or reorder) the rows ``rows`` int64 ``[B']`` of the batch."""
         if self.is_initialized:
             rows = rows.to(self.device)
-            for _, store in self.stores:
+            for store in self.stores:
                 store.select_rows(rows)
             self.batch_size = len(rows)
 
     def join(self, other: ReallocationLayer, layout: JoinLayout) -> None:
         """Append the rows of ``other``, a layer of the same heads."""
-        for (_, store), (_, others) in zip(self.stores, other.stores, strict=True):
+        for store, others in zip(self.stores, other.stores, strict=True):
             store.join(others, layout)
         self.batch_size += other.batch_size
         self.length = layout.columns
 
     def tensors(self) -> list[Tensor]:
         """All tensors that the KV cache holds."""
-        return [tensor for _, store in self.stores for tensor in store.tensors()]
+        return [tensor for store in self.stores for tensor in store.tensors()]
 
     def used_nbytes(self) -> int:
         """Bytes of the entries in use."""
-        return sum(store.used_nbytes(self.length) for _, store in self.stores)
+        return sum(store.used_nbytes(self.length) for store in self.stores)
 
     def full_nbytes(self) -> int:
         """Bytes that the full cache would hold for the same tokens."""
-        return self.num_heads * self.batch_size * self.length * self.stores[0][1].entry_nbytes
+        return self.num_heads * self.batch_size * self.length * self.stores[0].entry_nbytes
 
     def held(self, row: int, tokens: int) -> Tensor:
         """Which of a row's ``tokens`` real tokens each head holds: bool ``[H, tokens]`` on the CPU."""
-        parts = [store.held(row, tokens) for _, store in self.stores]
+        parts = [store.held(row, tokens) for store in self.stores]
         return torch.cat(parts).index_select(0, self.restore.cpu())
 
     def attend_and_store(
@@ -154,15 +156,12 @@ class ReallocationLayer(CacheLayerMixin):
             out = attend(query, key, value, plan.full_mask, plan.is_causal, scale)
             self.store(query, key, value, plan, scale)
             return out
-        of_stores = [
-            store.attend(self._pick(query, index), self._pick(key, index), self._pick(value, index), plan, scale)
-            for index, store in self.stores
-        ]
+        of_stores = [store.attend(q, k, v, plan, scale) for store, q, k, v in self._shared_out(query, key, value)]
         self.length = plan.end
         return of_stores[0] if len(of_stores) == 1 else torch.cat(of_stores, dim=1).index_select(1, self.restore)
 
     def _kernel_serves(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        plain = all(isinstance(store, PlainStore) for _, store in self.stores)
+        plain = all(isinstance(store, PlainStore) for store in self.stores)
         return plain and key.dtype == self.dtype and serves(query, key, value)
 
     def _decode(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
@@ -170,11 +169,11 @@ class ReallocationLayer(CacheLayerMixin):
         from rlkv.kernels.decode import decode  # loads Triton
 
         buffers = []
-        for _, store in self.stores:
+        for store in self.stores:
             assert isinstance(store, PlainStore)
             store.make_room(plan)
             buffers.append((store.keys, store.values))
-        full = buffers[0] if isinstance(self.stores[0][1], FullStore) else None
+        full = buffers[0] if isinstance(self.stores[0], FullStore) else None
         ring = buffers[-1] if full is None or len(buffers) == 2 else None
         states = (query[:, :, :, 0], key[:, :, 0], value[:, :, 0])
         out = decode(*states, full, ring, self.places, plan.decode_step, scale)
@@ -185,9 +184,15 @@ class ReallocationLayer(CacheLayerMixin):
         """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending to anything."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        for index, store in self.stores:
-            store.store(self._pick(query, index), self._pick(key, index), self._pick(value, index), plan, scale)
+        for store, q, k, v in self._shared_out(query, key, value):
+            store.store(q, k, v, plan, scale)
         self.length = plan.end
 
-    def _pick(self, states: Tensor, index: Tensor) -> Tensor:
-        return states if len(index) == self.num_heads else states.index_select(1, index)
+    def _shared_out(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Store, Tensor, Tensor, Tensor]]:
+        """Each store with the heads, of states ``[B, H, ...]``, that are in it."""
+        if len(self.stores) == 1:
+            yield self.stores[0], query, key, value
+            return
+        # one gather of each, not one for every store
+        sorted_by_store = (states.index_select(1, self.order).split(self.counts, 1) for states in (query, key, value))
+        yield from zip(self.stores, *sorted_by_store, strict=True)

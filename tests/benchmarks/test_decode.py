@@ -66,7 +66,7 @@ def test_a_filled_cache_goes_on_like_one_that_read_a_prompt() -> None:
         assert filled.nbytes() == read.nbytes()
         assert filled.get_seq_length() == read.get_seq_length() == 20
         assert model(ids[:, :1], past_key_values=filled).logits.isfinite().all()
-    ring = filled.layers[0].stores[-1][1].keys[0, 0]
+    ring = filled.layers[0].stores[-1].keys[0, 0]
     # positions 0, 1 are sinks; 14 .. 19 lie in slot 2 + (position - 2) mod 6
     assert torch.equal(ring[:2], states[0, 1, :2])
     assert torch.equal(ring[2 + (18 - 2) % 6], states[0, 1, 18])

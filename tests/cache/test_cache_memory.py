@@ -26,7 +26,7 @@ def storage_bytes(cache: HeadReallocationCache) -> int:
     """Bytes of every float storage that hangs off the stores of the cache's layers, each counted once."""
     storages = {}
     for layer in cache.layers:
-        for _, store in layer.stores:
+        for store in layer.stores:
             loose = [value for value in vars(store).values() if isinstance(value, torch.Tensor)]
             for value in [*loose, *store.planes.values()]:
                 if value.is_floating_point():
@@ -61,10 +61,10 @@ def test_compressible_heads_never_grow() -> None:
     cache = HeadReallocationCache(torch.zeros(LAYERS, HEADS, dtype=torch.bool), sink=2, window=6)
     run(cache, [3])
     first = cache.nbytes()
-    pointers = [layer.stores[0][1].keys.data_ptr() for layer in cache.layers]
+    pointers = [layer.stores[0].keys.data_ptr() for layer in cache.layers]
     run(cache, [1] * 100)
     assert cache.nbytes() == first == 2 * 2 * DIM * FLOAT * LAYERS * HEADS * 8
-    assert [layer.stores[0][1].keys.data_ptr() for layer in cache.layers] == pointers
+    assert [layer.stores[0].keys.data_ptr() for layer in cache.layers] == pointers
 
 
 def test_used_bytes_leave_padding_slots_out() -> None:
@@ -95,7 +95,7 @@ def test_the_memory_is_freed_without_the_garbage_collector() -> None:
     run(cache, [5, 1])
     import weakref
 
-    buffer = weakref.ref(cache.layers[0].stores[0][1].keys)
+    buffer = weakref.ref(cache.layers[0].stores[0].keys)
     gc.collect()
     gc.disable()
     try:

@@ -194,7 +194,7 @@ def test_scores_are_added_up_in_float32_whatever_the_model_and_the_default_dtype
         cached_logits(model, draw_ids(1, 25), cache, [20] + [1] * 5)
     finally:
         torch.set_default_dtype(torch.float32)
-    tensors = cache.layers[0].stores[0][1].tensors()
+    tensors = cache.layers[0].stores[0].tensors()
     assert sorted({str(tensor.dtype) for tensor in tensors}) == ["torch.bfloat16", "torch.float32"]
 
 

@@ -154,7 +154,7 @@ class Run:
         return CachedCall(mask, start, length, len(mask)).plan(cache.state, self.query.device)
 
     def _step(self, column: int) -> Errors:
-        for _, store in self.by_kernel.layers[0].stores:
+        for store in self.by_kernel.layers[0].stores:
             assert isinstance(store, PlainStore)
             store.make_room(*self.plan(self.by_kernel, column, 1))
             unused = ~self._used(store, column)[:, None, :, None]
@@ -167,7 +167,7 @@ class Run:
         assert found.shape == by_torch.shape
         assert found.dtype == by_torch.dtype
         wrong = 0
-        for (_, ours), (_, theirs) in zip(self.by_kernel.layers[0].stores, self.by_torch.layers[0].stores, strict=True):
+        for ours, theirs in zip(self.by_kernel.layers[0].stores, self.by_torch.layers[0].stores, strict=True):
             used = self._used(ours, column + 1)[:, None, :, None]
             for name, plane in ours.planes.items():
                 same = torch.where(used, plane == theirs.planes[name], plane.isnan())

@@ -56,7 +56,7 @@ def test_a_captured_graph_goes_on_by_itself(heads: str) -> None:
     run = Run(case, torch.bfloat16, "cuda", steps=8)  # 507 columns: the buffers have 512
     (layer,) = run.by_kernel.layers
     step = run.plan(run.by_kernel, 499, 1)[0].decode_step
-    buffers = [(store.keys, store.values) for _, store in layer.stores]
+    buffers = [(store.keys, store.values) for store in layer.stores]
     both = (None if heads == "compressible" else buffers[0], None if heads == "full" else buffers[-1])
 
     def states(column: int) -> tuple[torch.Tensor, ...]:
