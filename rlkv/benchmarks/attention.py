@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.benchmarks.check.explicit import relative_error
+from rlkv.benchmarks.check.explicit import exact_token, relative_error
 from rlkv.benchmarks.common import ProcessConfig, at_least
-from rlkv.benchmarks.decode import timed
-from rlkv.benchmarks.generation import is_out_of_memory
+from rlkv.benchmarks.turns import fits, timed, turns
 from rlkv.cache import HeadReallocationCache
 from rlkv.cache.attention import CachedCall
 from rlkv.evaluation.report.plots import Panel, Point
 from rlkv.gates.allocation import HeadAllocation
+from rlkv.kernels.step import DecodeStep
 from rlkv.utils.progress import progress_bar
 
 STOCK = "torch, full cache"
@@ -73,12 +73,27 @@ class AttentionConfig(ProcessConfig):
 
     def check(self) -> None:
         super().check()
-        at_least(1, batches=self.batches, lengths=self.lengths, steps=self.steps)
+        at_least(1, batches=self.batches, lengths=self.lengths, steps=self.steps, window=self.window)
+        at_least(1, query_heads=self.query_heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        at_least(0, sink=self.sink)
         if self.query_heads % self.kv_heads:
             raise ValueError(f"--query-heads {self.query_heads} must be a multiple of --kv-heads {self.kv_heads}")
 
     def describe(self) -> tuple[str, dict[str, Any]]:
         return f"attention of {self.query_heads} query heads, {self.kv_heads} KV heads of {self.head_dim}", {}
+
+    def run(self) -> None:
+        """Measure and write the results; a panel per batch."""
+        results = measure_attention(self)
+        panels = []
+        for batch in self.batches:
+            curves: dict[str, list[Point]] = defaultdict(list)
+            for row in results:
+                if row["batch"] == batch and "microseconds" in row:
+                    curves[row["attention"]].append((row["tokens"], *[row["microseconds"]] * 3))
+            axes = ("tokens cached", curves, "us per step (median)")
+            panels.append(Panel(f"batch {batch}", *axes, limits=None, log=True))
+        self.write("attention", results, COLUMNS, panels)
 
 
 @dataclass
@@ -102,16 +117,19 @@ class Layer:
         self.key_T, self.value_T = (torch.randn(tokens + 1, config.head_dim, **config.options) for _ in "kv")
         self.query_Q = torch.randn(config.query_heads, config.head_dim, **config.options)
         self.scale = config.head_dim**-0.5
+        heads = (self.query_Q[None], self.key_T[None], self.value_T[None])
+        # of query heads that see all keys, and of those that see sinks and window: [2, Q, D]
+        self.wanted = exact_token(*heads, config.sink, config.window)[:, 0]
 
-    def states(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, H, count, D]``; those after the new token repeat it."""
-        shape = (self.batch, self.config.kv_heads, count, self.config.head_dim)
-        cut = slice(min(first, self.tokens), min(first, self.tokens) + count)
-        return self.key_T[cut].expand(shape), self.value_T[cut].expand(shape)
+    def states(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, H, end - begin, D]``."""
+        shape = (self.batch, self.config.kv_heads, end - begin, self.config.head_dim)
+        return self.key_T[begin:end].expand(shape), self.value_T[begin:end].expand(shape)
 
-    def query(self) -> Tensor:
-        """``[B, Q, 1, D]``."""
-        return self.query_Q[:, None].expand(self.batch, -1, -1, -1)
+    def new_token(self) -> tuple[Tensor, list[Tensor]]:
+        """Query ``[B, Q, 1, D]``; key and value ``[B, H, 1, D]``."""
+        query = self.query_Q[:, None].expand(self.batch, -1, -1, -1).contiguous()
+        return query, [states.contiguous() for states in self.states(self.tokens, self.tokens + 1)]
 
     def stock(self) -> tuple[Callable[[int], Callable[[], Tensor]], int]:
         """Torch's attention over buffers of fixed size."""
@@ -119,7 +137,7 @@ class Layer:
         shape = (self.batch, self.config.kv_heads, room, self.config.head_dim)
         keys, values = (torch.zeros(shape, **self.config.options) for _ in "kv")
         keys[:, :, : self.tokens], values[:, :, : self.tokens] = self.states(0, self.tokens)
-        query, new = self.query().contiguous(), [states.contiguous() for states in self.states(self.tokens, 1)]
+        query, new = self.new_token()
 
         def attend(end: int) -> Tensor:
             keys[:, :, end - 1 : end], values[:, :, end - 1 : end] = new
@@ -134,26 +152,25 @@ class Layer:
         cache.fill(*self.states(0, self.tokens))
         cache.state.limit = self.tokens + 1 + self.config.steps
         layer: Any = cache.layers[0]
-        new = [states.contiguous() for states in self.states(self.tokens, 1)]
-        query, held = self.query().contiguous(), cache.used_nbytes()
+        (query, new), held = self.new_token(), cache.used_nbytes()
         mask = torch.ones(self.batch, cache.state.limit, dtype=torch.long, device=query.device)
+        shared: list[DecodeStep] = []
 
         def prepare(step: int) -> Callable[[], Tensor]:
             start = self.tokens + step
-            plan = CachedCall(mask[:, : start + 1], start, 1, self.batch).plan(cache.state, query.device)
-            return partial(layer.attend_and_store, query, *new, plan, self.scale)
+            parts = CachedCall(mask[:, : start + 1], start, 1, self.batch).plan(cache.state, query.device)
+            if query.is_cuda:  # the kernel's numbers and scratch, which all layers share
+                shared[:] = shared or [parts[0].decode_step]
+                shared[0].start.fill_(start)
+                parts[0].decode_step = shared[0]
+            return partial(layer.attend_and_store, query, *new, parts, self.scale)
 
         return prepare, held
 
     def error(self, out: Tensor, full: Tensor) -> float:
-        """Relative error of a first output ``[B, 1, Q, D]``, against float64; ``full``: bool ``[1, H]``."""
-        keys, values = self.key_T.double(), self.value_T.double()
-        scores = (self.query_Q.double() @ keys.T * self.scale).expand(2, -1, -1).clone()
-        position = torch.arange(len(keys), device=keys.device)
-        dropped = (position >= self.config.sink) & (position < len(keys) - self.config.window)
-        scores[1].masked_fill_(dropped, -torch.inf)
-        whole, local = scores.softmax(-1) @ values
-        is_full = full[0].to(keys.device).repeat_interleave(self.config.query_heads // self.config.kv_heads)
+        """Relative error of a first output ``[B, 1, Q, D]``; ``full``: bool ``[1, H]``."""
+        is_full = full[0].to(out.device).repeat_interleave(self.config.query_heads // self.config.kv_heads)
+        whole, local = self.wanted
         return relative_error(out[:, 0], torch.where(is_full[:, None], whole, local).expand(self.batch, -1, -1))
 
 
@@ -177,23 +194,11 @@ def measure_attention(config: AttentionConfig) -> list[dict[str, Any]]:
             for sparsity in config.sparsities:
                 full = HeadAllocation.random(1, config.kv_heads, sparsity, seed=0).full
                 contenders.append(Contender(f"sparsity {sparsity:g}", partial(layer.ours, full), full))
-            for turn in range(config.rounds):
-                shift = turn % len(contenders)  # none always runs on a machine that just rested
-                for contender in contenders[shift:] + contenders[:shift]:
-                    _try_turn(layer, contender)
-                    bar.advance()
+            for contender in turns(contenders, config.rounds):
+                contender.fits = contender.fits and fits(partial(take_turn, layer, contender))
+                bar.advance()
             results += [_row(layer, contender, contenders[0]) for contender in contenders]
     return results
-
-
-def _try_turn(layer: Layer, contender: Contender) -> None:
-    try:
-        if contender.fits:
-            take_turn(layer, contender)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        contender.fits = False
 
 
 def _row(layer: Layer, contender: Contender, stock: Contender) -> dict[str, Any]:
@@ -207,16 +212,3 @@ def _row(layer: Layer, contender: Contender, stock: Contender) -> dict[str, Any]
     if contender.error > allowed:
         return row | {"note": f"wrong output: relative error {contender.error:.2g}"}
     return row | ({"speedup": statistics.median(stock.times) / seconds} if stock.fits else {})
-
-
-def run_attention(config: AttentionConfig) -> None:
-    """``rlkv-bench attention``: measure and write the results; a panel per batch."""
-    results = measure_attention(config)
-    panels = []
-    for batch in config.batches:
-        curves: dict[str, list[Point]] = defaultdict(list)
-        for row in results:
-            if row["batch"] == batch and "microseconds" in row:
-                curves[row["attention"]].append((row["tokens"], *[row["microseconds"]] * 3))
-        panels.append(Panel(f"batch {batch}", "tokens cached", curves, "us per step (median)", limits=None, log=True))
-    config.write("attention", results, COLUMNS, panels)

@@ -9,14 +9,14 @@ import statistics
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkv.benchmarks.common import TimingConfig, at_least
-from rlkv.benchmarks.decode import realloc_variant, take_turn, timed
+from rlkv.benchmarks.decode import realloc_variant, take_turn
+from rlkv.benchmarks.turns import peak_bytes, timed
 from rlkv.evaluation.report.plots import Panel, Point
 from rlkv.eviction import POLICIES, EvictionPolicy, make_policy
 from rlkv.utils.progress import progress_bar
@@ -56,6 +56,15 @@ class CompactionConfig(TimingConfig):
         at_least(1, rows=self.rows)
         at_least(MIN_ENTRIES, entries=self.entries)  # what policies need to choose from
 
+    def run(self) -> None:
+        """Measure and write the results."""
+        results = measure_compaction(self)
+        curves: dict[str, list[Point]] = defaultdict(list)
+        for row in results:
+            curves[row["policy"]].append((row["entries"], *[row["share_of_a_step"]] * 3))
+        axes = ("entries before an eviction", curves, "time added to a decode step (share)")
+        self.write("compaction", results, COLUMNS, [Panel("Eviction", *axes, limits=None, log=True)])
+
 
 def build_policy(name: str, entries: int) -> EvictionPolicy:
     """The policy as published, with a budget of half of ``entries``."""
@@ -79,20 +88,6 @@ def evict_once(policy: EvictionPolicy, keys: Tensor, values: Tensor, queries: Te
     """One eviction of one layer: choose, and gather keys and values."""
     kept = policy.select(keys, queries, keys.shape[2] // 2)[..., None].expand(-1, -1, -1, keys.shape[3])
     return keys.gather(2, kept), values.gather(2, kept)
-
-
-def peak_bytes(config: CompactionConfig, name: str, entries: int) -> int:
-    """Bytes that torch's allocator holds beyond keys, values and queries at the high-water mark of an eviction."""
-    states = draw_states(config, name, entries)
-    if (device := states[1].device).type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        evict_once(*states)
-        return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        evict_once(*states)
-    changes = (event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
-    return max(accumulate(changes, initial=0))
 
 
 def measure_compaction(config: CompactionConfig) -> list[dict[str, Any]]:
@@ -126,16 +121,7 @@ def _row(config: CompactionConfig, name: str, entries: int, times: list[float], 
         "all_layers_over_step": ratio,
         "buffer": policy.buffer,
         "share_of_a_step": ratio / policy.buffer,
-        "peak_bytes": peak_bytes(config, name, entries),
+        # beyond keys, values and queries
+        "peak_bytes": peak_bytes(partial(evict_once, *draw_states(config, name, entries)), config.options["device"]),
         "options": asdict(policy),
     }
-
-
-def run_compaction(config: CompactionConfig) -> None:
-    """``rlkv-bench compaction``: measure and write the results."""
-    results = measure_compaction(config)
-    curves: dict[str, list[Point]] = defaultdict(list)
-    for row in results:
-        curves[row["policy"]].append((row["entries"], *[row["share_of_a_step"]] * 3))
-    axes = ("entries before an eviction", curves, "time added to a decode step (share)")
-    config.write("compaction", results, COLUMNS, [Panel("Eviction", *axes, limits=None, log=True)])

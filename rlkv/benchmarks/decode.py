@@ -6,7 +6,6 @@ Caches hold random states. All variants take turns, so that a machine that slows
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from rlkv.benchmarks.common import TimingConfig, at_least
+from rlkv.benchmarks.turns import timed, turns
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.evaluation.report.plots import Panel, Point
 from rlkv.gates.allocation import HeadAllocation
@@ -75,6 +75,20 @@ class DecodeConfig(TimingConfig):
         """With ``quick``, small sizes for the options that were not given."""
         unset = {name: value for name, value in QUICK.items() if getattr(self, name) == getattr(type(self), name)}
         return replace(self, **unset) if self.quick else self  # type: ignore[arg-type]
+
+    def run(self) -> None:
+        """Measure and write the results; a panel per batch, bars for the quartiles."""
+        config = self.sized()
+        results = measure_decode(config)
+        panels = []
+        for batch in config.batches:
+            curves: dict[str, list[Point]] = defaultdict(list)
+            for row in results:
+                if row["batch"] == batch:
+                    curves[row["cache"]].append((row["context"], row["ms_per_step"], *row["ms_quartiles"]))
+            axes = ("tokens cached", curves, "ms per decode step (median)")
+            panels.append(Panel(f"batch {batch}", *axes, limits=None, log=True))
+        config.write("decode", results, COLUMNS, panels)
 
 
 @dataclass
@@ -143,17 +157,6 @@ def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: Timin
                 break
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds that ``work()`` takes, a GPU's kernels included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
 def _rows_of(variants: list[Variant], rows: int) -> list[dict[str, Any]]:
     """One result per variant.
 
@@ -194,26 +197,8 @@ def measure_decode(config: DecodeConfig) -> list[dict[str, Any]]:
     with progress_bar("decode", "turns", total) as bar:
         for rows, context in settings:
             variants = _variants(config, context)
-            for turn in range(config.rounds):
-                # each round starts with another variant, so that none always runs on a machine that just rested
-                shift = turn % len(variants)
-                for variant in variants[shift:] + variants[:shift]:
-                    take_turn(model, variant, rows, config)
-                    bar.advance()
+            for variant in turns(variants, config.rounds):
+                take_turn(model, variant, rows, config)
+                bar.advance()
             results += _rows_of(variants, rows)
     return results
-
-
-def run_decode(config: DecodeConfig) -> None:
-    """``rlkv-bench decode``: measure and write the results; a panel per batch, bars for the quartiles."""
-    config = config.sized()
-    results = measure_decode(config)
-    panels = []
-    for batch in config.batches:
-        curves: dict[str, list[Point]] = defaultdict(list)
-        for row in results:
-            if row["batch"] == batch:
-                curves[row["cache"]].append((row["context"], row["ms_per_step"], *row["ms_quartiles"]))
-        axes = ("tokens cached", curves, "ms per decode step (median)")
-        panels.append(Panel(f"batch {batch}", *axes, limits=None, log=True))
-    config.write("decode", results, COLUMNS, panels)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rlkv.benchmarks.common import ModelConfig, at_least
-from rlkv.benchmarks.decode import timed
+from rlkv.benchmarks.turns import fits, timed, turns
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.cache.plan import CacheSettings
@@ -78,6 +78,25 @@ class GenerationConfig(ModelConfig):
     def parsed(self) -> list[CompressionMethod]:
         """The methods; ValueError for names that are not known."""
         return parse_methods(self.methods, [])
+
+    def run(self) -> None:
+        """Measure and write the results; tokens/s by batch size, KV of a text as it grows."""
+        model = self.model()
+        results = measure_generation(self, model)
+        curves: dict[str, list[Point]] = {method.name: [] for method in self.parsed}
+        for row in sorted((row for row in results if "seconds" in row), key=lambda row: row["batch"]):
+            curves[row["method"]].append((row["batch"], *[row["tokens_per_second"]] * 3))
+        text = f"{self.prompt_tokens} + {self.new_tokens} tokens"
+        grown: dict[str, list[Point]] = {}
+        for method in self.parsed:
+            sizes = [size / 2**20 for size in bytes_by_length(self, model, method)]
+            grown[method.name] = [(self.prompt_tokens + i, size, size, size) for i, size in enumerate(sizes)]
+        plain, x, y = {name: {"marker": ""} for name in grown}, "tokens read and written", "MiB of KV in use"
+        panels = [
+            Panel(text, "texts at once", curves, "tokens/s", limits=None, log=True),
+            Panel("one text", x, grown, y, styles=plain, limits=None, ticks=False),
+        ]
+        self.write("generation", results, COLUMNS, panels, sharey=False)
 
 
 @dataclass
@@ -159,23 +178,10 @@ def measure_generation(config: GenerationConfig, model: PreTrainedModel) -> list
     if config.memory_gib is not None:
         settings += [Setting(method, largest_batch(config, model, method)) for method in config.parsed]
     with progress_bar("generation", "turns", len(settings) * config.rounds) as bar:
-        for turn in range(config.rounds):
-            shift = turn % len(settings)  # none always runs on a machine that just rested
-            for setting in settings[shift:] + settings[:shift]:
-                if setting.fits:
-                    try:
-                        take_turn(config, model, setting)
-                    except RuntimeError as error:
-                        if not is_out_of_memory(error):
-                            raise
-                        setting.fits = False
-                bar.advance()
+        for setting in turns(settings, config.rounds):
+            setting.fits = setting.fits and fits(partial(take_turn, config, model, setting))
+            bar.advance()
     return [_row(config, model, setting) for setting in settings]
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Of a GPU, or of the CPU's allocator, which has no type of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _row(config: GenerationConfig, model: PreTrainedModel, setting: Setting) -> dict[str, Any]:
@@ -194,23 +200,3 @@ def _row(config: GenerationConfig, model: PreTrainedModel, setting: Setting) -> 
         "seconds": prompt + decode,
         "tokens_per_second": setting.batch * config.new_tokens / (prompt + decode),
     }
-
-
-def run_generation(config: GenerationConfig) -> None:
-    """``rlkv-bench generation``: measure and write the results; tokens/s by batch size, KV of a text as it grows."""
-    model = config.model()
-    results = measure_generation(config, model)
-    curves: dict[str, list[Point]] = {method.name: [] for method in config.parsed}
-    for row in sorted((row for row in results if "seconds" in row), key=lambda row: row["batch"]):
-        curves[row["method"]].append((row["batch"], *[row["tokens_per_second"]] * 3))
-    text = f"{config.prompt_tokens} + {config.new_tokens} tokens"
-    grown: dict[str, list[Point]] = {}
-    for method in config.parsed:
-        sizes = [size / 2**20 for size in bytes_by_length(config, model, method)]
-        grown[method.name] = [(config.prompt_tokens + i, size, size, size) for i, size in enumerate(sizes)]
-    plain = {name: {"marker": ""} for name in grown}
-    panels = [
-        Panel(text, "texts at once", curves, "tokens/s", limits=None, log=True),
-        Panel("one text", "tokens read and written", grown, "MiB of KV in use", styles=plain, limits=None, ticks=False),
-    ]
-    config.write("generation", results, COLUMNS, panels, sharey=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,10 +18,9 @@ from torch import Tensor
 
 from rlkv.benchmarks.check.explicit import relative_error
 from rlkv.benchmarks.check.update import plain_score
-from rlkv.benchmarks.decode import timed
 from rlkv.benchmarks.train_step_config import TrainStepConfig
+from rlkv.benchmarks.turns import peak_bytes, timed, turns
 from rlkv.evaluation.report.plots import Panel, Point
-from rlkv.rollout.estimate import GIB
 from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
 from rlkv.training.logprobs import completion_logprobs
 from rlkv.utils.progress import progress_bar
@@ -35,7 +33,7 @@ COLUMNS = {
     "s": "{seconds:.2f}",
     "tokens/s": "{tokens_per_second:.0f}",
     "time / stock": "{over_stock:.2f}",
-    "peak GiB": "{peak_gib:.2f}",
+    "peak bytes beyond the weights": "{peak_bytes:,}",
     "": "{note}",
 }
 
@@ -47,7 +45,7 @@ class Contender:
     name: str
     model: Any
     times: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    peaks: dict[int, float] = field(default_factory=dict)
+    peaks: dict[int, int] = field(default_factory=dict)
 
     def logprobs(self, ids: Tensor) -> Tensor:
         """Log-probabilities of all tokens but the first, ``[1, T - 1]``; ids: int64 ``[1, T]``."""
@@ -67,8 +65,7 @@ def _contenders(config: TrainStepConfig) -> list[Contender]:
         model.requires_grad_(False)
         if name == GATED:
             model = get_peft_model(model, HeadGateConfig(sink=config.sink, window=config.window))
-        else:
-            model.enable_input_require_grads()  # else there would be nothing to pass back
+        model.enable_input_require_grads()  # both pass back to the embeddings, as with checkpointing
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         found.append(Contender(name, model.train()))
@@ -94,33 +91,21 @@ def measure_train_step(config: TrainStepConfig) -> list[dict[str, Any]]:
         for length in config.lengths:
             ids = torch.randint(0, config.vocabulary, (1, length), device=device)
             error = _difference(contenders, ids)
-            for turn in range(config.rounds):
-                for contender in contenders[:: -1 if turn % 2 else 1]:
-                    step = partial(contender.step, ids)
-                    if turn == 0:
-                        contender.peaks[length] = _peak_gib(step, device)  # warms up, and compiles
-                    contender.times[length].append(timed(step, device))
-                    bar.advance()
+            for contender in turns(contenders, config.rounds):
+                step = partial(contender.step, ids)
+                if length not in contender.peaks:
+                    step()  # warms up, and compiles
+                    contender.peaks[length] = peak_bytes(step, device)
+                contender.times[length].append(timed(step, device))
+                bar.advance()
             results += [_row(contender, length, error, contenders[0]) for contender in contenders]
     return results
-
-
-def _peak_gib(step: Callable[[], None], device: torch.device) -> float:
-    """Most memory during a step, weights included; 0 on a CPU, whose allocator does not say."""
-    if device.type != "cuda":
-        step()
-        return 0.0
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    return torch.cuda.max_memory_allocated(device) / GIB
 
 
 def _row(contender: Contender, length: int, error: float, stock: Contender) -> dict[str, Any]:
     seconds = statistics.median(contender.times[length])
     row: dict[str, Any] = {"tokens": length, "model": contender.name, "seconds": seconds, "error": error, "note": ""}
-    row["tokens_per_second"] = length / seconds
-    if contender.peaks[length]:
-        row["peak_gib"] = contender.peaks[length]
+    row |= {"tokens_per_second": length / seconds, "peak_bytes": contender.peaks[length]}
     if error > ALLOWED[contender.model.dtype]:
         return row | {"note": f"gates of 1 are not the stock model: log-probabilities differ by {error:.2g}"}
     return row | {"over_stock": seconds / statistics.median(stock.times[length])}

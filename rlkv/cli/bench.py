@@ -36,19 +36,15 @@ Each writes NAME.json, NAME.md and, except check, NAME.png.
 
 from __future__ import annotations
 
-import sys
-
-from rlkv.benchmarks.attention import AttentionConfig, run_attention
+from rlkv.benchmarks.attention import AttentionConfig
 from rlkv.benchmarks.check.config import CheckConfig
-from rlkv.benchmarks.compaction import CompactionConfig, run_compaction
-from rlkv.benchmarks.decode import DecodeConfig, run_decode
-from rlkv.benchmarks.generation import GenerationConfig, run_generation
+from rlkv.benchmarks.compaction import CompactionConfig
+from rlkv.benchmarks.decode import DecodeConfig
+from rlkv.benchmarks.generation import GenerationConfig
 from rlkv.benchmarks.serving import ServingConfig
-from rlkv.benchmarks.serving_page import run_serving
 from rlkv.benchmarks.train_step_config import TrainStepConfig
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse_command
-from rlkv.utils.extras import require
 
 COMMANDS = {
     "decode": DecodeConfig,
@@ -63,24 +59,7 @@ COMMANDS = {
 
 def run() -> None:
     """Parse the command line and run the benchmark that it names."""
-    config = parse_command("rlkv-bench", COMMANDS, __doc__)
-    if isinstance(config, CheckConfig):
-        require("peft", "train")
-        from rlkv.benchmarks.check.run import run_checks
-
-        sys.exit(run_checks(config))
-    if isinstance(config, TrainStepConfig):
-        require("peft", "train")
-        from rlkv.benchmarks.train_step import run_train_step
-
-        return run_train_step(config)
-    if isinstance(config, ServingConfig):
-        return run_serving(config)
-    if isinstance(config, GenerationConfig):
-        return run_generation(config)
-    if isinstance(config, AttentionConfig):
-        return run_attention(config)
-    return run_decode(config) if isinstance(config, DecodeConfig) else run_compaction(config)
+    parse_command("rlkv-bench", COMMANDS, __doc__).run()
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from rlkv.inference.servable import (
     warn_without_rope,
 )
 from rlkv.models.shape import ModelShape
+from rlkv.utils.shadow import shadow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,9 +91,12 @@ class CompressedSession:
 
 
 def resolve_allocation(
-    model: PreTrainedModel, gates: Gates, sparsity: float | None = None, scope: str = "global"
+    model: PreTrainedModel,
+    gates: HeadGates | HeadAllocation | None,
+    sparsity: float | None = None,
+    scope: str = "global",
 ) -> HeadAllocation:
-    """The allocation for ``model`` from gates (or a file of them) and a sparsity; without gates no head is full.
+    """The allocation for ``model`` from gates and a sparsity; without gates no head is full.
 
     Raises:
         ValueError: if it does not fit the model, or ``sparsity`` is missing or superfluous.
@@ -114,8 +118,6 @@ def resolve_allocation(
                 f"has {shape.num_layers} x {shape.num_kv_heads}"
             )
         return gates
-    if not isinstance(gates, HeadGates):
-        gates = HeadGates.load(gates)
     if sparsity is None:
         raise ValueError("sparsity is missing: pass the share of heads to compress, such as sparsity=0.5")
     gates.check_model(model.config)
@@ -208,18 +210,11 @@ def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
             f"{type(model).__name__} does not let its attention implementation be set: compress(...) needs a model "
             "that uses transformers' attention interface"
         )
-    _replace(model, "_prepare_cache_for_generation", _cache_preparation(model, session), undo)
+    shadow(model, "_prepare_cache_for_generation", _cache_preparation(model, session), undo)
     for name in ("generate_batch", "init_continuous_batching"):
         if hasattr(model, name):
-            _replace(model, name, refuse_continuous_batching, undo)
+            shadow(model, name, refuse_continuous_batching, undo)
     undo.callback(decoder.register_forward_pre_hook(_forward_hook(decoder, session), with_kwargs=True).remove)
-
-
-def _replace(model: Any, name: str, function: Any, undo: ExitStack) -> None:
-    """Shadow a method on the instance, until ``undo`` removes the shadow or restores an earlier one."""
-    restore = (setattr, model, name, vars(model)[name]) if name in vars(model) else (delattr, model, name)
-    undo.callback(*restore)
-    setattr(model, name, function)
 
 
 def _cache_preparation(model: Any, session: CompressedSession) -> Any:

@@ -25,6 +25,7 @@ NAMES = {"hf": "transformers", "vllm": "vLLM", "vllm-server": "the vLLM server"}
 USABLE = 0.9  # share of the free memory of a GPU
 ENGINE_GIB = 6.0  # activations, buffers and graphs of a decoding engine
 MOST_ROWS = {"hf": 64, "vllm": 256}
+COPIES = 2  # of transformers' cache at once, when rows leave
 DEFAULT_KV_GIB = 4.0  # where no GPU says what fits
 MEAN_LENGTH = 0.5  # mean tokens of a completion, as a share of the longest
 
@@ -98,10 +99,9 @@ class Footprint:
     def rows(self, engine: str, kv: int, positions: int, most: int | None = None) -> int:
         """Rows of up to ``positions`` tokens that ``kv`` bytes hold, at least 1.
 
-        vLLM: texts of mean length, as rows that do not fit wait.  transformers: twice the longest, as the cache is
-        copied when rows leave.
+        vLLM: texts of mean length, as rows that do not fit wait.  transformers: the longest.
         """
-        share = MEAN_LENGTH if engine == "vllm" else 2.0
+        share = MEAN_LENGTH if engine == "vllm" else COPIES
         fitting = int(kv / (share * positions * self.kv_per_token))
         return max(1, min(fitting, MOST_ROWS[engine] if most is None else most))
 

@@ -9,17 +9,17 @@ import torch
 
 from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.cache.plan import CacheSettings
+from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.models.builtin import BUILT_IN
 from rlkv.models.loading import load_tokenizer
 from rlkv.rollout.cards import CARDS, DEFAULT, card_of, parse_gpus
-from rlkv.rollout.estimate import ENGINE_GIB, GIB, USABLE, Footprint, free_memory, rough
+from rlkv.rollout.estimate import COPIES, ENGINE_GIB, GIB, USABLE, Footprint, free_memory, rough
 from rlkv.training.calibration import measure_rates
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.plan import PROMPT_TOKENS, Machine, Plan, footprint_on, make_plan
 from rlkv.training.problems import load_curriculum, longest_prompt
 from rlkv.training.sharding import not_loading
 
-SPARSITIES = (0.0, 0.2, 0.4, 0.5, 0.6, 0.8)
 GRAPHS = ENGINE_GIB * GIB
 UNITS = ((GIB, "GiB"), (2**20, "MiB"))
 
@@ -95,7 +95,8 @@ def _resources(plan: Plan, where: str) -> Iterator[tuple[str, str]]:
         return
     rows, checkpointing = args.per_device_train_batch_size, args.gradient_checkpointing
     kv, engine = settings.rollout_kv_gib, plan.engine_weights
-    rollout = plan.positions * model.kv_per_token * (settings.rollout_rows or 1) if kv is None else kv * GIB
+    of_rows = plan.positions * model.kv_per_token * (settings.rollout_rows or 1)
+    rollout = COPIES * of_rows if settings.rollout == "hf" else of_rows if kv is None else kv * GIB
     if settings.rollout == "vllm-server":
         rollout = 0  # on its own GPU
     update = plan.update(rows, checkpointing).peak
@@ -148,10 +149,9 @@ def _serving(plan: Plan, model: Footprint) -> str:
     tokens = plan.positions - (plan.args.max_completion_length or 0) + round(plan.mean_tokens)
     size = EntrySize(shape.head_dim, shape.num_query_heads // shape.num_kv_heads, model.itemsize)
     kept = CacheSettings(settings.deploy_sink, settings.deploy_window)
-    heads = shape.num_layers * shape.num_kv_heads
     found = []
-    for sparsity in SPARSITIES:
-        full = torch.arange(heads).view(shape.num_layers, -1) >= round(sparsity * heads)
+    for sparsity in (0.0, *SPARSITIES):
+        full = HeadAllocation.random(shape.num_layers, shape.num_kv_heads, sparsity, seed=0).full
         used, _ = kv_nbytes(kept, full, size, torch.tensor([1]), torch.tensor([tokens]))
         found.append(f"{_size(int(used))} at {sparsity:g}")
     return f"KV of a text of {tokens:,} tokens: {', '.join(found)}"

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
+from rlkv.gates import share
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates, plot_histogram
 from rlkv.models.shape import ModelShape
@@ -141,7 +142,7 @@ class RunFolder:
         gates.training["final"] = gate_shares(gates.alpha)
         figures = [{k.removeprefix(HELD_OUT): v for k, v in r.items() if k.startswith(HELD_OUT)} for r in records]
         if last := [found for found in figures if found][-1:]:
-            gates.training["held_out_figures"] = last[0]
+            gates.training[share.HELD_OUT] = last[0]
         for name in ("gates.safetensors", "adapter_weights.tsv", "adapter"):
             gates.save(self.path / name)
         plot_gates(gates, self.path / "heat_map.png")

@@ -19,6 +19,7 @@ from rlkv.data.recall import MarkedText
 from rlkv.training.distillation import TOKENS_AT_ONCE, next_token_kl
 from rlkv.training.head_gate import gate_parameters, set_gates
 from rlkv.training.trace_batches import TraceBatch, make_batch
+from rlkv.utils.shadow import shadow
 from rlkv.utils.store import ResultStore
 
 Head = tuple[int, int]  # layer, KV head
@@ -49,22 +50,6 @@ def recorded(layers: Sequence[nn.Module]) -> Iterator[list[Any]]:
             hook = layer.register_forward_hook(lambda module, given, output: found.append(tree_map(Tensor.cpu, output)))
             hooks.callback(hook.remove)
         yield found
-
-
-@contextmanager
-def replaced(layers: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``layers`` compute ``forward`` instead."""
-    before = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = forward
-    try:
-        yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            if own is None:
-                del layer.forward
-            else:
-                layer.forward = own
 
 
 def mask_text(full_LH: Tensor) -> str:
@@ -151,7 +136,9 @@ class TraceLoss:
         """Inside, the first layers return what is given for each of them."""
         # what those before the last one return is not looked at
         last = tree_map(lambda state: state.to(self.base.device), below[-1]) if below else None
-        with replaced(self.layers[: len(below)], lambda *_, **__: last):
+        with ExitStack() as undo:
+            for layer in self.layers[: len(below)]:
+                shadow(layer, "forward", lambda *_, **__: last, undo)
             yield
 
     def _measure(self, number: int) -> float:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -184,7 +183,7 @@ class RLKVTrainer(GateLossTrainer):
 
         All processes call it.
         """
-        before, sampling = gates_matrix(self.model), replace(self._sampling(), temperature=1.0, top_p=1.0, top_k=1)
+        before, sampling = gates_matrix(self.model), SamplingParams(self.max_completion_length)
 
         def completed(prompts: list[list[int]]) -> list[list[int]]:
             found = dict(self._sample(Rows(prompts, list(range(len(prompts))), 0), alpha_LH, sampling))

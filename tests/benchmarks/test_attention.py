@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlkv.benchmarks import attention
-from rlkv.benchmarks.attention import AttentionConfig, Layer, measure_attention, run_attention
+from rlkv.benchmarks.attention import AttentionConfig, Layer, measure_attention
 from rlkv.cache import HeadReallocationCache
 
 SMALL: dict[str, Any] = {"query_heads": 4, "kv_heads": 2, "head_dim": 8, "sink": 2, "window": 6, "device": "cpu"}
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_noted_and_the_rest_is_measured(monkeypatch: pytest
 
 
 def test_files_are_written(tmp_path: Path) -> None:
-    run_attention(AttentionConfig(batches=(1,), lengths=(40,), rounds=1, steps=2, output_dir=tmp_path, **SMALL))
+    AttentionConfig(batches=(1,), lengths=(40,), rounds=1, steps=2, output_dir=tmp_path, **SMALL).run()
     assert {file.name for file in tmp_path.iterdir()} == {"attention.json", "attention.md", "attention.png"}
     assert "attention of 4 query heads, 2 KV heads of 8, float32" in (tmp_path / "attention.md").read_text()
 
@@ -60,3 +60,5 @@ def test_impossible_settings_are_refused() -> None:
         AttentionConfig(**{**SMALL, "query_heads": 5}).check()
     with pytest.raises(ValueError, match="--lengths 0"):
         AttentionConfig(lengths=(0,)).check()
+    with pytest.raises(ValueError, match="--window 0"):
+        AttentionConfig(window=0).check()

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlkv.benchmarks import generation
-from rlkv.benchmarks.generation import GenerationConfig, Setting, largest_batch, measure_generation, run_generation
+from rlkv.benchmarks.generation import GenerationConfig, Setting, largest_batch, measure_generation
 from rlkv.rollout.estimate import GIB
 from tests.helpers.models import TOY_LLAMA
 
@@ -66,7 +66,7 @@ def test_a_setting_out_of_memory_loses_nothing_of_the_others(monkeypatch: pytest
         turn(config, model, setting)
 
     monkeypatch.setattr(generation, "take_turn", short_of_memory)
-    run_generation(replace(TOY, methods=("full",), rounds=1, output_dir=tmp_path))
+    replace(TOY, methods=("full",), rounds=1, output_dir=tmp_path).run()
     first, second = json.loads((tmp_path / "generation.json").read_text())["results"]
     assert first["tokens_per_second"] > 0
     assert second == {"method": "full", "batch": 2, "note": "out of memory"}
@@ -74,7 +74,7 @@ def test_a_setting_out_of_memory_loses_nothing_of_the_others(monkeypatch: pytest
 
 
 def test_files(tmp_path: Path) -> None:
-    run_generation(replace(TOY, methods=("full",), batches=(1,), rounds=1, memory_gib=0.001, output_dir=tmp_path))
+    replace(TOY, methods=("full",), batches=(1,), rounds=1, memory_gib=0.001, output_dir=tmp_path).run()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["generation.json", "generation.md", "generation.png"]
     found = json.loads((tmp_path / "generation.json").read_text())
     first, second = (row["batch"] for row in found["results"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlkv.benchmarks import train_step
-from rlkv.benchmarks.train_step import measure_train_step, run_train_step
+from rlkv.benchmarks.train_step import measure_train_step
 from rlkv.benchmarks.train_step_config import TrainStepConfig
 from rlkv.training.head_gate import HeadGateConfig
 from tests.helpers.models import TOY_LLAMA
@@ -27,6 +27,7 @@ def test_a_row_for_each_length_and_model(checkpointing: bool) -> None:
         assert row["error"] < 1e-5
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
         assert (row["over_stock"] == 1) == (row["model"] == "stock")
+        assert row["peak_bytes"] > 0
 
 
 def test_another_model_gets_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +39,7 @@ def test_another_model_gets_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_are_written(tmp_path: Path) -> None:
-    run_train_step(TrainStepConfig(lengths=(8,), output_dir=tmp_path, **SIZES))
+    TrainStepConfig(lengths=(8,), output_dir=tmp_path, **SIZES).run()
     assert {file.name for file in tmp_path.iterdir()} == {"train-step.json", "train-step.md", "train-step.png"}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkv.benchmarks.check.explicit import relative_error
+from rlkv.benchmarks.check.explicit import exact_token, relative_error
 from rlkv.benchmarks.check.one import CannotRun, Check, Findings, Setting
 from rlkv.kernels.step import DecodeStep
 
@@ -133,12 +133,8 @@ def _stepper(shape: Shape, buffers: list[tuple[Tensor, Tensor]], setting: Settin
 def _attention(shape: Shape, row: int, column: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Output ``[H, G, D]`` in float64 of a row's token at ``column``."""
     seen = slice(int(shape.padding[row]), column + 1)
-    query, keys, values = query[row].double(), keys[row, :, seen].double(), values[row, :, seen].double()
-    scores = query @ keys.transpose(1, 2) * shape.size**-0.5
-    position = torch.arange(keys.shape[1], device=keys.device)
-    dropped = (position >= SINK) & (position < len(position) - WINDOW)
-    scores[shape.full :] = scores[shape.full :].masked_fill(dropped, -torch.inf)
-    return scores.softmax(-1) @ values
+    whole, local = exact_token(query[row], keys[row, :, seen], values[row, :, seen], SINK, WINDOW)
+    return torch.cat([whole[: shape.full], local[shape.full :]])
 
 
 CHECK = Check(

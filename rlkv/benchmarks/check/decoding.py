@@ -32,7 +32,8 @@ def run(setting: Setting, found: Findings) -> None:
             realloc_variant(config, f"sparsity {SPARSITY:g}", context, SPARSITY, SINK, WINDOW),
         ]
         for variant in variants:
-            row = _measure(model, variant, rows, config, setting)
+            found.new_peak(setting)
+            row = _measure(model, variant, rows, config)
             found.details.append(row)
             shown = {"tokens/s": row["tokens_per_s"], "GiB": row.get("peak_gib")}
             name = f"{variant.name}, batch {rows}"
@@ -43,14 +44,12 @@ def run(setting: Setting, found: Findings) -> None:
         )
 
 
-def _measure(model: Any, variant: Variant, rows: int, config: TimingConfig, setting: Setting) -> dict[str, Any]:
-    if setting.on_gpu:
-        torch.cuda.reset_peak_memory_stats(setting.device)
+def _measure(model: Any, variant: Variant, rows: int, config: TimingConfig) -> dict[str, Any]:
     take_turn(model, variant, rows, config)
     row = {"cache": variant.name, "batch": rows, "context": variant.context, "ms_per_step": variant.milliseconds()}
     row |= {"tokens_per_s": 1000 * rows / variant.milliseconds(), "kv_bytes": variant.kv_bytes}
-    peak = {"peak_gib": torch.cuda.max_memory_allocated(setting.device) / GIB} if setting.on_gpu else {}
-    return row | peak
+    device = model.device
+    return row | ({"peak_gib": torch.cuda.max_memory_allocated(device) / GIB} if device.type == "cuda" else {})
 
 
 CHECK = Check(

@@ -1,4 +1,4 @@
-"""Local attention written out with an explicit mask, one row and KV head at a time, and how far results are from it."""
+"""Attention written out, with explicit masks, and how far results are from it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def explicit_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tenso
     out = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
     gradients = torch.autograd.grad((out * weight.to(wide)).sum(), (query, key, value))
     return [out.detach(), *gradients]
+
+
+def exact_token(query: Tensor, key: Tensor, value: Tensor, sink: int, window: int) -> Tensor:
+    """Outputs float64 ``[2, H, G, D]`` for the newest of T tokens: of heads that see all, and sinks and window alone.
+
+    Shapes: query ``[H, G, D]``; key, value ``[H, T, D]``.
+    """
+    query, key, value = query.double(), key.double(), value.double()
+    scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
+    position = torch.arange(key.shape[1], device=key.device)
+    dropped = (position >= sink) & (position < len(position) - window)
+    return torch.stack([scores, scores.masked_fill(dropped, -torch.inf)]).softmax(-1) @ value
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -19,7 +19,7 @@ from rlkv.attention.call import MixedCall
 from rlkv.benchmarks.check.explicit import explicit_attention, relative_error, visible_keys
 from rlkv.benchmarks.check.fallback import compiled_graphs, is_dense, is_fallback, why_fallback
 from rlkv.benchmarks.check.one import Check, Findings, Setting
-from rlkv.benchmarks.decode import timed
+from rlkv.benchmarks.turns import timed
 from rlkv.rollout.estimate import GIB, free_memory
 
 MODES = ("grad", "no grad", "inference", "checkpointed")
@@ -111,7 +111,7 @@ def largest_error(found: list[Tensor], wanted: dict[int, list[Tensor]], real_BT:
     )
 
 
-def measure(mode: str, case: Case, tensors: Any, sizes: Sizes, setting: Setting) -> dict[str, Any]:
+def measure(mode: str, case: Case, tensors: Any, sizes: Sizes, setting: Setting, found: Findings) -> dict[str, Any]:
     """A case in one mode: its error, graphs compiled for it and again for the same shape, seconds, and peak bytes.
 
     ``peak_bytes`` are those of attention with a block mask that exists, ``mask_bytes`` of making it too.
@@ -125,20 +125,17 @@ def measure(mode: str, case: Case, tensors: Any, sizes: Sizes, setting: Setting)
     before = compiled_graphs()
     error = largest_error(attend(mode, states, weight, new_call(), sizes), wanted, real)
     once, call = compiled_graphs(), new_call()
-    seconds, mask_bytes = peak_of(setting, partial(attend, mode, states, weight, call, sizes))
-    _, peak_bytes = peak_of(setting, partial(attend, mode, states, weight, call, sizes))
+    seconds, mask_bytes = peak_of(setting, found, partial(attend, mode, states, weight, call, sizes))
+    _, peak_bytes = peak_of(setting, found, partial(attend, mode, states, weight, call, sizes))
     row: dict[str, Any] = {"mode": mode, **asdict(case), "error": error, "seconds": seconds}
     row |= {"compiled": once - before, "recompiled": compiled_graphs() - once}
     return row | {"peak_bytes": peak_bytes, "mask_bytes": mask_bytes}
 
 
-def peak_of(setting: Setting, work: Any) -> tuple[float, int]:
+def peak_of(setting: Setting, found: Findings, work: Any) -> tuple[float, int]:
     """Seconds of ``work()``, and the bytes that it held beyond what was held before; 0 on a CPU."""
-    if not setting.on_gpu:
-        return timed(work, setting.device), 0
-    torch.cuda.reset_peak_memory_stats(setting.device)
-    before = torch.cuda.memory_allocated(setting.device)
-    return timed(work, setting.device), torch.cuda.max_memory_allocated(setting.device) - before
+    before, seconds = found.new_peak(setting), timed(work, setting.device)
+    return seconds, torch.cuda.max_memory_allocated(setting.device) - before if setting.on_gpu else 0
 
 
 def judge(row: dict[str, Any], found: Findings, setting: Setting) -> None:
@@ -166,7 +163,7 @@ def run(setting: Setting, found: Findings, sizes: Sizes | None = None) -> None:
             wanted = wanted_rows(case, states, weight, sizes)
             for mode in MODES:
                 try:
-                    row = measure(mode, case, (states, weight, wanted), sizes, setting)
+                    row = measure(mode, case, (states, weight, wanted), sizes, setting, found)
                 except Exception as error:
                     if not is_fallback(error):
                         raise

@@ -6,7 +6,7 @@ import torch
 
 from rlkv.benchmarks.check.one import Check, Findings, Setting
 from rlkv.benchmarks.check.update import gated_model, plain_score
-from rlkv.benchmarks.decode import timed
+from rlkv.benchmarks.turns import timed
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.decoding import Row
 from rlkv.rollout.gated import Rows

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlkv.benchmarks.check import llama8b
 from rlkv.benchmarks.check.one import Check, Findings, Setting
-from rlkv.benchmarks.decode import timed
+from rlkv.benchmarks.turns import timed
 from rlkv.rollout.estimate import GIB
 from rlkv.training import objective
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix, set_gates
@@ -92,8 +92,7 @@ def run(setting: Setting, found: Findings) -> None:
         moved = (gates_matrix(model) - START).abs()
         wrong = int((~torch.isclose(moved, torch.tensor(RATE), rtol=0.1)).sum())
         found.require(not wrong, f"{length} tokens: {wrong} of {moved.numel()} gates did not move by {RATE}")
-        if setting.on_gpu:
-            torch.cuda.reset_peak_memory_stats(setting.device)
+        found.new_peak(setting)
         found.figures[f"s at {length}"] = timed(partial(update, model, ids, length - length // 8), setting.device)
         if setting.on_gpu:
             found.figures[f"GiB at {length}"] = torch.cuda.max_memory_allocated(setting.device) / GIB

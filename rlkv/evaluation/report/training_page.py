@@ -46,7 +46,7 @@ def training_page(logs: RunLogs, reload_seconds: float | None = None) -> Page:
         if section == "convergence" and frames:
             charts.append(_settled(logs, frames))
         if section == "heads" and frames:
-            charts.append(_by_layer(frames))
+            charts.append(_by_layer(logs, frames))
         if not charts:
             continue
         page.heading(question)
@@ -124,13 +124,13 @@ def _settled(logs: RunLogs, frames: list[_Frame]) -> str:
     return line_chart("Share of today's full heads that were full before", _axis(logs), curves, share=True)
 
 
-def _by_layer(frames: list[_Frame]) -> str:
+def _by_layer(logs: RunLogs, frames: list[_Frame]) -> str:
     layers = frames[0].gates.num_layers
     curves = {
         f"layer {layer}": [(frame.step, frame.gates.alpha[layer].mean().item()) for frame in frames]
         for layer in range(layers)
     }
-    return line_chart("Mean gate of each layer", "optimizer step", curves, share=True)
+    return line_chart("Mean gate of each layer", _axis(logs), curves, share=True)
 
 
 def _heads(page: Page, logs: RunLogs, frames: list[_Frame]) -> None:

@@ -15,8 +15,9 @@ import rlkv.attention.mixed as mixed_attention
 import rlkv.rollout.decoding as rollout_decoding
 from rlkv.benchmarks.check import cached, decoding, evicting, local_attention, mixed, sampling, update
 from rlkv.benchmarks.check.llama8b import FULL, RESERVE_GIB, layers_that_fit
-from rlkv.benchmarks.check.one import Check, Setting, run_one
+from rlkv.benchmarks.check.one import Check, Findings, Setting, run_one
 from rlkv.benchmarks.check.run import CHECKS
+from rlkv.benchmarks.check.twins import compare
 from rlkv.benchmarks.decode import realloc_variant
 from rlkv.cache import HeadReallocationCache
 from rlkv.eviction import TOVA
@@ -140,3 +141,11 @@ def test_torch_transformers_peft_and_triton_are_enough(tmp_path: Any) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("passes after") == 2
+
+
+def test_an_error_that_is_not_a_number_fails_even_where_the_stock_model_has_one() -> None:
+    found = Findings()
+    compare(found, "right", 1e-6, 1e-6)
+    assert not found.problems
+    compare(found, "nan everywhere", torch.inf, torch.inf)
+    assert len(found.problems) == 1
