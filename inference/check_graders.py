@@ -128,10 +128,11 @@ def grader_page(rows: list[Check], code: Check | None) -> Page:
 
 def main() -> None:
     config = parse(GraderConfig, __doc__)
+    programs = load_task("mbpp", config.data, config.code_limit) if config.code else None  # its errors come first
     rows = math_checks(config.data, config.timeout, config.workers)
-    programs = check_code(load_task("mbpp", config.data, config.code_limit)) if config.code else None
-    content = {"math": rows, "code": programs, "timeout": config.timeout}
-    write_checks(config.output_dir, "graders", content, grader_page(rows, programs))
+    code = None if programs is None else check_code(programs)
+    content = {"math": rows, "code": code, "timeout": config.timeout}
+    write_checks(config.output_dir, "graders", content, grader_page(rows, code))
 
 
 if __name__ == "__main__":

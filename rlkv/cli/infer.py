@@ -41,6 +41,7 @@ from rlkv.utils.atomic import write_text
 if TYPE_CHECKING:
     from rlkv.inference.engine import OnText, Reply
     from rlkv.inference.session import InferSession
+    from rlkv.rollout.base import Completion
 
 
 def infer() -> None:
@@ -83,9 +84,9 @@ def _streamed(session: InferSession, decode: Callable[[OnText], Reply], message:
         stream.close()
 
 
-def _cut(reply: Reply) -> str:
-    ended = reply.completion.finish_reason != "length"
-    return "" if ended else f", cut at {len(reply.completion.token_ids)} tokens (--max-new-tokens or the model's limit)"
+def _cut(completion: Completion) -> str:
+    ended = completion.finish_reason != "length"
+    return "" if ended else f", cut at {len(completion.token_ids)} tokens (--max-new-tokens or the model's limit)"
 
 
 def _answer(session: InferSession, prompt: str) -> None:
@@ -100,20 +101,20 @@ def _answer(session: InferSession, prompt: str) -> None:
         write_text(page, html)
         _say(f"kept tokens: {page}")
     if not session.config.compare_full:
-        _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply)}")
+        _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply.completion)}")
         return
     _say("--- full cache:")
     full = _streamed(session, partial(engine.reply, ids, sampling, full=True), prompt)
     print(flush=True)
     same = "the same tokens" if reply.completion == full.completion else "other tokens"
-    _say(f"compressed  {reply.usage.summary()}, {session.heads()}")
-    _say(f"full cache  {full.usage.summary()}, {same}")
+    _say(f"compressed  {reply.usage.summary()}, {session.heads()}{_cut(reply.completion)}")
+    _say(f"full cache  {full.usage.summary()}, {same}{_cut(full.completion)}")
 
 
 def _answer_vllm(session: InferSession, prompt: str) -> None:
     (completion,), usage = session.engine.batch([session.render(prompt)], session.sampling)
     print(completion.text, flush=True)
-    _say(f"{usage.summary()}, {session.heads()}")
+    _say(f"{usage.summary()}, {session.heads()}{_cut(completion)}")
 
 
 def _answer_file(session: InferSession) -> None:
@@ -158,7 +159,7 @@ def _chat_turn(session: InferSession, chat: Any, message: str) -> None:
         return
     print(flush=True)
     note = ", the template rewrote the past: read again" if chat.restarted > restarted else ""
-    _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply)}{note}")
+    _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply.completion)}{note}")
 
 
 def main() -> None:

@@ -110,6 +110,7 @@ class _Batch:
     """Rows that are decoded together: their cache, and the tokens that it does not hold yet."""
 
     def __init__(self, decoding: Decoding, prompts: list[tuple[int, list[int], int]]) -> None:
+        started = time.perf_counter()
         self.decoding, sampling, device = decoding, decoding.sampling, decoding.model.device
         draws: list[list[float]] = [[] for _ in prompts]
         if not sampling.greedy:
@@ -124,6 +125,7 @@ class _Batch:
         self.last = torch.tensor([-1], device=device)
         self.columns = 0
         self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens, [row.index for row in self.rows])
+        self.unpaid = time.perf_counter() - started  # seconds around the steps, which the next one divides among rows
 
     @property
     def num_running(self) -> int:
@@ -152,7 +154,8 @@ class _Batch:
         for row, token, logprob in zip(self.rows, token_R.tolist(), logprob_R.tolist(), strict=True):
             if row.finish_reason is None:
                 self._append(row, int(token), logprob)
-        seconds = (time.perf_counter() - started) / len(running)
+        seconds = (time.perf_counter() - started + self.unpaid) / len(running)
+        self.unpaid = 0.0
         for row in running:
             row.seconds += seconds
         ended = [row for row in running if row.finish_reason is not None]
@@ -189,6 +192,7 @@ class _Batch:
         """Drop the rows that have ended."""
         if self.num_running == len(self.rows):
             return
+        started = time.perf_counter()
         if self.decoding.before_change is not None:
             self.decoding.before_change(self.cache)
         keep = self.running_R.nonzero()[:, 0]
@@ -196,11 +200,13 @@ class _Batch:
         if self.rows:
             self.cache.reorder_cache(keep)  # every kind of cache has it
             self.new_RQ, self.padding_R, self.running_R = self.new_RQ[keep], self.padding_R[keep], self.running_R[keep]
+        self.unpaid += time.perf_counter() - started
 
     def join(self, other: _Batch) -> None:
         """Append the rows of a batch whose prompts have been read."""
         if not other.rows:
             return
+        started = time.perf_counter()
         columns = max(batch.columns - int(batch.padding_R.min()) for batch in (self, other))
         self.cache.join(other.cache, columns)
         padding = [batch.padding_R + columns - batch.columns for batch in (self, other)]
@@ -208,3 +214,4 @@ class _Batch:
         self.padding_R, self.columns = torch.cat(padding), columns
         self.new_RQ = torch.cat([self.new_RQ, other.new_RQ])
         self.running_R = torch.cat([self.running_R, other.running_R])
+        self.unpaid += other.unpaid + time.perf_counter() - started

@@ -114,12 +114,13 @@ def _percent(mean: float, low: float, high: float) -> str:
 
 
 def _cell(summary: Summary) -> Cell:
+    share = summary["kv_bytes"] / summary["kv_bytes_full"]
     if "difference" not in summary:
-        return Cell(_percent(summary["accuracy"], summary["ci_low"], summary["ci_high"]))
+        text = _percent(summary["accuracy"], summary["ci_low"], summary["ci_high"])
+        return Cell(text if summary["method"] == FULL else f"{text} KV {share:.0%}")
     change, low, high = (100 * summary[name] for name in ("difference", "difference_low", "difference_high"))
     sign = sign_of(change, summary["p_value"])
     mark = "" if sign == "same" else "*"
-    share = summary["kv_bytes"] / summary["kv_bytes_full"]
     text = f"{100 * summary['accuracy']:.1f} ({change:+.1f}{mark} [{low:+.1f}, {high:+.1f}]) KV {share:.0%}"
     return Cell(text, sign)
 
@@ -234,6 +235,7 @@ def _settings(config: dict[str, Any]) -> list[str]:
             f"Samples of each problem: {samples}; temperature {config['temperature']:g}, top-p "
             f"{config['top_p']:g}, top-k {config['top_k'] or 'unlimited'}, seed {config['seed']}"
         )
+    first = f"the prompt (at least {config['sink']})" if config["protect_prompt"] else config["sink"]
     window, distinct = config["repetition"]
     prompts = {
         "full": "in full by all heads",
@@ -243,8 +245,8 @@ def _settings(config: dict[str, Any]) -> list[str]:
     stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts continue"
     return [
         f"{how}; new tokens at most: {limits}; {config['batch_size']} texts at once; {config['dtype']}.",
-        f"Without a policy, compressible heads keep {config['sink']} + {config['window']} entries. Prompts are read "
-        f"{prompts[config['prefill']]}.",
+        f"Without a policy, compressible heads keep {first} + {config['window']} entries. Prompts are read "
+        f"{prompts[config['prefill']]}; template of maths tasks: {config['template'] or 'their own'}.",
         f"Repetitive: {window} tokens hold fewer than {distinct} distinct ones; {stopped}.",
         f"{config['processes']} process{'es' if config['processes'] > 1 else ''}.",
     ]

@@ -24,7 +24,7 @@ class TaskOptions(CacheOptions, ModelOptions):
     limit: int | None = None
     """first problems of each task"""
     seed: int = 0
-    """of everything that is drawn"""
+    """of samples and random heads; the drawn problems of tiny and smol are always the same"""
     max_new_tokens: tuple[str, ...] = ()
     """N, or TASK=N for single tasks; default: the tasks' published limits"""
     template: str | None = None
@@ -56,7 +56,7 @@ class TaskOptions(CacheOptions, ModelOptions):
     def problems(self, template: str | None) -> list[tuple[EvalTask, list[EvalProblem]]]:
         """Every task with its problems."""
         tasks = find_tasks(self.tasks, self.data)
-        return [(task, load_task(task.name, self.data, self.limit, self.seed, template)) for task in tasks]
+        return [(task, load_task(task.name, self.data, self.limit, template)) for task in tasks]
 
 
 def number_for(task: str, values: Sequence[str], option: str) -> int | None:

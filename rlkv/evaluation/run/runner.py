@@ -26,6 +26,7 @@ from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.evaluation.run.background import Background
 from rlkv.evaluation.stats.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
+from rlkv.evaluation.tasks.letters import THINKING
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import check_positive
@@ -59,7 +60,7 @@ class RunSettings:
         cache: what compressible heads keep.
         sampling: of each unit; its seed numbers the run.
         num_samples: samples per problem.
-        batch_size: units decoded together.
+        batch_size: units decoded together, which rows do not depend on.
         rule: what counts as repetitive; with ``stop_repetitive`` such texts are ended.
         planned: for each problem the length of a text, of which the policy's ratio is taken from the start, in place
             of the tokens read so far.
@@ -91,7 +92,7 @@ class RunSettings:
     def fingerprint(self) -> dict[str, Any]:
         """All settings that rows depend on."""
         policy = self.cache.eviction
-        left_out = ("rank", "ranks", *(["planned"] if self.planned is None else []))
+        left_out = ("rank", "ranks", "batch_size", *(["planned"] if self.planned is None else []))
         compared = {name: value for name, value in asdict(self).items() if name not in left_out}
         cache = asdict(self.cache) | {"eviction": policy.describe() if policy else None}
         if not self.cache.protect_prompt:  # rows that were measured before there was the setting stay valid
@@ -106,9 +107,15 @@ def render_problems(
 
     def render(problem: EvalProblem) -> Problem:
         prompt = render_prompt(tokenizer, problem.prompt, "plain")
-        return Problem(problem.id, prompt, lambda text: task.grade(text, problem), f"{problem.answer}{problem.meta}")
+        opened = THINKING if prompt.rstrip().endswith(THINKING) else ""  # by the chat template
+        grade = partial(_grade, task, problem, opened)
+        return Problem(problem.id, prompt, grade, f"{problem.answer}{problem.meta}")
 
     return [render(problem) for problem in problems]
+
+
+def _grade(task: EvalTask, problem: EvalProblem, opened: str, text: str) -> bool:
+    return task.grade(opened + text, problem)
 
 
 def run_method(
@@ -153,7 +160,8 @@ def run_method(
     run = _Run(engine, problems, settings)
     compared = run.fingerprint(facts)
     found = [row for file in earlier for row in read_store(file, KEY, compared)]
-    with open_store(rows_file, compared, KEY, {"commit": commit()}) as store:
+    recorded = {"commit": commit(), "batch_size": settings.batch_size}
+    with open_store(rows_file, compared, KEY, recorded) as store:
         kept = {(row["key"], row["sample"]): row for row in [*found, *store.rows]}
         done = {key: kept[key] for key in map(run.key, run.units) if key in kept}
         right = sum(row["correct"] for row in done.values())

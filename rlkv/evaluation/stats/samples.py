@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import binomtest
 
-from rlkv.evaluation.stats.metrics import AT_ONCE, RESAMPLES, Estimate, Floats, unseen_interval
+from rlkv.evaluation.stats.metrics import AT_ONCE, RESAMPLES, Estimate, Floats, mean_with_interval, unseen_interval
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def ratio_with_interval(parts: Sequence[int], wholes: Sequence[int]) -> Estimate
 
     Such as the right ones among the terminated texts, whose number differs between problems.  Resamples without any
     are left out.  Where all problems have one ratio, the interval is that of
-    :func:`rlkv.evaluation.stats.metrics.unseen_interval`.
+    :func:`rlkv.evaluation.stats.metrics.unseen_interval`.  Wholes of at most 1 make it the mean of 0s and 1s, with
+    Wilson's interval.
 
     Returns:
         None if all ``wholes`` are 0; ``n`` counts the problems where it is not.
@@ -60,6 +61,8 @@ def ratio_with_interval(parts: Sequence[int], wholes: Sequence[int]) -> Estimate
     n = int(counted.sum())
     if n == 0:
         return None
+    if whole_P.max() <= 1:
+        return mean_with_interval(part_P[counted])
     ratio = float(part_P.sum() / whole_P.sum())
     if np.ptp(part_P[counted] / whole_P[counted]) == 0:
         return Estimate(ratio, *unseen_interval(ratio, n, least=0.0), n)

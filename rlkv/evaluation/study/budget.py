@@ -57,11 +57,16 @@ class Budget(Analysis):
     def settings(self, study: Study) -> Metrics:
         config = study.config
         sizes = {name: getattr(config, name) for name in ("head_share", "buffer", "observation", "extra")}
-        return {"first": study.first.name, "savings": list(config.savings), "policies": list(config.policies), **sizes}
+        return {
+            "first": study.first.name,
+            "savings": config.each("savings"),
+            "policies": list(config.policies),
+            **sizes,
+        }
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)
-        outcomes: dict[float, dict[str, Outcome]] = {saved: {} for saved in study.config.savings}
+        outcomes: dict[float, dict[str, Outcome]] = {saved: {} for saved in study.config.each("savings")}
         rows: dict[str, Metrics] = {}
         for match in self._matched(study, task):
             row = rows.setdefault(match.method, {"heads": match.heads, "savings": []})

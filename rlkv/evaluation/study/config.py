@@ -87,9 +87,13 @@ class StudyConfig(TaskOptions):
             raise ValueError("--gates needs at least one NAME=FILE")
         _ = self.gates_files, self.ablation_files
 
+    def each(self, name: str) -> list[float]:
+        """The values of a field, each once, in the order given."""
+        return list(dict.fromkeys(getattr(self, name)))
+
     def levels(self, name: str) -> tuple[float, ...]:
         """The sparsities above 0 of a field, each once, in the order given."""
-        return tuple(dict.fromkeys(value for value in getattr(self, name) if value > 0))
+        return tuple(value for value in self.each(name) if value > 0)
 
     def ascending(self, name: str) -> tuple[float, ...]:
         """The sparsities above 0 of a field, each once, from the lowest on."""

@@ -135,7 +135,7 @@ def matched_methods(study: Study, task: str) -> list[Match]:
     """
     lengths = study.measurements.text_lengths(task, study.full(task))
     cache = study.measurements.tasks[task].settings.cache
-    targets = {saved: ByteTarget(1 - saved, study.entry_size, lengths, cache) for saved in study.config.savings}
+    targets = {saved: ByteTarget(1 - saved, study.entry_size, lengths, cache) for saved in study.config.each("savings")}
     return [
         Match(method, heads, saved, conditions)
         for saved, target in targets.items()

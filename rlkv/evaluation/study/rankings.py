@@ -50,13 +50,10 @@ class Ranking:
     def without_top(self, heads: int) -> list[HeadAllocation]:
         """For each seed, the allocation in which only the *last* ``heads`` of its order are compressible.
 
-        Those are the heads that the ranking considers most needed.  Heads that an order leaves out, since it stops
-        early, are needed more than the others: they count as last, in the model's order.
+        Those are the heads that the ranking considers most needed.
         """
-        layers, heads_per_layer = self.shape
-        every = list(product(range(layers), range(heads_per_layer)))
-        orders = [(*order, *(head for head in every if head not in order)) for order in self.orders]
-        return [HeadAllocation.from_order(order[::-1], *self.shape, heads / len(every)) for order in orders]
+        share = heads / (self.shape[0] * self.shape[1])
+        return [HeadAllocation.from_order(order[::-1], *self.shape, share) for order in self.orders]
 
 
 def group_by_name(items: Sequence[str], option: str, taken: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -97,7 +94,7 @@ def reference_rankings(shape: ModelShape, truth: dict[str, Any] | None, random_d
 
 
 def elimination_order(truth: dict[str, Any]) -> list[tuple[int, int]]:
-    """(layer, head), first the head that can go first; an elimination that stopped early leaves out the most needed."""
+    """(layer, head), first the head that can go first."""
     return [(step["layer"], step["head"]) for step in truth["elimination"]]
 
 
@@ -105,22 +102,20 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
     """A ground-truth file, whole.
 
     Raises:
-        ValueError: if it is not such a file, names a head twice, or one that a model of this shape does not have, or
-            unless it has a number for the accuracy lost by each head.
+        ValueError: if it is not such a file, does not name every head of a model of this shape once, or has no number
+            for the accuracy lost by each head.
     """
     try:
         truth: dict[str, Any] = json.loads(path.read_text())
         order = elimination_order(truth)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--oracle {path} is not a ground-truth file with an elimination order ({error})") from None
-    if not all(0 <= layer < shape.num_layers and 0 <= head < shape.num_kv_heads for layer, head in order):
-        raise ValueError(
-            f"--oracle {path} names heads that a model with {shape.num_layers} layers x {shape.num_kv_heads} KV "
-            "heads does not have"
-        )
-    if len(set(order)) < len(order):
-        raise ValueError(f"--oracle {path} eliminates a head twice: every head can go once")
     size = (shape.num_layers, shape.num_kv_heads)
+    if sorted(order) != list(product(*map(range, size))):
+        raise ValueError(
+            f"--oracle {path} must eliminate each head of a model with {size[0]} layers x {size[1]} KV heads once: "
+            "measure it with inference/tiny_ground_truth.py"
+        )
     try:
         lost = np.array(truth.get("accuracy_lost_by_single_head"))
     except ValueError:  # lists of different lengths
@@ -136,11 +131,10 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
 def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:
     """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the gates keep full too.
 
-    A correlation is None where all gates are equal.  Heads that the elimination of ``truth`` (a ground-truth file)
-    leaves out are needed most: all share the place after its last.
+    A correlation is None where all gates are equal.  ``truth``: a ground-truth file.
     """
     order = elimination_order(truth)
-    position = torch.full_like(gates.alpha, len(order))
+    position = torch.zeros_like(gates.alpha)
     for place, head in enumerate(order):
         position[head] = place
     oracle = HeadAllocation.from_order(order, gates.num_layers, gates.num_kv_heads, 0.5)

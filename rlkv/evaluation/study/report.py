@@ -76,10 +76,11 @@ def write_report(
 def _write_findings(page: Page, content: dict[str, Any]) -> None:
     page.heading("What the study finds")
     for task, full in content["full_cache"].items():
+        measured = sum(condition["task"] == task for condition in content["conditions"])
         page.paragraph(
             f"{task}: {full['n']} problems, of which the full cache solves {round(full['accuracy'] * full['n'])} "
-            f"({full['accuracy']:.3f}), decoded greedily. {len(content['conditions'])} different conditions were "
-            "measured."
+            f"({full['accuracy']:.3f}), decoded greedily. {measured} different conditions were measured, each draw of "
+            "random heads counted as one."
         )
     lines = [line for lines in content["findings"].values() for line in lines]
     page.bullets(lines or ["The requested analyses have no findings."])

@@ -63,7 +63,7 @@ class EvalTask:
         parse: a row (fields, where it stands, its number) in the terms of the task.
         grade: whether a completion is right.
         select: which rows belong to the task.
-        draw: ``(number, seed)`` to fresh rows, for a task without data.
+        draw: that many held-out rows, for a task without data.
     """
 
     name: str
@@ -76,7 +76,7 @@ class EvalTask:
     parse: Callable[[dict[str, Any], str, int], ParsedRow]
     grade: Callable[[str, EvalProblem], bool]
     select: Callable[[Iterable[Row]], list[Row]] = list
-    draw: Callable[[int, int], list[Row]] | None = None
+    draw: Callable[[int], list[Row]] | None = None
 
     def problems(self, rows: Iterable[Row]) -> list[EvalProblem]:
         """The problems of ``rows``; a ``ValueError`` if a row is broken, or two rows have one id."""

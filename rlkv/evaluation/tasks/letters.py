@@ -12,7 +12,7 @@ import re
 
 from rlkv.verifier.verifier import last_box
 
-THINKING_END = "</think>"
+THINKING, THINKING_END = "<think>", "</think>"
 MAX_NESTED = 8
 
 # LaTeX and Markdown that may stand around a letter
@@ -76,8 +76,9 @@ _TWO_IN_BOX = re.compile(r"^\W*[A-J]\W*(?:,|/|&|\band\b|\bor\b)\W*[A-J]\W*$")
 
 
 def after_thinking(text: str) -> str:
-    """What follows the thoughts of a reasoning model; all of the text if it has no end of thoughts."""
-    return text.rpartition(THINKING_END)[2]
+    """What follows the thoughts of a reasoning model: all of the text if it has none, nothing if they do not end."""
+    _, end, rest = text.rpartition(THINKING_END)
+    return rest if end or THINKING not in text else ""
 
 
 def extract_letter(text: str, num_options: int) -> str | None:

@@ -68,7 +68,7 @@ def math_task(
     ids: Names = ("id",),
     max_new_tokens: int = 8192,
     template: str = MATH_TEMPLATE,
-    draw: Callable[[int, int], list[Row]] | None = None,
+    draw: Callable[[int], list[Row]] | None = None,
 ) -> EvalTask:
     """A task whose answers the verifier compares; its name is enough where problems are in a local file.
 
@@ -81,14 +81,18 @@ def math_task(
     return EvalTask(name, "math", template, max_new_tokens, file or name, fields, hub, parse, grade_math, draw=draw)
 
 
-def draw_tiny(number: int, seed: int) -> list[Row]:
-    """Fresh problems of the tiny task."""
-    return [(f"tiny problem {i}", dict(row)) for i, row in enumerate(tiny_problems(number, seed), start=1)]
+HELD_OUT_SEED = 2_000_003  # curricula are drawn with other seeds
 
 
-def draw_smol(number: int, seed: int) -> list[Row]:
-    """Fresh problems of the built-in language model's task."""
-    return [(f"smol problem {i}", dict(row)) for i, row in enumerate(smol_problems(number, seed, 4, 10), start=1)]
+def draw_tiny(number: int) -> list[Row]:
+    """Held-out problems of the tiny task."""
+    return [(f"tiny problem {i}", dict(row)) for i, row in enumerate(tiny_problems(number, HELD_OUT_SEED), start=1)]
+
+
+def draw_smol(number: int) -> list[Row]:
+    """Held-out problems of the built-in language model's task."""
+    drawn = smol_problems(number, HELD_OUT_SEED, 4, 10)
+    return [(f"smol problem {i}", dict(row)) for i, row in enumerate(drawn, start=1)]
 
 
 MATHS = (

@@ -51,7 +51,7 @@ def trained_template(gates: Iterable[HeadGates]) -> str | None:
 
 
 def load_task(
-    name: str, path: str | Path | None = None, limit: int | None = None, seed: int = 0, template: str | None = None
+    name: str, path: str | Path | None = None, limit: int | None = None, template: str | None = None
 ) -> list[EvalProblem]:
     """The problems of a task, in the order of its data.
 
@@ -60,7 +60,6 @@ def load_task(
             ``gsm8k_test.jsonl``); None: the hub's copy.  ``tiny`` is drawn unless a file is given.
         limit: use only the first N problems; for ``tiny``, how many are drawn (400).
         template: a name in :data:`rlkv.models.prompts.TEMPLATES` for a maths task; None: the task's own.
-        seed: of the draw of ``tiny``; the sample of MMLU-Pro is always the same.
 
     Raises:
         ValueError: if the task is unknown, its data absent or unreachable, or a row broken.
@@ -72,7 +71,7 @@ def load_task(
         raise ValueError(f"limit must be at least 1, got {limit}")
     source = None if path is None else Path(path).expanduser()
     if task.draw is not None and (source is None or source.is_dir()):
-        rows: Iterable[Row] = task.draw(limit or DRAWN, seed)
+        rows: Iterable[Row] = task.draw(limit or DRAWN)
     elif source is not None:
         rows = read_rows(str(_local_file(task, source)))
     elif task.hub is not None:

@@ -27,7 +27,7 @@ CONFIG = {
         "batch_size": 8,
         "dtype": "torch.bfloat16",
     },
-    **{"repetition": (400, 40), "stop_repetitive": False, "processes": 1},
+    **{"repetition": (400, 40), "stop_repetitive": False, "processes": 1, "template": None, "protect_prompt": False},
 }
 
 
@@ -193,3 +193,17 @@ def test_random_heads_are_said_to_be_one_draw() -> None:
     said = "random-heads is one draw of heads (seed 0)"
     assert any(isinstance(b, Paragraph) and b.text.startswith(said) for b in found.blocks)
     assert not any(isinstance(b, Paragraph) and "one draw" in b.text for b in page().blocks)
+
+
+def test_what_compressible_heads_keep_and_the_template_are_stated() -> None:
+    def stated(**changed: Any) -> str:
+        names = ["random-heads@0.4"]
+        summaries = [summarize("aime24", name, rows(15, 30), None) for name in names]
+        parsed = [parse_method(name, []) for name in names]
+        return evaluation_page(parsed, summaries, provenance(), {**CONFIG, **changed}).markdown(Path())
+
+    assert "compressible heads keep 16 + 64 entries." in stated()
+    text = stated(protect_prompt=True, template="boxed")
+    assert "compressible heads keep the prompt (at least 16) + 64 entries." in text
+    assert "template of maths tasks: boxed." in text
+    assert "50.0 [33.2, 66.8] KV 61%" in text  # also without the full cache next to it

@@ -15,8 +15,10 @@ import torch
 from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.evaluation.run import runner
-from rlkv.evaluation.run.runner import Problem, RunSettings, run_method
+from rlkv.evaluation.run.runner import Problem, RunSettings, render_problems, run_method
 from rlkv.evaluation.stats.metrics import RepetitionRule
+from rlkv.evaluation.tasks.base import EvalProblem
+from rlkv.evaluation.tasks.registry import TASKS
 from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
@@ -142,8 +144,10 @@ def test_other_settings_are_refused_by_name(model_and_tokenizer, tmp_path: Path)
     before = (tmp_path / "rows.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"\(data\)"):
         run(model_and_tokenizer, tmp_path / "rows.jsonl", data="b")
-    with pytest.raises(ValueError, match=r"\(batch_size\).*3.*2"):
-        run(model_and_tokenizer, tmp_path / "rows.jsonl", replace(GREEDY, batch_size=2), data="a")
+    # as after a lack of memory
+    run(
+        model_and_tokenizer, tmp_path / "rows.jsonl", replace(GREEDY, batch_size=2), data="a"
+    )  # as after a lack of memory
     other = replace(GREEDY, cache=CacheSettings(eviction=RKV(budget=40)))
     with pytest.raises(ValueError, match=r"\(cache.eviction, cache.sink, cache.window\)"):
         run(model_and_tokenizer, tmp_path / "rows.jsonl", other, data="a")
@@ -232,8 +236,8 @@ def test_another_number_of_processes_takes_the_rows_over(model_and_tokenizer, tm
     ]
     check_same_rows([row for part in parts for row in part], want)
     assert not any((tmp_path / f"rows-{rank}-of-3.jsonl").read_text() for rank in range(3))
-    other = replace(GREEDY, batch_size=2)
-    with pytest.raises(ValueError, match=r"rows-0-of-2.jsonl.*\(batch_size\)"):
+    other = replace(GREEDY, sampling=SamplingParams(61))
+    with pytest.raises(ValueError, match=r"rows-0-of-2.jsonl.*\(sampling.max_new_tokens\)"):
         run_method(
             model, tokenizer, problems(tokenizer), HALF, other, tmp_path / "new.jsonl", {}, lambda *_: None, [first]
         )
@@ -273,3 +277,13 @@ def test_bytes_of_a_row_are_its_own(model_and_tokenizer, tmp_path: Path) -> None
     made = json.loads(settings_path(tmp_path / "full.jsonl").read_text())
     assert made["settings"]["libraries"]["rlkv"]
     assert "commit" in made["recorded"]
+
+
+def test_thoughts_that_a_chat_template_opens_are_not_graded(model_and_tokenizer) -> None:
+    tokenizer = copy.deepcopy(model_and_tokenizer[1])
+    problem = EvalProblem("a", "Which?", "B", {"options": ["1", "2", "3", "4"]})
+    for ending, cut_in_thoughts in (("", True), ("<think>\n", False)):
+        tokenizer.chat_template = "{{ messages[0].content }}" + ending
+        (rendered,) = render_problems(TASKS["gpqa_diamond"], [problem], tokenizer)
+        assert rendered.grade("The answer is B. Wait,") is cut_in_thoughts
+        assert rendered.grade("The answer is A. </think> The answer is B.")

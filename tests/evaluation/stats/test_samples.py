@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rlkv.evaluation.stats.metrics import paired_difference, unseen_interval
+from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference, unseen_interval, wilson_interval
 from rlkv.evaluation.stats.samples import ratio_with_interval, sign_test, strict_scores
 
 
@@ -70,3 +70,10 @@ def test_ratios_without_spread() -> None:
     found = ratio_with_interval([4, 2, 0], [4, 2, 0])
     assert found is not None
     assert (found.low, found.high) == unseen_interval(1.0, 2, least=0.0)
+
+
+def test_one_text_of_each_problem_is_right_or_wrong() -> None:
+    found = ratio_with_interval([1, 1, 0, 0], [1, 1, 1, 0])
+    assert found == mean_with_interval([1.0, 1.0, 0.0])
+    assert found is not None
+    assert (found.low, found.high) == wilson_interval(2, 3)

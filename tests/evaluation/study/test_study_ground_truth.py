@@ -17,11 +17,12 @@ TRUTH = {
     "elimination": [{"layer": i // 2, "head": i % 2} for i in (3, 1, 0, 2)],
     "accuracy_lost_by_single_head": [[0.3, 0.1], [0.4, 0.0]],
 }
+ORDER = [(0, 1), (1, 2), (0, 0), (1, 0), (1, 1), (0, 2)]
 LOST: list[list[object]] = [[0.1, 0.0, 0.2], [0.3, -0.1, 0]]
 
 
 def truth_file(folder: Path, **content: object) -> Path:
-    steps = [{"layer": 0, "head": 1}, {"layer": 1, "head": 2}]
+    steps = [{"layer": layer, "head": head} for layer, head in ORDER]
     (folder / "t.json").write_text(json.dumps({"elimination": steps, **content}))
     return folder / "t.json"
 
@@ -29,7 +30,7 @@ def truth_file(folder: Path, **content: object) -> Path:
 def test_a_ground_truth_is_read_whole(tmp_path: Path) -> None:
     found = read_truth(truth_file(tmp_path, accuracy_lost_by_single_head=LOST), SHAPE)
     assert found["accuracy_lost_by_single_head"] == LOST
-    assert elimination_order(found) == [(0, 1), (1, 2)]
+    assert elimination_order(found) == ORDER
 
 
 @pytest.mark.parametrize("lost", [None, 3, [], LOST[:1], [[0.1, 0.2], [0.3, 0.4]], [LOST[0], ["a", 0, 0]], [1, 2]])
@@ -38,9 +39,11 @@ def test_a_ground_truth_without_single_heads_is_refused(tmp_path: Path, lost: ob
         read_truth(truth_file(tmp_path, accuracy_lost_by_single_head=lost), SHAPE)
 
 
-def test_a_head_goes_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--oracle.*twice"):
-        read_truth(truth_file(tmp_path, elimination=[{"layer": 0, "head": 1}] * 2), SHAPE)
+@pytest.mark.parametrize("order", [ORDER[:5], [*ORDER, (0, 1)], [*ORDER[:5], (0, 1)], [*ORDER[:5], (2, 0)]])
+def test_each_head_goes_once(tmp_path: Path, order: list[tuple[int, int]]) -> None:
+    steps = [{"layer": layer, "head": head} for layer, head in order]
+    with pytest.raises(ValueError, match=r"--oracle.*each head of a model with 2 layers x 3 KV heads once"):
+        read_truth(truth_file(tmp_path, elimination=steps), SHAPE)
 
 
 def test_same_order_and_reverse_order() -> None:
@@ -52,11 +55,3 @@ def test_same_order_and_reverse_order() -> None:
 
 def test_equal_gates_have_no_correlation() -> None:
     assert agreement(HeadGates(alpha=torch.ones(2, 2)), TRUTH)["spearman_single_head"] is None
-
-
-def test_heads_that_an_elimination_leaves_out_are_needed_most() -> None:
-    early = {**TRUTH, "elimination": TRUTH["elimination"][:2]}
-    # positions 2, 1, 2, 0: the two that stay full share the last place
-    found = agreement(HeadGates(alpha=torch.tensor([[0.9, 0.2], [0.9, 0.0]])), early)
-    assert found["spearman_elimination"] == pytest.approx(1.0)
-    assert found["overlap_at_0.5"] == 1.0

@@ -55,13 +55,6 @@ def test_seeds_that_agree_are_counted_once() -> None:
     assert len({Condition("tiny", none, policy).key for policy in (None, RKV(budget=64), RKV(budget=65))}) == 3
 
 
-def test_heads_that_an_order_leaves_out_are_the_most_needed() -> None:
-    found = Ranking("oracle", SHAPE, (((1, 0), (0, 1), (0, 0)),))
-    assert compressible(found.allocations(0.5)[0]) == [0, 1, 3]
-    assert compressible(found.without_top(3)[0]) == [2, 4, 5]
-    assert compressible(found.without_top(4)[0]) == [0, 2, 4, 5]
-
-
 def test_references() -> None:
     order = [(1, 2), (0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
     truth = {"elimination": [{"layer": layer, "head": head} for layer, head in order]}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlkv.evaluation.tasks.letters import extract_letter
+from rlkv.evaluation.tasks.letters import after_thinking, extract_letter
 
 OPTIONS = "A: 3 m/s\nB: 4 m/s\nC: 5 m/s\nD: 6 m/s"
 
@@ -117,3 +117,10 @@ def test_long_texts_take_no_time(text: str) -> None:
     started = time.monotonic()
     extract_letter(text, 10)
     assert time.monotonic() - started < 60  # seconds where reading is linear, minutes where it is not
+
+
+def test_thoughts_that_do_not_end_hold_no_answer() -> None:
+    assert after_thinking("<think> The answer is B. </think> It is C.") == " It is C."
+    assert after_thinking("The answer is B. </think> It is C.") == " It is C."
+    assert extract_letter("<think> The answer is B. Wait, let me check", 4) is None
+    assert extract_letter("The answer is B.", 4) == "B"

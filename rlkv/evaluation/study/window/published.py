@@ -51,11 +51,13 @@ def write_published_sweeps(page: Page, model: str, grid: Grid, tasks: dict[str, 
         rows.append(
             [f"published: {name.rpartition('/')[2]} ({where.partition(',')[0]})", task, f"{AT:g}", full_value, *shown]
         )
+    own = (grid.base.sink, grid.base.window)
+    differ = "" if own == (16, 64) else f" This study's base sizes are {grid.base}, the authors' 16 + 64."
     page.table(
         ["model", "task", "s", "full cache", *(f"sizes x {factor}" for factor in FACTORS)],
         rows,
         "Accuracy in percent by sinks + window without a protected prompt; brackets: 95% intervals, which "
-        "nothing published has. The base sizes of this study are a model's own and differ from the authors' 16 + 64.",
+        f"nothing published has.{differ}",
     )
     page.bullets(list(dict.fromkeys(sources)))
 

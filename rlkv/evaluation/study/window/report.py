@@ -52,7 +52,8 @@ def recommendation_text(metrics: Metrics) -> str:
     if found is None:
         return f"Recommended: none, no setting of the grid is {rule}."
     accuracy = ", ".join(
-        f"{task} {value:.3f} (full cache {found['full'][task]:.3f}) with {found['share'][task]:.1%} of the bytes"
+        f"{task} {value:.3f} (full cache {found['full'][task]:.3f}, n = {metrics['tasks'][task]['full']['n']}) with "
+        f"{found['share'][task]:.1%} of the bytes"
         for task, value in found["accuracy"].items()
     )
     by_sparsity = [

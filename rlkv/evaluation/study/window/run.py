@@ -85,7 +85,7 @@ def _write_gates(config: WindowConfig, file: Path, grid: Grid, metrics: Metrics)
         raise ValueError(
             f"no setting is recommended, so {file} is not written: allow more with --margin, or give a --byte-budget"
         )
-    summary = {name: found[name] for name in ("name", "sparsity", "accuracy", "full", "share")}
+    summary = {name: found[name] for name in ("name", "sparsity", "accuracy", "full", "share", "held_out")}
     sizes = Sizes(**found["sizes"])
     replace(
         grid.gates,
