@@ -66,7 +66,7 @@ class CompareConfig:
 
 def train(config: CompareConfig, engine: str, seed: int, curriculum: Path) -> Path:
     """The folder of one run, made in a process of its own unless it is finished; ``ValueError`` if it fails."""
-    folder = config.runs / f"{engine}-{seed}-{config.steps}-{config.max_definitions}"
+    folder = config.runs / f"{engine}-{seed}-{config.steps}-{config.num_problems}-{config.max_definitions}"
     options = {
         "config": "tiny",
         "curriculum": curriculum,

@@ -41,6 +41,7 @@ from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, draw_length, draw_p
 from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.training.checkpoints import load_tensors, save_tensors
 from rlkv.utils.atomic import write_json
+from rlkv.utils.jsonl import read_log, write_jsonl
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import hardware_line
 
@@ -77,6 +78,12 @@ class PretrainConfig:
     """initial weights and problems"""
     device: str = "auto"
     """auto, cpu or cuda"""
+
+    @property
+    def recipe(self) -> dict[str, int]:
+        """What the weights depend on."""
+        names = ("steps", "specialise_steps", "tokens_per_step", "seed")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def total_steps(self) -> int:
@@ -193,8 +200,9 @@ def pretrain(
     first = 0
     if checkpoint.exists():
         state = load_tensors(checkpoint)
-        if state["seed"] != config.seed:
-            raise ValueError(f"{checkpoint} is of --seed {state['seed']}: choose another --work-dir for {config.seed}")
+        if state["recipe"] != config.recipe:
+            before = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in state["recipe"].items())
+            raise ValueError(f"{checkpoint} is of {before}: give the same, or another --work-dir")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -219,7 +227,7 @@ def pretrain(
             optimizer.zero_grad()
         if (step + 1) % config.checkpoint_every == 0:
             saved = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
-            save_tensors(checkpoint, {**saved, "step": step + 1, "seed": config.seed})
+            save_tensors(checkpoint, {**saved, "step": step + 1, "recipe": config.recipe})
         on_step(step, loss.item())
     if local_heads is not None:
         local_heads.remove()
@@ -232,17 +240,17 @@ def main() -> None:
     model = build_model(tokenizer, config.seed)
     torch.nn.Module.to(model, resolve_device(config.device))
     config.work_dir.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    with (
-        progress_bar("pretraining", "steps", config.total_steps) as bar,
-        (config.work_dir / "log.jsonl").open("a", buffering=1) as log,
-    ):
+    started, log = time.monotonic(), config.work_dir / "log.jsonl"
+    with progress_bar("pretraining", "steps", config.total_steps) as bar:
 
         def on_step(step: int, loss: float) -> None:
             if not bar.done:
                 bar.resume(step)
+                # a killed run may have gone on beyond its checkpoint
+                write_jsonl(log, [known for known in read_log(log) if known["step"] < step] if log.exists() else [])
             bar.update(step + 1, note=f"loss {loss:.4f}")
-            log.write(json.dumps({"step": step, "loss": loss}) + "\n")
+            with log.open("a") as file:
+                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
 
         pretrain(model, tokenizer, config, on_step, config.work_dir / "checkpoint.pt")
     model.save_pretrained(config.output_dir)

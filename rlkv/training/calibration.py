@@ -34,11 +34,11 @@ def measure_rates(settings: RLKVSettings, args: GateTrainingArguments) -> Rates:
         settings: with the engine and sizes that a plan has chosen.
 
     Raises:
-        ValueError: with rollout servers or sharded weights, whose pace is not one process's.
+        ValueError: with several processes, rollout servers or sharded weights, whose pace is not one process's.
     """
-    if settings.rollout == "vllm-server" or is_sharded(args):
+    if settings.rollout == "vllm-server" or is_sharded(args) or args.world_size > 1:
         raise ValueError(
-            "plan_measured times one process, and --rollout vllm-server or sharded weights need others: leave it out"
+            "plan_measured times one process: leave it out with several, --rollout vllm-server or sharded weights"
         )
     base, tokenizer = load_model(settings.model, dtype=settings.dtype, device=str(args.device))
     add_fused_lm_head(base)

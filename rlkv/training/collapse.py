@@ -89,5 +89,5 @@ def _skipped(last: dict[str, Any]) -> Alert | None:
         return None
     return Alert(
         "Steps were left out",
-        f"The gradients of {number} of {last['step']} steps were not finite; nonfinite_step_*.pt has their batches.",
+        f"The gradients of {number} of {last['step']} steps were not finite; nonfinite_step_*.pt has such batches.",
     )

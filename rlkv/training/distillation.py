@@ -12,6 +12,7 @@ before a token, which predicts it (the published code takes the token's own posi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -147,6 +148,11 @@ class Distiller:
         l1 = torch.cat(self.gates).mean()
         (settings.l1_weight * l1).backward()
         norm = torch.cat([gate.grad for gate in self.gates if gate.grad is not None]).norm().item()
+        if not math.isfinite(norm):
+            raise ValueError(
+                f"the gradients of step {self.step + 1} are not finite: try --dtype float32, or resume with the same "
+                "command, which goes on from the last checkpoint"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
         for gate in self.gates:

@@ -44,17 +44,24 @@ class GateLossTrainer(ResumableGRPOTrainer):
         return loss
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, None, None]:
-        """The log-probabilities alone."""
+        """The log-probabilities alone; trl gives a ``batch_size`` for those of a whole rollout, without gradients."""
 
         def score(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
             with self.accelerator.autocast():
                 return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
 
-        # DDP synchronises at every forward: there all processes make exactly one
+        # DDP synchronises at every forward with gradients: there all processes make exactly one
         alone = self.accelerator.num_processes == 1
-        rows = self.settings.forward_rows if alone else len(input_ids)
+        rows = batch_size or (self.settings.forward_rows if alone else len(input_ids))
         return completion_logprobs(score, input_ids, attention_mask, logits_to_keep, rows), None, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:

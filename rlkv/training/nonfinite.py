@@ -62,13 +62,15 @@ class SkipNonFinite(TrainerCallback):
             gate.grad = None
         self.skipped += 1
         self._in_a_row += 1
-        path = self._path(state.global_step, "*")
+        # with several processes only one whose own loss was not finite has written its batch
+        written = [str(path) for path in sorted(self.folder.glob(self._path(state.global_step, "*").name))]
+        where = f" ({', '.join(written)})" if written else ""
         if args.process_index == 0:
-            print(f"step {state.global_step + 1} is left out: its gradients are not finite ({path})", flush=True)
+            print(f"step {state.global_step + 1} is left out: its gradients are not finite{where}", flush=True)
         if self._in_a_row == MOST_IN_A_ROW:
             raise ValueError(
-                f"the gradients of {MOST_IN_A_ROW} steps in a row are not finite: look at {path}, try --dtype float32, "
-                "or resume with the same command, which goes on from the last checkpoint"
+                f"the gradients of {MOST_IN_A_ROW} steps in a row are not finite{where}: try --dtype float32, or "
+                "resume with the same command, which goes on from the last checkpoint"
             )
 
 

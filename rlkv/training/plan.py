@@ -149,7 +149,8 @@ class Plan:
         memory = f" and {settings.rollout_kv_gib:.1f} GiB of KV" if settings.rollout == "vllm" else ""
         short = f"; the GPU is too small by about {self.lacking:.0f} GiB" if self.lacking else ""
         why = f" ({self.why})" if self.why else ""
-        return f"{NAMES[settings.rollout]}{why}, {settings.rollout_rows} rows at once{memory}{short}"
+        rows = "" if settings.rollout == "vllm-server" else f", {settings.rollout_rows} rows at once"
+        return f"{NAMES[settings.rollout]}{why}{rows}{memory}{short}"
 
     def line(self) -> str:
         """What a run prints before it begins."""

@@ -17,7 +17,7 @@ from rlkv.training.early_stop import StopWhenStable
 from rlkv.training.head_gate import gate_shares, gates_matrix
 from rlkv.training.nonfinite import SkipNonFinite
 
-GATE_MEAN, STABLE, SKIPPED = "gate_mean.pt", "stable", "skipped"
+GATE_MEAN, STABLE, SKIPPED, BATCHES = "gate_mean.pt", "stable", "skipped", "batches"
 _MEASURED = (
     *("reward/mean", "reward/std", "reward/zero_spread_share", "penalty/beta_prime", "penalty/value"),
     *("policy/loss", "policy/clip_share"),
@@ -97,7 +97,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
                 state = {"inputs": self._buffered_inputs, "values": self._of_rollout}
                 save_tensors(self._rollout_state(folder), state)
             if main:
-                found = {STABLE: self._stable_state(), SKIPPED: self.skip_nonfinite.state()}
+                found = {STABLE: self._stable_state(), SKIPPED: self.skip_nonfinite.state(), BATCHES: self._step}
                 save_tensors(folder / GATE_MEAN, self.gate_mean.state() | found)
 
     def _rollout_state(self, folder: Path) -> Path:
@@ -109,7 +109,6 @@ class ResumableGRPOTrainer(GRPOTrainer):
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        self._step = self.state.global_step * self.args.gradient_accumulation_steps
         self._load_means(folder)
         if self._rollout_state(folder).exists():
             state = load_tensors(self._rollout_state(folder))
@@ -129,6 +128,8 @@ class ResumableGRPOTrainer(GRPOTrainer):
         state = load_tensors(checkpoint / GATE_MEAN)
         self.gate_mean.load(state)
         self.skip_nonfinite.load(state[SKIPPED])
+        # checkpoints of earlier versions do not say it
+        self._step = state.get(BATCHES, self.state.global_step * self.args.gradient_accumulation_steps)
         if self.stop_when_stable is not None:
             self.stop_when_stable.load(state[STABLE])
 

@@ -67,14 +67,14 @@ def run_config(
     return json.loads(json.dumps(found, default=str))
 
 
-def is_finished(checkpoint: Path, args: GateTrainingArguments, stop: StopWhenStable | None) -> bool:
-    """Whether the checkpoint is the end of its run and no more steps are asked for now."""
+def is_finished(checkpoint: Path, steps: int | None, stop: StopWhenStable | None) -> bool:
+    """Whether the checkpoint is the end of its run and not more ``steps`` are asked for now; None: as many as then."""
     if stop is not None:
         stop.load(load_tensors(checkpoint / GATE_MEAN)[STABLE])
         if stop.ended:
             return True
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    return state.global_step >= max(args.max_steps, state.max_steps if args.max_steps <= 0 else 0)
+    return state.global_step >= (state.max_steps if steps is None else steps)
 
 
 def train_gates(
@@ -96,7 +96,8 @@ def train_gates(
     """
     with not_loading():
         machine = Machine(args.world_size, card_of(args.device), least_free_memory(args))
-        settings = make_plan(settings.with_curriculum(), args, machine).announced()
+        plan = make_plan(settings.with_curriculum(), args, machine)
+        settings = plan.announced()
     curriculum = load_curriculum(settings, args)
     start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
     taught, held_out = hold_out(curriculum, settings.held_out, args)
@@ -129,7 +130,7 @@ def train_gates(
         run.write_config()
     trainer.accelerator.wait_for_everyone()
     run.check_shared()
-    if run.checkpoint is not None and is_finished(run.checkpoint, args, stop):
+    if run.checkpoint is not None and is_finished(run.checkpoint, plan.steps, stop):
         trainer.restore(run.checkpoint)
     else:
         trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))

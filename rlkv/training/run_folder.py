@@ -33,12 +33,13 @@ RESUMABLE_KEYS |= {"run_name", "rollout_servers", "rollout_patience", "rollout_k
 RESUMABLE_KEYS |= {"max_steps", "num_train_epochs", "curriculum", "rollout_rows"}
 RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "target_sparsity", "stable_steps"}
 RESUMABLE_KEYS |= {"plan", "plan_gpus", "plan_measured"}
-RESUMABLE_KEYS |= {"held_out_steps", "sample_steps"}
+RESUMABLE_KEYS |= {"held_out_steps", "sample_steps", "forward_rows"}
 # what a gates file does not say of its training: files of this machine, and what does not belong to the method
 UNPUBLISHED_KEYS = {"curriculum", "haystack", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
 UNPUBLISHED_KEYS |= {"rollout_servers", "save_steps", "image_steps", "sample_steps", "gates_link"}
 UNPUBLISHED_KEYS |= {"plan", "plan_gpus", "plan_measured"}
-UNPUBLISHED_KEYS |= {"rollout_kv_gib", "rollout_rows", "allow_foreign_curriculum"}
+UNPUBLISHED_KEYS |= {"rollout_kv_gib", "rollout_rows", "allow_foreign_curriculum", "forward_rows"}
+UNPUBLISHED_KEYS |= {"rollout_patience", "rollout_eager", "save_total_limit", "held_out_steps"}
 SHARED_SECONDS = 60  # in which a network disk shows what another machine wrote
 
 
@@ -48,10 +49,11 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
     newest = last_checkpoint(folder)
     if noted.exists() and not resume:
         raise ValueError(f"{folder} holds a run already: continue it with --resume true, or take another --output_dir")
-    if newest is None:
-        return None
+    log = folder / LOG
+    if newest is None and not (folder / EXPORTED).exists() and not (log.exists() and log.stat().st_size):
+        return None  # nothing that a new run would overwrite
     if not noted.exists():
-        raise ValueError(f"{folder} holds checkpoints of unknown origin: take another --output_dir")
+        raise ValueError(f"{folder} holds a run of unknown origin: take another --output_dir")
     before = json.loads(noted.read_text())
     differing = [key for key in config if key not in RESUMABLE_KEYS and before.get(key, config[key]) != config[key]]
     if differing:

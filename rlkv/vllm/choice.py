@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from rlkv.vllm.plugin import check_version, is_cpu_build
 from rlkv.vllm.settings import ARCHITECTURES
 
@@ -28,6 +30,8 @@ def choose_engine(asked: str, has_gpu: bool, gated: str | None = None) -> tuple[
         return "hf", str(error)
     if not has_gpu and not is_cpu_build():
         return "hf", "the installed vLLM is built for GPUs, and there is none"
+    if torch.cuda.is_available() and is_cpu_build():  # here, not in a plan for GPUs elsewhere
+        return "hf", "the installed vLLM is built for CPUs, and there is a GPU"
     if gated is not None and gated not in ARCHITECTURES:
         return "hf", f"rollouts of vLLM serve {', '.join(ARCHITECTURES)}, not {gated}"
     return "vllm", ""

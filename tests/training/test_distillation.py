@@ -185,3 +185,12 @@ def test_logits_that_are_changed_after_the_head_are_refused() -> None:
     model.forward = scaled  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="--data recall"):
         check_head(model, range(3, 20))
+
+
+def test_gradients_that_are_not_finite_end_the_run_and_leave_the_gates() -> None:
+    distiller = make_distiller("distance")
+    before = gates_matrix(distiller.model).clone()
+    distiller.base.get_decoder().layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="gradients of step 1 are not finite"):
+        distiller.train_step(random_samples(2))
+    assert torch.equal(gates_matrix(distiller.model), before)

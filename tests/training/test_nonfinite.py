@@ -53,7 +53,7 @@ def test_three_in_a_row_end_the_run_which_can_be_resumed(
 ) -> None:
     expected = random_run.run(tmp_path / "whole")
     spoil(2, 3, 4)
-    with pytest.raises(ValueError, match=r"3 steps in a row are not finite: look at .*step_000004_\*.pt"):
+    with pytest.raises(ValueError, match=r"3 steps in a row are not finite \(.*step_000004_0.pt\)"):
         random_run.run(tmp_path / "run", ["--save_steps", "100"])
     monkeypatch.undo()
     assert torch.equal(random_run.run(tmp_path / "run").alpha, expected.alpha)

@@ -80,3 +80,10 @@ def test_learning_rate_and_curriculum() -> None:
     assert config.lr_scale(config.steps) == pytest.approx(PROGRAM.SPECIALISE_LR)
     assert config.lr_scale(config.total_steps) == pytest.approx(0, abs=1e-9)
     assert [config.longest_chain(step) for step in (0, 500, 1000, 2000, 3999)] == [5, 8, 14, 25, 25]
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "checkpoint.pt", stop_after=1)
+    other = replace(SHORT, steps=2)
+    with pytest.raises(ValueError, match=r"checkpoint.pt is of --steps 3 .*--work-dir"):
+        PROGRAM.pretrain(PROGRAM.build_model(build_tokenizer(), 0), None, other, print, tmp_path / "checkpoint.pt")

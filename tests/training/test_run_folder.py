@@ -20,3 +20,20 @@ def test_a_folder_that_machines_do_not_share_is_refused(tmp_path: Path, monkeypa
         own.check_shared()
     own.write_config()
     own.check_shared()
+
+
+def test_results_of_other_settings_are_not_overwritten_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    RunFolder(tmp_path, RLKVSettings(), {"seed": 1}).write_config()
+    RunFolder(tmp_path, RLKVSettings(), {"seed": 2})  # nothing has been made yet
+    (tmp_path / "log.jsonl").touch()
+    RunFolder(tmp_path, RLKVSettings(), {"seed": 2})
+    (tmp_path / "log.jsonl").write_text("{}\n")
+    assert RunFolder(tmp_path, RLKVSettings(), {"seed": 1}).checkpoint is None
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"other settings .seed 1 -> 2"):
+            RunFolder(tmp_path, RLKVSettings(), {"seed": 2})
+        (tmp_path / "log.jsonl").unlink(missing_ok=True)
+        (tmp_path / "gates.pt").touch()
+    (tmp_path / "run_config.json").unlink()
+    with pytest.raises(ValueError, match="unknown origin"):
+        RunFolder(tmp_path, RLKVSettings(), {"seed": 1})

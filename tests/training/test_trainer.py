@@ -197,3 +197,9 @@ def test_too_few_problems_are_named(tmp_path: Path) -> None:
     random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=3)
     with pytest.raises(ValueError, match=r"3 problems.*prompts_per_step"):
         random_run.run(tmp_path / "run")
+
+
+def test_more_epochs_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    for epochs, steps in ((1, 2), (2, 4)):  # of 10 problems, 4 a step
+        random_run.run(tmp_path / "run", ["--max_steps", "-1", "--num_train_epochs", str(epochs)])
+        assert [record["step"] for record in read_log(tmp_path / "run" / "log.jsonl")] == [*range(1, steps + 1)]

@@ -22,7 +22,7 @@ def test_auto_is_vllm_where_the_tested_one_is_installed(monkeypatch: pytest.Monk
     [
         (None, True, None, "rlkv[vllm]"),
         ("0.30.1", True, None, "0.30.1"),
-        (GPU_BUILD, False, None, "GPU"),
+        (GPU_BUILD, False, None, "built for GPUs, and there is none"),
         (GPU_BUILD, True, "GemmaForCausalLM", "GemmaForCausalLM"),
     ],
 )
@@ -34,6 +34,12 @@ def test_else_auto_is_transformers_and_says_why(
     assert engine == "hf"
     assert reason in why
     assert choose_engine("vllm", has_gpu, gated) == ("vllm", "")
+
+
+def test_a_build_for_cpus_does_not_serve_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_vllm(monkeypatch, CPU_BUILD)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert choose_engine("auto", has_gpu=True) == ("hf", "the installed vLLM is built for CPUs, and there is a GPU")
 
 
 def test_impossible_options_are_refused() -> None:
