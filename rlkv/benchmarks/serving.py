@@ -95,12 +95,6 @@ class ServingConfig(Workload):
             )
         return found
 
-    def run(self) -> None:
-        """Do the runs that are missing and write the results."""
-        from rlkv.benchmarks.serving_page import run_serving  # which imports this module
-
-        run_serving(self)
-
 
 @dataclass(frozen=True)
 class Run:

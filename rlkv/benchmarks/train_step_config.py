@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlkv.benchmarks.common import ModelConfig, at_least
-from rlkv.utils.extras import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +31,3 @@ class TrainStepConfig(ModelConfig):
         super().check()
         at_least(2, lengths=self.lengths)
         at_least(1, window=self.window)
-
-    def run(self) -> None:
-        """Measure and write the results."""
-        require("peft", "train")
-        from rlkv.benchmarks.train_step import run_train_step
-
-        run_train_step(self)

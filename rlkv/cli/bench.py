@@ -36,15 +36,19 @@ Each writes NAME.json, NAME.md and, except check, NAME.png.
 
 from __future__ import annotations
 
+import sys
+
 from rlkv.benchmarks.attention import AttentionConfig
 from rlkv.benchmarks.check.config import CheckConfig
 from rlkv.benchmarks.compaction import CompactionConfig
 from rlkv.benchmarks.decode import DecodeConfig
 from rlkv.benchmarks.generation import GenerationConfig
 from rlkv.benchmarks.serving import ServingConfig
+from rlkv.benchmarks.serving_page import run_serving
 from rlkv.benchmarks.train_step_config import TrainStepConfig
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse_command
+from rlkv.utils.extras import require
 
 COMMANDS = {
     "decode": DecodeConfig,
@@ -59,7 +63,19 @@ COMMANDS = {
 
 def run() -> None:
     """Parse the command line and run the benchmark that it names."""
-    parse_command("rlkv-bench", COMMANDS, __doc__).run()
+    config = parse_command("rlkv-bench", COMMANDS, __doc__)
+    if isinstance(config, ServingConfig):
+        return run_serving(config)
+    if not isinstance(config, TrainStepConfig | CheckConfig):
+        return config.run()
+    require("peft", "train")
+    if isinstance(config, TrainStepConfig):
+        from rlkv.benchmarks.train_step import run_train_step
+
+        return run_train_step(config)
+    from rlkv.benchmarks.check.run import run_checks
+
+    sys.exit(run_checks(config))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlkv.benchmarks import train_step
-from rlkv.benchmarks.train_step import measure_train_step
+from rlkv.benchmarks.train_step import measure_train_step, run_train_step
 from rlkv.benchmarks.train_step_config import TrainStepConfig
 from rlkv.training.head_gate import HeadGateConfig
 from tests.helpers.models import TOY_LLAMA
@@ -39,7 +39,7 @@ def test_another_model_gets_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_are_written(tmp_path: Path) -> None:
-    TrainStepConfig(lengths=(8,), output_dir=tmp_path, **SIZES).run()
+    run_train_step(TrainStepConfig(lengths=(8,), output_dir=tmp_path, **SIZES))
     assert {file.name for file in tmp_path.iterdir()} == {"train-step.json", "train-step.md", "train-step.png"}
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-from rlkv.utils.extras import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +22,3 @@ class CheckConfig:
     """Where check.json and check.md go."""
     only: tuple[str, ...] = ()
     """Names of checks; default: all."""
-
-    def run(self) -> None:
-        """Do the checks and write the results; exits with 1 if one fails."""
-        require("peft", "train")
-        from rlkv.benchmarks.check.run import run_checks
-
-        sys.exit(run_checks(self))
