@@ -43,15 +43,15 @@ def measure_rates(settings: RLKVSettings, args: GateTrainingArguments) -> Rates:
     base, tokenizer = load_model(settings.model, dtype=settings.dtype, device=str(args.device))
     add_fused_lm_head(base)
     sizes, rows = LocalSizes(settings.sink, settings.window), settings.rollout_rows or DEFAULT_ROWS
-    engine: GatedEngine | None = open_engine(settings, args, PROMPT)
-    if engine is None:
-        engine = GatedHFEngine(base, sizes, tokenizer.pad_token_id or 0, rows)
-        model: Any = engine.model
-    else:
-        model = get_peft_model(base, HeadGateConfig(sink=sizes.sink, window=sizes.window))
-    vocabulary = base.config.get_text_config().vocab_size
-    rollout = rows * NEW / _decode_seconds(engine, rows, vocabulary)
-    return Rates(rollout, _updated_per_second(model, settings, args, vocabulary))
+    with open_engine(settings, args, PROMPT) as engine:
+        if engine is None:
+            engine = GatedHFEngine(base, sizes, tokenizer.pad_token_id or 0, rows)
+            model: Any = engine.model
+        else:
+            model = get_peft_model(base, HeadGateConfig(sink=sizes.sink, window=sizes.window))
+        vocabulary = base.config.get_text_config().vocab_size
+        rollout = rows * NEW / _decode_seconds(engine, rows, vocabulary)
+        return Rates(rollout, _updated_per_second(model, settings, args, vocabulary))
 
 
 def _decode_seconds(engine: GatedEngine, rows: int, vocabulary: int) -> float:

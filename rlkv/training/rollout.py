@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +85,13 @@ class GatedHFEngine:
             yield row.index, Sample(row.token_ids, row.logprobs, row.finish_reason, version)
 
 
-def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_prompt: int) -> GatedEngine | None:
+@contextmanager
+def open_engine(
+    settings: RLKVSettings, args: GateTrainingArguments, longest_prompt: int
+) -> Iterator[GatedEngine | None]:
     """What samples in this process instead of the trainer's own model: an engine, or for the main one a client.
+
+    At the end the engine gives its memory back.
 
     Raises:
         ValueError: if the engine is not installed, a server cannot be reached, or it does not fit the settings.
@@ -97,13 +103,15 @@ def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_pro
 
         client = RolloutClient(settings.servers, settings.rollout_patience)
         client.check(sizes, positions)
-        return client
+        yield client
+        return
     if settings.rollout != "vllm":
-        return None
+        yield None
+        return
     from rlkv.training.config import DEFAULT_ROWS
     from rlkv.vllm.engine import VLLMEngine
 
-    return VLLMEngine(
+    engine = VLLMEngine(
         settings.model,
         sizes,
         settings.dtype,
@@ -112,6 +120,8 @@ def open_engine(settings: RLKVSettings, args: GateTrainingArguments, longest_pro
         max_rows=settings.rollout_rows or DEFAULT_ROWS,
         enforce_eager=settings.rollout_eager,
     )
+    with closing(engine):
+        yield engine
 
 
 def judged(

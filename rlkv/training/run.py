@@ -121,19 +121,19 @@ def train_gates(
     samples = SampleLog(run.path, settings.sample_steps, lambda: trainer.samples)
     loggers = [*run.loggers(make_gates, samples), StepLine()] if main else []
     extra = [*(callbacks or []), *([] if stop is None else [stop]), *measured, *loggers]
-    engine = open_engine(settings, args, longest_prompt(curriculum, tokenizer))
-    trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, extra, engine)
-    if start is not None:
-        set_gates(trainer.model, start.alpha)
-    trainer.accelerator.wait_for_everyone()  # every process has looked into the folder
-    if main:
-        run.write_config()
-    trainer.accelerator.wait_for_everyone()
-    run.check_shared()
-    if run.checkpoint is not None and is_finished(run.checkpoint, plan.steps, stop):
-        trainer.restore(run.checkpoint)
-    else:
-        trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
+    with open_engine(settings, args, longest_prompt(curriculum, tokenizer)) as engine:
+        trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, extra, engine)
+        if start is not None:
+            set_gates(trainer.model, start.alpha)
+        trainer.accelerator.wait_for_everyone()  # every process has looked into the folder
+        if main:
+            run.write_config()
+        trainer.accelerator.wait_for_everyone()
+        run.check_shared()
+        if run.checkpoint is not None and is_finished(run.checkpoint, plan.steps, stop):
+            trainer.restore(run.checkpoint)
+        else:
+            trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
     gates = make_gates()
     if main:
         run.export(gates, CURVES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,6 @@ if __name__ == "__main__":
     from rlkv.training import run
 
     torch.set_num_threads(1)
-    run.open_engine = lambda *args: make_engine()
+    run.open_engine = lambda *args: nullcontext(make_engine())
     random_run.run(Path(sys.argv[1]), sys.argv[2:])
     torch.distributed.destroy_process_group()

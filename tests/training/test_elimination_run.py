@@ -84,8 +84,8 @@ def test_a_run_that_was_stopped_goes_on(curriculum: Path, monkeypatch: pytest.Mo
     assert len(read_log(run / "log.jsonl")) == 5
     rows = (run / "measured.jsonl").read_text().splitlines()
     assert len(measured) == 2 * len(rows) + 1
-    with pytest.raises(ValueError, match="forward_rows was 16 and is now 2"):
-        eliminate_heads(*parse_config([*again, "--forward_rows", "2"]))
+    with pytest.raises(ValueError, match="elimination_prefill 'full' -> 'local'"):
+        eliminate_heads(*parse_config([*again, "--elimination_prefill", "local"]))
 
 
 def test_gates_are_the_start(curriculum: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def run_off(folder: Path, shift: float, recipe: str, monkeypatch: pytest.MonkeyP
     model, tokenizer = random_run.make_policy()
     engine = OffEngine(model, LocalSizes(2, 6), tokenizer.pad_token_id)
     engine.shift = shift
-    monkeypatch.setattr("rlkv.training.run.open_engine", lambda *args: engine)
+    monkeypatch.setattr("rlkv.training.run.open_engine", lambda *args: nullcontext(engine))
     options = ["--rollout", "vllm-server", "--max_steps", "2", "--learning_rate", "0.2"]
     return random_run.run(folder, [*options, "--recipe", recipe])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ class OneServerOff(GatedHFEngine):
 
 def test_a_server_with_other_weights_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_run.make_engine(OneServerOff)  # the mean over all rows is far from the limit
-    monkeypatch.setattr("rlkv.training.run.open_engine", lambda *args: engine)
+    monkeypatch.setattr("rlkv.training.run.open_engine", lambda *args: nullcontext(engine))
     servers = ["--rollout", "vllm-server", "--rollout_servers", "http://good:1, http://bad:2"]
     with pytest.raises(ValueError, match=r"by 0\.90 on average: the rollout engine at http://bad:2 must serve"):
         random_run.run(tmp_path / "run", servers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,15 +30,22 @@ def model_folder(tmp_path: Path) -> Path:
 def test_training_with_vllm_equals_training_with_transformers(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines, open_engine = [], run.open_engine
-    monkeypatch.setattr(run, "open_engine", lambda *args: engines.append(open_engine(*args)) or engines[-1])
+    gates, open_engine = [], run.open_engine
+
+    @contextmanager
+    def noting_its_gates(*args: Any) -> Iterator[Any]:
+        with open_engine(*args) as engine:
+            yield engine
+            gates.append(None if engine is None else engine.gates())
+
+    monkeypatch.setattr(run, "open_engine", noting_its_gates)
     options = ["--model", str(model_folder), "--learning_rate", "0.3", "--rollout_kv_gib", "0.02"]
     expected = random_run.run(tmp_path / "hf", options)
     found = random_run.run(tmp_path / "vllm", [*options, "--rollout", "vllm", "--rollout_eager", "true"])
-    with closing(engines[-1]) as engine:
-        # after the last of five steps the engine has the gates of the fourth
-        history = [record["alpha"] for record in read_log(tmp_path / "vllm" / "gates.jsonl")]
-        assert (engine.gates() - torch.tensor(history[3])).abs().max() < 1e-6
+    # after the last of five steps the engine has the gates of the fourth
+    history = [record["alpha"] for record in read_log(tmp_path / "vllm" / "gates.jsonl")]
+    assert gates[0] is None
+    assert (gates[1] - torch.tensor(history[3])).abs().max() < 1e-6
     assert len(history) == 5
     assert history[3] != history[2]
     # the same rows get the same tokens, so the runs differ by rounding in the weights of the tokens only
@@ -72,6 +81,6 @@ def test_an_engine_with_another_model_is_noticed(model_folder: Path, tmp_path: P
     with closing(other), pytest.MonkeyPatch.context() as patch:
         for parameter in other.llm.llm_engine.model_executor.driver_worker.model_runner.model.parameters():
             parameter.data.mul_(1.5)
-        patch.setattr(run, "open_engine", lambda *args: other)
+        patch.setattr(run, "open_engine", lambda *args: nullcontext(other))
         with pytest.raises(ValueError, match="sink and window"):
             random_run.run(tmp_path / "run", ["--model", str(model_folder), "--rollout", "vllm"])

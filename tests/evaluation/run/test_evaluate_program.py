@@ -74,8 +74,9 @@ def test_files_report_and_resuming(gates_file: Path, tmp_path: Path, capsys: pyt
     )
     assert again == want
 
-    with pytest.raises(ValueError, match=r"batch_size.*4.*3"):
-        run(tmp_path, *options, "--batch-size", "3")
+    run(tmp_path, *options, "--batch-size", "3")  # less memory, the same rows
+    with pytest.raises(ValueError, match=r"max_new_tokens.*60.*50"):
+        run(tmp_path, *options, "--max-new-tokens", "50")
 
 
 def test_progress_after_a_stop_starts_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
