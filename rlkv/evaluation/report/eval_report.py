@@ -30,8 +30,14 @@ HOW_TO_READ = (
 
 def write_report(folder: Path, done: Evaluation) -> None:
     """``results.json``, ``report.html`` and ``report.md``."""
-    full = {task: rows for (task, method), rows in done.rows.items() if method == FULL}
-    summaries = [summarize(task, method, rows, full.get(task)) for (task, method), rows in done.rows.items()]
+    full, baseline = (
+        {task: rows for (task, method), rows in done.rows.items() if method == name}
+        for name in (FULL, done.config["baseline"])
+    )
+    summaries = [
+        summarize(task, method, rows, full.get(task), None if rows is baseline.get(task) else baseline.get(task))
+        for (task, method), rows in done.rows.items()
+    ]
     origin = provenance()
     write_json(folder / "results.json", {"config": done.config, **origin, "results": summaries})
     page = evaluation_page(done.methods, summaries, origin, done.config)
@@ -59,7 +65,9 @@ def evaluation_page(
         _what_it_proves(page, next(iter(found.values())))
         _accuracy_table(page, task, methods, found)
         _samples_table(page, found)
-        _paired_table(page, found)
+        _paired_table(page, "the full cache", {name: s for name, s in found.items() if "difference" in s})
+        versus = {name: {**s, **s["versus_baseline"]} for name, s in found.items() if "versus_baseline" in s}
+        _paired_table(page, config["baseline"], versus)
         write_published(page, config["model"], task)
         _mode_table(page, found)
         _cost_table(page, found)
@@ -153,8 +161,7 @@ def _samples_table(page: Page, found: dict[str, Summary]) -> None:
     )
 
 
-def _paired_table(page: Page, found: dict[str, Summary]) -> None:
-    tested = [s for s in found.values() if "difference" in s]
+def _paired_table(page: Page, reference: str, tested: dict[str, Summary]) -> None:
     if not tested:
         return
     page.table(
@@ -167,9 +174,9 @@ def _paired_table(page: Page, found: dict[str, Summary]) -> None:
                 f"{s['sign_p_value']:.3g}",
                 f"{s['p_value']:.3g}",
             ]
-            for s in tested
+            for s in tested.values()
         ],
-        "Against the full cache, on the scores (means over samples) of the same problems: paired bootstrap; exact sign "
+        f"Against {reference}, on the scores (means over samples) of the same problems: paired bootstrap; exact sign "
         "test, which ignores how much a problem changed; sign-flip permutation test, which does not.",
     )
 

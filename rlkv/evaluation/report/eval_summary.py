@@ -34,11 +34,14 @@ def by_problem(rows: list[Row]) -> dict[str, list[Row]]:
     return {key: list(samples) for key, samples in groups}
 
 
-def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | None) -> Summary:
+def summarize(
+    task: str, method: str, rows: list[Row], full_rows: list[Row] | None, baseline_rows: list[Row] | None = None
+) -> Summary:
     """Accuracy with its interval, the difference to the full cache with its own, lengths, times, bytes, error modes.
 
     Args:
         full_rows: of the full cache on the same problems; None if it was not run: no differences and error modes then.
+        baseline_rows: of another method on the same problems: ``versus_baseline`` has the tests against it.
     """
     problems = by_problem(rows)
     accuracy = mean_with_interval(_scores(problems))
@@ -62,6 +65,8 @@ def summarize(task: str, method: str, rows: list[Row], full_rows: list[Row] | No
         if list(full) != list(problems):
             raise ValueError(f"{task}: {method} and the full cache were run on other problems: run both on the same")
         summary |= {**_tests(_scores(full), _scores(problems)), **_versus_full(rows, full_rows)}
+    if baseline_rows is not None:
+        summary["versus_baseline"] = _tests(_scores(by_problem(baseline_rows)), _scores(problems))
     return summary
 
 

@@ -36,6 +36,8 @@ class EvalConfig(SamplingOptions, TaskOptions):
     """such as full rlkv@0.5 rkv@ratio=0.5"""
     gates: tuple[str, ...] = ()
     """NAME=FILE, rankings of heads by the names that methods use"""
+    baseline: str | None = None
+    """one of the methods, which the others are compared with too, beside the full cache"""
     num_samples: tuple[str, ...] = ()
     """samples of each problem: N, or TASK=N for single tasks; default: 1"""
     stop_repetitive: bool = False
@@ -66,6 +68,9 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     """Decode and grade what the output folder does not hold yet; None in all processes of a run but the first."""
     rankings = named_gates(config.gates, (FULL, RANDOM_HEADS, *POLICIES))
     methods = parse_methods(config.methods, list(rankings))
+    names = [method.name for method in methods]
+    if config.baseline is not None and config.baseline not in names:
+        raise ValueError(f"--baseline {config.baseline!r} is not among the methods: choose from {', '.join(names)}")
     cache, template = config.cache_settings(rankings), config.chosen_template(rankings.values())
     loaded = config.problems(template)
     settings = {

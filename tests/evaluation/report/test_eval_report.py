@@ -28,6 +28,7 @@ CONFIG = {
         "dtype": "torch.bfloat16",
     },
     **{"repetition": (400, 40), "stop_repetitive": False, "processes": 1, "template": None, "protect_prompt": False},
+    "baseline": None,
 }
 
 
@@ -47,6 +48,22 @@ def page(model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", n: int = 30, t
     ]
     parsed = [parse_method(name, ["rlkv", "duo"]) for name in METHODS]
     return evaluation_page(parsed, summaries, provenance(), {**CONFIG, "model": model})
+
+
+def test_methods_against_another_one() -> None:
+    full, base, better = rows(30, 40), rows(20, 40), rows(29, 40)
+    names, texts = ["full", "rlkv@0.2", "rlkv@0.4"], [full, base, better]
+    summaries = [
+        summarize("aime24", name, own, full, None if own is base else base)
+        for name, own in zip(names, texts, strict=True)
+    ]
+    parsed = [parse_method(name, ["rlkv"]) for name in names]
+    found = evaluation_page(parsed, summaries, provenance(), {**CONFIG, "baseline": "rlkv@0.2"})
+    (table,) = [table for table in tables(found) if (table.caption or "").startswith("Against rlkv@0.2")]
+    assert [[cell.text for cell in line[:3]] for line in table.rows] == [
+        ["full", "+25.0 [+12.5, +40.0]", "10, 0 of 40"],
+        ["rlkv@0.4", "+22.5 [+10.0, +35.0]", "9, 0 of 40"],
+    ]
 
 
 def tables(found: Page) -> list[Table]:
