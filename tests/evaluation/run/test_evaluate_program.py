@@ -61,7 +61,7 @@ def test_files_report_and_resuming(gates_file: Path, tmp_path: Path, capsys: pyt
     assert results[1]["difference"] == pytest.approx(results[1]["accuracy"] - results[0]["accuracy"])
     for name in ("report.md", "report.html"):
         assert "mine+rkv@24:buffer=4" in (tmp_path / name).read_text()
-    with pytest.raises(ValueError, match="--baseline 'mine' is not among the methods: choose from full, mine@0.5,"):
+    with pytest.raises(ValueError, match=r"--baseline 'mine' is not among the methods: choose from full, mine@0\.5,"):
         run(tmp_path, *options, "--baseline", "mine")
     config = json.loads((tmp_path / "results.json").read_text())["config"]
     assert (config["sink"], config["window"], config["stop_repetitive"]) == (4, 16, False)
