@@ -5,8 +5,8 @@ r"""All analyses on a built-in model, on a CPU: find heads in every way, with se
     make study QUICK=1    # every stage at a tenth of the size, into results/study_quick
     python inference/full_study.py --model smol    # the language model: many hours on two cores
 
-RLKV is configs/tiny.yaml (or smol.yaml) with fewer steps; next to it RLKV's heads re-ranked, elimination without
-training, distillation on the model's own solutions and on DuoAttention's recall task.  The tiny model has also the
+RLKV is configs/tiny.yaml (or smol.yaml) with fewer steps; next to it elimination without training, distillation on the
+model's own solutions and on DuoAttention's recall task, and the heads of RLKV and of the solutions re-ranked.  The tiny model has also the
 ablations of RLKV's paper (arXiv 2510.08525, figure 8: without adaptive weighting, without self-distilled data, the
 penalty times 0.2 and 5; no other setting is tuned for them).  Other sinks and windows are ``rlkv-study window``'s.
 ``inference/study.py`` then measures all of them on held-out problems, and writes the report.
@@ -91,7 +91,9 @@ QUICK = {
 }
 
 
-METHODS = ("RLKV", "RLKV re-ranked", "elimination", "traces", "DuoAttention")  # the first is compared with the others
+RERANKED = ("RLKV", "traces")
+# the first is compared with the others
+METHODS = ("RLKV", "RLKV re-ranked", "elimination", "traces", "traces re-ranked", "DuoAttention")
 
 
 class Plan:
@@ -124,7 +126,8 @@ class Plan:
         }.items():
             needs = (self.filtered, self.raw) if options == "{raw}" else (self.filtered,)
             self._train(name, grpo + options, needs, is_ablation=True)
-        self._rerank()
+        for method in RERANKED:
+            self._rerank(method)
         self._study()
 
     def _words(self, template: str, **values: object) -> list[str]:
@@ -152,14 +155,14 @@ class Plan:
             filled = self._words(f"{command} --seed {seed} --output_dir {{run}}", run=run)
             self.stages.append(Stage(f"{method}, seed {seed}", filled, found[-1], needs))
 
-    def _rerank(self) -> None:
-        files = self.gates["RLKV"]
-        self.gates["RLKV re-ranked"] = [file.with_name("reranked.pt") for file in files]
+    def _rerank(self, method: str) -> None:
+        files, name = self.gates[method], f"{method} re-ranked"
+        self.gates[name] = [file.with_name("reranked.pt") for file in files]
         options = f"--dtype {self.size.dtype} --num-traces {self.size.traces}"
         command = f"inference/rerank_heads.py --curriculum {{curriculum}} {options}"
-        for seed, (gates, done) in enumerate(zip(files, self.gates["RLKV re-ranked"], strict=True)):
+        for seed, (gates, done) in enumerate(zip(files, self.gates[name], strict=True)):
             filled = self._words(f"{command} --seed {seed} --gates {{gates}} --output {{out}}", gates=gates, out=done)
-            self.stages.append(Stage(f"RLKV re-ranked, seed {seed}", filled, done, (gates,)))
+            self.stages.append(Stage(f"{name}, seed {seed}", filled, done, (gates,)))
 
     def _study(self) -> None:
         size = self.size

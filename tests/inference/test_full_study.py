@@ -138,15 +138,16 @@ def test_the_report_gets_every_run(tiny_plan: Any) -> None:
     size = plan.size
     names = [name for name, _ in given["--gates"]]
     assert list(dict.fromkeys(names)) == list(PROGRAM["METHODS"])
-    assert len(names) == 5 * size.seeds
+    assert len(names) == 6 * size.seeds
     variants = [name for name, _ in given["--ablation"]]
     assert list(dict.fromkeys(variants)) == ["no self-distilled data", "no adaptive weight", "beta x 0.2", "beta x 5"]
     assert len(variants) == 4 * size.variant_seeds
     files = [Path(file) for found in given.values() for _, file in found]
     assert {stage.done for stage in plan.stages if stage.done.suffix == ".pt"} == set(files)
     assert len(set(files)) == len(files)
-    reranked = [Path(file) for name, file in given["--gates"] if name == "RLKV re-ranked"]
-    assert [file.parent for file in reranked] == [file.parent for file in plan.gates["RLKV"]]
+    for method in ("RLKV", "traces"):
+        reranked = [Path(file) for name, file in given["--gates"] if name == f"{method} re-ranked"]
+        assert [file.parent for file in reranked] == [file.parent for file in plan.gates[method]]
 
 
 def test_results_are_collected(tmp_path: Path) -> None:
