@@ -6,10 +6,10 @@ r"""All analyses on a built-in model, on a CPU: find heads in every way, with se
     python inference/full_study.py --model smol    # the language model: many hours on two cores
 
 RLKV is configs/tiny.yaml (or smol.yaml) with fewer steps; next to it elimination without training, distillation on the
-model's own solutions and on DuoAttention's recall task, and the heads of RLKV and of the solutions re-ranked.  The tiny model has also the
-ablations of RLKV's paper (arXiv 2510.08525, figure 8: without adaptive weighting, without self-distilled data, the
-penalty times 0.2 and 5; no other setting is tuned for them).  Other sinks and windows are ``rlkv-study window``'s.
-``inference/study.py`` then measures all of them on held-out problems, and writes the report.
+model's own solutions and on DuoAttention's recall task, and the heads of RLKV and of the solutions re-ranked.  The tiny
+model has also the ablations of RLKV's paper (arXiv 2510.08525, figure 8: without adaptive weighting, without
+self-distilled data, the penalty times 0.2 and 5; no other setting is tuned for them).  Other sinks and windows are
+``rlkv-study window``'s.  ``inference/study.py`` then measures all of them on held-out problems, and writes the report.
 
 Every stage is one of the project's own programs, printed as it starts, with its output in ``results/study/logs/``.
 Stages run ``--jobs`` at a time, on one thread each, so that their CPU seconds can be compared.  A stage that has ended

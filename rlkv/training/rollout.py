@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,7 @@ def open_engine(
 ) -> Iterator[GatedEngine | None]:
     """What samples in this process instead of the trainer's own model: an engine, or for the main one a client.
 
-    At the end the engine gives its memory back.
+    At the end the engine of a single process gives its memory back.
 
     Raises:
         ValueError: if the engine is not installed, a server cannot be reached, or it does not fit the settings.
@@ -120,7 +120,8 @@ def open_engine(
         max_rows=settings.rollout_rows or DEFAULT_ROWS,
         enforce_eager=settings.rollout_eager,
     )
-    with closing(engine):
+    # with several processes vLLM uses the trainer's process group, and would end it
+    with closing(engine) if args.world_size == 1 else nullcontext():
         yield engine
 
 
