@@ -7,13 +7,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rlkv.evaluation.report.eval_summary import NGRAMS, Summary, summarize
+from rlkv.evaluation.report.eval_summary import Summary, summarize
 from rlkv.evaluation.report.page import MARKS_LEGEND, Cell, Page, provenance_facts, sign_of
 from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.evaluation.report.published import write_published
 from rlkv.evaluation.run.evaluation import Evaluation
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod
-from rlkv.evaluation.stats.metrics import FEW_CHANGED, MODES
+from rlkv.evaluation.stats.metrics import FEW_CHANGED, MODES, NGRAMS
 from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import provenance
 

@@ -10,6 +10,7 @@ from typing import Any
 from rlkv.evaluation.run.methods import FULL
 from rlkv.evaluation.stats.metrics import (
     MODES,
+    NGRAMS,
     Estimate,
     Floats,
     error_mode,
@@ -23,7 +24,6 @@ from rlkv.evaluation.stats.metrics import (
 )
 from rlkv.evaluation.stats.samples import ratio_with_interval, sign_test, strict_scores
 
-NGRAMS = (1, 2, 3)
 Row = dict[str, Any]
 Summary = dict[str, Any]
 

@@ -21,6 +21,8 @@ FEW_CHANGED = (
     "can exclude 0: trust the test."
 )
 Floats = NDArray[np.float64]
+NGRAMS = (1, 2, 3)
+ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is not more than the margin
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkv.evaluation.stats.metrics import error_mode, mean_with_interval, paired_difference
+from rlkv.evaluation.stats.metrics import Floats, error_mode, mean_with_interval, paired_difference
 
-Floats = NDArray[np.float64]
 Metrics = dict[str, Any]  # JSON-able
 
 

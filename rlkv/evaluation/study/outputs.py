@@ -13,6 +13,8 @@ from rlkv.evaluation.report.page import Cell, Page
 from rlkv.evaluation.report.plots import FULL_CACHE, SPARSITY, Panel, curve, plot_stacked, point
 from rlkv.evaluation.stats.metrics import (
     MODES,
+    NGRAMS,
+    Floats,
     bootstrap_mean,
     mean_with_interval,
     ngram_entropy,
@@ -20,11 +22,10 @@ from rlkv.evaluation.stats.metrics import (
     repetition_rate,
 )
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.outcomes import Floats, Metrics, Outcome
+from rlkv.evaluation.study.outcomes import Metrics, Outcome
 from rlkv.evaluation.study.text import estimate, interval, levels
 
 COLOURS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}
-NGRAMS = (1, 2, 3)
 MEASURES = {"entropy": ngram_entropy, "repetition": repetition_rate, "frequency": ngram_frequency}
 SHOWN = 400  # characters of either end of a text that failed
 BINS = 20

@@ -9,12 +9,10 @@ import numpy as np
 
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.published import find_published
-from rlkv.evaluation.stats.metrics import AT_ONCE, RESAMPLES, wilson_interval
+from rlkv.evaluation.stats.metrics import AT_ONCE, RESAMPLES, ROUNDING, Floats, wilson_interval
 from rlkv.evaluation.study.base import Analysis, Study
-from rlkv.evaluation.study.outcomes import Floats, Metrics, mean_scores
+from rlkv.evaluation.study.outcomes import Metrics, mean_scores
 from rlkv.evaluation.study.text import NOT_AVAILABLE
-
-ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is not more than the margin
 
 
 def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], margin: float) -> Metrics:

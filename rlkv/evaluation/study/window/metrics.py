@@ -8,8 +8,8 @@ from itertools import combinations
 
 import numpy as np
 
-from rlkv.evaluation.stats.metrics import paired_difference
-from rlkv.evaluation.study.outcomes import Floats, Metrics, accuracy_of
+from rlkv.evaluation.stats.metrics import Floats, paired_difference
+from rlkv.evaluation.study.outcomes import Metrics, accuracy_of
 from rlkv.evaluation.study.window.grid import HEADS, PROMPT, WINDOW, Grid, Step
 from rlkv.evaluation.study.window.recommend import Candidate
 

@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlkv.evaluation.report.page import LEVEL, sign_of
-from rlkv.evaluation.stats.metrics import paired_difference
+from rlkv.evaluation.stats.metrics import ROUNDING, Floats, paired_difference
 from rlkv.evaluation.study.measurements import Sizes
-from rlkv.evaluation.study.outcomes import Floats
-
-ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is allowed
 
 
 @dataclass(frozen=True, eq=False)
