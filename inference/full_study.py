@@ -81,7 +81,7 @@ SMOL = Size(
     seeds=2,
     variant_seeds=0,
     traces=8,
-    sparsities="0.5 0.6 0.4 0.7",
+    sparsities="0.5 0.6 0.4 0.7 0.2",
     study="",
 )
 _TENTH: Any = {"grpo_steps": 5, "seeds": 2, "rlkv_seeds": 2, "traces": 10, "held_out": 20, "random_draws": 2}
