@@ -200,8 +200,9 @@ def pretrain(
     first = 0
     if checkpoint.exists():
         state = load_tensors(checkpoint)
-        if state["recipe"] != config.recipe:
-            before = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in state["recipe"].items())
+        recipe = state.get("recipe", {"seed": state.get("seed")})  # checkpoints of earlier versions say no more
+        if recipe != config.recipe:
+            before = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in recipe.items())
             raise ValueError(f"{checkpoint} is of {before}: give the same, or another --work-dir")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):

@@ -35,7 +35,7 @@ from rlkv.utils.store import ResultStore, open_store
 SETTINGS = {"finder", "model", "dtype", "template", "curriculum", "deploy_sink", "deploy_window", "forward_rows"}
 SETTINGS |= {"elimination_traces", "elimination_sparsity", "elimination_budget", "elimination_prefill"}
 MEASURED = "measured.jsonl"
-UNMEASURED = ("elimination_sparsity", "elimination_budget")  # no measurement depends on them
+UNMEASURED = RESUMABLE_KEYS - {"forward_rows"}  # no measurement depends on them; rows number the batches
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
 
@@ -131,7 +131,7 @@ def eliminate_heads(
     config["dtype"] = dtype_name(settings.dtype, args.device)
     config |= {"seed": args.seed, "output_dir": args.output_dir, "data_digest": digest([text.ids for text in traces])}
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
-    measured = {name: value for name, value in config.items() if name not in (*RESUMABLE_KEYS, *UNMEASURED)}
+    measured = {name: value for name, value in config.items() if name not in UNMEASURED}
     with open_store(run.path / MEASURED, measured, KEY) as store:
         run.write_config()
         start = unordered_gates(ModelShape.from_config(model.config), settings)

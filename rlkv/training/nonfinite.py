@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class SkipNonFinite(TrainerCallback):
         self.folder = folder
         self.skipped = self._in_a_row = 0
         self._written = -1  # step
+        self._started = time.time()
 
     def look(self, loss: Tensor, gates: Sequence[Tensor], inputs: dict[str, Any], step: int, rank: int) -> None:
         """After a backward pass: keep the first batch of the step after ``step`` whose own loss is not finite.
@@ -63,7 +65,8 @@ class SkipNonFinite(TrainerCallback):
         self.skipped += 1
         self._in_a_row += 1
         # with several processes only one whose own loss was not finite has written its batch
-        written = [str(path) for path in sorted(self.folder.glob(self._path(state.global_step, "*").name))]
+        found = sorted(self.folder.glob(self._path(state.global_step, "*").name))
+        written = [str(path) for path in found if path.stat().st_mtime >= self._started]  # not of an earlier attempt
         where = f" ({', '.join(written)})" if written else ""
         if args.process_index == 0:
             print(f"step {state.global_step + 1} is left out: its gradients are not finite{where}", flush=True)

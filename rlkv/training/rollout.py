@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import torch
 from peft import get_peft_model
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
@@ -91,7 +92,7 @@ def open_engine(
 ) -> Iterator[GatedEngine | None]:
     """What samples in this process instead of the trainer's own model: an engine, or for the main one a client.
 
-    At the end the engine of a single process gives its memory back.
+    At the end an engine gives its memory back, unless the trainer has a process group.
 
     Raises:
         ValueError: if the engine is not installed, a server cannot be reached, or it does not fit the settings.
@@ -111,6 +112,8 @@ def open_engine(
     from rlkv.training.config import DEFAULT_ROWS
     from rlkv.vllm.engine import VLLMEngine
 
+    # vLLM ends any process group with its own: also the trainer's, which it then uses too
+    alone = not torch.distributed.is_initialized()
     engine = VLLMEngine(
         settings.model,
         sizes,
@@ -120,8 +123,7 @@ def open_engine(
         max_rows=settings.rollout_rows or DEFAULT_ROWS,
         enforce_eager=settings.rollout_eager,
     )
-    # with several processes vLLM uses the trainer's process group, and would end it
-    with closing(engine) if args.world_size == 1 else nullcontext():
+    with closing(engine) if alone else nullcontext():
         yield engine
 
 

@@ -67,14 +67,15 @@ def run_config(
     return json.loads(json.dumps(found, default=str))
 
 
-def is_finished(checkpoint: Path, steps: int | None, stop: StopWhenStable | None) -> bool:
-    """Whether the checkpoint is the end of its run and not more ``steps`` are asked for now; None: as many as then."""
+def is_finished(checkpoint: Path, trainer: RLKVTrainer, stop: StopWhenStable | None) -> bool:
+    """Whether the checkpoint is the end of its run, and ``trainer`` is not asked for more steps now."""
     if stop is not None:
         stop.load(load_tensors(checkpoint / GATE_MEAN)[STABLE])
         if stop.ended:
             return True
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    return state.global_step >= (state.max_steps if steps is None else steps)
+    *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    return state.global_step >= steps
 
 
 def train_gates(
@@ -130,7 +131,7 @@ def train_gates(
             run.write_config()
         trainer.accelerator.wait_for_everyone()
         run.check_shared()
-        if run.checkpoint is not None and is_finished(run.checkpoint, plan.steps, stop):
+        if run.checkpoint is not None and is_finished(run.checkpoint, trainer, stop):
             trainer.restore(run.checkpoint)
         else:
             trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))

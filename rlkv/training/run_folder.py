@@ -33,7 +33,7 @@ RESUMABLE_KEYS |= {"run_name", "rollout_servers", "rollout_patience", "rollout_k
 RESUMABLE_KEYS |= {"max_steps", "num_train_epochs", "curriculum", "rollout_rows"}
 RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "target_sparsity", "stable_steps"}
 RESUMABLE_KEYS |= {"plan", "plan_gpus", "plan_measured"}
-RESUMABLE_KEYS |= {"held_out_steps", "sample_steps", "forward_rows"}
+RESUMABLE_KEYS |= {"held_out_steps", "sample_steps", "forward_rows", "elimination_sparsity", "elimination_budget"}
 # what a gates file does not say of its training: files of this machine, and what does not belong to the method
 UNPUBLISHED_KEYS = {"curriculum", "haystack", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
 UNPUBLISHED_KEYS |= {"rollout_servers", "save_steps", "image_steps", "sample_steps", "gates_link"}

@@ -13,7 +13,10 @@ CPU_BUILD = f"{GPU_BUILD}+cpu"
 
 
 def pretend_vllm(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
-    """As if the package ``vllm`` of version ``found`` were installed, and no other build; None: none at all."""
+    """As if the package ``vllm`` of version ``found`` were installed, and no other build; None: none at all.
+
+    There is no GPU, whatever this machine has.
+    """
 
     def version(name: str) -> str:
         if found is None or name != "vllm":
@@ -21,3 +24,4 @@ def pretend_vllm(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
         return found
 
     monkeypatch.setattr(plugin, "version", version)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -84,8 +84,22 @@ def test_a_run_that_was_stopped_goes_on(curriculum: Path, monkeypatch: pytest.Mo
     assert len(read_log(run / "log.jsonl")) == 5
     rows = (run / "measured.jsonl").read_text().splitlines()
     assert len(measured) == 2 * len(rows) + 1
+    with pytest.raises(ValueError, match="forward_rows was 16 and is now 2"):
+        eliminate_heads(*parse_config([*again, "--forward_rows", "2"]))
     with pytest.raises(ValueError, match="elimination_prefill 'full' -> 'local'"):
         eliminate_heads(*parse_config([*again, "--elimination_prefill", "local"]))
+
+
+def test_a_finished_run_goes_on_to_another_sparsity(curriculum: Path) -> None:
+    run = curriculum.parent / "run"
+    eliminate_heads(*parse_config(options(curriculum, elimination_sparsity=0.1)))
+    before = (run / "measured.jsonl").read_text()
+    further = options(curriculum, elimination_sparsity=0.2)
+    found = eliminate_heads(*parse_config(further))
+    assert (run / "measured.jsonl").read_text().startswith(before)
+    whole = eliminate_heads(*parse_config([*further, "--output_dir", str(run.with_name("whole"))]))
+    assert found.alpha.equal(whole.alpha)
+    assert len(read_log(run / "log.jsonl")) == 5
 
 
 def test_gates_are_the_start(curriculum: Path) -> None:

@@ -77,8 +77,8 @@ _TWO_IN_BOX = re.compile(r"^\W*[A-J]\W*(?:,|/|&|\band\b|\bor\b)\W*[A-J]\W*$")
 
 def after_thinking(text: str) -> str:
     """What follows the thoughts of a reasoning model: all of the text if it has none, nothing if they do not end."""
-    _, end, rest = text.rpartition(THINKING_END)
-    return rest if end or THINKING not in text else ""
+    rest = text.rpartition(THINKING_END)[2]
+    return "" if THINKING in rest else rest
 
 
 def extract_letter(text: str, num_options: int) -> str | None:

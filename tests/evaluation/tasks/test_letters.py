@@ -122,5 +122,6 @@ def test_long_texts_take_no_time(text: str) -> None:
 def test_thoughts_that_do_not_end_hold_no_answer() -> None:
     assert after_thinking("<think> The answer is B. </think> It is C.") == " It is C."
     assert after_thinking("The answer is B. </think> It is C.") == " It is C."
+    assert after_thinking("<think> B. </think> So <think> The answer is B. Wait") == ""
     assert extract_letter("<think> The answer is B. Wait, let me check", 4) is None
     assert extract_letter("The answer is B.", 4) == "B"
