@@ -203,3 +203,16 @@ def test_more_epochs_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     for epochs, steps in ((1, 2), (2, 4)):  # of 10 problems, 4 a step
         random_run.run(tmp_path / "run", ["--max_steps", "-1", "--num_train_epochs", str(epochs)])
         assert [record["step"] for record in read_log(tmp_path / "run" / "log.jsonl")] == [*range(1, steps + 1)]
+
+
+def test_a_run_of_epochs_with_several_updates_per_rollout_is_not_ended_early(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    options = ["--max_steps", "-1", "--num_train_epochs", "1", "--num_iterations", "2"]
+    with pytest.raises(KeyboardInterrupt):
+        random_run.run(tmp_path / "run", options, [Interrupt()])
+    random_run.run(tmp_path / "run", options)
+    assert [record["step"] for record in read_log(tmp_path / "run" / "log.jsonl")] == [1, 2, 3, 4]
