@@ -77,7 +77,7 @@ class RLKVSettings(RunSettings):
     target_sparsity: list[float] | None = option(  # noqa: RUF009  (as all fields here, but a list)
         None, "stop early, when the full heads at these sparsities have stayed the same for stable_steps steps"
     )
-    stable_steps: int = option(10, "target_sparsity: steps without a change, 0: never stop early")
+    stable_steps: int = option(15, "target_sparsity: steps without a change, 0: never stop early")
     held_out: int = option(
         0, "problems that are not trained on; greedy accuracy on them with hard masks at each target_sparsity"
     )
