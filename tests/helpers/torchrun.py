@@ -25,7 +25,10 @@ class Fault(TrainerCallback):
         self.signal, self.step, self.to_launcher = signal.Signals[name], step, to_launcher
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.process_index == 1 and state.global_step + 1 == self.step:
+        if state.global_step + 1 != self.step:
+            return
+        torch.distributed.barrier()  # the other one listens to signals too
+        if args.process_index == 1:
             os.kill(os.getppid() if self.to_launcher else os.getpid(), self.signal)
 
 
