@@ -24,7 +24,8 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("importance_sampling_level", "token", _OBJECTIVE),
     ("top_entropy_quantile", 1.0, _OBJECTIVE),
     ("entropy_coef", 0.0, _OBJECTIVE),
-    ("use_adaptive_entropy sync_ref_model use_liger_kernel", False, _OBJECTIVE),
+    ("use_adaptive_entropy sync_ref_model", False, _OBJECTIVE),
+    ("use_liger_kernel", False, f"{_OBJECTIVE}; for kernels of the frozen layers set liger_kernels"),
     ("delta off_policy_mask_threshold reward_weights", None, _OBJECTIVE),
     ("epsilon_high", None, "clipping is symmetric: set epsilon"),
     ("scale_rewards", "group", "advantages are those of the option recipe"),
@@ -87,6 +88,9 @@ class RLKVSettings(RunSettings):
     plan_gpus: str | None = option(None, "plan: GPUs to plan for, such as 8xh100; default: what is here")
     plan_measured: bool = option(False, "plan: time a short rollout and update on this machine")
     forward_rows: int = option(16, "rows per forward of the loss (one process only)")
+    liger_kernels: bool = option(
+        False, "Liger's RMSNorm, rotary and SwiGLU kernels in the frozen layers; needs a GPU and rlkv[liger]"
+    )
     elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
     elimination_sparsity: float = option(0.8, "elimination: sparsity up to which heads go")
     elimination_prefill: str = option(

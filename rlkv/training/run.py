@@ -21,6 +21,7 @@ from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.early_stop import StopWhenStable
 from rlkv.training.head_gate import set_gates
 from rlkv.training.held_out import HeldOut, hold_out
+from rlkv.training.liger import apply_liger
 from rlkv.training.loggers import SampleLog
 from rlkv.training.plan import Machine, make_plan
 from rlkv.training.problems import load_curriculum, longest_prompt
@@ -108,6 +109,8 @@ def train_gates(
         dtype = dtype_name(settings.dtype, args.device)
         load_as(dtype)
         model, tokenizer = load_model(settings.model, dtype=dtype, device="cpu")  # the trainer moves it
+    if settings.liger_kernels:
+        apply_liger(model, args.device)
     if start is not None:
         start.check_model(model.config)
 
