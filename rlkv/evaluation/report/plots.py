@@ -59,9 +59,9 @@ def curve(xs: Iterable[float], metrics: Iterable[dict[str, Any]]) -> list[Point]
 def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = False) -> Path:
     """Curves with intervals as error bars, side by side; points at one x are set apart a little."""
     figure, axes_list = _figure(WIDTH if len(panels) == 1 else WIDTH + 3, HEIGHT, len(panels), sharey)
+    free, names = count(), dict.fromkeys(name for panel in panels for name in panel.curves)
+    styles = {name: FIXED_STYLES.get(name) or _style(next(free)) for name in names}  # one legend for all panels
     for axes, panel in zip(axes_list, panels, strict=True):
-        free = count()
-        styles = {name: FIXED_STYLES.get(name) or {"color": f"C{next(free) % 10}"} for name in panel.curves}
         xs = sorted({x for points in panel.curves.values() for x, *_ in points})
         even = panel.ticks and not panel.log
         gap = min((b - a for a, b in pairwise(xs)), default=1.0) if even else 0.0
@@ -104,6 +104,11 @@ def plot_stacked(path: Path, panels: dict[str, dict[str, dict[str, float]]], bar
         axes.set_axisbelow(True)
     axes_list[0].set_ylabel("share of problems")
     return _save(figure, path)
+
+
+def _style(number: int) -> dict[str, str]:
+    """Ten colours, and another marker where they begin again."""
+    return {"color": f"C{number % 10}", "marker": "os^D"[number // 10 % 4]}
 
 
 def _errors(points: Sequence[Point]) -> list[list[float]] | None:
