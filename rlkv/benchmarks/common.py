@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class LlamaSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessConfig:
+class ProcessConfig(ABC):
     """Options of a benchmark that runs in this process."""
 
     output_dir: Path = Path("results/bench")
@@ -85,9 +86,9 @@ class ProcessConfig:
             torch.set_num_threads(self.threads)
         torch.manual_seed(0)
 
+    @abstractmethod
     def describe(self) -> tuple[str, dict[str, Any]]:
         """What runs, in words for a title and as facts for the JSON file."""
-        raise NotImplementedError
 
     def write(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -48,7 +49,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         apply_liger(make_tiny_model("llama"), torch.device("cuda"))
 
 
-def test_a_training_on_a_cpu_refuses_it(tmp_path: object) -> None:
+def test_a_training_on_a_cpu_refuses_it(tmp_path: Path) -> None:
     options = ["--config", "tiny", "--use_cpu", "true", "--liger_kernels", "true", "--output_dir", str(tmp_path)]
     with pytest.raises(ValueError, match="liger_kernels needs a CUDA GPU"):
         train_gates(*parse_config(options))
