@@ -5,11 +5,12 @@ r"""All analyses on a built-in model, on a CPU: find heads in every way, with se
     make study QUICK=1    # every stage at a tenth of the size, into results/study_quick
     python inference/full_study.py --model smol    # the language model: many hours on two cores
 
-RLKV is configs/tiny.yaml (or smol.yaml) with fewer steps; next to it elimination without training, distillation on the
-model's own solutions and on DuoAttention's recall task, and the heads of RLKV and of the solutions re-ranked.  The tiny
-model has also the ablations of RLKV's paper (arXiv 2510.08525, figure 8: without adaptive weighting, without
-self-distilled data, the penalty times 0.2 and 5; no other setting is tuned for them).  Other sinks and windows are
-``rlkv-study window``'s.  ``inference/study.py`` then measures all of them on held-out problems, and writes the report.
+RLKV is configs/tiny.yaml (or smol.yaml) with fewer steps; next to it elimination with and without a distillation
+before, distillation on the model's own solutions and on DuoAttention's recall task, and the heads of RLKV and of the
+solutions re-ranked.  The tiny model has also the ablations of RLKV's paper (arXiv 2510.08525, figure 8: without
+adaptive weighting, without self-distilled data, the penalty times 0.2 and 5; no other setting is tuned for them).
+Other sinks and windows are ``rlkv-study window``'s.  ``inference/study.py`` then measures all of them on held-out
+problems, and writes the report.
 
 Every stage is one of the project's own programs, printed as it starts, with its output in ``results/study/logs/``.
 Stages run ``--jobs`` at a time, on one thread each, so that their CPU seconds can be compared.  A stage that has ended
@@ -46,7 +47,8 @@ class FullStudyConfig(StagesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much of everything: seeds per method, ``variant_seeds`` per ablation, solutions (``traces``) of elimination.
+    """How much of everything: seeds per method, ``variant_seeds`` per ablation, solutions of elimination (``traces``),
+    and of the one after a short distillation (``few_traces``).
 
     ``sparsities``: of the sweep; a study that is stopped has measured the first of them.  ``grpo``: further options of
     RLKV's runs.
@@ -63,6 +65,7 @@ class Size:
     seeds: int = 3
     variant_seeds: int = 2
     traces: int = 32
+    few_traces: int = 16
     held_out: int = 200
     random_draws: int = 10
     sparsities: str = "0.2 0.4 0.5 0.6 0.8"
@@ -84,16 +87,34 @@ SMOL = Size(
     sparsities="0.5 0.6 0.4 0.7 0.2",
     study="",
 )
-_TENTH: Any = {"grpo_steps": 5, "seeds": 2, "rlkv_seeds": 2, "traces": 10, "held_out": 20, "random_draws": 2}
+_TENTH: Any = {
+    "grpo_steps": 5,
+    "seeds": 2,
+    "rlkv_seeds": 2,
+    "traces": 10,
+    "few_traces": 8,
+    "held_out": 20,
+    "random_draws": 2,
+}
 QUICK = {
     "tiny": replace(TINY, filtered=60, distill_steps=12, variant_seeds=1, sparsities="0.4 0.6", **_TENTH),
-    "smol": replace(SMOL, filtered=24, distill_steps=4, sparsities="0.4 0.6", **{**_TENTH, "traces": 2}),
+    "smol": replace(
+        SMOL, filtered=24, distill_steps=4, sparsities="0.4 0.6", **{**_TENTH, "traces": 2, "few_traces": 2}
+    ),
 }
 
 
 RERANKED = ("RLKV", "traces")
 # the first is compared with the others
-METHODS = ("RLKV", "RLKV re-ranked", "elimination", "traces", "traces re-ranked", "DuoAttention")
+METHODS = (
+    "RLKV",
+    "RLKV re-ranked",
+    "elimination",
+    "distilled elimination",
+    "traces",
+    "traces re-ranked",
+    "DuoAttention",
+)
 
 
 class Plan:
@@ -112,8 +133,10 @@ class Plan:
         distil = f"train/distill_gates.py --steps {size.distill_steps} --config configs/distill_{size.model}"
         config = f"configs/{size.model}.yaml"
         self._train("traces", f"{distil}_traces.yaml --curriculum {{curriculum}}", (self.filtered,))
-        elimination = f"--finder elimination --elimination_traces {size.traces} --curriculum {{curriculum}}"
-        self._train("elimination", f"train/grpo_gates.py --config {config} {elimination}", (self.filtered,))
+        finder = f"train/grpo_gates.py --config {config} --finder elimination --curriculum {{curriculum}}"
+        measured = f"{finder} --elimination_distillation 0 --elimination_traces {size.traces}"
+        self._train("elimination", measured, (self.filtered,))
+        self._train("distilled elimination", f"{finder} --elimination_traces {size.few_traces}", (self.filtered,))
         self._train("DuoAttention", f"{distil}.yaml")
         grpo = f"train/grpo_gates.py --config {config} --max_steps {size.grpo_steps} {size.grpo} --curriculum "
         self._train("RLKV", f"{grpo}{{curriculum}}", (self.filtered,))

@@ -91,6 +91,11 @@ class RLKVSettings(RunSettings):
     liger_kernels: bool = option(
         False, "Liger's RMSNorm, rotary and SwiGLU kernels in the frozen layers; needs a GPU and rlkv[liger]"
     )
+    elimination_distillation: int = option(
+        20,
+        "elimination: steps of distillation before, which order the quarter of the heads that is needed least; 0: all "
+        "heads are measured",
+    )
     elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
     elimination_sparsity: float = option(0.8, "elimination: sparsity up to which heads go")
     elimination_prefill: str = option(
@@ -107,6 +112,8 @@ class RLKVSettings(RunSettings):
         check_choice("rollout", self.rollout, ("auto", "hf", "vllm", "vllm-server"))
         if self.l1_beta < 0:
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
+        if self.elimination_distillation < 0:
+            raise ValueError(f"elimination_distillation must be 0 or more, got {self.elimination_distillation}")
         if self.init_gates is not None and self.finder != "rlkv":
             raise ValueError(
                 f"init_gates is where training starts, but --finder {self.finder} does not train: existing gates are "

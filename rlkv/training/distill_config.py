@@ -20,6 +20,10 @@ class DistillSettings(RunSettings):
     loss: str = option(
         "auto", "distance of hidden states, or kl of next tokens; auto: distance for recall, kl for traces"
     )
+    prefill: str = option(
+        "local",
+        "traces: how prompts are read: local, through the gates too, or full, as by rlkv-infer and rlkv.compress",
+    )
     haystack: str | None = option(None, "recall: text file to hide passkeys in; default: words of the vocabulary")
     passkeys: int = option(10, "recall: sequences to remember")
     passkey_words: int = option(32, "recall in text: words of one passkey")
@@ -41,6 +45,7 @@ class DistillSettings(RunSettings):
         super().__post_init__()
         check_choice("data", self.data, tuple(SOURCES))
         check_choice("loss", self.loss, ("auto", "distance", "kl"))
+        check_choice("prefill", self.prefill, ("local", "full"))
         for name in ("steps", "batch_size", "forward_rows", "save_steps", "passkeys", "passkey_words", "min_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -52,6 +57,11 @@ class DistillSettings(RunSettings):
         if self.l1_weight < 0 or not self.learning_rate > 0:
             raise ValueError(
                 f"l1_weight must be 0 or more and learning_rate above 0, got {self.l1_weight} and {self.learning_rate}"
+            )
+        if self.prefill == "full" and (self.data == "recall" or self.gradient_checkpointing):
+            raise ValueError(
+                "prefill full is for --data traces without gradient_checkpointing, which drops the prompts' keys and "
+                "values: use prefill local"
             )
         if self.data == "traces" and self.haystack is not None:
             raise ValueError("haystack belongs to --data recall: traces need no text to hide passkeys in")

@@ -56,7 +56,7 @@ def distill_gates(
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         gated.train()  # transformers recomputes in training mode only; gated attention allows no dropout
-    distiller = Distiller(gated, settings, tokenizer.pad_token_id or 0)
+    distiller = Distiller(gated, settings)
 
     def make_gates() -> HeadGates:
         return run.gates(gated, distiller.gate_mean.mean(), settings.method, distiller.step)
@@ -67,6 +67,7 @@ def distill_gates(
     run.write_config()
     _loop(distiller, draw, run.path, callbacks)
     gates = make_gates()
+    gated.unload()
     plot_losses(read_log(run.path / LOG), run.path / "losses.png", settings)
     run.export(gates, CURVES)
     return gates

@@ -6,7 +6,7 @@ Two losses on chosen tokens of a text, both plus ``l1_weight * mean(alpha)``:
   recall task.  The paper sums over the hidden size and the gates; here both are means, as in the published code;
 - *kl*: ``KL(full || mixed)`` of the next-token distribution, on the model's own solutions.
 
-Shapes: B rows, T tokens, N answer tokens of a batch, D hidden size, V vocabulary.  States are compared at the position
+Shapes: N answer tokens of a batch, D hidden size, V vocabulary.  States are compared at the position
 before a token, which predicts it (the published code takes the token's own position).
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,37 +25,10 @@ from rlkv.data.recall import MarkedText
 from rlkv.training.callbacks import GateMean, clamp_gate
 from rlkv.training.distill_config import DistillSettings
 from rlkv.training.head_gate import gate_parameters, gate_shares, gates_matrix
+from rlkv.training.trace_batches import TraceBatch, make_batch
 
 TOKENS_AT_ONCE = 512  # logits of real vocabularies are large: 512 x 128k in float32 are 256 MB
 SLOWEST = 0.1  # the learning rate starts and ends at this share of its peak (2410.10819, section on training)
-
-
-class Batch(NamedTuple):
-    """Rows padded on the right: int64 ``[B, T]`` twice; row and position of the predicting states, and the answers."""
-
-    ids_BT: Tensor
-    mask_BT: Tensor
-    row_N: Tensor
-    position_N: Tensor
-    answer_N: Tensor
-
-
-def collate(samples: Sequence[MarkedText], pad_id: int, device: torch.device) -> Batch:
-    """Samples of any lengths as one batch on ``device``."""
-    width = max(len(sample.ids) for sample in samples)
-    ids = [list(sample.ids) + [pad_id] * (width - len(sample.ids)) for sample in samples]
-    mask = [[1] * len(sample.ids) + [0] * (width - len(sample.ids)) for sample in samples]
-    places = [(row, place) for row, sample in enumerate(samples) for place in sample.answers]
-    row_N, answer_position_N = torch.tensor(places, device=device).T
-    ids_BT = torch.tensor(ids, device=device)
-    answer_N = ids_BT[row_N, answer_position_N]
-    return Batch(ids_BT, torch.tensor(mask, device=device), row_N, answer_position_N - 1, answer_N)
-
-
-def answer_states(base: Any, batch: Batch) -> Tensor:
-    """Last hidden states ``[N, D]`` of the positions that predict the answers."""
-    hidden_BTD = base.get_decoder()(input_ids=batch.ids_BT, attention_mask=batch.mask_BT, use_cache=False)[0]
-    return hidden_BTD[batch.row_N, batch.position_N]
 
 
 def squared_distance(mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
@@ -114,33 +87,37 @@ class Distiller:
         model: wrapped with :class:`rlkv.training.head_gate.HeadGateConfig`, on its device.
     """
 
-    def __init__(self, model: Any, settings: DistillSettings, pad_id: int) -> None:
-        self.model, self.settings, self.pad_id = model, settings, pad_id
+    def __init__(self, model: Any, settings: DistillSettings) -> None:
+        self.model, self.settings = model, settings
         self.base = model.get_base_model()
         self.gates: list[Tensor] = [parameter for _, parameter in gate_parameters(model)]
         self.optimizer = torch.optim.AdamW(self.gates, lr=settings.learning_rate, weight_decay=0.0)
         self.gate_mean = GateMean()
         self.step = 0
 
-    def _batches(self, samples: Sequence[MarkedText]) -> Iterator[Batch]:
+    def _batches(self, samples: Sequence[MarkedText]) -> Iterator[tuple[TraceBatch, Tensor]]:
+        """With the states ``[N, D]`` of full attention."""
         ordered, rows = sorted(samples, key=lambda sample: len(sample.ids)), self.settings.forward_rows
+        decoder, in_full = self.base.get_decoder(), self.settings.prefill == "full"
         for start in range(0, len(ordered), rows):
-            yield collate(ordered[start : start + rows], self.pad_id, self.base.device)
+            with torch.no_grad(), self.model.disable_adapter():
+                batch = make_batch(decoder, ordered[start : start + rows], in_full, self.base.device)
+                full_ND = batch.states(decoder)
+            yield batch, full_ND
 
     def train_step(self, samples: Sequence[MarkedText]) -> dict[str, float]:
         """One optimizer step; its record (``teacher/right``: share of the answers that full attention predicts)."""
         started, cpu_started = time.perf_counter(), time.process_time()
         settings, head = self.settings, self.base.get_output_embeddings()
-        answers = sum(len(sample.answers) for sample in samples)
+        predicted = len(samples) if settings.prefill == "full" else 0  # a first answer is read with the prompt
+        answers = sum(len(sample.answers) for sample in samples) - predicted
         rate = settings.learning_rate * lr_factor(self.step, settings.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         distilled, right = 0.0, 0
-        for batch in self._batches(samples):
-            with torch.no_grad(), self.model.disable_adapter():
-                full_ND = answer_states(self.base, batch)
+        for batch, full_ND in self._batches(samples):
             right += count_right(head, full_ND, batch.answer_N)
-            mixed_ND, by_kl = answer_states(self.base, batch), settings.loss_kind == "kl"
+            mixed_ND, by_kl = batch.states(self.base.get_decoder()), settings.loss_kind == "kl"
             per_token = kl_of_states(head, mixed_ND, full_ND) if by_kl else squared_distance(mixed_ND, full_ND)
             loss = per_token.sum() / answers
             loss.backward()

@@ -10,20 +10,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.data.recall import MarkedText
+from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import dtype_name, load_model
 from rlkv.models.prompts import choose_template
-from rlkv.models.shape import ModelShape
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.distill_data import read_traces
 from rlkv.training.distillation import check_head
 from rlkv.training.elimination import Removal, num_removals, rerank
+from rlkv.training.elimination_start import starting_gates
 from rlkv.training.head_gate import HeadGateConfig
 from rlkv.training.logs import GATES_LOG, LOG, append_record
 from rlkv.training.run_folder import RESUMABLE_KEYS, RunFolder
@@ -34,8 +34,10 @@ from rlkv.utils.store import ResultStore, open_store
 
 SETTINGS = {"finder", "model", "dtype", "template", "curriculum", "deploy_sink", "deploy_window", "forward_rows"}
 SETTINGS |= {"elimination_traces", "elimination_sparsity", "elimination_budget", "elimination_prefill"}
+SETTINGS |= {"elimination_distillation"}
 MEASURED = "measured.jsonl"
-UNMEASURED = RESUMABLE_KEYS - {"forward_rows"}  # no measurement depends on them; rows number the batches
+# no measurement depends on them; rows number the batches
+UNMEASURED = RESUMABLE_KEYS - {"forward_rows"} | {"elimination_distillation"}
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
 
@@ -106,10 +108,11 @@ def eliminate_heads(
     model: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> HeadGates:
-    """The finder ``elimination``: the order of all heads, measured from the full model on; exported to the folder.
+    """The finder ``elimination``: the order of all heads, exported to the folder.
 
-    A head's gate is its place in the order, 0 to 1.  ``measured.jsonl`` keeps what was measured: a run that was stopped
-    goes on from there, also to another sparsity or with another budget.
+    A short distillation orders the heads that are needed least, the others are measured
+    (:mod:`rlkv.training.elimination_start`).  A head's gate is its place in the order, 0 to 1.  ``measured.jsonl``
+    keeps what was measured: a run that was stopped goes on from there, also to another sparsity or another budget.
 
     Args:
         model, tokenizer: instead of the ones that ``settings.model`` names.
@@ -134,31 +137,26 @@ def eliminate_heads(
     measured = {name: value for name, value in config.items() if name not in UNMEASURED}
     with open_store(run.path / MEASURED, measured, KEY) as store:
         run.write_config()
-        start = unordered_gates(ModelShape.from_config(model.config), settings)
-        log = RemovalLog(run.path, torch.ones_like(start.alpha))
-        span, work = (0.0, settings.elimination_sparsity), (settings.elimination_budget, settings.forward_rows)
+        start, low, seconds = starting_gates(settings, args, model, tokenizer, run.path)
+        log = RemovalLog(run.path, HeadAllocation.from_gates(start, low).full.float(), seconds)
+        span, work = (low, settings.elimination_sparsity), (settings.elimination_budget, settings.forward_rows)
         prefill = settings.elimination_prefill
         gates = rerank_on_traces(model, traces, start, *span, *work, log.append, store, prefill)
-    gates.training = {**run.published(), "method": "elimination", **gates.training.pop("reranked")}
+    facts = {**gates.training.pop("reranked"), "distillation_cpu_seconds": round(seconds, 3)}
+    gates.training = {**run.published(), "method": "elimination", **facts}
     run.export(gates, CURVES)
     return gates
-
-
-def unordered_gates(shape: ModelShape, settings: RLKVSettings) -> HeadGates:
-    """Gates that are spread evenly over 0 to 1, in the order of the heads' numbers."""
-    alpha = torch.linspace(0, 1, shape.num_layers * shape.num_kv_heads).view(shape.num_layers, shape.num_kv_heads)
-    sizes = settings.deploy_sink, settings.deploy_window
-    return HeadGates(alpha, None, shape, *sizes, *sizes)  # type: ignore[arg-type]
 
 
 class RemovalLog:
     """``log.jsonl``: a record per removed head, with what it took since the record before it.
 
-    ``gates.jsonl`` has 1 for the heads that are left and 0 for the others.
+    ``gates.jsonl`` has 1 for the heads that are left and 0 for the others.  The first record's time has the
+    ``seconds`` of the distillation before.
     """
 
-    def __init__(self, folder: Path, full_LH: Tensor) -> None:
-        self.folder, self.full, self.steps, self._cpu_seconds = folder, full_LH, 0, 0.0
+    def __init__(self, folder: Path, full_LH: Tensor, seconds: float) -> None:
+        self.folder, self.full, self.steps, self._cpu_seconds = folder, full_LH, 0, -seconds
         for name in (LOG, GATES_LOG):
             (folder / name).unlink(missing_ok=True)
 

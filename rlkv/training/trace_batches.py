@@ -34,7 +34,7 @@ class TraceBatch(NamedTuple):
     Attributes:
         ids_BT, position_BT: the tokens to read, and where they stand in their texts; int64 ``[B, T]``.
         mask_BK: real tokens, int64 ``[B, P + T]``.
-        row_N, position_N: the states that predict answers, int64 ``[N]``.
+        row_N, position_N, answer_N: the states that predict answers, and those answers; int64 ``[N]``.
         past: what was read in full; None if P is 0.
     """
 
@@ -43,12 +43,17 @@ class TraceBatch(NamedTuple):
     mask_BK: Tensor
     row_N: Tensor
     position_N: Tensor
+    answer_N: Tensor
     past: Cache | None
 
     def call(self) -> dict[str, Any]:
         """Arguments of the decoder."""
         call = {"input_ids": self.ids_BT, "position_ids": self.position_BT, "attention_mask": self.mask_BK}
         return {**call, "past_key_values": self.past, "use_cache": False}
+
+    def states(self, decoder: Any) -> Tensor:
+        """Last hidden states ``[N, D]`` of the positions that predict the answers."""
+        return decoder(**self.call())[0][self.row_N, self.position_N]
 
 
 @torch.no_grad()
@@ -68,12 +73,13 @@ def make_batch(decoder: Any, texts: Sequence[MarkedText], prompts_in_full: bool,
     position = (mask.cumsum(1) - 1).clamp(min=0)
     places = [(row, at - 1 - cut) for row, (text, cut) in enumerate(pairs) for at in text.answers if at > cut]
     row_N, position_N = torch.tensor(places, device=device).T
+    answer_N = ids[row_N, split + position_N + 1]
     past = None
     if split:
         prompt = {"input_ids": ids[:, :split], "position_ids": position[:, :split], "attention_mask": mask[:, :split]}
         cache = decoder(**prompt, use_cache=True).past_key_values
         past = Cache(layers=[_kept(layer) for layer in cache.layers])
-    return TraceBatch(ids[:, split:], position[:, split:], mask, row_N, position_N, past)
+    return TraceBatch(ids[:, split:], position[:, split:], mask, row_N, position_N, answer_N, past)
 
 
 def _kept(layer: Any) -> PromptLayer:

@@ -1,6 +1,6 @@
 """What it costs to make heads compressible: the distance from the full model on recorded solutions.
 
-Shapes: L layers, H KV heads, B rows, N answer tokens of a batch, D hidden size.
+Shapes: L layers, H KV heads, B rows, N answer tokens of a batch, D hidden size, V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from rlkv.data.recall import MarkedText
-from rlkv.training.distillation import TOKENS_AT_ONCE, next_token_kl
+from rlkv.training.distillation import TOKENS_AT_ONCE
 from rlkv.training.head_gate import gate_parameters, set_gates
-from rlkv.training.trace_batches import TraceBatch, make_batch
+from rlkv.training.trace_batches import make_batch
 from rlkv.utils.shadow import shadow
 from rlkv.utils.store import ResultStore
 
 Head = tuple[int, int]  # layer, KV head
+KEPT = (
+    128  # likeliest tokens of full attention that are kept: logits of a vocabulary cost as much as half of the layers
+)
 KEY = ("batch", "full")  # of a measurement in a store: the number of the batch, and the full heads as 0s and 1s
 
 
@@ -50,6 +53,42 @@ def recorded(layers: Sequence[nn.Module]) -> Iterator[list[Any]]:
             hook = layer.register_forward_hook(lambda module, given, output: found.append(tree_map(Tensor.cpu, output)))
             hooks.callback(hook.remove)
         yield found
+
+
+class LikelyTokens(NamedTuple):
+    """Distributions over V tokens by their K likeliest ones: log-probabilities and token ids, ``[N, K]``.
+
+    The others count as one token, which has their sum: the KL from such a distribution is at most the one over all
+    tokens, the same if K is V, and hardly less where a model is sure of what it wrote itself.
+    """
+
+    log_NK: Tensor
+    token_NK: Tensor
+    is_whole: bool
+
+    @classmethod
+    def of(cls, log_NV: Tensor) -> LikelyTokens:
+        """Of log-probabilities ``[N, V]``."""
+        return cls(*log_NV.topk(min(KEPT, log_NV.shape[1])), log_NV.shape[1] <= KEPT)
+
+    def kl(self, other_NV: Tensor) -> Tensor:
+        """``KL(self || other)`` in nats, ``[N]``."""
+        other_NK = other_NV.gather(1, self.token_NK)
+        found_N = (self.log_NK.exp() * (self.log_NK - other_NK)).sum(-1)
+        if self.is_whole:
+            return found_N
+        rest_N, other_rest_N = (rest_of(log_NK) for log_NK in (self.log_NK, other_NK))
+        return found_N + rest_N * (rest_N / other_rest_N).log()
+
+
+def rest_of(log_NK: Tensor) -> Tensor:
+    """The probability of all other tokens, which rounding may leave at 0."""
+    return (1 - log_NK.exp().sum(-1)).clamp(min=torch.finfo(log_NK.dtype).eps)
+
+
+def log_probabilities(logits_NV: Tensor) -> Tensor:
+    """In float32 or wider."""
+    return logits_NV.to(torch.promote_types(torch.float32, logits_NV.dtype)).log_softmax(-1)
 
 
 def mask_text(full_LH: Tensor) -> str:
@@ -103,12 +142,7 @@ class TraceLoss:
         decoder, device = self.base.get_decoder(), self.base.device
         with torch.no_grad(), model.disable_adapter():
             self.batches = [make_batch(decoder, piece, prompts_in_full, device) for piece in pieces]
-            self.full = [self._states(batch).cpu() for batch in self.batches]
-
-    def _states(self, batch: TraceBatch) -> Tensor:
-        """Last hidden states ``[N, D]`` of the positions that predict the answers."""
-        hidden_BTD = self.base.get_decoder()(**batch.call())[0]
-        return hidden_BTD[batch.row_N, batch.position_N]
+            self.full = [self._expected(batch.states(decoder)) for batch in self.batches]
 
     def _sum(
         self, number: int, full_LH: Tensor, start: LayerOutputs | None = None, layer: int = 0
@@ -142,13 +176,18 @@ class TraceLoss:
             yield
 
     def _measure(self, number: int) -> float:
-        batch, full_ND = self.batches[number], self.full[number]
-        head = self.base.get_output_embeddings()
-        kl_B = torch.zeros(len(batch.ids_BT), device=batch.ids_BT.device)
-        parts = [part.split(TOKENS_AT_ONCE) for part in (self._states(batch), full_ND, batch.row_N)]
-        for mixed, full, row in zip(*parts, strict=True):
-            kl_B.index_add_(0, row, next_token_kl(head(mixed), head(full.to(mixed.device))).float())
+        batch, head = self.batches[number], self.base.get_output_embeddings()
+        states_ND = batch.states(self.base.get_decoder())
+        kl_B = torch.zeros(len(batch.ids_BT), device=states_ND.device)
+        pieces = zip(self.full[number], states_ND.split(TOKENS_AT_ONCE), batch.row_N.split(TOKENS_AT_ONCE), strict=True)
+        for full, mixed_ND, row_N in pieces:
+            kl_B.index_add_(0, row_N, full.kl(log_probabilities(head(mixed_ND))).float())
         return kl_B.clamp(min=0).log1p().sum().item()
+
+    def _expected(self, states_ND: Tensor) -> list[LikelyTokens]:
+        """What full attention expects, in pieces."""
+        head = self.base.get_output_embeddings()
+        return [LikelyTokens.of(log_probabilities(head(piece))) for piece in states_ND.split(TOKENS_AT_ONCE)]
 
     def _count(self, number: int, skipped: int = 0) -> None:
         self.passes += len(self.batches[number].ids_BT) / self.num_traces * (1 - skipped / len(self.layers))
@@ -201,5 +240,5 @@ class TraceLoss:
         """What each layer returns for a batch; those of ``below`` are known."""
         set_gates(self.model, full_LH.float())
         with self._after(below), recorded(self.layers[len(below) :]) as outputs:
-            self._states(self.batches[number])
+            self.batches[number].states(self.base.get_decoder())
         return [*below, *outputs]

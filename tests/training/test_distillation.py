@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from rlkv.training.distill_config import DistillSettings
 from rlkv.training.distillation import (
     Distiller,
     check_head,
-    collate,
     count_right,
     kl_of_states,
     lr_factor,
@@ -21,6 +21,7 @@ from rlkv.training.distillation import (
     squared_distance,
 )
 from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
+from rlkv.training.trace_loss import TraceLoss
 from tests.helpers.models import make_tiny_model
 
 
@@ -37,7 +38,7 @@ def make_distiller(loss: str, family: str = "llama", **options: Any) -> Distille
     base = make_tiny_model(family)
     model = get_peft_model(base, HeadGateConfig(sink=2, window=5))
     defaults: dict[str, Any] = {"steps": 10, "learning_rate": 0.05, "l1_weight": 0.05, "forward_rows": 4}
-    return Distiller(model, DistillSettings(loss=loss, **{**defaults, **options}), pad_id=0)
+    return Distiller(model, DistillSettings(loss=loss, **{**defaults, **options}))
 
 
 def test_distance_is_the_mean_square() -> None:
@@ -83,14 +84,6 @@ def test_the_learning_rate_rises_and_falls_by_a_fifth() -> None:
     assert [lr_factor(step, 2) for step in range(2)] == [1.0, 1.0]
 
 
-def test_batches_pad_on_the_right_and_look_one_token_back() -> None:
-    batch = collate([MarkedText((5, 6, 7), (1, 2)), MarkedText((8, 9), (1,))], 0, torch.device("cpu"))
-    assert batch.ids_BT.tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert batch.mask_BT.tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert (batch.row_N.tolist(), batch.position_N.tolist()) == ([0, 0, 1], [0, 1, 0])
-    assert batch.answer_N.tolist() == [6, 7, 9]
-
-
 @pytest.mark.parametrize("loss", ["distance", "kl"])
 def test_gates_move_and_nothing_else(loss: str, family: str) -> None:
     distiller = make_distiller(loss, family, learning_rate=0.3, l1_weight=2.0)
@@ -124,6 +117,24 @@ def test_rows_of_a_pass_and_padding_do_not_matter(loss: str) -> None:
         assert record["loss/distill"] == pytest.approx(found[0][0]["loss/distill"], rel=1e-4)
         assert record["gates/grad_norm"] == pytest.approx(found[0][0]["gates/grad_norm"], rel=1e-4)
         assert (alpha - found[0][1]).abs().max() < 1e-4
+
+
+def test_prompts_in_full_are_the_masks_of_the_loss_of_solutions() -> None:
+    """Gates of 0 and 1, prompts in full: the mean KL per token is that of the elimination's loss, per text."""
+    samples = random_samples(3)
+    for prefill in ("full", "local"):
+        distiller = make_distiller("kl", data="traces", prefill=prefill, l1_weight=0.0)
+        full_LH = torch.rand(3, 4, generator=torch.Generator().manual_seed(3)) > 0.4
+        sums = [
+            math.expm1(TraceLoss(distiller.model, [sample], 1, prompts_in_full=prefill == "full").of(full_LH))
+            for sample in samples
+        ]
+        set_gates(distiller.model, full_LH.float())
+        record = distiller.train_step(samples)
+        answers = sum(len(sample.answers) for sample in samples) - (3 if prefill == "full" else 0)
+        assert record["tokens/answers"] == answers
+        assert record["loss/distill"] == pytest.approx(sum(sums) / answers, rel=1e-4)
+        assert record["gates/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("loss", ["distance", "kl"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +35,8 @@ def curriculum(tmp_path: Path) -> Path:
 
 def options(path: Path, **other: object) -> list[str]:
     given = {"config": "tiny", "finder": "elimination", "curriculum": path, "use_cpu": "true"}
-    given |= {"elimination_traces": 6, "elimination_sparsity": 0.25, "output_dir": path.parent / "run", **other}
+    given |= {"elimination_traces": 6, "elimination_sparsity": 0.25, "output_dir": path.parent / "run"}
+    given |= {"elimination_distillation": 0, **other}
     return [text for name, value in given.items() for text in (f"--{name}", str(value))]
 
 
@@ -100,6 +103,49 @@ def test_a_finished_run_goes_on_to_another_sparsity(curriculum: Path) -> None:
     whole = eliminate_heads(*parse_config([*further, "--output_dir", str(run.with_name("whole"))]))
     assert found.alpha.equal(whole.alpha)
     assert len(read_log(run / "log.jsonl")) == 5
+
+
+def test_distillation_orders_the_first_quarter(curriculum: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same again after a kill in either part; the distilled gates say which heads go without being measured."""
+    given = options(curriculum, elimination_distillation=4, elimination_sparsity=0.4, forward_rows=3)
+    whole = eliminate_heads(*parse_config(given))
+    run = curriculum.parent / "run"
+    distilled, order = HeadGates.load(run / "distilled" / "gates.pt"), compression_order(whole)
+    assert order[:6] == compression_order(distilled)[:6]
+    assert [(r["layer"], r["head"]) for r in read_log(run / "log.jsonl")] == order[6:10]
+    assert whole.alpha.flatten().sort().values.equal(torch.linspace(0, 1, 24))
+    assert order.index((1, 1)) > 12
+    steps = read_log(run / "distilled" / "log.jsonl")
+    assert len(steps) == 4
+    assert steps[0]["train/learning_rate"] == 0.5  # 2 / 4, from the first of so few steps on
+    assert max(record["tokens/answers"] for record in steps) == 6 * (steps[0]["tokens/answers"] // 6)
+    told = whole.training
+    assert (told["low"], told["high"], told["elimination_distillation"]) == (0.25, 0.4, 4)
+    assert told["distillation_cpu_seconds"] == pytest.approx(sum(r["time/step_cpu_s"] for r in steps), abs=1e-3)
+    total = sum(record["time/step_cpu_s"] for record in read_log(run / "log.jsonl"))
+    assert total == pytest.approx(told["cpu_seconds"] + told["distillation_cpu_seconds"], rel=0.2)
+
+    parts = {"rlkv.training.distillation.Distiller.train_step": 3, "rlkv.training.trace_loss.TraceLoss._measure": 5}
+    again = [*given, "--output_dir", str(run.with_name("again"))]
+    for name, calls in parts.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(name, dies_at(name, calls))
+            with pytest.raises(KeyboardInterrupt):
+                eliminate_heads(*parse_config(again))
+    assert eliminate_heads(*parse_config(again)).alpha.equal(whole.alpha)
+
+
+def dies_at(name: str, calls: int) -> Any:
+    """The function of this name until its call number ``calls``."""
+    function, done = pkgutil.resolve_name(name), []
+
+    def counted(*args: Any) -> Any:
+        done.append(None)
+        if len(done) == calls:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    return counted
 
 
 def test_gates_are_the_start(curriculum: Path) -> None:

@@ -15,7 +15,8 @@ from rlkv import compress
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.training.head_gate import HeadGateConfig
-from rlkv.training.trace_loss import KEY, TraceLoss
+from rlkv.training.trace_batches import make_batch
+from rlkv.training.trace_loss import KEY, LikelyTokens, TraceLoss, log_probabilities
 from rlkv.utils.store import open_store
 from tests.helpers.models import make_tiny_model
 
@@ -38,6 +39,43 @@ def without(layer: int, head: int) -> Tensor:
     reduced = FULL.clone()
     reduced[layer, head] = False
     return reduced
+
+
+def test_the_likeliest_tokens_say_nearly_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of merged tokens: below the KL over all, equal to the KL of the merged distributions by hand."""
+    torch.manual_seed(0)
+    full, other = (log_probabilities(3 * torch.randn(9, 50, dtype=torch.float64)) for _ in range(2))
+    whole = (full.exp() * (full - other)).sum(-1)
+    assert torch.allclose(LikelyTokens.of(full).kl(other), whole, rtol=1e-12)
+    monkeypatch.setattr("rlkv.training.trace_loss.KEPT", 20)
+    likely = full.topk(20).indices
+    rest = torch.ones(9, 50, dtype=torch.bool).scatter(1, likely, False)
+
+    def merged(log: Tensor) -> Tensor:
+        others = torch.stack([row.exp()[keep].sum() for row, keep in zip(log, rest, strict=True)])
+        return torch.cat([log.exp().gather(1, likely), others[:, None]], dim=1)
+
+    p, q = merged(full), merged(other)
+    found = LikelyTokens.of(full).kl(other)
+    assert torch.allclose(found, (p * (p / q).log()).sum(-1), rtol=1e-9)
+    assert (found < whole).all()
+    assert (found > 0.95 * whole).all()
+    sure = log_probabilities(torch.nn.functional.one_hot(torch.arange(9), 50).float() * 90)
+    assert LikelyTokens.of(sure).kl(sure).abs().max() < 1e-6  # nothing is left for the others
+    assert LikelyTokens.of(sure).kl(other.float()).isfinite().all()
+
+
+@pytest.mark.parametrize(("in_full", "answers"), [(False, [6, 7, 9]), (True, [7])])
+def test_batches_look_one_token_back(in_full: bool, answers: list[int]) -> None:
+    """A first answer is predicted by the prompt: read in full, no mask acts on it."""
+    decoder = make_tiny_model("llama").get_decoder()
+    texts = [MarkedText((5, 6, 7), (1, 2)), MarkedText((8, 9), (1,))]
+    batch = make_batch(decoder, texts, in_full, torch.device("cpu"))
+    assert batch.answer_N.tolist() == answers
+    assert batch.ids_BT.tolist() == ([[6, 7], [9, 0]] if in_full else [[5, 6, 7], [8, 9, 0]])
+    assert batch.mask_BK.tolist() == [[1, 1, 1], [1, 1, 0]]
+    where = ([0], [0]) if in_full else ([0, 0, 1], [0, 1, 0])
+    assert (batch.row_N.tolist(), batch.position_N.tolist()) == where
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
