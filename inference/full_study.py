@@ -65,7 +65,7 @@ class Size:
     seeds: int = 3
     variant_seeds: int = 2
     traces: int = 32
-    few_traces: int = 16
+    few_traces: int = 32
     held_out: int = 200
     random_draws: int = 10
     sparsities: str = "0.2 0.4 0.5 0.6 0.8"
@@ -84,6 +84,7 @@ SMOL = Size(
     seeds=2,
     variant_seeds=0,
     traces=8,
+    few_traces=16,
     sparsities="0.5 0.6 0.4 0.7 0.2",
     study="",
 )
