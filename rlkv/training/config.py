@@ -14,6 +14,7 @@ from rlkv.training.micro_batches import passes
 from rlkv.training.recipes import RECIPES
 from rlkv.training.run_settings import RunSettings, check_choice, option, parse
 
+TRUSTED_SPARSITY = 0.25  # up to which a distillation orders the heads of an elimination
 DEFAULT_ROWS = 64  # of a rollout, where no GPU says what fits
 _SAMPLING = "rollouts know temperature, top_p and top_k"
 _OBJECTIVE = "the loss is that of the option recipe"
@@ -114,6 +115,11 @@ class RLKVSettings(RunSettings):
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
         if self.elimination_distillation < 0:
             raise ValueError(f"elimination_distillation must be 0 or more, got {self.elimination_distillation}")
+        if self.elimination_distillation and self.elimination_sparsity <= TRUSTED_SPARSITY:
+            raise ValueError(
+                f"elimination_sparsity must be above {TRUSTED_SPARSITY}, up to which the distillation orders heads, "
+                f"got {self.elimination_sparsity}: raise it, or set elimination_distillation 0"
+            )
         if self.init_gates is not None and self.finder != "rlkv":
             raise ValueError(
                 f"init_gates is where training starts, but --finder {self.finder} does not train: existing gates are "

@@ -16,14 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlkv.gates.allocation import compression_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.config import TRUSTED_SPARSITY, GateTrainingArguments, RLKVSettings
 from rlkv.training.distill_config import DistillSettings
 from rlkv.training.distill_run import distill_gates
 from rlkv.training.elimination import with_order
 from rlkv.training.logs import LOG
 from rlkv.utils.jsonl import read_log
 
-TRUSTED = 0.25  # sparsity up to which the order of the distillation stays
 SOLUTIONS = 6  # of a step of the distillation
 DISTILLED = "distilled"  # its folder, in that of the run
 COPIED = ("model", "dtype", "curriculum", "allow_foreign_curriculum", "template", "deploy_sink", "deploy_window")
@@ -72,4 +71,4 @@ def starting_gates(
         return start, 0.0, 0.0
     distilled = distill_gates(distillation_settings(settings, args, folder / DISTILLED), model, tokenizer)
     seconds = sum(record["time/step_cpu_s"] for record in read_log(folder / DISTILLED / LOG))
-    return replace(with_order(start, compression_order(distilled)), training={}), TRUSTED, seconds
+    return replace(with_order(start, compression_order(distilled)), training={}), TRUSTED_SPARSITY, seconds

@@ -138,7 +138,7 @@ def test_the_report_gets_every_run(tiny_plan: Any) -> None:
     size = plan.size
     names = [name for name, _ in given["--gates"]]
     assert list(dict.fromkeys(names)) == list(PROGRAM["METHODS"])
-    assert len(names) == 6 * size.seeds
+    assert len(names) == 7 * size.seeds
     variants = [name for name, _ in given["--ablation"]]
     assert list(dict.fromkeys(variants)) == ["no self-distilled data", "no adaptive weight", "beta x 0.2", "beta x 5"]
     assert len(variants) == 4 * size.variant_seeds

@@ -100,6 +100,8 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--recipe", "rank"], "recipe.*paper, published.*'rank'"),
         (["--finder", "luck"], "finder.*'luck'"),
         (["--finder", "elimination", "--init_gates", "g.pt"], "init_gates"),
+        (["--elimination_distillation", "-1"], "elimination_distillation"),
+        (["--elimination_sparsity", "0.25"], "elimination_sparsity must be above 0.25.*elimination_distillation 0"),
         (["--elimination_traces", "0"], "elimination_traces"),
         (["--wandb", "maybe"], "wandb.*'maybe'"),
         (["--save_total_limit", "0"], "save_total_limit"),
