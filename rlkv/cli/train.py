@@ -6,8 +6,9 @@ r"""Find the heads: GRPO on problems that the model solves, with an L1 penalty t
     rlkv-train --config llama8b --plan --plan_gpus 8xh100        # what that takes: steps, memory, engine, time
     rlkv-train --config tiny --finder elimination --curriculum results/curriculum/curriculum.parquet
 
---finder elimination measures instead of training: heads go one by one, each time the one that the curriculum's recorded
-solutions need least; it reads the options of the model, the curriculum, the sizes for serving and elimination_*.
+--finder elimination distils for a few steps and then measures: heads go one by one, each time the one that the
+curriculum's recorded solutions need least; it reads the options of the model, the curriculum, the sizes for serving,
+the rows of a pass and elimination_*.
 
 --config takes a file or the name of a packaged one.  It sets defaults; every name in it is an option too
 (--l1_beta 2e-3), and so are those of trl's GRPOConfig.  --verbose shows what other libraries print.

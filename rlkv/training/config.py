@@ -15,6 +15,7 @@ from rlkv.training.recipes import RECIPES
 from rlkv.training.run_settings import RunSettings, check_choice, option, parse
 
 TRUSTED_SPARSITY = 0.25  # up to which a distillation orders the heads of an elimination
+LEAST_STEPS = 8  # of that distillation: gates move by at most 0.25 a step
 DEFAULT_ROWS = 64  # of a rollout, where no GPU says what fits
 _SAMPLING = "rollouts know temperature, top_p and top_k"
 _OBJECTIVE = "the loss is that of the option recipe"
@@ -50,8 +51,8 @@ class RLKVSettings(RunSettings):
 
     finder: str = option(
         "rlkv",
-        "rlkv: GRPO with the adaptive penalty; elimination: no training, heads go one by one, each time the one that "
-        "the curriculum's recorded solutions need least",
+        "rlkv: GRPO with the adaptive penalty; elimination: a short distillation, then heads go one by one, each time "
+        "the one that the curriculum's recorded solutions need least",
     )
     init_value: float = option(1.0, "where every gate starts")
     init_gates: str | None = option(None, "gates file to start from, instead of init_value for every gate")
@@ -113,16 +114,13 @@ class RLKVSettings(RunSettings):
         check_choice("rollout", self.rollout, ("auto", "hf", "vllm", "vllm-server"))
         if self.l1_beta < 0:
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
-        if self.elimination_distillation < 0:
-            raise ValueError(f"elimination_distillation must be 0 or more, got {self.elimination_distillation}")
-        if self.elimination_distillation and self.elimination_sparsity <= TRUSTED_SPARSITY:
+        if self.elimination_distillation < 0 or 0 < self.elimination_distillation < LEAST_STEPS:
             raise ValueError(
-                f"elimination_sparsity must be above {TRUSTED_SPARSITY}, up to which the distillation orders heads, "
-                f"got {self.elimination_sparsity}: raise it, or set elimination_distillation 0"
+                f"elimination_distillation must be 0 or at least {LEAST_STEPS}, got {self.elimination_distillation}"
             )
         if self.init_gates is not None and self.finder != "rlkv":
             raise ValueError(
-                f"init_gates is where training starts, but --finder {self.finder} does not train: existing gates are "
+                f"init_gates is where training starts, but --finder {self.finder} starts from none: existing gates are "
                 "re-ranked by inference/rerank_heads.py"
             )
         if self.init_gates is not None and self.init_value != 1.0:

@@ -17,10 +17,10 @@ from rlkv.utils.provenance import digest
 Draw = Callable[[int], list[MarkedText]]
 
 
-def read_traces(path: str, tokenizer: Any, template: str, max_length: int) -> list[MarkedText]:
+def read_traces(path: str, tokenizer: Any, template: str, max_length: int, least: int = 1) -> list[MarkedText]:
     """The curriculum's problems with their recorded outputs; every token of an output counts, the end token included.
 
-    Texts of more than ``max_length`` tokens are cut there; those whose prompt fills it are left out.
+    Texts of more than ``max_length`` tokens are cut there; those with fewer than ``least`` output tokens are left out.
 
     Raises:
         ValueError: for an unreadable file, rows without outputs, or if nothing is left.
@@ -31,10 +31,10 @@ def read_traces(path: str, tokenizer: Any, template: str, max_length: int) -> li
             raise ValueError(f"{path}: the output of row {number} is empty: filter again with this model")
         prompt = encode(tokenizer, render_prompt(tokenizer, row["problem"], template))
         ids = (*prompt, *encode(tokenizer, row["output"]), tokenizer.eos_token_id)[:max_length]
-        if len(prompt) < len(ids):
+        if len(ids) - len(prompt) >= least:
             samples.append(MarkedText(ids, tuple(range(len(prompt), len(ids)))))
     if not samples:
-        raise ValueError(f"{path}: no row has an output token within max_length={max_length} tokens")
+        raise ValueError(f"{path}: no row has {least} output tokens within max_length={max_length} tokens")
     return samples
 
 
@@ -60,7 +60,8 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
         if settings.curriculum is None:
             raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
         template = choose_template(settings.template, model=settings.model)
-        traces = read_traces(settings.curriculum, tokenizer, template, settings.max_length)
+        least = 2 if settings.prefill == "full" else 1  # a first one is predicted by the prompt alone
+        traces = read_traces(settings.curriculum, tokenizer, template, settings.max_length, least)
         facts = {"samples": len(traces), "data_digest": digest([trace.ids for trace in traces])}
         return in_epochs(traces, settings.batch_size, settings.seed), facts
     draw_one: Callable[[random.Random], MarkedText]

@@ -14,7 +14,7 @@ from rlkv.models.loading import dtype_name, load_model, load_tokenizer, resolve_
 from rlkv.training.checkpoints import load_tensors, new_checkpoint, save_tensors
 from rlkv.training.distill_config import DistillSettings
 from rlkv.training.distill_data import Draw, load_data
-from rlkv.training.distillation import Distiller, check_head
+from rlkv.training.distillation import Distiller, check_head, check_layers
 from rlkv.training.head_gate import HeadGateConfig
 from rlkv.training.logs import LOG
 from rlkv.training.run_folder import RunFolder
@@ -34,7 +34,7 @@ def distill_gates(
     """Start or resume the distillation run in ``settings.output_dir``, and export it there.
 
     Args:
-        model, tokenizer: instead of the ones that ``settings.model`` names.
+        model, tokenizer: instead of the ones that ``settings.model`` names; afterwards the model has no gates.
 
     Raises:
         ValueError: for data, a model or a folder that do not fit.
@@ -53,21 +53,25 @@ def distill_gates(
         check_head(model, draw(0)[0].ids[:32])
     adapter = HeadGateConfig(sink=settings.sink, window=settings.window)
     gated: Any = get_peft_model(model, adapter, autocast_adapter_dtype=False)
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        gated.train()  # transformers recomputes in training mode only; gated attention allows no dropout
     distiller = Distiller(gated, settings)
 
     def make_gates() -> HeadGates:
         return run.gates(gated, distiller.gate_mean.mean(), settings.method, distiller.step)
 
-    if run.checkpoint is not None:
-        distiller.load(load_tensors(run.checkpoint / STATE))
-    callbacks = [*run.loggers(make_gates), StopOnTermination()]
-    run.write_config()
-    _loop(distiller, draw, run.path, callbacks)
-    gates = make_gates()
-    gated.unload()
+    try:
+        if settings.prefill == "full":
+            check_layers(gated)
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            gated.train()  # transformers recomputes in training mode only; gated attention allows no dropout
+        if run.checkpoint is not None:
+            distiller.load(load_tensors(run.checkpoint / STATE))
+        callbacks = [*run.loggers(make_gates), StopOnTermination()]
+        run.write_config()
+        _loop(distiller, draw, run.path, callbacks)
+        gates = make_gates()
+    finally:
+        gated.unload()
     plot_losses(read_log(run.path / LOG), run.path / "losses.png", settings)
     run.export(gates, CURVES)
     return gates

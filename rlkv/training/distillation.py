@@ -37,10 +37,14 @@ def squared_distance(mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
     return (full_ND.to(wide) - mixed_ND.to(wide)).square().mean(-1)
 
 
+def log_probabilities(logits_NV: Tensor) -> Tensor:
+    """In float32 or wider."""
+    return logits_NV.to(torch.promote_types(torch.float32, logits_NV.dtype)).log_softmax(-1)
+
+
 def next_token_kl(mixed_logits_NV: Tensor, full_logits_NV: Tensor) -> Tensor:
     """``sum_v p_full (log p_full - log p_mixed)`` per token in nats, in float32 or wider: ``[N]``."""
-    wide = torch.promote_types(torch.float32, mixed_logits_NV.dtype)
-    full, mixed = full_logits_NV.to(wide).log_softmax(-1), mixed_logits_NV.to(wide).log_softmax(-1)
+    full, mixed = log_probabilities(full_logits_NV), log_probabilities(mixed_logits_NV)
     return (full.exp() * (full - mixed)).sum(-1)
 
 
@@ -78,6 +82,12 @@ def check_head(model: Any, ids: Sequence[int]) -> None:
             f"{type(model).__name__} changes its logits after the output embeddings (scaled or capped), which the "
             "KL of next tokens does not know: take rlkv-distill --data recall, which needs no logits"
         )
+
+
+def check_layers(gated: Any) -> None:
+    """Raise ``ValueError`` unless every layer of the gated model has full attention, as prompts in full need."""
+    if len(gate_parameters(gated)) < len(gated.get_base_model().get_decoder().layers):
+        raise ValueError("some layers of this model have no full attention: heads of such models cannot be ranked")
 
 
 class Distiller:

@@ -1,4 +1,4 @@
-"""Elimination on recorded solutions: of gates that exist, and as a way to find heads without any training."""
+"""Elimination on recorded solutions: of gates that exist, and as a way to find heads."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import dtype_name, load_model
 from rlkv.models.prompts import choose_template
-from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.models.shape import ModelShape
+from rlkv.training.config import TRUSTED_SPARSITY, GateTrainingArguments, RLKVSettings
 from rlkv.training.distill_data import read_traces
 from rlkv.training.distillation import check_head
 from rlkv.training.elimination import Removal, num_removals, rerank
-from rlkv.training.elimination_start import starting_gates
+from rlkv.training.elimination_start import distilled_order, unordered_gates
 from rlkv.training.head_gate import HeadGateConfig
 from rlkv.training.logs import GATES_LOG, LOG, append_record
 from rlkv.training.run_folder import RESUMABLE_KEYS, RunFolder
-from rlkv.training.trace_loss import KEY, TraceLoss
+from rlkv.training.trace_loss import KEPT, KEY, TraceLoss
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import digest
 from rlkv.utils.store import ResultStore, open_store
@@ -36,8 +37,7 @@ SETTINGS = {"finder", "model", "dtype", "template", "curriculum", "deploy_sink",
 SETTINGS |= {"elimination_traces", "elimination_sparsity", "elimination_budget", "elimination_prefill"}
 SETTINGS |= {"elimination_distillation"}
 MEASURED = "measured.jsonl"
-# no measurement depends on them; rows number the batches
-UNMEASURED = RESUMABLE_KEYS - {"forward_rows"} | {"elimination_distillation"}
+UNMEASURED = RESUMABLE_KEYS - {"forward_rows"}  # no measurement depends on them; rows number the batches
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
 
@@ -134,10 +134,13 @@ def eliminate_heads(
     config["dtype"] = dtype_name(settings.dtype, args.device)
     config |= {"seed": args.seed, "output_dir": args.output_dir, "data_digest": digest([text.ids for text in traces])}
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
-    measured = {name: value for name, value in config.items() if name not in UNMEASURED}
+    measured = {name: value for name, value in config.items() if name not in UNMEASURED} | {"likeliest": KEPT}
+    low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
+    start = unordered_gates(ModelShape.from_config(model.config), settings)
+    num_removals(start.alpha.numel(), low, settings.elimination_sparsity)  # refused before the distillation
     with open_store(run.path / MEASURED, measured, KEY) as store:
         run.write_config()
-        start, low, seconds = starting_gates(settings, args, model, tokenizer, run.path)
+        start, seconds = distilled_order(start, settings, args, model, tokenizer, run.path)
         log = RemovalLog(run.path, HeadAllocation.from_gates(start, low).full.float(), seconds)
         span, work = (low, settings.elimination_sparsity), (settings.elimination_budget, settings.forward_rows)
         prefill = settings.elimination_prefill

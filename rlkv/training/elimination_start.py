@@ -7,7 +7,6 @@ needed least, and wrong about the order of those that are needed, where it is me
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlkv.gates.allocation import compression_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from rlkv.training.config import TRUSTED_SPARSITY, GateTrainingArguments, RLKVSettings
+from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.distill_config import DistillSettings
 from rlkv.training.distill_run import distill_gates
 from rlkv.training.elimination import with_order
@@ -25,7 +24,9 @@ from rlkv.utils.jsonl import read_log
 
 SOLUTIONS = 6  # of a step of the distillation
 DISTILLED = "distilled"  # its folder, in that of the run
-COPIED = ("model", "dtype", "curriculum", "allow_foreign_curriculum", "template", "deploy_sink", "deploy_window")
+FASTEST = 0.25  # learning rate: gates that reach 0 at once tell of no order
+COPIED = ("model", "dtype", "curriculum", "allow_foreign_curriculum", "template", "resume")
+SIZES = ("deploy_sink", "deploy_window")
 
 
 def unordered_gates(shape: ModelShape, settings: RLKVSettings) -> HeadGates:
@@ -36,16 +37,20 @@ def unordered_gates(shape: ModelShape, settings: RLKVSettings) -> HeadGates:
 
 
 def distillation_settings(settings: RLKVSettings, args: GateTrainingArguments, folder: Path) -> DistillSettings:
-    """Of the distillation before an elimination: a gate can go from 1 to 0 and as far again in its steps."""
+    """Of the distillation before an elimination: its steps suffice for a gate that goes from 1 to 0.
+
+    Its backward pass takes as many rows as an update of GRPO would, and keeps all activations of a prompt's solution.
+    """
     return DistillSettings(
-        **{name: getattr(settings, name) for name in (*COPIED, "resume", "forward_rows")},
+        **{name: getattr(settings, name) for name in (*COPIED, *SIZES)},
+        forward_rows=min(settings.forward_rows, args.per_device_train_batch_size),
         data="traces",
         prefill=settings.elimination_prefill,
         sink=settings.deploy_sink,
         window=settings.deploy_window,
         max_length=sys.maxsize,
         steps=settings.elimination_distillation,
-        learning_rate=2 / settings.elimination_distillation,
+        learning_rate=min(FASTEST, 2 / settings.elimination_distillation),
         batch_size=SOLUTIONS,
         save_steps=5,
         image_steps=0,
@@ -55,20 +60,20 @@ def distillation_settings(settings: RLKVSettings, args: GateTrainingArguments, f
     )
 
 
-def starting_gates(
+def distilled_order(
+    start: HeadGates,
     settings: RLKVSettings,
     args: GateTrainingArguments,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-) -> tuple[HeadGates, float, float]:
-    """Gates whose numbers are places in an order, the sparsity up to which it stays, and CPU seconds of making it.
+) -> tuple[HeadGates, float]:
+    """The numbers of ``start`` in the order of a distillation, where one is asked for, and its CPU seconds.
 
     The distillation is a run of its own in ``folder``, which resumes.
     """
-    start = unordered_gates(ModelShape.from_config(model.config), settings)
     if not settings.elimination_distillation:
-        return start, 0.0, 0.0
+        return start, 0.0
     distilled = distill_gates(distillation_settings(settings, args, folder / DISTILLED), model, tokenizer)
     seconds = sum(record["time/step_cpu_s"] for record in read_log(folder / DISTILLED / LOG))
-    return replace(with_order(start, compression_order(distilled)), training={}), TRUSTED_SPARSITY, seconds
+    return with_order(start, compression_order(distilled)), seconds

@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from rlkv.data.recall import MarkedText
-from rlkv.training.distillation import TOKENS_AT_ONCE
-from rlkv.training.head_gate import gate_parameters, set_gates
+from rlkv.training.distillation import TOKENS_AT_ONCE, check_layers, log_probabilities
+from rlkv.training.head_gate import set_gates
 from rlkv.training.trace_batches import make_batch
 from rlkv.utils.shadow import shadow
 from rlkv.utils.store import ResultStore
 
 Head = tuple[int, int]  # layer, KV head
-KEPT = (
-    128  # likeliest tokens of full attention that are kept: logits of a vocabulary cost as much as half of the layers
-)
+# likeliest tokens of full attention that are kept; logits of 49k tokens of both models took a third of the time
+KEPT = 128
 KEY = ("batch", "full")  # of a measurement in a store: the number of the batch, and the full heads as 0s and 1s
 
 
@@ -59,7 +58,7 @@ class LikelyTokens(NamedTuple):
     """Distributions over V tokens by their K likeliest ones: log-probabilities and token ids, ``[N, K]``.
 
     The others count as one token, which has their sum: the KL from such a distribution is at most the one over all
-    tokens, the same if K is V, and hardly less where a model is sure of what it wrote itself.
+    tokens, and the same if K is V.  On solutions of the built-in language model it is 0.99 of it or more.
     """
 
     log_NK: Tensor
@@ -84,11 +83,6 @@ class LikelyTokens(NamedTuple):
 def rest_of(log_NK: Tensor) -> Tensor:
     """The probability of all other tokens, which rounding may leave at 0."""
     return (1 - log_NK.exp().sum(-1)).clamp(min=torch.finfo(log_NK.dtype).eps)
-
-
-def log_probabilities(logits_NV: Tensor) -> Tensor:
-    """In float32 or wider."""
-    return logits_NV.to(torch.promote_types(torch.float32, logits_NV.dtype)).log_softmax(-1)
 
 
 def mask_text(full_LH: Tensor) -> str:
@@ -128,8 +122,7 @@ class TraceLoss:
     ) -> None:
         self.model, self.base, self.passes, self.on_forward = model, model.get_base_model(), 0.0, on_forward
         self.layers = list(self.base.get_decoder().layers)
-        if len(gate_parameters(model)) < len(self.layers):
-            raise ValueError("some layers of this model have no full attention: heads of such models cannot be ranked")
+        check_layers(model)
         found = store.rows if store else []
         self._store, self._known = store, {(row["batch"], row["full"]): row["loss"] for row in found}
         self.cpu_seconds, self._clock = sum(row["cpu_s"] for row in found), time.process_time()

@@ -103,13 +103,13 @@ def test_gates_move_and_nothing_else(loss: str, family: str) -> None:
     assert distiller.gate_mean.mean().mean() > alpha.mean()
 
 
-@pytest.mark.parametrize("loss", ["distance", "kl"])
-def test_rows_of_a_pass_and_padding_do_not_matter(loss: str) -> None:
+@pytest.mark.parametrize(("loss", "prefill"), [("distance", "local"), ("kl", "local"), ("kl", "full")])
+def test_rows_of_a_pass_and_padding_do_not_matter(loss: str, prefill: str) -> None:
     torch.manual_seed(1)
     start = torch.rand(3, 4)
     found = []
     for rows in (1, 2, 4):
-        distiller = make_distiller(loss, forward_rows=rows)
+        distiller = make_distiller(loss, forward_rows=rows, data="traces", prefill=prefill)
         set_gates(distiller.model, start)
         found.append((distiller.train_step(random_samples(4)), gates_matrix(distiller.model)))
     for record, alpha in found[1:]:

@@ -14,9 +14,10 @@ from torch import Tensor
 from rlkv import compress
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation
+from rlkv.training.distillation import log_probabilities
 from rlkv.training.head_gate import HeadGateConfig
 from rlkv.training.trace_batches import make_batch
-from rlkv.training.trace_loss import KEY, LikelyTokens, TraceLoss, log_probabilities
+from rlkv.training.trace_loss import KEY, LikelyTokens, TraceLoss
 from rlkv.utils.store import open_store
 from tests.helpers.models import make_tiny_model
 
@@ -106,6 +107,8 @@ def test_batches_and_pieces_do_not_matter(family: str, prefill: str, monkeypatch
     assert make_loss(family, 4, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
     monkeypatch.setattr("rlkv.training.trace_loss.TOKENS_AT_ONCE", 7)
     assert make_loss(family, 3, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
+    monkeypatch.setattr("rlkv.training.trace_loss.KEPT", 100)  # of 128
+    assert 0.7 * expected < make_loss(family, 3, prefill).of(FULL) < expected
 
 
 @pytest.mark.parametrize("rows", [2, 4])
