@@ -138,7 +138,8 @@ def test_distillation_orders_the_first_quarter(curriculum: Path, monkeypatch: py
 
 def test_a_model_with_sliding_layers_is_refused_before_the_distillation(curriculum: Path) -> None:
     _, tokenizer = tiny.load()
-    sliding = make_tiny_model("qwen2", vocab_size=len(tokenizer), use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    layers = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    sliding = make_tiny_model("qwen2", vocab_size=len(tokenizer), **layers)
     settings, args = parse_config(options(curriculum, elimination_distillation=8, elimination_sparsity=0.5))
     with pytest.raises(ValueError, match="no full attention"):
         eliminate_heads(settings, args, sliding, tokenizer)
