@@ -135,7 +135,7 @@ class Plan:
         config = f"configs/{size.model}.yaml"
         self._train("traces", f"{distil}_traces.yaml --curriculum {{curriculum}}", (self.filtered,))
         finder = f"train/grpo_gates.py --config {config} --finder elimination --curriculum {{curriculum}}"
-        measured = f"{finder} --elimination_distillation 0 --elimination_traces {size.traces}"
+        measured = f"{finder} --elimination_distillation 0 --elimination_sparsity 0.8 --elimination_traces {size.traces}"
         self._train("elimination", measured, (self.filtered,))
         self._train("distilled elimination", f"{finder} --elimination_traces {size.few_traces}", (self.filtered,))
         self._train("DuoAttention", f"{distil}.yaml")

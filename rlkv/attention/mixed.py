@@ -6,8 +6,9 @@ where one token is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,13 +44,27 @@ def mix(full: Tensor, local: Tensor, alpha_H: Tensor) -> Tensor:
     return mixed.view(full.shape).to(full.dtype)
 
 
-def _single_branch(alpha_H: Tensor) -> str | None:
-    """``full`` or ``local`` if no gradient is wanted and all gates are exactly 1 or exactly 0."""
+Branch = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _is_mask(alpha_H: Tensor) -> bool:
+    """Whether no gradient is wanted and every gate is exactly 1 or exactly 0."""
     # on a GPU, reading the gates would cost a synchronisation per layer and token
     if torch.is_grad_enabled() or alpha_H.device.type != "cpu":
-        return None
-    low, high = alpha_H.aminmax()
-    return "full" if low == 1 else "local" if high == 0 else None
+        return False
+    return bool(((alpha_H == 0) | (alpha_H == 1)).all())
+
+
+def _each_head_once(query: Tensor, key: Tensor, value: Tensor, full_H: Tensor, full: Branch, local: Branch) -> Tensor:
+    """The full branch for the heads of ``full_H`` (bool ``[H]``), the local one for the others."""
+    if full_H.all() or not full_H.any():
+        return (full if full_H[0] else local)(query, key, value)
+    query = query.unflatten(1, (len(full_H), -1))
+    out = torch.empty_like(query)
+    for branch, chosen_H in ((full, full_H), (local, ~full_H)):
+        states = branch(query[:, chosen_H].flatten(1, 2), key[:, chosen_H], value[:, chosen_H])
+        out[:, chosen_H] = states.unflatten(1, (-1, query.shape[2]))
+    return out.flatten(1, 2)
 
 
 def mixed_attention(
@@ -84,13 +99,12 @@ def mixed_attention(
         raise ValueError(f"gated attention has no dropout: set attention_dropout to 0 (it is {dropout})")
     refuse_variants(kwargs, "gated attention")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    only = _single_branch(gate.alpha_H)
-    branches = []
-    if only != "local":
-        branches.append(full_attention(query, key, value, attention_mask, scale))
-    if only != "full":
-        branches.append(local_attention(query, key, value, attention_mask, gate.sink, gate.window, scale))
-    out = branches[0] if only else mix(branches[0], branches[1], gate.alpha_H)
+    full = partial(full_attention, call=attention_mask, scale=scale)
+    local = partial(local_attention, call=attention_mask, sink=gate.sink, window=gate.window, scale=scale)
+    if _is_mask(gate.alpha_H):
+        out = _each_head_once(query, key, value, gate.alpha_H == 1, full, local)
+    else:
+        out = mix(full(query, key, value), local(query, key, value), gate.alpha_H)
     return out.transpose(1, 2).contiguous(), None
 
 

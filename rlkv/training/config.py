@@ -14,7 +14,7 @@ from rlkv.training.micro_batches import passes
 from rlkv.training.recipes import RECIPES
 from rlkv.training.run_settings import RunSettings, check_choice, option, parse
 
-TRUSTED_SPARSITY = 0.25  # up to which a distillation orders the heads of an elimination
+TRUSTED_SPARSITY = 0.4  # up to which a distillation orders the heads of an elimination
 LEAST_STEPS = 8  # of that distillation: gates move by at most 0.25 a step
 DEFAULT_ROWS = 64  # of a rollout, where no GPU says what fits
 _SAMPLING = "rollouts know temperature, top_p and top_k"
@@ -50,9 +50,9 @@ class RLKVSettings(RunSettings):
     """Gates, penalty and rollouts."""
 
     finder: str = option(
-        "rlkv",
-        "rlkv: GRPO with the adaptive penalty; elimination: a short distillation, then heads go one by one, each time "
-        "the one that the curriculum's recorded solutions need least",
+        "elimination",
+        "elimination: a short distillation, then heads go one by one, each time the one that the curriculum's recorded "
+        "solutions need least; rlkv: GRPO with the adaptive penalty, which all packaged configs name",
     )
     init_value: float = option(1.0, "where every gate starts")
     init_gates: str | None = option(None, "gates file to start from, instead of init_value for every gate")
@@ -94,12 +94,12 @@ class RLKVSettings(RunSettings):
         False, "Liger's RMSNorm, rotary and SwiGLU kernels in the frozen layers; needs a GPU and rlkv[liger]"
     )
     elimination_distillation: int = option(
-        20,
-        "elimination: steps of distillation before, which order the quarter of the heads that is needed least; 0: all "
+        40,
+        "elimination: steps of distillation before, which order the 40% of the heads that are needed least; 0: all "
         "heads are measured",
     )
     elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
-    elimination_sparsity: float = option(0.8, "elimination: sparsity up to which heads go")
+    elimination_sparsity: float = option(0.7, "elimination: sparsity up to which heads go")
     elimination_prefill: str = option(
         "full",
         "elimination: how prompts are read where the heads will serve: full, as by rlkv-infer and rlkv.compress, or "
@@ -118,10 +118,12 @@ class RLKVSettings(RunSettings):
             raise ValueError(
                 f"elimination_distillation must be 0 or at least {LEAST_STEPS}, got {self.elimination_distillation}"
             )
+        if self.wandb != "disabled" and self.finder == "elimination" and not self.elimination_distillation:
+            raise ValueError("wandb shows the distillation of --finder elimination, and elimination_distillation is 0")
         if self.init_gates is not None and self.finder != "rlkv":
             raise ValueError(
-                f"init_gates is where training starts, but --finder {self.finder} starts from none: existing gates are "
-                "re-ranked by inference/rerank_heads.py"
+                f"init_gates is where training starts, but --finder {self.finder} starts from none: take --finder "
+                "rlkv, or re-rank gates with inference/rerank_heads.py"
             )
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")

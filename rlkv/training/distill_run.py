@@ -51,6 +51,8 @@ def distill_gates(
         model, _ = load_model(settings.model, dtype=settings.dtype, device=settings.device)
     if settings.loss_kind == "kl":
         check_head(model, draw(0)[0].ids[:32])
+    if settings.prefill == "full":
+        check_layers(model)
     adapter = HeadGateConfig(sink=settings.sink, window=settings.window)
     gated: Any = get_peft_model(model, adapter, autocast_adapter_dtype=False)
     distiller = Distiller(gated, settings)
@@ -59,8 +61,6 @@ def distill_gates(
         return run.gates(gated, distiller.gate_mean.mean(), settings.method, distiller.step)
 
     try:
-        if settings.prefill == "full":
-            check_layers(gated)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             gated.train()  # transformers recomputes in training mode only; gated attention allows no dropout

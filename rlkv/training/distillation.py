@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from rlkv.data.recall import MarkedText
 from rlkv.training.callbacks import GateMean, clamp_gate
 from rlkv.training.distill_config import DistillSettings
-from rlkv.training.head_gate import gate_parameters, gate_shares, gates_matrix
+from rlkv.training.head_gate import full_attention_modules, gate_parameters, gate_shares, gates_matrix
 from rlkv.training.trace_batches import TraceBatch, make_batch
 
 TOKENS_AT_ONCE = 512  # logits of real vocabularies are large: 512 x 128k in float32 are 256 MB
@@ -48,14 +48,32 @@ def next_token_kl(mixed_logits_NV: Tensor, full_logits_NV: Tensor) -> Tensor:
     return (full.exp() * (full - mixed)).sum(-1)
 
 
+class _KLOfStates(torch.autograd.Function):
+    """The gradient is made next to the value, piece by piece, as no logits are kept: ``dKL/dlogits = mixed - full``."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed_ND: Tensor, full_ND: Tensor, head: nn.Module) -> Tensor:
+        kl, gradient = [], []
+        for mixed, full in zip(mixed_ND.split(TOKENS_AT_ONCE), full_ND.split(TOKENS_AT_ONCE), strict=True):
+            with torch.enable_grad():
+                state = mixed.detach().requires_grad_()
+                logits = head(state)
+            expected, found = log_probabilities(head(full)), log_probabilities(logits.detach())
+            kl.append((expected.exp() * (expected - found)).sum(-1))
+            gradient += torch.autograd.grad(logits, state, (found.exp_() - expected.exp_()).to(logits.dtype))
+        ctx.save_for_backward(torch.cat(gradient))
+        return torch.cat(kl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer_N: Tensor) -> tuple[Tensor, None, None]:
+        (gradient_ND,) = ctx.saved_tensors
+        return (outer_N[0][:, None] * gradient_ND).to(gradient_ND.dtype), None, None
+
+
 def kl_of_states(head: nn.Module, mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
-    """:func:`next_token_kl` of hidden states; logits are made in pieces and again in the backward pass: ``[N]``."""
-
-    def piece(mixed: Tensor, full: Tensor) -> Tensor:
-        return next_token_kl(head(mixed), head(full))
-
-    pairs = zip(mixed_ND.split(TOKENS_AT_ONCE), full_ND.split(TOKENS_AT_ONCE), strict=True)
-    return torch.cat([checkpoint(piece, mixed, full, use_reentrant=False) for mixed, full in pairs])
+    """:func:`next_token_kl` of hidden states, whose gradient goes to ``mixed_ND`` only: ``[N]``."""
+    return _KLOfStates.apply(mixed_ND, full_ND, head)
 
 
 @torch.no_grad()
@@ -84,9 +102,9 @@ def check_head(model: Any, ids: Sequence[int]) -> None:
         )
 
 
-def check_layers(gated: Any) -> None:
-    """Raise ``ValueError`` unless every layer of the gated model has full attention, as prompts in full need."""
-    if len(gate_parameters(gated)) < len(gated.get_base_model().get_decoder().layers):
+def check_layers(model: Any) -> None:
+    """Raise ``ValueError`` unless every layer of the model has full attention, as prompts in full need."""
+    if len(list(full_attention_modules(model))) < len(model.get_decoder().layers):
         raise ValueError("some layers of this model have no full attention: heads of such models cannot be ranked")
 
 

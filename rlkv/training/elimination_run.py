@@ -22,7 +22,7 @@ from rlkv.models.prompts import choose_template
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import TRUSTED_SPARSITY, GateTrainingArguments, RLKVSettings
 from rlkv.training.distill_data import read_traces
-from rlkv.training.distillation import check_head
+from rlkv.training.distillation import check_head, check_layers
 from rlkv.training.elimination import Removal, num_removals, rerank
 from rlkv.training.elimination_start import distilled_order, unordered_gates
 from rlkv.training.head_gate import HeadGateConfig
@@ -137,7 +137,8 @@ def eliminate_heads(
     measured = {name: value for name, value in config.items() if name not in UNMEASURED} | {"likeliest": KEPT}
     low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
     start = unordered_gates(ModelShape.from_config(model.config), settings)
-    num_removals(start.alpha.numel(), low, settings.elimination_sparsity)  # refused before the distillation
+    num_removals(start.alpha.numel(), low, settings.elimination_sparsity)  # both refuse before the distillation
+    check_layers(model)
     with open_store(run.path / MEASURED, measured, KEY) as store:
         run.write_config()
         start, seconds = distilled_order(start, settings, args, model, tokenizer, run.path)

@@ -122,7 +122,7 @@ class TraceLoss:
     ) -> None:
         self.model, self.base, self.passes, self.on_forward = model, model.get_base_model(), 0.0, on_forward
         self.layers = list(self.base.get_decoder().layers)
-        check_layers(model)
+        check_layers(self.base)
         found = store.rows if store else []
         self._store, self._known = store, {(row["batch"], row["full"]): row["loss"] for row in found}
         self.cpu_seconds, self._clock = sum(row["cpu_s"] for row in found), time.process_time()

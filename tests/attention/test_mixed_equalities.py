@@ -53,6 +53,21 @@ def test_all_zeros_equals_an_explicit_mask(family: str) -> None:
     assert (expected - everything)[real].abs().max() > 0.1  # the mask hides something that matters
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, [(0, 0), (0, 40)]])
+def test_a_mask_of_heads_computes_each_head_once(family: str, lengths: list[tuple[int, int]]) -> None:
+    """Without gradients, one branch per head; with them, both, of which the gates take one."""
+    gated = make_gated(family, 1.0)
+    parameters = [parameter for _, parameter in gate_parameters(gated)]
+    for layer, parameter in enumerate(parameters):
+        parameter.data[layer % len(parameter)] = 0.0
+    assert {tuple(parameter.unique().tolist()) for parameter in parameters} == {(0.0, 1.0)}
+    ids, mask = make_batch(lengths, TOTAL)
+    with torch.no_grad():
+        found = gated(ids, attention_mask=mask, position_ids=positions(mask)).logits
+    both = gated(ids, attention_mask=mask, position_ids=positions(mask)).logits
+    assert (found - both)[mask.bool()].abs().max() < TOLERANCE
+
+
 def test_left_padded_rows_equal_single_rows(family: str) -> None:
     gated = make_gated(family, "random")
     ids, mask = make_batch(LENGTHS, TOTAL)

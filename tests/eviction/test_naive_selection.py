@@ -119,3 +119,22 @@ def test_same_entries_as_naive(method, kind):
             for head in range(HEADS):
                 assert equally_good(scores[head], kept[seed, head], expected[head]), (seed, head)
     assert tied <= TIED_SEEDS.get((method, kind), 0)
+
+
+def test_a_look_in_bfloat16_misses_no_similar_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random keys a few are similar by less than bfloat16 can tell."""
+    monkeypatch.setattr(rkv, "resolve_dtype", lambda name, device: torch.bfloat16)
+    torch.manual_seed(0)
+    keys, valid = torch.randn(1, 2, 300, 256), torch.ones(1, 300, dtype=torch.bool)
+    keys /= keys.norm(dim=-1, keepdim=True)
+    other = keys[:, :, 100:110] - (keys[:, :, 100:110] * keys[:, :, :10]).sum(-1, keepdim=True) * keys[:, :, :10]
+    keys[:, :, 100:110] = 0.5001 * keys[:, :, :10] + (1 - 0.5001**2) ** 0.5 * other / other.norm(dim=-1, keepdim=True)
+    found = {}
+    for rough in (rkv.ROUGH, float("inf"), -1.0):
+        monkeypatch.setattr(rkv, "ROUGH", rough)  # infinite: always in float32; -1: nothing is looked at again
+        found[rough] = rkv._latest_similar(keys.flatten(0, 1), valid.expand(2, -1), 0.5, 1)
+    exact, looked, blind = found[float("inf")], found[2.0**-6], found[-1.0]
+    assert exact[1].sum() == 2 * 20
+    assert exact[0].equal(looked[0])
+    assert exact[1].equal(looked[1])
+    assert blind[1].sum() < exact[1].sum()

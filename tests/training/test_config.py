@@ -99,9 +99,10 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--temperature", "0"], "greedy"),
         (["--recipe", "rank"], "recipe.*paper, published.*'rank'"),
         (["--finder", "luck"], "finder.*'luck'"),
-        (["--finder", "elimination", "--init_gates", "g.pt"], "init_gates"),
+        (["--init_gates", "g.pt"], "init_gates.*--finder elimination"),
         (["--elimination_distillation", "7"], "elimination_distillation must be 0 or at least 8, got 7"),
         (["--elimination_traces", "0"], "elimination_traces"),
+        (["--finder", "elimination", "--elimination_distillation", "0", "--wandb", "offline"], "wandb shows"),
         (["--wandb", "maybe"], "wandb.*'maybe'"),
         (["--save_total_limit", "0"], "save_total_limit"),
         (["--rollout", "sglang"], "rollout.*'sglang'"),
@@ -132,7 +133,8 @@ def test_wrong_keys_and_broken_files_are_named(tmp_path: Path) -> None:
     [
         (["--bogus", "3"], "error: unknown setting --bogus"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["--model", "x"], "error: no problems to train on"),
+        (["--model", "x"], "error: no solutions to measure heads on: pass --curriculum"),
+        (["--model", "x", "--finder", "rlkv"], "error: no problems to train on"),
         (["--curriculum", "nowhere.parquet"], "error: nowhere.parquet: there is no such file"),
     ],
 )
