@@ -48,7 +48,7 @@ class FullStudyConfig(StagesConfig):
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """How much of everything: seeds per method, ``variant_seeds`` per ablation, solutions of elimination (``traces``),
-    and of the one after a short distillation (``few_traces``).
+    and of the one after a distillation (``few_traces``) of ``first_steps``, up to the sparsity ``eliminated``.
 
     ``sparsities``: of the sweep; a study that is stopped has measured the first of them.  ``grpo``: further options of
     RLKV's runs.
@@ -66,6 +66,8 @@ class Size:
     variant_seeds: int = 2
     traces: int = 32
     few_traces: int = 32
+    first_steps: int = 40
+    eliminated: float = 0.8
     held_out: int = 200
     random_draws: int = 10
     sparsities: str = "0.2 0.4 0.5 0.6 0.8"
@@ -85,6 +87,7 @@ SMOL = Size(
     variant_seeds=0,
     traces=8,
     few_traces=16,
+    eliminated=0.7,
     sparsities="0.5 0.6 0.4 0.7 0.2",
     study="",
 )
@@ -94,6 +97,7 @@ _TENTH: Any = {
     "rlkv_seeds": 2,
     "traces": 10,
     "few_traces": 8,
+    "first_steps": 8,
     "held_out": 20,
     "random_draws": 2,
 }
@@ -135,9 +139,11 @@ class Plan:
         config = f"configs/{size.model}.yaml"
         self._train("traces", f"{distil}_traces.yaml --curriculum {{curriculum}}", (self.filtered,))
         finder = f"train/grpo_gates.py --config {config} --finder elimination --curriculum {{curriculum}}"
-        measured = f"{finder} --elimination_distillation 0 --elimination_sparsity 0.8 --elimination_traces {size.traces}"
-        self._train("elimination", measured, (self.filtered,))
-        self._train("distilled elimination", f"{finder} --elimination_traces {size.few_traces}", (self.filtered,))
+        measured = f"--elimination_distillation 0 --elimination_sparsity 0.8 --elimination_traces {size.traces}"
+        self._train("elimination", f"{finder} {measured}", (self.filtered,))
+        steps = f"--elimination_distillation {size.first_steps} --elimination_sparsity {size.eliminated}"
+        start = f"{finder} {steps} --elimination_traces {size.few_traces}"
+        self._train("distilled elimination", start, (self.filtered,))
         self._train("DuoAttention", f"{distil}.yaml")
         grpo = f"train/grpo_gates.py --config {config} --max_steps {size.grpo_steps} {size.grpo} --curriculum "
         self._train("RLKV", f"{grpo}{{curriculum}}", (self.filtered,))

@@ -47,12 +47,16 @@ def mix(full: Tensor, local: Tensor, alpha_H: Tensor) -> Tensor:
 Branch = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _is_mask(alpha_H: Tensor) -> bool:
-    """Whether no gradient is wanted and every gate is exactly 1 or exactly 0."""
+def _is_mask(alpha_H: Tensor, queries: int) -> bool:
+    """Whether no gradient is wanted, every gate is exactly 1 or exactly 0, and one branch per head is cheaper."""
     # on a GPU, reading the gates would cost a synchronisation per layer and token
     if torch.is_grad_enabled() or alpha_H.device.type != "cpu":
         return False
-    return bool(((alpha_H == 0) | (alpha_H == 1)).all())
+    low, high = alpha_H.aminmax()
+    if low == 1 or high == 0:
+        return True
+    # of one token, taking the heads apart copies more keys than its attention reads
+    return queries > 1 and bool(((alpha_H == 0) | (alpha_H == 1)).all())
 
 
 def _each_head_once(query: Tensor, key: Tensor, value: Tensor, full_H: Tensor, full: Branch, local: Branch) -> Tensor:
@@ -101,7 +105,7 @@ def mixed_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     full = partial(full_attention, call=attention_mask, scale=scale)
     local = partial(local_attention, call=attention_mask, sink=gate.sink, window=gate.window, scale=scale)
-    if _is_mask(gate.alpha_H):
+    if _is_mask(gate.alpha_H, query.shape[2]):
         out = _each_head_once(query, key, value, gate.alpha_H == 1, full, local)
     else:
         out = mix(full(query, key, value), local(query, key, value), gate.alpha_H)

@@ -1,13 +1,13 @@
 r"""Find the heads on problems that the model solves: by a short distillation and elimination, or by GRPO.
 
-    rlkv-train --model tiny --curriculum results/curriculum/curriculum.parquet
+    rlkv-train --config tiny --finder elimination --curriculum results/curriculum/curriculum.parquet
     rlkv-train --config tiny                                     # GRPO; the built-in model on problems of its own task
     accelerate launch train/grpo_gates.py --config configs/llama8b.yaml
     rlkv-train --config llama8b --plan --plan_gpus 8xh100        # what that takes: steps, memory, engine, time
 
 --finder elimination, the default, distils and then measures: heads go one by one, each time the one that the
 curriculum's recorded solutions need least.  It reads the options of the model, the curriculum, the sizes for serving,
-the rows of a pass, gradient_checkpointing and elimination_*; --wandb shows the distillation.
+the rows of a pass, gradient_checkpointing and elimination_*.
 
 --finder rlkv, which all packaged configs name, is GRPO with an L1 penalty that pulls every gate to 0.
 

@@ -27,7 +27,7 @@ VARIANTS = ("paper", "published", "rlkv_tables")
 FIRST = 64  # last entries that the search begins with: where many keys are alike it ends there
 TILE = 512  # most entries whose similarities to as many others are computed at once: 1 MB a head fits a core's cache
 FIXED = 2.0**40  # units of 1 in which similarities are added up
-ROUGH = 2.0**-6  # more than bfloat16 changes the similarity of two unit keys: 2^-9 for each of them and for the result
+ROUGH = 2.0**-5  # more than bfloat16 changes the similarity of two unit keys: 2^-8 for each of them and for the result
 EPSILON = 1e-8  # added to a key's norm: a key of zeros is not similar to any
 
 
@@ -188,12 +188,12 @@ def _latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -
     """Similarities of every token to its ``count`` latest similar ones, added up at those, and how many it has.
 
     Both ``[L, N]``, of keys ``unit`` ``[L, N, D]`` of length 1 (0: padding).  Searched in square tiles from the last
-    entries backwards, each tile for its rows and for its columns; one that nothing in it needs is not computed.  Where
-    products in bfloat16 are fast, a tile is first looked through in it, unless similar keys were in the one before.
+    entries backwards, each tile for its rows and for its columns; one that nothing in it needs is not computed.  A CPU
+    that multiplies bfloat16 looks a tile through in it first, unless the one before had similar keys.
     """
     search = _Search(unit.new_zeros(unit.shape[:2], dtype=torch.int64), torch.where(valid, count, 0), threshold, count)
     side, width, end = min(TILE, math.isqrt(items_at_once(len(unit)))), FIRST, unit.shape[1]
-    low = resolve_dtype("fast", unit.device)
+    low = resolve_dtype("fast", unit.device) if unit.device.type == "cpu" else unit.dtype
     rough = unit.to(low)
     look_first = low != unit.dtype
     while end > 0 and bool(search.missing.any()):
@@ -206,7 +206,7 @@ def _latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -
             early = slice(max(0, last - side), last)
             if not bool(search.missing[:, early].any() | search.missing[:, late].any()):
                 continue
-            if look_first and bool((rough[:, late] @ rough[:, early].mT).max() <= threshold - ROUGH):
+            if look_first and float((rough[:, late] @ rough[:, early].mT).max()) <= threshold - ROUGH:
                 continue
             similarity = unit[:, late] @ unit[:, early].mT
             has_similar = not bool(similarity.max() <= threshold)  # NaN too, of broken rows

@@ -118,8 +118,6 @@ class RLKVSettings(RunSettings):
             raise ValueError(
                 f"elimination_distillation must be 0 or at least {LEAST_STEPS}, got {self.elimination_distillation}"
             )
-        if self.wandb != "disabled" and self.finder == "elimination" and not self.elimination_distillation:
-            raise ValueError("wandb shows the distillation of --finder elimination, and elimination_distillation is 0")
         if self.init_gates is not None and self.finder != "rlkv":
             raise ValueError(
                 f"init_gates is where training starts, but --finder {self.finder} starts from none: take --finder "
@@ -128,7 +126,9 @@ class RLKVSettings(RunSettings):
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")
         if self.plan and self.finder != "rlkv":
-            raise ValueError(f"plan is for --finder rlkv: --finder {self.finder} shows its bound as it runs")
+            raise ValueError(
+                f"plan is for --finder rlkv, which it needs: --finder {self.finder} shows its bound as it runs"
+            )
         if (self.plan_gpus is not None or self.plan_measured) and not self.plan:
             raise ValueError("plan_gpus and plan_measured say what --plan counts with: add it")
         if self.plan_gpus is not None and self.plan_measured:
@@ -140,7 +140,7 @@ class RLKVSettings(RunSettings):
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.held_out and (self.target_sparsity is None or self.finder != "rlkv"):
             raise ValueError(
-                "held_out is measured while --finder rlkv trains, at the sparsities of target_sparsity: set it, with "
+                "held_out is measured while --finder rlkv trains, at the sparsities of target_sparsity: set both, with "
                 "stable_steps 0 to train to the last step"
             )
         if self.rollout_kv_gib is not None and not self.rollout_kv_gib > 0:

@@ -53,6 +53,7 @@ def distill_gates(
         check_head(model, draw(0)[0].ids[:32])
     if settings.prefill == "full":
         check_layers(model)
+    was_training = model.training
     adapter = HeadGateConfig(sink=settings.sink, window=settings.window)
     gated: Any = get_peft_model(model, adapter, autocast_adapter_dtype=False)
     distiller = Distiller(gated, settings)
@@ -71,7 +72,9 @@ def distill_gates(
         _loop(distiller, draw, run.path, callbacks)
         gates = make_gates()
     finally:
-        gated.unload()
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_disable()
+        gated.unload().train(was_training)
     plot_losses(read_log(run.path / LOG), run.path / "losses.png", settings)
     run.export(gates, CURVES)
     return gates

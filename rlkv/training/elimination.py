@@ -82,8 +82,8 @@ def num_removals(total: int, low: float, high: float) -> int:
     found = num_full_heads(low, total) - num_full_heads(high, total)
     if found < 1:
         raise ValueError(
-            f"between the sparsities {low:g} and {high:g}, where elimination begins and ends, no head of {total} becomes "
-            "compressible: take them further apart"
+            f"between the sparsities {low:g} and {high:g}, where elimination begins and ends, no head of {total} "
+            "becomes compressible: take them further apart"
         )
     return found
 

@@ -6,7 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rlkv.training.config import TRUSTED_SPARSITY, GateTrainingArguments, RLKVSe
 from rlkv.training.distill_data import read_traces
 from rlkv.training.distillation import check_head, check_layers
 from rlkv.training.elimination import Removal, num_removals, rerank
-from rlkv.training.elimination_start import distilled_order, unordered_gates
+from rlkv.training.elimination_start import COPIED, distilled_order, unordered_gates
 from rlkv.training.head_gate import HeadGateConfig
 from rlkv.training.logs import GATES_LOG, LOG, append_record
 from rlkv.training.run_folder import RESUMABLE_KEYS, RunFolder
@@ -36,7 +36,10 @@ from rlkv.utils.store import ResultStore, open_store
 SETTINGS = {"finder", "model", "dtype", "template", "curriculum", "deploy_sink", "deploy_window", "forward_rows"}
 SETTINGS |= {"elimination_traces", "elimination_sparsity", "elimination_budget", "elimination_prefill"}
 SETTINGS |= {"elimination_distillation"}
+GRPO_OPTIONS = ("max_steps", "learning_rate", "prompts_per_step", "num_generations", "recipe", "temperature")
 MEASURED = "measured.jsonl"
+# of what else is set it reads nothing
+READ = SETTINGS | COPIED | {"init_gates", "output_dir", "wandb", "wandb_project", "gates_link"}
 UNMEASURED = RESUMABLE_KEYS - {"forward_rows"}  # no measurement depends on them; rows number the batches
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
@@ -47,6 +50,12 @@ def draw_traces(path: str | Path, tokenizer: Any, template: str, number: int, se
     if number > len(recorded):
         raise ValueError(f"{number} solutions are asked for, but {path} has only {len(recorded)}: ask for fewer")
     return random.Random(f"rlkv-elimination-{seed}").sample(recorded, number)
+
+
+def unread_options(settings: RLKVSettings, args: GateTrainingArguments) -> list[str]:
+    """Options of GRPO that were set, which elimination does not read."""
+    found = [f.name for f in fields(settings) if f.name not in READ and getattr(settings, f.name) != f.default]
+    return found + [name for name in GRPO_OPTIONS if getattr(args, name) != getattr(GateTrainingArguments, name)]
 
 
 def rerank_on_traces(
@@ -122,7 +131,10 @@ def eliminate_heads(
     """
     settings = settings.with_curriculum()
     if settings.curriculum is None:
-        raise ValueError("no solutions to measure heads on: pass --curriculum FILE, which rlkv-filter writes")
+        raise ValueError(
+            "no solutions to measure heads on: pass --curriculum FILE, which rlkv-filter writes, or train by GRPO with "
+            "--finder rlkv"
+        )
     if args.world_size > 1:
         raise ValueError(f"--finder elimination takes one process, not {args.world_size}: start it without a launcher")
     if model is None or tokenizer is None:
@@ -132,17 +144,24 @@ def eliminate_heads(
     traces = draw_traces(settings.curriculum, tokenizer, template, number, args.seed)
     config = {name: value for name, value in asdict(settings).items() if name in SETTINGS}
     config["dtype"] = dtype_name(settings.dtype, args.device)
-    config |= {"seed": args.seed, "output_dir": args.output_dir, "data_digest": digest([text.ids for text in traces])}
+    low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
+    config |= {
+        "low": low,
+        "seed": args.seed,
+        "output_dir": args.output_dir,
+        "data_digest": digest([text.ids for text in traces]),
+    }
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
     measured = {name: value for name, value in config.items() if name not in UNMEASURED} | {"likeliest": KEPT}
-    low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
     start = unordered_gates(ModelShape.from_config(model.config), settings)
     num_removals(start.alpha.numel(), low, settings.elimination_sparsity)  # both refuse before the distillation
     check_layers(model)
     with open_store(run.path / MEASURED, measured, KEY) as store:
         run.write_config()
+        if unread := unread_options(settings, args):
+            print(f"finder elimination, which does not read {', '.join(unread)} (--finder rlkv does)", flush=True)
         start, seconds = distilled_order(start, settings, args, model, tokenizer, run.path)
-        log = RemovalLog(run.path, HeadAllocation.from_gates(start, low).full.float(), seconds)
+        log = RemovalLog(run, args, HeadAllocation.from_gates(start, low).full.float(), seconds)
         span, work = (low, settings.elimination_sparsity), (settings.elimination_budget, settings.forward_rows)
         prefill = settings.elimination_prefill
         gates = rerank_on_traces(model, traces, start, *span, *work, log.append, store, prefill)
@@ -156,13 +175,16 @@ class RemovalLog:
     """``log.jsonl``: a record per removed head, with what it took since the record before it.
 
     ``gates.jsonl`` has 1 for the heads that are left and 0 for the others.  The first record's time has the
-    ``seconds`` of the distillation before.
+    ``seconds`` of the distillation before.  W&B gets the records too.
     """
 
-    def __init__(self, folder: Path, full_LH: Tensor, seconds: float) -> None:
-        self.folder, self.full, self.steps, self._cpu_seconds = folder, full_LH, 0, -seconds
+    def __init__(self, run: RunFolder, args: GateTrainingArguments, full_LH: Tensor, seconds: float) -> None:
+        self.folder, self.full, self.steps, self._cpu_seconds = run.path, full_LH, 0, -seconds
+        self.wandb = run.open_wandb()
+        if self.wandb:
+            self.wandb.on_train_begin(args, None, None)
         for name in (LOG, GATES_LOG):
-            (folder / name).unlink(missing_ok=True)
+            (self.folder / name).unlink(missing_ok=True)
 
     def append(self, step: Removal) -> None:
         self.steps += 1
@@ -171,3 +193,5 @@ class RemovalLog:
         record = {**asdict(step), "traces/kept": math.exp(-step.loss), "time/step_cpu_s": took}
         append_record(self.folder / LOG, self.steps, record)
         append_record(self.folder / GATES_LOG, self.steps, {"alpha": self.full.tolist()})
+        if self.wandb:
+            self.wandb.run.log({f"elimination/{name.replace('/', '_')}": value for name, value in record.items()})

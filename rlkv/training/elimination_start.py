@@ -28,7 +28,7 @@ from rlkv.utils.jsonl import read_log
 SOLUTIONS = 6  # of a step of the distillation
 DISTILLED = "distilled"  # its folder, in that of the run
 FASTEST = 0.25  # learning rate: gates that reach 0 at once tell of no order
-COPIED = ("model", "dtype", "curriculum", "allow_foreign_curriculum", "template", "resume", "wandb", "wandb_project")
+COPIED = {"model", "dtype", "curriculum", "allow_foreign_curriculum", "template", "resume"}
 SIZES = ("deploy_sink", "deploy_window")
 
 
@@ -56,7 +56,6 @@ def distillation_settings(settings: RLKVSettings, args: GateTrainingArguments, f
         gradient_checkpointing=args.gradient_checkpointing,
         save_steps=5,
         image_steps=0,
-        run_name=args.run_name,
         seed=args.seed,
         device=str(args.device),
         output_dir=str(folder),

@@ -96,6 +96,8 @@ def train_gates(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
+    if settings.finder != "rlkv":
+        raise ValueError(f"train_gates is GRPO: set finder to rlkv, not {settings.finder} (which is eliminate_heads)")
     with not_loading():
         machine = Machine(args.world_size, card_of(args.device), least_free_memory(args))
         plan = make_plan(settings.with_curriculum(), args, machine)

@@ -108,11 +108,17 @@ class RunFolder:
         settings = self.settings
         images = GateImages(self.path, settings.image_steps, make_gates)
         found: list[TrainerCallback] = [images, JsonlLog(self.path), *([] if samples is None else [samples])]
-        if settings.wandb != "disabled":
-            self.wandb_log = WandbLog(settings.wandb, settings.wandb_project, self.config, self.path, images, samples)
-            found.append(self.wandb_log)
+        if wandb := self.open_wandb(images, samples):
+            found.append(wandb)
         tell = [] if self.wandb_log is None else [self.wandb_log.alert]
         return [*found, CollapseWatch(self.path, tell)]
+
+    def open_wandb(self, images: GateImages | None = None, samples: SampleLog | None = None) -> WandbLog | None:
+        """W&B, where it is asked for; :meth:`export` ends its run."""
+        mode, project = self.settings.wandb, self.settings.wandb_project
+        if mode != "disabled":
+            self.wandb_log = WandbLog(mode, project, self.config, self.path, images, samples)
+        return self.wandb_log
 
     def published(self) -> dict[str, Any]:
         """The settings that a gates file tells."""

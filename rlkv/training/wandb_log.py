@@ -26,7 +26,7 @@ class WandbLog(TrainerCallback):
         project: str,
         config: dict[str, Any],
         folder: Path,
-        images: GateImages,
+        images: GateImages | None = None,
         samples: SampleLog | None = None,
     ) -> None:
         self.mode, self.project, self.config, self.folder = mode, project, config, folder
@@ -61,7 +61,7 @@ class WandbLog(TrainerCallback):
         step = state.global_step
         record: dict[str, Any] = {f"{section_of(name)}/{name.replace('/', '_')}": logs[name] for name in logs}
         record["heads/gates"] = wandb.Histogram(gates_matrix(model).flatten().tolist())
-        paths = self.images.paths(step)
+        paths = {} if self.images is None else self.images.paths(step)
         for kind, path in paths.items():
             record[f"heads/{kind}"] = wandb.Image(str(path))
         if paths:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from rlkv.attention import mixed
 from rlkv.training.head_gate import gate_parameters
 from tests.helpers.gated import SINK, WINDOW, make_batch, make_gated, positions, set_gates
 from tests.helpers.mixed_reference import local_mask
@@ -53,9 +56,22 @@ def test_all_zeros_equals_an_explicit_mask(family: str) -> None:
     assert (expected - everything)[real].abs().max() > 0.1  # the mask hides something that matters
 
 
+def counting_heads(branch: Any, heads: list[int]) -> Any:
+    def count(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        heads.append(key.shape[1])
+        return branch(query, key, *args, **kwargs)
+
+    return count
+
+
 @pytest.mark.parametrize("lengths", [LENGTHS, [(0, 0), (0, 40)]])
-def test_a_mask_of_heads_computes_each_head_once(family: str, lengths: list[tuple[int, int]]) -> None:
+def test_a_mask_of_heads_computes_each_head_once(
+    family: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without gradients, one branch per head; with them, both, of which the gates take one."""
+    heads = []
+    for branch in ("full_attention", "local_attention"):
+        monkeypatch.setattr(mixed, branch, counting_heads(getattr(mixed, branch), heads))
     gated = make_gated(family, 1.0)
     parameters = [parameter for _, parameter in gate_parameters(gated)]
     for layer, parameter in enumerate(parameters):
@@ -64,7 +80,9 @@ def test_a_mask_of_heads_computes_each_head_once(family: str, lengths: list[tupl
     ids, mask = make_batch(lengths, TOTAL)
     with torch.no_grad():
         found = gated(ids, attention_mask=mask, position_ids=positions(mask)).logits
+    assert sum(heads) == sum(map(len, parameters))
     both = gated(ids, attention_mask=mask, position_ids=positions(mask)).logits
+    assert sum(heads) == 3 * sum(map(len, parameters))
     assert (found - both)[mask.bool()].abs().max() < TOLERANCE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,16 +126,33 @@ def test_a_look_in_bfloat16_misses_no_similar_keys(monkeypatch: pytest.MonkeyPat
     """Of random keys a few are similar by less than bfloat16 can tell."""
     monkeypatch.setattr(rkv, "resolve_dtype", lambda name, device: torch.bfloat16)
     torch.manual_seed(0)
-    keys, valid = torch.randn(1, 2, 300, 256), torch.ones(1, 300, dtype=torch.bool)
+    keys = torch.randn(1, 2, 300, 256)
     keys /= keys.norm(dim=-1, keepdim=True)
     other = keys[:, :, 100:110] - (keys[:, :, 100:110] * keys[:, :, :10]).sum(-1, keepdim=True) * keys[:, :, :10]
     keys[:, :, 100:110] = 0.5001 * keys[:, :, :10] + (1 - 0.5001**2) ** 0.5 * other / other.norm(dim=-1, keepdim=True)
-    found = {}
-    for rough in (rkv.ROUGH, float("inf"), -1.0):
-        monkeypatch.setattr(rkv, "ROUGH", rough)  # infinite: always in float32; -1: nothing is looked at again
-        found[rough] = rkv._latest_similar(keys.flatten(0, 1), valid.expand(2, -1), 0.5, 1)
-    exact, looked, blind = found[float("inf")], found[2.0**-6], found[-1.0]
+    exact, looked, blind = look_with(monkeypatch, keys.flatten(0, 1), 0.5)
     assert exact[1].sum() == 2 * 20
     assert exact[0].equal(looked[0])
     assert exact[1].equal(looked[1])
     assert blind[1].sum() < exact[1].sum()
+
+
+def test_a_look_in_bfloat16_knows_its_worst_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All coordinates of two equal keys are rounded down, and so is their product."""
+    monkeypatch.setattr(rkv, "resolve_dtype", lambda name, device: torch.bfloat16)
+    torch.manual_seed(0)
+    keys = torch.randn(1, 300, 58)
+    keys[:, 5] = keys[:, 200] = 1
+    keys /= keys.norm(dim=-1, keepdim=True)
+    exact, looked, blind = look_with(monkeypatch, keys, 0.999)
+    assert exact[1].sum() == looked[1].sum() == 2
+    assert blind[1].sum() == 0
+
+
+def look_with(monkeypatch: pytest.MonkeyPatch, keys: torch.Tensor, threshold: float) -> list[Any]:
+    """What is found always in float32, after a look, and with a look that is taken for exact."""
+    found, valid = [], torch.ones(keys.shape[:2], dtype=torch.bool)
+    for rough in (float("inf"), rkv.ROUGH, 0.0):
+        monkeypatch.setattr(rkv, "ROUGH", rough)
+        found.append(rkv._latest_similar(keys, valid, threshold, 1))
+    return found

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 OPTIONS = [
+    *["--finder", "rlkv"],
     *["--use_cpu", "true", "--dtype", "float32", "--sink", "2", "--window", "6", "--prompts_per_step", "4"],
     *["--per_device_train_batch_size", "8", "--max_completion_length", "14", "--max_steps", "5", "--save_steps", "1"],
     *["--tau", "0.4", "--l1_beta", "0.05", "--image_steps", "0", "--seed", "3"],

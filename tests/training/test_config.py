@@ -102,7 +102,6 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--init_gates", "g.pt"], "init_gates.*--finder elimination"),
         (["--elimination_distillation", "7"], "elimination_distillation must be 0 or at least 8, got 7"),
         (["--elimination_traces", "0"], "elimination_traces"),
-        (["--finder", "elimination", "--elimination_distillation", "0", "--wandb", "offline"], "wandb shows"),
         (["--wandb", "maybe"], "wandb.*'maybe'"),
         (["--save_total_limit", "0"], "save_total_limit"),
         (["--rollout", "sglang"], "rollout.*'sglang'"),

@@ -59,4 +59,4 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
         random_run.run(tmp_path / "run", ["--init_gates", str(tmp_path / "others.pt")])
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"init_gates and init_value=0.5"):
-        parse_config(["--init_gates", "start.pt", "--init_value", "0.5", "--use_cpu", "true"])
+        parse_config(["--finder", "rlkv", "--init_gates", "start.pt", "--init_value", "0.5", "--use_cpu", "true"])
