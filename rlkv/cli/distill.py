@@ -16,7 +16,7 @@ puts either loss on either data.
 --config takes a file or the name of a packaged one; --verbose shows what other libraries print.  The run goes to
 --output_dir: log.jsonl, checkpoints, and at the end gates.pt in every format with figures and summary.json.  A run that
 was stopped resumes when the same command is given again.  The gates can be the start of reinforcement learning:
-rlkv-train --init_gates gates.pt.
+rlkv-train --finder rlkv --init_gates gates.pt.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from rlkv.tiny.task import draw_problem
 from rlkv.training.config import parse_config
 from rlkv.training.elimination_run import draw_traces, eliminate_heads, rerank_on_traces
 from rlkv.training.trace_loss import TraceLoss
+from rlkv.training.wandb_log import WandbLog
 from rlkv.utils.jsonl import read_log
 from tests.helpers.models import make_tiny_model
 
@@ -134,6 +135,42 @@ def test_distillation_orders_the_first_heads(curriculum: Path, monkeypatch: pyte
             with pytest.raises(KeyboardInterrupt):
                 eliminate_heads(*parse_config(again))
     assert eliminate_heads(*parse_config(again)).alpha.equal(whole.alpha)
+
+
+def test_options_of_the_distillation(curriculum: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts through the gates whatever the elimination does, activations recomputed; unread options are named."""
+    given = options(curriculum, elimination_distillation=8, elimination_sparsity=0.45, gradient_checkpointing="true")
+    settings, args = parse_config([*given, "--l1_beta", "0.3"])
+    model, tokenizer = tiny.load()
+    eliminate_heads(settings, args, model, tokenizer)
+    noted = json.loads((curriculum.parent / "run" / "distilled" / "run_config.json").read_text())
+    assert (noted["prefill"], noted["forward_rows"], noted["gradient_checkpointing"]) == ("local", 1, True)
+    assert (noted["sink"], noted["window"], noted["loss"]) == (4, 16, "kl")
+    assert not model.training
+    assert not model.is_gradient_checkpointing
+    unread = capsys.readouterr().out.partition("does not read ")[2]
+    assert "l1_beta" in unread
+    assert "max_steps" in unread  # of configs/tiny.yaml
+    assert "elimination" not in unread
+
+
+def test_wandb_gets_the_heads_that_go(curriculum: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    settings, args = parse_config(options(curriculum, wandb="offline", elimination_sparsity=0.1))
+    logged: list[dict[str, float]] = []
+    begin = WandbLog.on_train_begin
+
+    def listen(log: WandbLog, *given: Any, **named: Any) -> None:
+        begin(log, *given, **named)
+        write = log.run.log
+        monkeypatch.setattr(log.run, "log", lambda record: logged.append(record) or write(record))
+
+    monkeypatch.setattr(WandbLog, "on_train_begin", listen)
+    eliminate_heads(settings, args)
+    records = read_log(curriculum.parent / "run" / "log.jsonl")
+    assert [record["elimination/traces_kept"] for record in logged] == [r["traces/kept"] for r in records]
+    assert list((curriculum.parent / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
