@@ -10,7 +10,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from peft import get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,10 +21,10 @@ from rlkv.models.prompts import choose_template
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import TRUSTED_SPARSITY, GateTrainingArguments, RLKVSettings
 from rlkv.training.distill_data import read_traces
-from rlkv.training.distillation import check_head, check_layers
+from rlkv.training.distillation import check_layers
 from rlkv.training.elimination import Removal, num_removals, rerank
+from rlkv.training.elimination_choice import HELD_BACK, choose_order, hard_masks
 from rlkv.training.elimination_start import COPIED, distilled_order, unordered_gates
-from rlkv.training.head_gate import HeadGateConfig
 from rlkv.training.logs import GATES_LOG, LOG, append_record
 from rlkv.training.run_folder import RESUMABLE_KEYS, RunFolder
 from rlkv.training.trace_loss import KEPT, KEY, TraceLoss
@@ -46,10 +45,20 @@ CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
 def draw_traces(path: str | Path, tokenizer: Any, template: str, number: int, seed: int) -> list[MarkedText]:
     """``number`` of a curriculum's problems with their recorded solutions; ``ValueError`` if it has fewer."""
+    return draw_apart(path, tokenizer, template, number, seed)[0]
+
+
+def draw_apart(
+    path: str | Path, tokenizer: Any, template: str, number: int, seed: int
+) -> tuple[list[MarkedText], list[MarkedText]]:
+    """:func:`draw_traces`, and up to ``HELD_BACK`` times as many others."""
     recorded = read_traces(str(path), tokenizer, template, max_length=sys.maxsize)
     if number > len(recorded):
         raise ValueError(f"{number} solutions are asked for, but {path} has only {len(recorded)}: ask for fewer")
-    return random.Random(f"rlkv-elimination-{seed}").sample(recorded, number)
+    chosen = random.Random(f"rlkv-elimination-{seed}").sample(range(len(recorded)), number)
+    others = sorted(set(range(len(recorded))) - set(chosen))
+    others = random.Random(f"rlkv-held-back-{seed}").sample(others, min(len(others), HELD_BACK * number))
+    return [recorded[at] for at in chosen], [recorded[at] for at in others]
 
 
 def unread_options(settings: RLKVSettings, args: GateTrainingArguments) -> list[str]:
@@ -87,8 +96,6 @@ def rerank_on_traces(
     gates.check_model(model.config)
     total = gates.alpha.numel()
     steps = num_removals(total, low, high)
-    check_head(model, traces[0].ids[:32])
-    gated: Any = get_peft_model(model, HeadGateConfig(sink=gates.deploy_sink, window=gates.deploy_window)).eval()
     gone: list[Removal] = []
 
     def show() -> None:
@@ -99,13 +106,13 @@ def rerank_on_traces(
         gone.append(step)
         on_step(step)
 
-    try:
-        with progress_bar("elimination, at most", "forwards", math.ceil(budget * total)) as bar:
-            loss = TraceLoss(gated, traces, rows, show, store, prompts_in_full=prefill == "full")
-            found = rerank(gates, loss, low, high, budget * total, go)
-            bar.update(bar.done, total=bar.done)
-    finally:
-        gated.unload()
+    with (
+        hard_masks(model, gates, traces[0].ids) as gated,
+        progress_bar("elimination, at most", "forwards", math.ceil(budget * total)) as bar,
+    ):
+        loss = TraceLoss(gated, traces, rows, show, store, prompts_in_full=prefill == "full")
+        found = rerank(gates, loss, low, high, budget * total, go)
+        bar.update(bar.done, total=bar.done)
     facts = {"low": low, "high": high, "prefill": prefill, "traces": len(traces), "passes": round(loss.passes, 2)}
     found.training["reranked"] = {**facts, "cpu_seconds": round(loss.cpu_seconds, 3)}
     return found
@@ -120,7 +127,8 @@ def eliminate_heads(
     """The finder ``elimination``: the order of all heads, exported to the folder.
 
     A short distillation orders the heads that are needed least, the others are measured
-    (:mod:`rlkv.training.elimination_start`).  A head's gate is its place in the order, 0 to 1.  ``measured.jsonl``
+    (:mod:`rlkv.training.elimination_start`), and other solutions say which order is kept
+    (:mod:`rlkv.training.elimination_choice`).  A head's gate is its place in the order, 0 to 1.  ``measured.jsonl``
     keeps what was measured: a run that was stopped goes on from there, also to another sparsity or another budget.
 
     Args:
@@ -141,7 +149,7 @@ def eliminate_heads(
         dtype = dtype_name(settings.dtype, args.device)
         model, tokenizer = load_model(settings.model, dtype=dtype, device=str(args.device))
     template, number = choose_template(settings.template, model=settings.model), settings.elimination_traces
-    traces = draw_traces(settings.curriculum, tokenizer, template, number, args.seed)
+    traces, others = draw_apart(settings.curriculum, tokenizer, template, number, args.seed)
     config = {name: value for name, value in asdict(settings).items() if name in SETTINGS}
     config["dtype"] = dtype_name(settings.dtype, args.device)
     low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
@@ -166,6 +174,9 @@ def eliminate_heads(
         prefill = settings.elimination_prefill
         gates = rerank_on_traces(model, traces, start, *span, *work, log.append, store, prefill)
     facts = {**gates.training.pop("reranked"), "distillation_cpu_seconds": round(seconds, 3)}
+    if settings.elimination_distillation and others:
+        gates = choose_order(model, others, start, gates, span, prefill)
+        facts |= gates.training
     gates.training = {**run.published(), "method": "elimination", **facts}
     run.export(gates, CURVES)
     return gates

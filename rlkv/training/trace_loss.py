@@ -189,7 +189,12 @@ class TraceLoss:
     @torch.no_grad()
     def of(self, full_LH: Tensor) -> float:
         """The loss when only the heads of ``full_LH`` (bool ``[L, H]``) are full."""
-        return sum(self._sum(number, full_LH)[0] for number in range(len(self.batches))) / self.num_traces
+        return sum(self.of_batches(full_LH)) / self.num_traces
+
+    @torch.no_grad()
+    def of_batches(self, full_LH: Tensor) -> list[float]:
+        """The sums over the solutions of each batch, shortest texts first."""
+        return [self._sum(number, full_LH)[0] for number in range(len(self.batches))]
 
     @torch.no_grad()
     def without_each(self, full_LH: Tensor, heads: Sequence[Head]) -> list[float]:

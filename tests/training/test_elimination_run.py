@@ -14,11 +14,13 @@ import torch
 
 from rlkv import tiny
 from rlkv.cli.train import main
+from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny.task import draw_problem
 from rlkv.training.config import parse_config
-from rlkv.training.elimination_run import draw_traces, eliminate_heads, rerank_on_traces
+from rlkv.training.elimination import with_order
+from rlkv.training.elimination_run import draw_apart, draw_traces, eliminate_heads, rerank_on_traces
 from rlkv.training.trace_loss import TraceLoss
 from rlkv.training.wandb_log import WandbLog
 from rlkv.utils.jsonl import read_log
@@ -135,6 +137,30 @@ def test_distillation_orders_the_first_heads(curriculum: Path, monkeypatch: pyte
             with pytest.raises(KeyboardInterrupt):
                 eliminate_heads(*parse_config(again))
     assert eliminate_heads(*parse_config(again)).alpha.equal(whole.alpha)
+
+
+def test_other_solutions_say_which_order_is_kept(curriculum: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = options(curriculum, elimination_distillation=8, elimination_sparsity=0.55, elimination_traces=2)
+    asked: list[list[MarkedText]] = []
+
+    def choose(model: Any, traces: list[MarkedText], distilled: HeadGates, measured: HeadGates, *_: Any) -> HeadGates:
+        asked.append(traces)
+        measured.training["order"] = "distilled"
+        return with_order(measured, compression_order(distilled))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlkv.training.elimination_run.choose_order", choose)
+        found = eliminate_heads(*parse_config(given))
+    distilled = HeadGates.load(curriculum.parent / "run" / "distilled" / "gates.pt")
+    assert compression_order(found) == compression_order(distilled)
+    assert found.training["order"] == "distilled"
+    measured, others = draw_apart(curriculum, tiny.load()[1], "rlkv", 2, seed=0)
+    assert asked == [others]
+    assert len({text.ids for text in [*measured, *others]}) == 6
+    assert measured == draw_traces(curriculum, tiny.load()[1], "rlkv", 2, seed=0)
+    told = eliminate_heads(*parse_config(given)).training
+    assert told["order"] in told["order_losses"].keys() == {"measured", "mean", "distilled"}
+    assert told["choice_cpu_seconds"] > 0
 
 
 def test_options_of_the_distillation(curriculum: Path, capsys: pytest.CaptureFixture[str]) -> None:
