@@ -95,8 +95,8 @@ class RLKVSettings(RunSettings):
     )
     elimination_distillation: int = option(
         40,
-        "elimination: steps of distillation before: they order the 40% of the heads that are needed least, and the order "
-        "of the others is the mean of both, unless other solutions speak against it; 0: measurements alone",
+        "elimination: steps of distillation before: they order the 40% of the heads that are needed least, and the "
+        "order of the others is the mean of both, unless other solutions speak against it; 0: measurements alone",
     )
     elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
     elimination_sparsity: float = option(0.7, "elimination: sparsity up to which heads go")
