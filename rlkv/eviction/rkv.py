@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ FIRST = 64  # last entries that the search begins with: where many keys are alik
 TILE = 512  # most entries whose similarities to as many others are computed at once: 1 MB a head fits a core's cache
 FIXED = 2.0**40  # units of 1 in which similarities are added up
 ROUGH = 2.0**-5  # more than bfloat16 changes the similarity of two unit keys: 2^-8 for each of them and for the result
+FEW = 1 / 16  # share of a tile's rows and columns that are computed one by one; if more are similar, all are
 EPSILON = 1e-8  # added to a key's norm: a key of zeros is not similar to any
 
 
@@ -189,7 +192,7 @@ def _latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -
 
     Both ``[L, N]``, of keys ``unit`` ``[L, N, D]`` of length 1 (0: padding).  Searched in square tiles from the last
     entries backwards, each tile for its rows and for its columns; one that nothing in it needs is not computed.  A CPU
-    that multiplies bfloat16 looks a tile through in it first, unless the one before had similar keys.
+    that multiplies bfloat16 looks a tile through in it first, unless the one before had many similar keys.
     """
     search = _Search(unit.new_zeros(unit.shape[:2], dtype=torch.int64), torch.where(valid, count, 0), threshold, count)
     side, width, end = min(TILE, math.isqrt(items_at_once(len(unit)))), FIRST, unit.shape[1]
@@ -201,22 +204,32 @@ def _latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -
         late = slice(begin, end)
         own = unit[:, late] @ unit[:, late].mT
         own.diagonal(dim1=1, dim2=2).fill_(-1)
-        search.take(own, late, begin)
+        search.take_all(own, late, begin)
         for last in range(begin, 0, -side):
             early = slice(max(0, last - side), last)
             if not bool(search.missing[:, early].any() | search.missing[:, late].any()):
                 continue
-            if look_first and float((rough[:, late] @ rough[:, early].mT).max()) <= threshold - ROUGH:
-                continue
+            if look_first:
+                close = rough[:, late] @ rough[:, early].mT
+                if float(close.max()) <= threshold - ROUGH:
+                    continue
+                near, near_back = (close.amax(dim) > threshold - ROUGH for dim in (-1, -2))
+                if near.sum() + near_back.sum() <= FEW * (near.numel() + near_back.numel()):
+                    search.take(near, partial(_similarities, unit[:, late], unit[:, early]), late, early.start)
+                    search.take(near_back, partial(_similarities, unit[:, early], unit[:, late]), early, begin)
+                    continue
             similarity = unit[:, late] @ unit[:, early].mT
-            has_similar = not bool(similarity.max() <= threshold)  # NaN too, of broken rows
-            look_first = low != unit.dtype and not has_similar
-            if has_similar:
-                search.take(similarity, late, early.start)
-                search.take(similarity.mT, early, begin)
+            share = search.take_all(similarity, late, early.start)
+            search.take_all(similarity.mT, early, begin)
+            look_first = low != unit.dtype and share <= FEW
         width, end = 2 * width, begin
     found = torch.where(valid, count - search.missing, 0)
     return (search.sums.double() / FIXED).float(), found
+
+
+def _similarities(unit: Tensor, other: Tensor, head: Tensor, row: Tensor) -> Tensor:
+    """Of rows of ``unit`` ``[L, R, D]``, by head in order, to all of ``other`` ``[L, C, D]``: ``[n, C]``."""
+    return torch.cat([unit[one, row[head == one]] @ other[one].mT for one in head.unique().tolist()])
 
 
 class _Search(NamedTuple):
@@ -231,13 +244,22 @@ class _Search(NamedTuple):
     threshold: float
     wanted: int
 
-    def take(self, similarity: Tensor, rows: slice, begin: int) -> None:
-        """The latest similar columns of ``similarity`` ``[L, R, C]``, which are the entries from ``begin`` on."""
+    def take_all(self, similarity: Tensor, rows: slice, begin: int) -> float:
+        """:meth:`take` from ``similarity`` ``[L, R, C]``; the share of the rows that have a similar column."""
+        near = similarity.amax(dim=-1) > self.threshold
+        self.take(near, lambda head, row: similarity[head, row], rows, begin)
+        return near.float().mean().item()
+
+    def take(self, near: Tensor, find: Callable[[Tensor, Tensor], Tensor], rows: slice, begin: int) -> None:
+        """The latest similar columns, which are the entries from ``begin`` on, of the rows ``near`` (bool ``[L, R]``).
+
+        ``find``: the similarities ``[n, C]`` of n heads and rows to all columns.
+        """
         missing = self.missing[:, rows]
-        head, row = ((similarity.amax(dim=-1) > self.threshold) & (missing > 0)).nonzero(as_tuple=True)
+        head, row = (near & (missing > 0)).nonzero(as_tuple=True)
         if not len(head):
             return
-        chosen = similarity[head, row]
+        chosen = find(head, row)
         order = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device)
         for _ in range(self.wanted):
             place = torch.where(chosen > self.threshold, order, -1).amax(dim=-1).long()

@@ -132,7 +132,7 @@ def test_a_look_in_bfloat16_misses_no_similar_keys(monkeypatch: pytest.MonkeyPat
     keys[:, :, 100:110] = 0.5001 * keys[:, :, :10] + (1 - 0.5001**2) ** 0.5 * other / other.norm(dim=-1, keepdim=True)
     exact, looked, blind = look_with(monkeypatch, keys.flatten(0, 1), 0.5)
     assert exact[1].sum() == 2 * 20
-    assert exact[0].equal(looked[0])
+    assert torch.allclose(exact[0], looked[0], rtol=0, atol=1e-6)  # of sums in another order
     assert exact[1].equal(looked[1])
     assert blind[1].sum() < exact[1].sum()
 
