@@ -28,6 +28,7 @@ from rlkv.training.elimination_start import COPIED, distilled_order, unordered_g
 from rlkv.training.logs import GATES_LOG, LOG, append_record
 from rlkv.training.run_folder import RESUMABLE_KEYS, RunFolder
 from rlkv.training.trace_loss import KEPT, KEY, TraceLoss
+from rlkv.utils.jsonl import read_log, write_jsonl
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import digest
 from rlkv.utils.store import ResultStore, open_store
@@ -177,6 +178,7 @@ def eliminate_heads(
     if settings.elimination_distillation and others:
         gates = choose_order(model, others, start, gates, span, prefill)
         facts |= gates.training
+        log.add_seconds(facts["choice_cpu_seconds"])
     gates.training = {**run.published(), "method": "elimination", **facts}
     run.export(gates, CURVES)
     return gates
@@ -196,6 +198,12 @@ class RemovalLog:
             self.wandb.on_train_begin(args, None, None)
         for name in (LOG, GATES_LOG):
             (self.folder / name).unlink(missing_ok=True)
+
+    def add_seconds(self, seconds: float) -> None:
+        """To the last record, of what came after it."""
+        records = read_log(self.folder / LOG)
+        records[-1]["time/step_cpu_s"] += seconds
+        write_jsonl(self.folder / LOG, records)
 
     def append(self, step: Removal) -> None:
         self.steps += 1

@@ -160,7 +160,10 @@ def test_other_solutions_say_which_order_is_kept(curriculum: Path, monkeypatch: 
     assert measured == draw_traces(curriculum, tiny.load()[1], "rlkv", 2, seed=0)
     told = eliminate_heads(*parse_config(given)).training
     assert told["order"] in told["order_losses"].keys() == {"measured", "mean", "distilled"}
-    assert told["choice_cpu_seconds"] > 0
+    parts = told["choice_cpu_seconds"], told["cpu_seconds"], told["distillation_cpu_seconds"]
+    assert min(parts) > 0
+    total = sum(record["time/step_cpu_s"] for record in read_log(curriculum.parent / "run" / "log.jsonl"))
+    assert total == pytest.approx(sum(parts), rel=0.2)
 
 
 def test_options_of_the_distillation(curriculum: Path, capsys: pytest.CaptureFixture[str]) -> None:
