@@ -145,7 +145,7 @@ def test_other_solutions_say_which_order_is_kept(curriculum: Path, monkeypatch: 
 
     def choose(model: Any, traces: list[MarkedText], distilled: HeadGates, measured: HeadGates, *_: Any) -> HeadGates:
         asked.append(traces)
-        measured.training["order"] = "distilled"
+        measured.training |= {"order": "distilled", "choice_cpu_seconds": 0.0}
         return with_order(measured, compression_order(distilled))
 
     with monkeypatch.context() as patch:
