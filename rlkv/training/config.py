@@ -95,7 +95,7 @@ class RLKVSettings(RunSettings):
     )
     elimination_distillation: int = option(
         40,
-        "elimination: steps of distillation before: they order the 40% of the heads that are needed least, and the "
+        "elimination: steps of distillation before: they order four tenths of the heads, those needed least, and the "
         "order of the others is the mean of both, unless other solutions speak against it; 0: measurements alone",
     )
     elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
