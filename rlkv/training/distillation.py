@@ -42,12 +42,6 @@ def log_probabilities(logits_NV: Tensor) -> Tensor:
     return logits_NV.to(torch.promote_types(torch.float32, logits_NV.dtype)).log_softmax(-1)
 
 
-def next_token_kl(mixed_logits_NV: Tensor, full_logits_NV: Tensor) -> Tensor:
-    """``sum_v p_full (log p_full - log p_mixed)`` per token in nats, in float32 or wider: ``[N]``."""
-    full, mixed = log_probabilities(full_logits_NV), log_probabilities(mixed_logits_NV)
-    return (full.exp() * (full - mixed)).sum(-1)
-
-
 class _KLOfStates(torch.autograd.Function):
     """The gradient is made next to the value, piece by piece, as no logits are kept: ``dKL/dlogits = mixed - full``."""
 
@@ -72,7 +66,10 @@ class _KLOfStates(torch.autograd.Function):
 
 
 def kl_of_states(head: nn.Module, mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
-    """:func:`next_token_kl` of hidden states, whose gradient goes to ``mixed_ND`` only: ``[N]``."""
+    """``sum_v p_full (log p_full - log p_mixed)`` per token in nats, in float32 or wider: ``[N]``.
+
+    ``head`` makes the logits of hidden states; the gradient goes to ``mixed_ND`` only.
+    """
     return _KLOfStates.apply(mixed_ND, full_ND, head)
 
 

@@ -145,7 +145,10 @@ def eliminate_heads(
             "--finder rlkv"
         )
     if args.world_size > 1:
-        raise ValueError(f"--finder elimination takes one process, not {args.world_size}: start it without a launcher")
+        raise ValueError(
+            f"--finder elimination takes one process, not {args.world_size}: start it without a launcher, or take "
+            "--finder rlkv"
+        )
     if model is None or tokenizer is None:
         dtype = dtype_name(settings.dtype, args.device)
         model, tokenizer = load_model(settings.model, dtype=dtype, device=str(args.device))

@@ -47,6 +47,7 @@ def distillation_settings(settings: RLKVSettings, args: GateTrainingArguments, f
     return DistillSettings(
         **{name: getattr(settings, name) for name in (*COPIED, *SIZES)},
         data="traces",
+        prefill="local",
         sink=settings.deploy_sink,
         window=settings.deploy_window,
         max_length=sys.maxsize,

@@ -17,7 +17,6 @@ from rlkv.training.distillation import (
     count_right,
     kl_of_states,
     lr_factor,
-    next_token_kl,
     squared_distance,
 )
 from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
@@ -50,21 +49,27 @@ def test_distance_is_the_mean_square() -> None:
     assert halves.dtype == torch.float32
 
 
+def naive_kl(mixed: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Of full from mixed logits."""
+    p, q = full.exp() / full.exp().sum(-1, keepdim=True), mixed.exp() / mixed.exp().sum(-1, keepdim=True)
+    return (p * (p / q).log()).sum(-1)
+
+
 def test_kl_is_that_of_full_from_mixed() -> None:
     torch.manual_seed(0)
     full, mixed = torch.randn(5, 9, dtype=torch.float64), torch.randn(5, 9, dtype=torch.float64)
-    p, q = full.exp() / full.exp().sum(-1, keepdim=True), mixed.exp() / mixed.exp().sum(-1, keepdim=True)
-    naive = (p * (p / q).log()).sum(-1)
-    assert torch.allclose(next_token_kl(mixed, full), naive, rtol=1e-10)
-    assert next_token_kl(full, full).abs().max() < 1e-15
-    assert not torch.allclose(next_token_kl(full, mixed), naive, rtol=1e-2)  # it is not symmetric
+    head = torch.nn.Identity()
+    assert torch.allclose(kl_of_states(head, mixed, full), naive_kl(mixed, full), rtol=1e-10)
+    assert kl_of_states(head, full, full).abs().max() < 1e-15
+    assert not torch.allclose(kl_of_states(head, full, mixed), naive_kl(mixed, full), rtol=1e-2)  # it is not symmetric
 
 
-def test_kl_in_pieces_has_the_same_value_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_kl_in_pieces_has_the_same_value_and_gradient(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    head = torch.nn.Linear(8, 20, bias=False).double().requires_grad_(False)
+    head = torch.nn.Linear(8, 20, bias=bias).double().requires_grad_(False)
     full, mixed = torch.randn(10, 8, dtype=torch.float64), torch.randn(10, 8, dtype=torch.float64, requires_grad=True)
-    whole = next_token_kl(head(mixed), head(full))
+    whole = naive_kl(head(mixed), head(full))
     weight = torch.rand(10, dtype=torch.float64)
     (expected,) = torch.autograd.grad(whole @ weight, mixed)
     monkeypatch.setattr("rlkv.training.distillation.TOKENS_AT_ONCE", 3)
