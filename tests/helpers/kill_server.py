@@ -74,15 +74,15 @@ class Server:
         self.process.wait()
 
 
-def haunt(server: Server, kills: int, seed: int, done: threading.Event, hits: list[str]) -> None:
-    """Kill the server while it samples, ``kills`` times, each time in another rollout and at another moment of it."""
+def haunt(server: Server, kills: int, seed: int, latest: float, done: threading.Event, hits: list[str]) -> None:
+    """Kill the server while it samples, ``kills`` times, each in another rollout, at up to ``latest`` seconds."""
     rng = random.Random(seed)
     while len(hits) < kills and not done.is_set():
         health = server.health()
         if health is None or not health["busy"] or health["version"] in ("none", *hits):
             time.sleep(0.005)
             continue
-        time.sleep(rng.uniform(0, 1.0))
+        time.sleep(rng.uniform(0, latest))
         health = server.health()
         if health is not None and health["busy"]:
             server.kill()
@@ -108,7 +108,9 @@ def check_killed_server(root: Path, kills: int, steps: int, engine: str, seed: i
     server = Server(root / "model", engine, root / "server.txt")
     hits: list[str] = []
     done = threading.Event()
-    ghost = threading.Thread(target=haunt, args=(server, kills, seed, done, hits))
+    times = [json.loads(line)["time/rollout_s"] for line in (root / "undisturbed" / "log.jsonl").read_text().splitlines()]
+    latest = min(times) / 2  # on a fast machine a rollout is over in a few tenths of a second
+    ghost = threading.Thread(target=haunt, args=(server, kills, seed, latest, done, hits))
     try:
         ghost.start()
         url = ["--rollout_servers", server.url, "--rollout_patience", "300"]
