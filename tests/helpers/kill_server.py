@@ -26,6 +26,7 @@ from urllib.request import urlopen
 
 import torch
 
+from rlkv.utils.jsonl import read_log
 from tests.helpers import random_run
 from tests.helpers.paths import ROOT
 
@@ -108,8 +109,8 @@ def check_killed_server(root: Path, kills: int, steps: int, engine: str, seed: i
     server = Server(root / "model", engine, root / "server.txt")
     hits: list[str] = []
     done = threading.Event()
-    times = [json.loads(line)["time/rollout_s"] for line in (root / "undisturbed" / "log.jsonl").read_text().splitlines()]
-    latest = min(times) / 2  # on a fast machine a rollout is over in a few tenths of a second
+    records = read_log(root / "undisturbed" / "log.jsonl")
+    latest = min(record["time/rollout_s"] for record in records) / 2  # on a fast machine a rollout is over in a few tenths of a second
     ghost = threading.Thread(target=haunt, args=(server, kills, seed, latest, done, hits))
     try:
         ghost.start()
