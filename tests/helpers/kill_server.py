@@ -110,7 +110,8 @@ def check_killed_server(root: Path, kills: int, steps: int, engine: str, seed: i
     hits: list[str] = []
     done = threading.Event()
     records = read_log(root / "undisturbed" / "log.jsonl")
-    latest = min(record["time/rollout_s"] for record in records) / 2  # on a fast machine a rollout is over in a few tenths of a second
+    # on a fast machine a rollout is over in a few tenths of a second
+    latest = min(record["time/rollout_s"] for record in records) / 2
     ghost = threading.Thread(target=haunt, args=(server, kills, seed, latest, done, hits))
     try:
         ghost.start()
