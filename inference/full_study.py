@@ -47,8 +47,9 @@ class FullStudyConfig(StagesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much of everything: seeds per method, ``variant_seeds`` per ablation, solutions of elimination (``traces``),
-    and of the one after a distillation (``few_traces``) of ``first_steps``, up to the sparsity ``eliminated``.
+    """How much of everything: seeds per method, of a distillation alone ``distill_seeds``, ``variant_seeds`` per
+    ablation, solutions of elimination (``traces``), and of the one after a distillation (``few_traces``) of
+    ``first_steps``, up to the sparsity ``eliminated``.
 
     ``sparsities``: of the sweep; a study that is stopped has measured the first of them.  ``grpo``: further options of
     RLKV's runs.
@@ -61,7 +62,7 @@ class Size:
     grpo_steps: int = 40
     grpo: str = "--save_steps 10"
     distill_steps: int = 120
-    rlkv_seeds: int = 3
+    distill_seeds: int = 3
     seeds: int = 3
     variant_seeds: int = 2
     traces: int = 32
@@ -82,19 +83,18 @@ SMOL = Size(
     chains="4-10",
     grpo="--save_steps 2",
     distill_steps=40,
-    rlkv_seeds=2,
     seeds=2,
     variant_seeds=0,
     traces=8,
     few_traces=16,
     eliminated=0.7,
-    sparsities="0.5 0.6 0.4 0.7 0.2",
+    sparsities="0.5 0.6 0.4 0.7 0.2 0.8 0.3",
     study="",
 )
 _TENTH: Any = {
     "grpo_steps": 5,
     "seeds": 2,
-    "rlkv_seeds": 2,
+    "distill_seeds": 2,
     "traces": 10,
     "few_traces": 8,
     "first_steps": 8,
@@ -109,6 +109,7 @@ QUICK = {
 }
 
 
+DISTILLED = ("traces", "DuoAttention")
 RERANKED = ("RLKV", "traces")
 # the first is compared with the others
 METHODS = (
@@ -178,7 +179,7 @@ class Plan:
         """A training per seed, each with a gates file."""
         folder, short = self.folder / "runs", method.lower().replace(" ", "_")
         found = (self.ablations if is_ablation else self.gates).setdefault(method, [])
-        seeds = self.size.rlkv_seeds if method == "RLKV" else self.size.seeds
+        seeds = self.size.distill_seeds if method in DISTILLED else self.size.seeds
         for seed in range(self.size.variant_seeds if is_ablation else seeds):
             run = folder / f"{short}_{seed}"
             found.append(run / "gates.pt")
@@ -186,7 +187,7 @@ class Plan:
             self.stages.append(Stage(f"{method}, seed {seed}", filled, found[-1], needs))
 
     def _rerank(self, method: str) -> None:
-        files, name = self.gates[method], f"{method} re-ranked"
+        files, name = self.gates[method][: self.size.seeds], f"{method} re-ranked"
         self.gates[name] = [file.with_name("reranked.pt") for file in files]
         options = f"--dtype {self.size.dtype} --num-traces {self.size.traces}"
         command = f"inference/rerank_heads.py --curriculum {{curriculum}} {options}"
