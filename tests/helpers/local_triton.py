@@ -17,13 +17,13 @@ from tests.helpers.interpreted import fake_config
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlkv.vllm.reallocation.backend import LocalTorchBuilder, LocalTorchImpl, LocalTritonBuilder
+from rlkv.vllm.reallocation.backend import LocalTorchBuilder, LocalTorchImpl, LocalTritonBuilder, LocalTritonImpl
 from rlkv.vllm.blocks.block_tables import GapRules
 from rlkv.vllm.paged.attention import write_cache
 from rlkv.vllm.blocks.demand import SinkWindowDemand
+from rlkv.vllm.blocks.pieces import QUERIES_AT_ONCE
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = SIZE**-0.5
@@ -53,11 +53,15 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool, protect: 
     free = (torch.randperm(sum(blocks), generator=generator) + 1).tolist()
     cache = torch.full((sum(blocks) + 1, KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"))
     table = torch.zeros(len(requests), max(blocks) + 1, dtype=torch.int32)
+    keys, values = [], []  # of the step
     for row, ((queries, length, prompt), count) in enumerate(zip(requests, blocks, strict=True)):
         own = torch.tensor([free.pop() for _ in range(count)])
         order = torch.arange(length)
         key, value = (torch.randn(length, KV_HEADS, SIZE, generator=generator) for _ in range(2))
-        write_cache(key, value, cache, own[order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK)
+        keys.append(key[-queries:])
+        values.append(value[-queries:])
+        if not (full_prefill and length == prompt > QUERIES_AT_ONCE):  # such a prompt reads no block: leave NaN
+            write_cache(key, value, cache, own[order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK)
         outside = max(0, length - queries - DEMAND.window + 1) // IN_BLOCK
         kept = DEMAND.full(max(DEMAND.sink, prompt) if protect else DEMAND.sink)
         own[kept : max(outside, kept)] = 0  # given back by now
@@ -70,7 +74,7 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool, protect: 
     query = torch.randn(tokens, KV_HEADS * GROUPS, SIZE, generator=generator)
     one = torch.ones(())
     found = []
-    for kind, implementation in ((LocalTorchBuilder, LocalTorchImpl), (LocalTritonBuilder, TritonAttentionImpl)):
+    for kind, implementation in ((LocalTorchBuilder, LocalTorchImpl), (LocalTritonBuilder, LocalTritonImpl)):
         impl = implementation(KV_HEADS * GROUPS, SIZE, SCALE, KV_HEADS, None, None, "auto")
         layer = SimpleNamespace(impl=impl, kv_cache=cache, _q_scale=one, _k_scale=one, _v_scale=one)
         common = CommonAttentionMetadata(
@@ -89,7 +93,7 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool, protect: 
         )
         metadata = builder_of(kind, layer, full_prefill, protect).build(0, common)
         found.append(torch.full_like(query, 7.0))
-        impl.forward(layer, query, None, None, cache, metadata, found[-1])
+        impl.forward(layer, query, torch.cat(keys), torch.cat(values), cache, metadata, found[-1])
     assert found[0].isfinite().all()
     return (found[0] - found[1]).abs().max().item()
 

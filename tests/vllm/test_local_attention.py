@@ -7,7 +7,8 @@ import torch
 
 from rlkv.vllm.blocks.block_tables import GapRules, SteadyTables
 from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.paged.attention import paged_local_attention, plan_reads, write_cache
+from rlkv.vllm.blocks.pieces import cut_step, whole_prompts
+from rlkv.vllm.paged.attention import attend_prompts, paged_local_attention, plan_reads, write_cache
 from tests.helpers.gaps import without_gaps
 from tests.helpers.mixed_reference import local_mask, mixed_by_head_attention
 
@@ -57,6 +58,28 @@ def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None
         ones = torch.ones(KV_HEADS, dtype=torch.bool)
         expected = mixed_by_head_attention(*states, ones, mask, mask, SCALE)[0][-queries:]
         assert (out[starts[row] : starts[row + 1]] - expected).abs().max() < TOLERANCE, f"request {row}"
+
+
+def test_a_long_prompt_reads_the_states_of_its_step() -> None:
+    # a prompt read again with 30 more tokens, a decoding request, a short prompt, a long one
+    starts, prompts = [0, 230, 231, 241, 391], [200, 0, 10, 150]
+    assert whole_prompts(starts, prompts) == [slice(0, 200), slice(241, 391)]
+    assert whole_prompts(starts, None) == []
+    pieces = cut_step(starts, prompts)
+    assert [piece[:] for piece in pieces] == [(0, 200, 200), (0, 230, 0), (1, 231, 0), (2, 241, 10), (3, 391, 150)]
+    assert [piece.reads_cache for piece in pieces] == [False, True, True, True, False]
+
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(391, heads, SIZE, generator=generator) for heads in (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)]
+    out = torch.full_like(states[0], 7.0)
+    attend_prompts(*states, whole_prompts(starts, prompts), SCALE, out)
+    for places in whole_prompts(starts, prompts):
+        own = [state[places].transpose(0, 1)[None] for state in states]
+        causal = torch.ones(own[0].shape[2], own[0].shape[2], dtype=torch.bool).tril()[None]
+        expected = mixed_by_head_attention(*own, torch.ones(KV_HEADS, dtype=torch.bool), causal, causal, SCALE)[0]
+        assert (out[places] - expected).abs().max() < TOLERANCE
+        out[places] = 7.0
+    assert out.eq(7.0).all()
 
 
 def test_a_decoding_request_has_a_short_table() -> None:

@@ -114,13 +114,16 @@ def plan_reads(
 ) -> list[Reads]:
     """What the queries ``starts[r] <= t < starts[r + 1]`` of requests with ``lengths`` tokens read.
 
-    ``table_RC``: blocks of each request; ``prompts``: as of :func:`cut_step`; ``prefixes``: first tokens that each
-    request sees, by default the sinks.
+    ``table_RC``: blocks of each request; ``prompts``: as of :func:`cut_step`, whose :func:`whole_prompts` are left out;
+    ``prefixes``: first tokens that each request sees, by default the sinks.
     """
     pieces = cut_step(starts, prompts)
     begins = [0, *(piece.end for piece in pieces)]
     decoding, found = [], []
-    for begin, (row, end, prompt) in zip(begins, pieces, strict=False):
+    for begin, piece in zip(begins, pieces, strict=False):
+        row, end, prompt = piece
+        if not piece.reads_cache:
+            continue
         last = lengths[row] - 1 - (starts[row + 1] - end)  # the position of its last query
         prefix = max(prompt, prefixes[row] if prefixes else demand.sink)
         if end - begin == 1:
@@ -187,6 +190,19 @@ def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: T
     if queries > 1:
         mixed = mixed[0].unflatten(1, (group, queries)).permute(2, 0, 1, 3)
     out[reads.tokens] = mixed.flatten(1, 2).to(out.dtype)
+
+
+def attend_prompts(
+    query_TXD: Tensor, key_THD: Tensor, value_THD: Tensor, prompts: list[slice], scale: float, out: Tensor
+) -> None:
+    """Fill ``out`` for queries that see everything before them in their own slice of the step, and no cache.
+
+    Torch's fused attention reads half of the square, on a GPU by FlashAttention.
+    """
+    for places in prompts:
+        states = (tensor[places].transpose(0, 1)[None] for tensor in (query_TXD, key_THD, value_THD))
+        mixed = F.scaled_dot_product_attention(*states, is_causal=True, scale=scale, enable_gqa=True)
+        out[places] = mixed[0].transpose(0, 1).to(out.dtype)
 
 
 MixedReads = tuple[list[Reads], list[Reads]]  # of the full and of the local branch

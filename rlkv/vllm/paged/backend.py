@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata, Trit
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.vllm.blocks.block_tables import GapRules, SteadyTables
-from rlkv.vllm.blocks.pieces import QUERIES_AT_ONCE, cut_step
+from rlkv.vllm.blocks.pieces import QUERIES_AT_ONCE, cut_step, whole_prompts
 from rlkv.vllm.paged.attention import write_cache
 from rlkv.vllm.paged.gapless_tables import cut_gaps
 
@@ -139,7 +139,8 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
     ) -> TritonAttentionMetadata:
         """For a step's metadata (vLLM's) over tables without gaps; ``prompts``: as of :func:`cut_step`.
 
-        Requests with many queries, and prompts, are cut into pieces. Nothing waits for the GPU.
+        Requests with many queries, and prompts, are cut into pieces. The metadata's ``prompts`` are of
+        :func:`whole_prompts`: the stock kernel writes zeros there. Nothing waits for the GPU.
         """
         rules, decoding = self.gap_rules, common.max_query_len == 1  # a prompt of one token sees itself only
         if (own_R := rules.prefixes(common, self.vllm_config)) is not None:  # rows of padding may have none
@@ -148,7 +149,7 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         if not decoding and (prompts or queries > QUERIES_AT_ONCE):
             queries = min(queries, QUERIES_AT_ONCE)
             own, prefix_R = self._in_pieces(common, prefix_R, prompts)
-        width = rules.width(queries, max(prompts or (0,)))
+        width = rules.width(queries, min(max(prompts or (0,)), QUERIES_AT_ONCE))
         table, lengths = self._without_gaps(own, prefix_R, width, decoding)
         own = own.replace(
             block_table_tensor=table,
@@ -159,6 +160,7 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         )
         metadata = super().build(0, own, fast_build)
         metadata.rswa_prefix_lens, metadata.rswa_window = prefix_R, rules.demand.window
+        metadata.prompts = whole_prompts(common.query_start_loc_cpu.tolist(), prompts) if prompts else []
         return metadata
 
     def _without_gaps(self, common: Any, prefix_R: Tensor, width: int, decoding: bool) -> tuple[Tensor, Tensor]:
@@ -172,13 +174,16 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
     def _in_pieces(self, common: Any, prefix_R: Tensor, prompts: list[int] | None) -> tuple[Any, Tensor]:
         """The step with each piece as a request of its own over the same blocks, and the prefix that each sees."""
         pieces = cut_step(common.query_start_loc_cpu.tolist(), prompts)
-        row_P, end_P, prompt_P = torch.tensor(pieces, dtype=torch.int32).unbind(1)
+        reading = [(*piece, piece.reads_cache) for piece in pieces]
+        row_P, end_P, prompt_P, reads_P = torch.tensor(reading, dtype=torch.int32).unbind(1)
         cuts = torch.cat([end_P.new_zeros(1), end_P])
-        row_P, on_device, prompt_P = (moved(tensor, self.device) for tensor in (row_P.long(), cuts, prompt_P))
+        row_P, on_device, prompt_P, reads_P = (
+            moved(tensor, self.device) for tensor in (row_P.long(), cuts, prompt_P, reads_P)
+        )
         behind_P = common.query_start_loc[1:][row_P] - on_device[1:]  # queries of the same request that come after
         split = common.replace(
             block_table_tensor=common.block_table_tensor[row_P],
-            seq_lens=common.seq_lens[row_P] - behind_P,
+            seq_lens=(common.seq_lens[row_P] - behind_P) * reads_P,  # without entries the kernel reads none
             query_start_loc=on_device,
             query_start_loc_cpu=cuts,
             num_reqs=len(pieces),

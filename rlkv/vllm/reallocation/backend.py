@@ -25,7 +25,8 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rlkv.vllm.paged.attention import Reads, paged_local_attention, plan_reads
+from rlkv.vllm.blocks.pieces import whole_prompts
+from rlkv.vllm.paged.attention import Reads, attend_prompts, paged_local_attention, plan_reads
 from rlkv.vllm.paged.backend import (
     BackendParts,
     GaplessTritonBuilder,
@@ -93,18 +94,24 @@ class FullCPUBackend(BackendParts, CPUAttentionBackend):
     name = CPUAttentionBackend.get_name()
 
 
+LocalStep = tuple[list[Reads], list[slice]]  # what reads the cache, and prompts, which do not
+
+
 class LocalTorchBuilder(TorchBuilder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> list[Reads]:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LocalStep:
         common, rules = common_attn_metadata, bin_of(self.vllm_config, self.layer_names).gap_rules
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
         prompts, prefix_R = rules.full_prompts(common, self.vllm_config), rules.prefixes(common, self.vllm_config)
         prefixes = None if prefix_R is None else prefix_R.tolist()
-        return plan_reads(common.block_table_tensor, starts, lengths, rules.demand, prompts, prefixes)
+        reads = plan_reads(common.block_table_tensor, starts, lengths, rules.demand, prompts, prefixes)
+        return reads, whole_prompts(starts, prompts)
 
 
 class LocalTorchImpl(TorchImpl):
     def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
-        paged_local_attention(query, kv, step, self.scale, out)
+        reads, prompts = step
+        paged_local_attention(query, kv, reads, self.scale, out)
+        attend_prompts(query, key, value, prompts, self.scale, out)
 
 
 class LocalTorchBackend(TorchBackend):
@@ -123,6 +130,25 @@ class LocalTritonBuilder(GaplessTritonBuilder):
         return self.build_local(common_attn_metadata, fast_build, prompts)
 
 
+class LocalTritonImpl(TritonAttentionImpl):
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        if attn_metadata is not None:  # the engine's profiling run has none
+            attend_prompts(query, key, value, attn_metadata.prompts, self.scale, output)
+        return output
+
+
 class LocalTritonBackend(BackendParts, TritonAttentionBackend):
-    impl, builder, layouts = TritonAttentionImpl, LocalTritonBuilder, LAYOUTS
+    impl, builder, layouts = LocalTritonImpl, LocalTritonBuilder, LAYOUTS
     name = TritonAttentionBackend.get_name()
