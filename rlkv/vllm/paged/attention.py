@@ -200,8 +200,8 @@ def attend_prompts(
     Torch's fused attention reads half of the square, on a GPU by FlashAttention.
     """
     for places in prompts:
-        states = (tensor[places].transpose(0, 1)[None] for tensor in (query_TXD, key_THD, value_THD))
-        mixed = F.scaled_dot_product_attention(*states, is_causal=True, scale=scale, enable_gqa=True)
+        query, key, value = (tensor[places].transpose(0, 1)[None] for tensor in (query_TXD, key_THD, value_THD))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         out[places] = mixed[0].transpose(0, 1).to(out.dtype)
 
 
