@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +12,6 @@ from torch import Tensor
 from rlkv.eviction.attention import (
     FlatHeads,
     attention_logits,
-    items_at_once,
     masked_softmax,
     pieces,
     sum_rows,
@@ -23,14 +19,9 @@ from rlkv.eviction.attention import (
 )
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.eviction.registry import register
-from rlkv.models.loading import resolve_dtype
+from rlkv.eviction.similar_keys import TILE, latest_similar
 
 VARIANTS = ("paper", "published", "rlkv_tables")
-FIRST = 64  # last entries that the search begins with: where many keys are alike it ends there
-TILE = 512  # most entries whose similarities to as many others are computed at once: 1 MB a head fits a core's cache
-FIXED = 2.0**40  # units of 1 in which similarities are added up
-ROUGH = 2.0**-5  # more than bfloat16 changes the similarity of two unit keys: 2^-8 for each of them and for the result
-FEW = 1 / 16  # share of a tile's rows and columns that are computed one by one; if more are similar, all are
 EPSILON = 1e-8  # added to a key's norm: a key of zeros is not similar to any
 
 
@@ -163,7 +154,7 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
     the code, with any beta; the first entry is not forgiven in "paper".
 
     The mean needs no N x N matrix: the similarities of an entry add up to the product of its unit key and the sum of
-    all unit keys, and what was set to 0 is taken off (:func:`_latest_similar`).
+    all unit keys, and what was set to 0 is taken off (:func:`latest_similar`).
 
     Args: keys ``[B, H, N, D]``; valid bool ``[B, N]``.
     """
@@ -175,7 +166,7 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
         unit = keys_LND[heads].float()
         unit = unit / (unit.norm(dim=-1, keepdim=True) + EPSILON)
         unit = unit.masked_fill(~valid_LN[heads, :, None], 0)  # padding is not similar to any key
-        forgiven, found = _latest_similar(unit, valid_LN[heads], threshold, recent_similar)
+        forgiven, found = latest_similar(unit, valid_LN[heads], threshold, recent_similar)
         if variant != "paper":
             column = unit.gather(1, first[heads, None, None].expand(-1, 1, d).clamp(max=n - 1))
             alone = (unit * column).sum(dim=-1).masked_fill(found > 0, 0)
@@ -185,92 +176,6 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
         total[heads] = (unit * unit.sum(dim=1, keepdim=True)).sum(dim=-1) - unit.square().sum(dim=-1) - forgiven
     mean = total.unflatten(0, (b, h)) / valid.sum(dim=-1).clamp(min=1)[:, None, None]
     return masked_softmax(mean, valid[:, None])
-
-
-def _latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -> tuple[Tensor, Tensor]:
-    """Similarities of every token to its ``count`` latest similar ones, added up at those, and how many it has.
-
-    Both ``[L, N]``, of keys ``unit`` ``[L, N, D]`` of length 1 (0: padding).  Searched in square tiles from the last
-    entries backwards, each tile for its rows and for its columns; one that nothing in it needs is not computed.  A CPU
-    that multiplies bfloat16 looks a tile through in it first, unless the one before had many similar keys.
-    """
-    search = _Search(unit.new_zeros(unit.shape[:2], dtype=torch.int64), torch.where(valid, count, 0), threshold, count)
-    side, width, end = min(TILE, math.isqrt(items_at_once(len(unit)))), FIRST, unit.shape[1]
-    low = resolve_dtype("fast", unit.device) if unit.device.type == "cpu" else unit.dtype
-    rough = unit.to(low)
-    look_first = low != unit.dtype
-    while end > 0 and bool(search.missing.any()):
-        begin = max(0, end - min(width, side))
-        late = slice(begin, end)
-        own = unit[:, late] @ unit[:, late].mT
-        own.diagonal(dim1=1, dim2=2).fill_(-1)
-        search.take_all(own, late, begin)
-        for last in range(begin, 0, -side):
-            early = slice(max(0, last - side), last)
-            if not bool(search.missing[:, early].any() | search.missing[:, late].any()):
-                continue
-            if look_first:
-                close = rough[:, late] @ rough[:, early].mT
-                if float(close.max()) <= threshold - ROUGH:
-                    continue
-                near, near_back = (close.amax(dim) > threshold - ROUGH for dim in (-1, -2))
-                if near.sum() + near_back.sum() <= FEW * (near.numel() + near_back.numel()):
-                    search.take(near, partial(_similarities, unit[:, late], unit[:, early]), late, early.start)
-                    search.take(near_back, partial(_similarities, unit[:, early], unit[:, late]), early, begin)
-                    continue
-            similarity = unit[:, late] @ unit[:, early].mT
-            share = search.take_all(similarity, late, early.start)
-            search.take_all(similarity.mT, early, begin)
-            look_first = low != unit.dtype and share <= FEW
-        width, end = 2 * width, begin
-    found = torch.where(valid, count - search.missing, 0)
-    return (search.sums.double() / FIXED).float(), found
-
-
-def _similarities(unit: Tensor, other: Tensor, head: Tensor, row: Tensor) -> Tensor:
-    """Of rows of ``unit`` ``[L, R, D]``, by head in order, to all of ``other`` ``[L, C, D]``: ``[n, C]``."""
-    return torch.cat([unit[one, row[head == one]] @ other[one].mT for one in head.unique().tolist()])
-
-
-class _Search(NamedTuple):
-    """What :func:`_latest_similar` has found.
-
-    ``sums`` are in fixed point, so that the order of the additions, which a GPU does not fix, changes nothing;
-    ``missing``: how many similar tokens each still lacks; both int64 ``[L, N]``.
-    """
-
-    sums: Tensor
-    missing: Tensor
-    threshold: float
-    wanted: int
-
-    def take_all(self, similarity: Tensor, rows: slice, begin: int) -> float:
-        """:meth:`take` from ``similarity`` ``[L, R, C]``; the share of the rows that have a similar column."""
-        near = similarity.amax(dim=-1) > self.threshold
-        self.take(near, lambda head, row: similarity[head, row], rows, begin)
-        return near.float().mean().item()
-
-    def take(self, near: Tensor, find: Callable[[Tensor, Tensor], Tensor], rows: slice, begin: int) -> None:
-        """The latest similar columns, which are the entries from ``begin`` on, of the rows ``near`` (bool ``[L, R]``).
-
-        ``find``: the similarities ``[n, C]`` of n heads and rows to all columns.
-        """
-        missing = self.missing[:, rows]
-        head, row = (near & (missing > 0)).nonzero(as_tuple=True)
-        if not len(head):
-            return
-        chosen = find(head, row)
-        order = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device)
-        for _ in range(self.wanted):
-            place = torch.where(chosen > self.threshold, order, -1).amax(dim=-1).long()
-            takes = (place >= 0) & (missing[head, row] > 0)
-            place = place.clamp(min=0)[:, None]
-            value = chosen.gather(1, place)[:, 0].masked_fill(~takes, 0)
-            fixed = (value.double() * FIXED).round().long()
-            self.sums.index_put_((head, place[:, 0] + begin), fixed, accumulate=True)
-            missing[head, row] -= takes.long()
-            if self.wanted > 1:
-                chosen.scatter_(1, place, -1)
 
 
 def _max_pool(values: Tensor, kernel: int) -> Tensor:

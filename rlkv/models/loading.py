@@ -12,6 +12,7 @@ import torch
 from rlkv.models.builtin import BUILT_IN, built_in_folder
 from rlkv.models.host_memory import keep_freed_memory
 from rlkv.models.hub import connection_error
+from rlkv.utils.cpu import cpu_has_any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +36,8 @@ def resolve_device(device: str = "auto") -> torch.device:
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 on a GPU and float32 on a CPU; ``fast`` is also bfloat16 on a CPU that multiplies it."""
     if dtype in ("auto", "fast"):
-        is_bfloat16 = device.type == "cuda" or (dtype == "fast" and _cpu_multiplies_bfloat16())
+        # without instructions for it a CPU's products in bfloat16 take 7 times those in float32
+        is_bfloat16 = device.type == "cuda" or (dtype == "fast" and cpu_has_any("avx512_bf16", "amx_bf16", "bf16"))
         return torch.bfloat16 if is_bfloat16 else torch.float32
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: use auto, fast, {', '.join(DTYPES)}")
@@ -45,12 +47,6 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def dtype_name(dtype: str, device: torch.device) -> str:
     """What :func:`resolve_dtype` finds, as files of settings have it: ``bfloat16``."""
     return str(resolve_dtype(dtype, device)).removeprefix("torch.")
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has instructions for it: without them products in bfloat16 take 7 times those in float32."""
-    known: Any = getattr(torch.cpu, "get_capabilities", dict)()  # absent before torch 2.11
-    return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def model_source(model: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlkv.eviction import H2O, RKV, RPC, TOVA, SnapKV, rkv
+from rlkv.eviction import H2O, RKV, RPC, TOVA, SnapKV, similar_keys
 from tests.helpers import naive_selection as naive
 
 SEEDS, HEADS, GROUP_SIZE, N, HEAD_SIZE, BUDGET = 200, 2, 2, 63, 16, 24
@@ -95,8 +95,8 @@ def equally_good(scores: np.ndarray, kept: np.ndarray, expected: np.ndarray) -> 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """R-KV's search for similar keys goes through several tiles."""
-    monkeypatch.setattr(rkv, "FIRST", 4)
-    monkeypatch.setattr(rkv, "TILE", 16)
+    monkeypatch.setattr(similar_keys, "FIRST", 4)
+    monkeypatch.setattr(similar_keys, "TILE", 16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,37 +122,59 @@ def test_same_entries_as_naive(method, kind):
     assert tied <= TIED_SEEDS.get((method, kind), 0)
 
 
-def test_a_look_in_bfloat16_misses_no_similar_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of random keys a few are similar by less than bfloat16 can tell."""
-    monkeypatch.setattr(rkv, "resolve_dtype", lambda name, device: torch.bfloat16)
+def test_a_look_in_8_bits_misses_no_similar_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random keys a few are similar by less than 8 bits can tell."""
     torch.manual_seed(0)
-    keys = torch.randn(1, 2, 300, 256)
+    keys = torch.randn(2, 500, 256)
     keys /= keys.norm(dim=-1, keepdim=True)
-    other = keys[:, :, 100:110] - (keys[:, :, 100:110] * keys[:, :, :10]).sum(-1, keepdim=True) * keys[:, :, :10]
-    keys[:, :, 100:110] = 0.5001 * keys[:, :, :10] + (1 - 0.5001**2) ** 0.5 * other / other.norm(dim=-1, keepdim=True)
-    exact, looked, blind = look_with(monkeypatch, keys.flatten(0, 1), 0.5)
+    early, late = slice(0, 200, 20), slice(300, 500, 20)  # one in a tile: all pairs of one with many are computed
+    other = keys[:, late] - (keys[:, late] * keys[:, early]).sum(-1, keepdim=True) * keys[:, early]
+    keys[:, late] = 0.5001 * keys[:, early] + (1 - 0.5001**2) ** 0.5 * other / other.norm(dim=-1, keepdim=True)
+    exact, looked, blind = look_with(monkeypatch, keys, 0.5)
     assert exact[1].sum() == 2 * 20
     assert torch.allclose(exact[0], looked[0], rtol=0, atol=1e-6)  # of sums in another order
     assert exact[1].equal(looked[1])
     assert blind[1].sum() < exact[1].sum()
 
 
-def test_a_look_in_bfloat16_knows_its_worst_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All coordinates of two equal keys are rounded down, and so is their product."""
-    monkeypatch.setattr(rkv, "resolve_dtype", lambda name, device: torch.bfloat16)
+def test_a_look_in_8_bits_knows_its_worst_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All coordinates but one of two equal keys are rounded down, by half a step."""
     torch.manual_seed(0)
-    keys = torch.randn(1, 300, 58)
-    keys[:, 5] = keys[:, 200] = 1
+    keys = torch.randn(1, 300, 401)
+    keys[:, 5] = keys[:, 200] = 3.499 / 127
+    keys[:, 5, 0] = keys[:, 200, 0] = 1
     keys /= keys.norm(dim=-1, keepdim=True)
     exact, looked, blind = look_with(monkeypatch, keys, 0.999)
     assert exact[1].sum() == looked[1].sum() == 2
     assert blind[1].sum() == 0
 
 
-def look_with(monkeypatch: pytest.MonkeyPatch, keys: torch.Tensor, threshold: float) -> list[Any]:
-    """What is found always in float32, after a look, and with a look that is taken for exact."""
-    found, valid = [], torch.ones(keys.shape[:2], dtype=torch.bool)
-    for rough in (float("inf"), rkv.ROUGH, 0.0):
-        monkeypatch.setattr(rkv, "ROUGH", rough)
-        found.append(rkv._latest_similar(keys, valid, threshold, 1))
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("threshold", [0.2, 0.5, 0.8])
+def test_a_look_in_8_bits_finds_the_latest(threshold: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    keys = torch.randn(3, 300, 24)
+    keys[2, 40:] = keys[2, :260] + 0.3 * torch.randn(260, 24)
+    keys /= keys.norm(dim=-1, keepdim=True)
+    keys[0, :20] = 0  # padding
+    exact, looked, _ = look_with(monkeypatch, keys, threshold, count)
+    assert 0 < exact[1].sum() < exact[1].numel() * count
+    assert exact[1].equal(looked[1])
+    assert torch.allclose(exact[0], looked[0], rtol=0, atol=1e-6)
+
+
+def look_with(
+    monkeypatch: pytest.MonkeyPatch, keys: torch.Tensor, threshold: float, count: int = 1
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What is found always in float32, after a look in 8 bits, and with a look that is taken for exact."""
+    found, valid = [], keys.norm(dim=-1) > 0
+    codes_of, step_L = similar_keys._Codes.of, keys.abs().amax(dim=(1, 2)) / 127
+
+    def exactly(unit: torch.Tensor, threshold: float) -> Any:
+        return codes_of(unit, threshold)._replace(limits=(threshold / step_L.square()).tolist())
+
+    for has_codes, of in ((False, codes_of), (True, codes_of), (True, exactly)):
+        monkeypatch.setattr(similar_keys, "cpu_has_any", lambda *names, has=has_codes: has)
+        monkeypatch.setattr(similar_keys._Codes, "of", of)
+        found.append(similar_keys.latest_similar(keys, valid, threshold, count))
     return found
