@@ -22,6 +22,8 @@ from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.evaluation.report.plots import Panel, Point
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import cache_nbytes
+from rlkv.models.loading import resolve_device
+from rlkv.rollout.graphed_step import GraphedStep, graphed_step
 from rlkv.utils.progress import progress_bar
 
 STOCK, STATIC = "DynamicCache", "StaticCache"
@@ -93,12 +95,16 @@ class DecodeConfig(TimingConfig):
 
 @dataclass
 class Variant:
-    """One cache that takes its turns: seconds per step, and bytes held when ``context`` tokens are cached."""
+    """One cache that takes its turns: seconds per step, and bytes held when ``context`` tokens are cached.
+
+    ``graphed``: steps run as a CUDA graph.
+    """
 
     name: str
     implementation: str
     make: Callable[[], Cache]
     context: int
+    graphed: bool = False
     times: list[float] = field(default_factory=list)
     kv_bytes: int = 0
 
@@ -120,7 +126,9 @@ def _variants(config: DecodeConfig, context: int) -> list[Variant]:
     static = partial(StaticCache, config.llama(room), room)  # as long as the turn needs it, its best case
     theirs = [Variant(STOCK, "sdpa", DynamicCache, context), Variant(STATIC, "sdpa", static, context)]
     ours = [realloc_variant(config, f"sparsity {s:g}", context, s, *sizes) for s in config.sparsities]
-    return [*theirs, *ours, realloc_variant(config, EMPTY, context=1)]
+    on_gpu = resolve_device(config.device).type == "cuda"
+    graphs = [replace(own, name=f"{own.name}, graph", graphed=True) for own in ours if on_gpu]
+    return [*theirs, *ours, *graphs, realloc_variant(config, EMPTY, context=1)]
 
 
 def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: int) -> None:
@@ -144,12 +152,18 @@ def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: Timin
     _fill(model, cache, rows, variant.context, room=1 + config.max_steps)
     variant.kv_bytes = cache_nbytes(cache)
     token = torch.ones(rows, 1, dtype=torch.long, device=model.device)
-    spent = 0.0
+    graph: GraphedStep | None = None
+    spent, padding = 0.0, torch.zeros(rows, dtype=torch.long, device=model.device)
     for step in range(1 + config.max_steps):
         held = variant.context + step
         mask = torch.ones(rows, held + 1, dtype=torch.long, device=model.device)  # as generate passes it
         inputs = {"attention_mask": mask, "position_ids": torch.full((rows, 1), held, device=model.device)}
-        seconds = timed(partial(model, token, past_key_values=cache, use_cache=True, **inputs), model.device)
+        if variant.graphed and step == 1:
+            graph = graphed_step(model, cache, token, padding, padding == 0)
+            if graph is None:
+                raise RuntimeError(f"no CUDA graph could be made for {variant.name!r}")
+        forward = partial(model, token, past_key_values=cache, use_cache=True, **inputs)
+        seconds = timed(forward if graph is None else partial(graph, token, padding == 0), model.device)
         if step:
             variant.times.append(seconds)
             spent += seconds
@@ -193,10 +207,10 @@ def measure_decode(config: DecodeConfig) -> list[dict[str, Any]]:
     """Time all variants for every batch and context; rows are those of :func:`_rows_of`."""
     model, results = config.build_model(max(config.contexts) + 1024), []
     settings = list(product(config.batches, config.contexts))
-    total = len(settings) * config.rounds * (len(config.sparsities) + 3)
+    plans = [(rows, _variants(config, context)) for rows, context in settings]
+    total = config.rounds * sum(len(variants) for _, variants in plans)
     with progress_bar("decode", "turns", total) as bar:
-        for rows, context in settings:
-            variants = _variants(config, context)
+        for rows, variants in plans:
             for variant in turns(variants, config.rounds):
                 take_turn(model, variant, rows, config)
                 bar.advance()

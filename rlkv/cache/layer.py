@@ -56,6 +56,7 @@ class ReallocationLayer(CacheLayerMixin):
         if len(others):
             self.stores.append(compressible(others.tolist()))
         self.length = 0
+        self.by_kernel = False  # whether the last call was decoded by the kernel
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the batch, device and dtype of the first states ``[B, H, n, D]``."""
@@ -140,7 +141,8 @@ class ReallocationLayer(CacheLayerMixin):
             raise ValueError(f"the cache holds {self.batch_size} rows but the call has {key.shape[0]}: use a new cache")
         # inference only: a graph through the buffers would never be freed
         query, key, value = query.detach().unflatten(1, (self.num_heads, -1)), key.detach(), value.detach()
-        if len(parts) == 1 and self._kernel_serves(query, key, value):
+        self.by_kernel = len(parts) == 1 and self._kernel_serves(query, key, value)
+        if self.by_kernel:
             return self._decode(query, key, value, parts[0], scale)
         if len(parts) == 1:
             out = self._attend_part(query, key, value, parts[0], scale)

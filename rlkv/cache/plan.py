@@ -78,7 +78,8 @@ class CacheState:
 
     ``limit`` is the length at which generation ends, if known; ``sinks`` how many first tokens of each row compressible
     heads keep, None where all keep ``settings.sink``; ``row_counts`` where the rows stand under an eviction policy;
-    ``record`` whether the positions of cached tokens are noted; ``planned`` as of :class:`RowCounts`.
+    ``record`` whether the positions of cached tokens are noted; ``planned`` as of :class:`RowCounts`; ``decode_step``
+    what takes the place of each call's own (:class:`rlkv.cache.fixed_step.FixedStep`).
     """
 
     settings: CacheSettings
@@ -88,6 +89,7 @@ class CacheState:
     row_counts: RowCounts | None = None
     record: bool = False
     planned: Tensor | None = None
+    decode_step: DecodeStep | None = None
 
     def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[CallPart]:
         """Note the padding, cut the call into its parts, and plan how an eviction policy stores them."""
@@ -169,6 +171,7 @@ class CallLayout:
         self.padding = state.padding.to(device) if state.padding is not None else None
         self.sinks = state.sinks.to(device) if state.sinks is not None else None
         self.sink = state.settings.sink if state.sinks is None else state.sinks.largest
+        self._decode_step = state.decode_step
 
     @property
     def is_prompt(self) -> bool:
@@ -226,6 +229,8 @@ class CallLayout:
     @cached_property
     def decode_step(self) -> DecodeStep:
         """The same for the decode kernel, which computes slots and masks itself."""
+        if self._decode_step is not None:
+            return self._decode_step
         start = torch.full((1,), self.start, device=self.device)  # a fill: a copy would wait for the device
         return DecodeStep(start, self._counts[:, 0], self._sinks[:, 0], self.window)
 

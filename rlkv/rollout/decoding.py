@@ -18,9 +18,11 @@ from transformers import Cache, PreTrainedModel
 
 from rlkv.rollout.base import FinishReason, SamplingParams
 from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
+from rlkv.rollout.graphed_step import GraphedStep, graphed_step
 
 REFILL_AT = 0.75  # share of rows that still run at which the others leave: every change copies the cache
 READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
+GRAPH_AFTER = 4  # steps of the same rows: then one is recorded, which takes as long as some steps
 SIMILAR = 0.9  # share of the longest prompt's length that further ones must have: the rest is padding
 
 
@@ -123,7 +125,8 @@ class _Batch:
         self.padding_R = torch.tensor([length - len(ids) for _, ids, _ in prompts], device=device)
         self.running_R = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self.last = torch.tensor([-1], device=device)
-        self.columns = 0
+        self.columns = self.steps = 0  # steps: of one token each, since the rows last changed
+        self.graphed: GraphedStep | None = None
         self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens, [row.index for row in self.rows])
         self.unpaid = time.perf_counter() - started  # seconds around the steps, which the next one divides among rows
 
@@ -134,22 +137,7 @@ class _Batch:
     def step(self) -> list[Row]:
         """Read the new tokens and choose the next one of each row; returns the rows that end with it."""
         started, running = time.perf_counter(), [row for row in self.rows if row.finish_reason is None]
-        decoding, end = self.decoding, self.columns + self.new_RQ.shape[1]
-        column = torch.arange(end, device=self.padding_R.device)
-        position_RQ = (column[self.columns :] - self.padding_R[:, None]).clamp(min=0)
-        model: Any = decoding.model
-        output = model(
-            input_ids=self.new_RQ,
-            attention_mask=(column >= self.padding_R[:, None]).long(),
-            # rows that have ended may have used all positions
-            position_ids=position_RQ * self.running_R[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-            # by index, which copies: rows of a slice do not lie together, and become a slow product each
-            logits_to_keep=self.last,
-        )
-        self.cache, self.columns = output.past_key_values, end
-        token_R, logprob_R = self._choose(output.logits[:, -1])
+        token_R, logprob_R = self._choose(self._read())
         self.new_RQ = token_R[:, None]
         for row, token, logprob in zip(self.rows, token_R.tolist(), logprob_R.tolist(), strict=True):
             if row.finish_reason is None:
@@ -163,6 +151,34 @@ class _Batch:
             flags = [row.finish_reason is None for row in self.rows]
             self.running_R = torch.tensor(flags, device=self.padding_R.device)
         return ended
+
+    def _read(self) -> Tensor:
+        """Read the new tokens: the logits ``[R, V]`` of the next one."""
+        begin, end = self.columns, self.columns + self.new_RQ.shape[1]
+        self.columns = end
+        self.steps = self.steps + 1 if self.new_RQ.shape[1] == 1 else 0
+        if self.graphed is not None and not self.graphed.has_room:
+            self.graphed = None
+        if self.graphed is None and self.steps > GRAPH_AFTER and not self.decoding.sharded:
+            rows = (self.new_RQ, self.padding_R, self.running_R)
+            self.graphed = graphed_step(self.decoding.model, self.cache, *rows)
+        if self.graphed is not None:
+            return self.graphed(self.new_RQ, self.running_R)
+        column = torch.arange(end, device=self.padding_R.device)
+        position_RQ = (column[begin:] - self.padding_R[:, None]).clamp(min=0)
+        model: Any = self.decoding.model
+        output = model(
+            input_ids=self.new_RQ,
+            attention_mask=(column >= self.padding_R[:, None]).long(),
+            # rows that have ended may have used all positions
+            position_ids=position_RQ * self.running_R[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+            # by index, which copies: rows of a slice do not lie together, and become a slow product each
+            logits_to_keep=self.last,
+        )
+        self.cache = output.past_key_values
+        return output.logits[:, -1]
 
     def _choose(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         """The next tokens, and their log-probabilities (0 where they are not asked for)."""
@@ -188,11 +204,16 @@ class _Batch:
         elif len(row.token_ids) == self.decoding.sampling.max_new_tokens:
             row.finish_reason = "length"
 
+    def _forget_graph(self) -> None:
+        """Before the cache's rows change."""
+        self.graphed, self.steps = None, 0
+
     def leave(self) -> None:
         """Drop the rows that have ended."""
         if self.num_running == len(self.rows):
             return
         started = time.perf_counter()
+        self._forget_graph()
         if self.decoding.before_change is not None:
             self.decoding.before_change(self.cache)
         keep = self.running_R.nonzero()[:, 0]
@@ -207,6 +228,7 @@ class _Batch:
         if not other.rows:
             return
         started = time.perf_counter()
+        self._forget_graph()
         columns = max(batch.columns - int(batch.padding_R.min()) for batch in (self, other))
         self.cache.join(other.cache, columns)
         padding = [batch.padding_R + columns - batch.columns for batch in (self, other)]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlkv.benchmarks.decode import DecodeConfig, measure_decode
+from rlkv.benchmarks import decode
+from rlkv.benchmarks.decode import DecodeConfig, measure_decode, realloc_variant, take_turn
 from rlkv.cache import HeadReallocationCache
 from rlkv.cli.bench import main
 from tests.helpers.exit_code import exit_code
@@ -103,3 +104,17 @@ def test_program_writes_json_table_and_plot(tmp_path: Path) -> None:
 def test_a_refusal_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("decode", "--sparsities", "0.5") == 2
     assert capsys.readouterr().err.startswith("error: --sparsities must include 0")
+
+
+def test_steps_after_the_first_run_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model, steps = replace(TOY, max_steps=3, seconds=9.0), toy_model(), []
+
+    def graph_of(model: Any, cache: Any, *rows: Any) -> Any:
+        return lambda token, running: steps.append((cache.get_seq_length(), token.shape, bool(running.all())))
+
+    monkeypatch.setattr(decode, "graphed_step", graph_of)
+    take_turn(model, replace(realloc_variant(config, "graph", context=20), graphed=True), 2, config)
+    assert steps == [(21, (2, 1), True)] * 3
+    monkeypatch.setattr(decode, "graphed_step", lambda *arguments: None)
+    with pytest.raises(RuntimeError, match="graph"):
+        take_turn(model, replace(realloc_variant(config, "graph", context=20), graphed=True), 2, config)

@@ -1,0 +1,67 @@
+"""Texts decoded by graphs on a CPU, through the Triton interpreter; a line for each way of decoding.
+
+    python -m tests.helpers.graphed_decode
+
+``texts``, whether they are those of plain torch, how many graphs were recorded, and how many tokens a graph read.  A
+graph is stood in for by the same forward call with the Python numbers of its recording.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import rlkv.kernels.decode as kernel_module
+from rlkv.rollout import graphed_step
+from tests.helpers.decode_cases import kernel
+from tests.helpers.graphed_texts import AHEAD, WAYS, decode_texts
+
+
+class Standin:
+    """Counts recordings and replays."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def record(self, forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        self.recorded += 1
+        fixed = forward.__self__._fixed  # type: ignore[attr-defined]
+        columns = fixed.columns
+        result = forward()
+        fixed.decode_step.start -= 1  # recording computes nothing
+
+        def replay() -> None:
+            self.replayed += 1
+            with fixed.recorded():
+                for layer in fixed._layers:
+                    layer.length = columns
+                result.copy_(forward())
+
+        return replay, result
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for way in WAYS:
+        with kernel(False):
+            expected = decode_texts(way, "cpu")
+        standin = Standin()
+        with (
+            kernel(True),
+            mock.patch.object(kernel_module, "_processors", return_value=24),
+            mock.patch.object(graphed_step, "record_graph", standin.record),
+            mock.patch.object(graphed_step, "AHEAD", AHEAD),
+        ):
+            found = decode_texts(way, "cpu")
+        print("texts", found == expected, standin.recorded, standin.replayed)
+
+
+if __name__ == "__main__":
+    main()
