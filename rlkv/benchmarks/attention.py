@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.benchmarks.check.explicit import exact_token, relative_error
+from rlkv.benchmarks.agreement import relative_error
+from rlkv.benchmarks.check.explicit import exact_token
 from rlkv.benchmarks.common import ProcessConfig, at_least
 from rlkv.benchmarks.turns import fits, timed, turns
 from rlkv.cache import HeadReallocationCache

@@ -1,12 +1,14 @@
 """How long a decode step takes and how many bytes of KV it reads, against transformers' DynamicCache and StaticCache.
 
-Caches hold random states. All variants take turns, so that a machine that slows down slows all of them.
+Caches hold random states, the same in all variants. A ratio is given only where the logits agree: those of StaticCache
+and of sparsity 0 with DynamicCache's, those of a graph with the steps without, at another sparsity if those of 0 do.
+All variants take turns, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,8 +16,10 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
+from rlkv.benchmarks.agreement import ALLOWED_OF_MODELS, relative_error
 from rlkv.benchmarks.common import TimingConfig, at_least
 from rlkv.benchmarks.turns import timed, turns
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
@@ -27,6 +31,8 @@ from rlkv.rollout.graphed_step import GraphedStep, graphed_step
 from rlkv.utils.progress import progress_bar
 
 STOCK, STATIC = "DynamicCache", "StaticCache"
+GRAPH = ", graph"  # behind the name of the variant whose steps it runs
+COMPARED = 2  # steps
 EMPTY = "1 token"  # a step that does everything but read a cache
 # in the place of options that are at their defaults
 QUICK = {"batches": (1, 2), "contexts": (256, 1024), "rounds": 2, "seconds": 0.5}
@@ -42,6 +48,7 @@ COLUMNS = {
     "ms if time followed bytes": "{expected_ms:.1f}",
     "KV share": "{kv_share:.0%}",
     "KV bytes held / full": "{kv_bytes:,} / {kv_bytes_full:,}",
+    "": "{note}",
 }
 
 
@@ -97,7 +104,7 @@ class DecodeConfig(TimingConfig):
 class Variant:
     """One cache that takes its turns: seconds per step, and bytes held when ``context`` tokens are cached.
 
-    ``graphed``: steps run as a CUDA graph.
+    ``graphed``: steps run as a CUDA graph; ``logits``: of the first two steps of a turn, in float32 on the CPU.
     """
 
     name: str
@@ -107,6 +114,7 @@ class Variant:
     graphed: bool = False
     times: list[float] = field(default_factory=list)
     kv_bytes: int = 0
+    logits: list[Tensor] = field(default_factory=list)
 
     def milliseconds(self) -> float:
         """Median time per step."""
@@ -127,14 +135,16 @@ def _variants(config: DecodeConfig, context: int) -> list[Variant]:
     theirs = [Variant(STOCK, "sdpa", DynamicCache, context), Variant(STATIC, "sdpa", static, context)]
     ours = [realloc_variant(config, f"sparsity {s:g}", context, s, *sizes) for s in config.sparsities]
     on_gpu = resolve_device(config.device).type == "cuda"
-    graphs = [replace(own, name=f"{own.name}, graph", graphed=True) for own in ours if on_gpu]
+    graphs = [replace(own, name=f"{own.name}{GRAPH}", graphed=True) for own in ours if on_gpu]
     return [*theirs, *ours, *graphs, realloc_variant(config, EMPTY, context=1)]
 
 
 def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: int) -> None:
     shape = (rows, model.config.num_key_value_heads, context, model.config.head_dim)
     # one random head stands for all rows and heads: drawing them all would take longer than the measurement
-    key, value = (torch.randn(1, 1, *shape[2:], device=model.device, dtype=model.dtype).expand(shape) for _ in "kv")
+    draw = torch.Generator().manual_seed(context)
+    states = torch.randn(2, 1, 1, *shape[2:], generator=draw).to(model.device, model.dtype)
+    key, value = (one.expand(shape) for one in states)
     if isinstance(cache, HeadReallocationCache):
         cache.fill(key, value)
         cache.state.limit = context + room  # as generate sets it
@@ -152,6 +162,8 @@ def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: Timin
     _fill(model, cache, rows, variant.context, room=1 + config.max_steps)
     variant.kv_bytes = cache_nbytes(cache)
     token = torch.ones(rows, 1, dtype=torch.long, device=model.device)
+    variant.logits.clear()
+    latest: deque[Any] = deque(maxlen=1)
     graph: GraphedStep | None = None
     spent, padding = 0.0, torch.zeros(rows, dtype=torch.long, device=model.device)
     for step in range(1 + config.max_steps):
@@ -162,8 +174,13 @@ def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: Timin
             graph = graphed_step(model, cache, token, padding, padding == 0)
             if graph is None:
                 raise RuntimeError(f"no CUDA graph could be made for {variant.name!r}")
-        forward = partial(model, token, past_key_values=cache, use_cache=True, **inputs)
-        seconds = timed(forward if graph is None else partial(graph, token, padding == 0), model.device)
+        forward: Callable[[], Any] = partial(model, token, past_key_values=cache, use_cache=True, **inputs)
+        if graph is not None:
+            forward = partial(graph, token, padding == 0)
+        seconds = timed(lambda: latest.append(forward()), model.device)  # noqa: B023  (called here)
+        if step < COMPARED:
+            found = latest[0] if isinstance(latest[0], Tensor) else latest[0].logits[:, -1]
+            variant.logits.append(found.float().cpu())
         if step:
             variant.times.append(seconds)
             spent += seconds
@@ -171,8 +188,8 @@ def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: Timin
                 break
 
 
-def _rows_of(variants: list[Variant], rows: int) -> list[dict[str, Any]]:
-    """One result per variant.
+def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[str, Any]]:
+    """One result per variant; ratios where logits differ by at most ``allowed``.
 
     ``kv_share``: the part of a full-cache step that depends on what is cached, ``1 - t(1 token) / t(context)``, at
     sparsity 0.  ``expected_ms``: what a step would take if that part shrank exactly as the bytes of KV do.
@@ -180,8 +197,9 @@ def _rows_of(variants: list[Variant], rows: int) -> list[dict[str, Any]]:
     named = {variant.name: variant for variant in variants}
     stock, base, empty = named[STOCK], named["sparsity 0"], named.pop(EMPTY)
     cached_part = base.milliseconds() - empty.milliseconds()
-    found = []
+    found, notes = [], {variant.name: _disagreement(variant, named, allowed) for variant in named.values()}
     for variant in named.values():
+        note = notes[variant.name] or notes[base.name] * (variant.name not in (STOCK, STATIC))
         expected = empty.milliseconds() + cached_part * variant.kv_bytes / stock.kv_bytes
         quartiles = statistics.quantiles(variant.times, n=4) if len(variant.times) > 1 else variant.times * 3
         found.append(
@@ -192,15 +210,25 @@ def _rows_of(variants: list[Variant], rows: int) -> list[dict[str, Any]]:
                 "ms_per_step": variant.milliseconds(),
                 "ms_quartiles": [1000 * quartiles[0], 1000 * quartiles[2]],
                 "steps": len(variant.times),
-                "speedup_over_dynamic_cache": stock.milliseconds() / variant.milliseconds(),
-                "speedup_over_sparsity_0": base.milliseconds() / variant.milliseconds(),
+                "speedup_over_dynamic_cache": None if note else stock.milliseconds() / variant.milliseconds(),
+                "speedup_over_sparsity_0": None if note else base.milliseconds() / variant.milliseconds(),
                 "expected_ms": None if variant.name in (STOCK, STATIC) else expected,
                 "kv_share": cached_part / base.milliseconds(),
                 "kv_bytes": variant.kv_bytes,
                 "kv_bytes_full": stock.kv_bytes,
+                "note": note,
             }
         )
     return found
+
+
+def _disagreement(variant: Variant, named: dict[str, Variant], allowed: float) -> str:
+    """What is wrong with the logits, compared with those of another variant; empty if nothing is."""
+    same = STOCK if variant.name in (STATIC, "sparsity 0") else variant.name.removesuffix(GRAPH)
+    expected = named[same].logits
+    steps = min(len(variant.logits), len(expected))
+    error = max(relative_error(a, b) for a, b in zip(variant.logits[:steps], expected[:steps], strict=True))
+    return "" if error <= allowed else f"wrong logits: relative difference to {same} {error:.2g}"
 
 
 def measure_decode(config: DecodeConfig) -> list[dict[str, Any]]:
@@ -214,5 +242,5 @@ def measure_decode(config: DecodeConfig) -> list[dict[str, Any]]:
             for variant in turns(variants, config.rounds):
                 take_turn(model, variant, rows, config)
                 bar.advance()
-            results += _rows_of(variants, rows)
+            results += _rows_of(variants, rows, ALLOWED_OF_MODELS[model.dtype])
     return results

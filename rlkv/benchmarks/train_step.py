@@ -16,7 +16,7 @@ import torch
 from peft import get_peft_model
 from torch import Tensor
 
-from rlkv.benchmarks.check.explicit import relative_error
+from rlkv.benchmarks.agreement import ALLOWED_OF_MODELS, relative_error
 from rlkv.benchmarks.check.update import plain_score
 from rlkv.benchmarks.train_step_config import TrainStepConfig
 from rlkv.benchmarks.turns import peak_bytes, timed, turns
@@ -26,7 +26,6 @@ from rlkv.training.logprobs import completion_logprobs
 from rlkv.utils.progress import progress_bar
 
 STOCK, GATED = "stock", "gates"
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of log-probabilities under gates of 1
 COLUMNS = {
     "tokens": "{tokens}",
     "model": "{model}",
@@ -106,7 +105,7 @@ def _row(contender: Contender, length: int, error: float, stock: Contender) -> d
     seconds = statistics.median(contender.times[length])
     row: dict[str, Any] = {"tokens": length, "model": contender.name, "seconds": seconds, "error": error, "note": ""}
     row |= {"tokens_per_second": length / seconds, "peak_bytes": contender.peaks[length]}
-    if error > ALLOWED[contender.model.dtype]:
+    if error > ALLOWED_OF_MODELS[contender.model.dtype]:
         return row | {"note": f"gates of 1 are not the stock model: log-probabilities differ by {error:.2g}"}
     return row | {"over_stock": seconds / statistics.median(stock.times[length])}
 

@@ -73,6 +73,17 @@ def test_a_filled_cache_goes_on_like_one_that_read_a_prompt() -> None:
     assert torch.equal(ring[2 + (18 - 2) % 6], states[0, 1, 18])
 
 
+def test_a_ratio_needs_equal_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = measure_decode(replace(TOY, batches=(1,)))
+    assert all(row["speedup_over_dynamic_cache"] and not row["note"] for row in right)
+    fill = HeadReallocationCache.fill
+    monkeypatch.setattr(HeadReallocationCache, "fill", lambda cache, key, value: fill(cache, key, 1.1 * value))
+    for row in measure_decode(replace(TOY, batches=(1,))):
+        ours = row["cache"].startswith("sparsity")
+        assert ("wrong logits: relative difference to DynamicCache" in row["note"]) is ours
+        assert (row["speedup_over_dynamic_cache"] is None) is ours
+
+
 @pytest.mark.parametrize(
     ("option", "values"), [("sparsities", (0.5,)), ("batches", (0,)), ("contexts", ()), ("rounds", 0), ("threads", 0)]
 )
@@ -110,7 +121,11 @@ def test_steps_after_the_first_run_as_a_graph(monkeypatch: pytest.MonkeyPatch) -
     config, model, steps = replace(TOY, max_steps=3, seconds=9.0), toy_model(), []
 
     def graph_of(model: Any, cache: Any, *rows: Any) -> Any:
-        return lambda token, running: steps.append((cache.get_seq_length(), token.shape, bool(running.all())))
+        def step(token: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
+            steps.append((cache.get_seq_length(), token.shape, bool(running.all())))
+            return torch.zeros(len(token), 32)
+
+        return step
 
     monkeypatch.setattr(decode, "graphed_step", graph_of)
     take_turn(model, replace(realloc_variant(config, "graph", context=20), graphed=True), 2, config)

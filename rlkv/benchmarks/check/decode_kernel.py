@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkv.benchmarks.check.explicit import exact_token, relative_error
+from rlkv.benchmarks.agreement import relative_error
+from rlkv.benchmarks.check.explicit import exact_token
 from rlkv.benchmarks.check.one import CannotRun, Check, Findings, Setting
 from rlkv.kernels.step import DecodeStep
 

@@ -1,4 +1,4 @@
-"""Attention written out, with explicit masks, and how far results are from it."""
+"""Attention written out, with explicit masks."""
 
 from __future__ import annotations
 
@@ -43,10 +43,3 @@ def exact_token(query: Tensor, key: Tensor, value: Tensor, sink: int, window: in
     position = torch.arange(key.shape[1], device=key.device)
     dropped = (position >= sink) & (position < len(position) - window)
     return torch.stack([scores, scores.masked_fill(dropped, -torch.inf)]).softmax(-1) @ value
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the difference over that of ``wanted``; infinite if ``found`` is not finite."""
-    wanted = wanted.to(found.device)
-    error = (found.to(wanted.dtype) - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
-    return float(error) if bool(error.isfinite()) else torch.inf

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlkv.attention.branches import local_attention
 from rlkv.attention.call import MixedCall
-from rlkv.benchmarks.check.explicit import explicit_attention, relative_error, visible_keys
+from rlkv.benchmarks.agreement import relative_error
+from rlkv.benchmarks.check.explicit import explicit_attention, visible_keys
 from rlkv.benchmarks.check.fallback import compiled_graphs, is_dense, is_fallback, why_fallback
 from rlkv.benchmarks.check.one import Check, Findings, Setting
 from rlkv.benchmarks.turns import timed

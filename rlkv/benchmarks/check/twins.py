@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, LlamaForCausalLM, PreTrainedModel
 
-from rlkv.benchmarks.check.explicit import relative_error
+from rlkv.benchmarks.agreement import relative_error
 from rlkv.benchmarks.check.one import Findings, Setting
 from rlkv.benchmarks.common import LlamaSizes
 
