@@ -65,13 +65,13 @@ def serving_page(work: Workload, rows: list[dict[str, Any]]) -> Page:
 def serving_plot(rows: list[dict[str, Any]]) -> list[Panel]:
     """A panel per setting: tokens/s over those of the full cache at each sparsity, and what was expected."""
     compressed = sorted((row for row in rows if row["sparsity"] is not None), key=lambda row: row["sparsity"])
-    evictions = list(dict.fromkeys(row["eviction"] for row in compressed))
+    variants = list(dict.fromkeys(map(_variant, compressed)))
     panels = []
     for setting in dict.fromkeys(row["setting"] for row in compressed):
         curves: dict[str, list[Point]] = defaultdict(list)
         styles = {}
         for row in (row for row in compressed if row["setting"] == setting):
-            name = "" if row["eviction"] is None else f", {row['eviction']}"
+            name = _variant(row)
             points = {f"tokens/s{name}": (row["speedup"], "-")}
             if "expected" in row:
                 points[f"engine steps{name}"] = ([row["step_ratio"][0]] * 3, "-.")
@@ -79,10 +79,15 @@ def serving_plot(rows: list[dict[str, Any]]) -> list[Panel]:
                 points[f"by blocks{name}"] = ([row["expected"]["by_blocks"]] * 3, ":")
             for label, ((middle, low, high), line) in points.items():
                 curves[label].append((row["sparsity"], middle, low, high))
-                styles[label] = {"color": f"C{evictions.index(row['eviction'])}", "linestyle": line}
+                styles[label] = {"color": f"C{variants.index(name)}", "linestyle": line}
         axes = ("sparsity", curves, "times the full cache, same pool bytes")
         panels.append(Panel(setting, *axes, styles=styles, reference=1.0, limits=None))
     return panels
+
+
+def _variant(row: dict[str, Any]) -> str:
+    """What a mode has besides its sparsity."""
+    return str(row["mode"]).removeprefix(f"sparsity {row['sparsity']:g}")
 
 
 def run_serving(config: ServingConfig) -> None:

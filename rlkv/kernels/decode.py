@@ -1,8 +1,6 @@
 """Decoding with full and compressible heads side by side: one launch per layer stores the new token and attends.
 
-One program for each row, KV head and split of the head's entries.  All queries of a group are one tile, so that keys
-and values are read once.  All splits have the same number of entries, a fraction of the longest head's: short heads
-get one, and programs beyond a head's last split return at once.  The split that arrives last combines them all.
+All splits have the same number of entries, a fraction of the longest head's (:mod:`rlkv.kernels.splits`).
 
 Shapes: B rows, H KV heads (F full, C compressible), G query heads per KV head, D size of a key, E of a value, R ring
 slots.  Which token is in which slot, and which slots are in use: :mod:`rlkv.cache.plan`.
@@ -10,23 +8,24 @@ slots.  Which token is in which slot, and which slots are in use: :mod:`rlkv.cac
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlkv.kernels.splits import (
+    LOG2E,
+    attend,
+    attend_first,
+    attend_nothing,
+    hand_on,
+    load_queries,
+    splits_of,
+    tiles,
+)
 from rlkv.kernels.step import DecodeStep
 
 Buffers = tuple[Tensor, Tensor]  # keys and values
-
-LEAST = 128  # entries of a split, at least: below that, combining costs more than it saves
-MOST_SPLITS = 128
-PROGRAMS = 2  # per multiprocessor, so that one computes while the other waits for memory
-TILE_BYTES = 8192  # of keys, and of values, that a program reads at a time
-COMBINED = 8192  # numbers that are combined at a time
-LOG2E = 1.4426950408889634
 
 
 def decode(
@@ -58,7 +57,7 @@ def decode(
     ring_keys, ring_values = ring or (keys, values)
     assert all(buffer.is_contiguous() for buffer in (full_keys, full_values, ring_keys, ring_values))
     capacity, slots = full_keys.shape[2], ring_keys.shape[2]
-    splits = _splits(b * keys.shape[1], keys.shape[2], _processors(query.device))
+    splits = splits_of(b * keys.shape[1], keys.shape[2], query.device)
     partials, arrivals = step.scratch(b * h * splits * g * (e + 1) if splits > 1 else 0, b * h)
     out = query.new_empty(b, h, g, e)
     with torch.cuda.device_of(query):
@@ -69,39 +68,9 @@ def decode(
             *(int(step.padding.numel() > 1), int(step.sinks.numel() > 1)),
             *(query.stride(0), query.stride(1), query.stride(2)),
             *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-            **_tiles(g, d, e, query.dtype.itemsize),
+            **tiles(g, d, e, query.dtype.itemsize),
         )
     return out
-
-
-def _splits(heads: int, entries: int, processors: int) -> int:
-    """Into how many splits the longest heads, ``heads`` in all rows, go; short heads take hardly any time."""
-    return max(1, min(triton.cdiv(PROGRAMS * processors, heads), triton.cdiv(entries, LEAST), MOST_SPLITS))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _tiles(group: int, key_size: int, value_size: int, itemsize: int) -> dict[str, int]:
-    """What the kernel is compiled for, and how."""
-    tile = max(16, triton.next_power_of_2(max(key_size, value_size)))
-    group_tile = triton.next_power_of_2(group)
-    return {
-        "KEY": key_size,
-        "VALUE": value_size,
-        "TILE": tile,
-        "GROUP": group,
-        # matrix units take 16 rows; a single query is faster without them
-        "QUERIES": max(16, group_tile) if group > 1 else 1,
-        "GROUP_TILE": group_tile,
-        "BLOCK": max(16, min(64, TILE_BYTES // (tile * itemsize))),
-        "AT_ONCE": max(1, min(16, COMBINED // (group_tile * tile))),
-        "LEAST_SPLIT": LEAST,
-        "num_warps": 4,
-    }
 
 
 # none of these may cause another compilation: they differ between layers, or change as a text grows
@@ -173,26 +142,18 @@ def _decode(
     active = (entries + length - 1) // length
     if split >= active:
         return
-    one, size = tl.arange(0, QUERIES), tl.arange(0, TILE)
+    size = tl.arange(0, TILE)
     mine = query + row * query_row + head * query_head
-    query_GD = tl.load(
-        mine + one[:, None] * query_own + size[None, :],
-        mask=(one[:, None] < GROUP) & (size[None, :] < KEY),
-        other=0.0,
-    )
+    query_GD = load_queries(mine, query_own, KEY, TILE, GROUP, QUERIES)
+    peak_G, total_G, sum_GE = attend_nothing(QUERIES, TILE)
     begin, end = split * length, tl.minimum(split * length + length, entries)
-    peak_G = tl.full([QUERIES], float("-inf"), tl.float32)
-    total_G = tl.full([QUERIES], 0.0, tl.float32)
-    sum_GE = tl.full([QUERIES, TILE], 0.0, tl.float32)
     if (fresh >= begin) & (fresh < end):
-        # the new token: stored by this program alone, and never read back
+        # stored by this program alone
         key_D = tl.load(key + row * key_row + head * key_head + size, mask=size < KEY, other=0.0)
         value_E = tl.load(value + row * value_row + head * value_head + size, mask=size < VALUE, other=0.0)
         tl.store(keys + fresh * KEY + size, key_D, mask=size < KEY)
         tl.store(values + fresh * VALUE + size, value_E, mask=size < VALUE)
-        peak_G = tl.sum(query_GD.to(tl.float32) * key_D.to(tl.float32)[None, :], axis=1) * scale
-        total_G += 1.0
-        sum_GE += value_E.to(tl.float32)[None, :]
+        peak_G, total_G, sum_GE = attend_first(query_GD, key_D, value_E, total_G, sum_GE, scale)
     for at in tl.range(begin, end, BLOCK, num_stages=3):
         entry = at + tl.arange(0, BLOCK)
         seen = (entry < end) & (entry != fresh)
@@ -203,83 +164,8 @@ def _decode(
         value_NE = tl.load(
             values + entry[:, None] * VALUE + size[None, :], mask=seen[:, None] & (size[None, :] < VALUE), other=0.0
         )
-        peak_G, total_G, sum_GE = _attend(query_GD, key_ND, value_NE, seen, peak_G, total_G, sum_GE, scale)
-    sum_GE = sum_GE / total_G[:, None]
-    to = out + (row * tl.num_programs(1) + head) * GROUP * VALUE
-    stored = (one[:, None] < GROUP) & (size[None, :] < VALUE)
-    if active == 1:
-        tl.store(to + one[:, None] * VALUE + size[None, :], sum_GE.to(out.dtype.element_ty), mask=stored)
-    else:
-        count = row * tl.num_programs(1) + head
-        rows = tl.num_programs(0).to(tl.int64)
-        sums = partials + count * splits * (GROUP * VALUE)
-        norms = partials + (rows * tl.num_programs(1) * VALUE + count) * splits * GROUP
-        tl.store(norms + split * GROUP + one, peak_G + tl.log2(total_G), mask=one < GROUP)
-        tl.store(sums + (split * GROUP + one[:, None]) * VALUE + size[None, :], sum_GE, mask=stored)
-        # all threads have stored before one of them says so; acquire: the last to come sees what all have stored
-        tl.debug_barrier()
-        if tl.atomic_add(arrivals + count, 1, sem="acq_rel", scope="gpu") == active - 1:
-            _combine(to, norms, sums, active, VALUE, TILE, GROUP, GROUP_TILE, AT_ONCE)
-            tl.store(arrivals + count, 0)
-
-
-@triton.jit
-def _attend(query_GD, key_ND, value_NE, seen, peak_G, total_G, sum_GE, scale):
-    """One more block of entries: the running maximum of the logits (base 2), the norm, and the sum of values."""
-    if query_GD.shape[0] == 1:
-        logit_GN = tl.sum(query_GD.to(tl.float32)[:, None, :] * key_ND.to(tl.float32)[None, :, :], axis=2)
-    else:
-        logit_GN = tl.dot(query_GD, tl.trans(key_ND), input_precision="ieee")
-    logit_GN = tl.where(seen[None, :], logit_GN * scale, float("-inf"))
-    # finite: a block has an entry, or it held the new token, which is in the maximum already
-    peak_new = tl.maximum(peak_G, tl.max(logit_GN, axis=1))
-    shrink_G = tl.exp2(peak_G - peak_new)
-    weight_GN = tl.exp2(logit_GN - peak_new[:, None])
-    if query_GD.shape[0] == 1:
-        part_GE = tl.sum(weight_GN[:, :, None] * value_NE.to(tl.float32)[None, :, :], axis=1)
-    else:
-        part_GE = tl.dot(weight_GN.to(value_NE.dtype), value_NE, input_precision="ieee")
-    total_G = total_G * shrink_G + tl.sum(weight_GN, axis=1)
-    return peak_new, total_G, sum_GE * shrink_G[:, None] + part_GE
-
-
-@triton.jit
-def _combine(
-    to,
-    norms,
-    sums,
-    active,
-    VALUE: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """The output of a head from those of its splits, in their order, so that it is the same every time."""
-    one, size = tl.arange(0, GROUP_TILE), tl.arange(0, TILE)
-    peak_G = tl.full([GROUP_TILE], float("-inf"), tl.float32)
-    total_G = tl.full([GROUP_TILE], 0.0, tl.float32)
-    sum_GE = tl.full([GROUP_TILE, TILE], 0.0, tl.float32)
-    stored = (one[:, None] < GROUP) & (size[None, :] < VALUE)
-    for at in range(0, active, AT_ONCE):
-        split = at + tl.arange(0, AT_ONCE)
-        place_SG = split[:, None] * GROUP + one[None, :]
-        # .cg: from the level of cache that all multiprocessors share
-        norm_SG = tl.load(
-            norms + place_SG, mask=(split[:, None] < active) & (one[None, :] < GROUP), other=0.0, cache_modifier=".cg"
-        )
-        norm_SG = tl.where(split[:, None] < active, norm_SG, float("-inf"))
-        sum_SGE = tl.load(
-            sums + place_SG[:, :, None] * VALUE + size[None, None, :],
-            mask=(split[:, None, None] < active) & stored[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        peak_new = tl.maximum(peak_G, tl.max(norm_SG, axis=0))
-        shrink_G = tl.exp2(peak_G - peak_new)
-        weight_SG = tl.exp2(norm_SG - peak_new[None, :])
-        total_G = total_G * shrink_G + tl.sum(weight_SG, axis=0)
-        sum_GE = sum_GE * shrink_G[:, None] + tl.sum(weight_SG[:, :, None] * sum_SGE, axis=0)
-        peak_G = peak_new
-    sum_GE = sum_GE / total_G[:, None]
-    tl.store(to + one[:, None] * VALUE + size[None, :], sum_GE.to(to.dtype.element_ty), mask=stored)
+        peak_G, total_G, sum_GE = attend(query_GD, key_ND, value_NE, seen, peak_G, total_G, sum_GE, scale)
+    hand_on(
+        *(out, partials, arrivals, row, head, split, active, peak_G, total_G, sum_GE),
+        *(VALUE, TILE, GROUP, QUERIES, GROUP_TILE, AT_ONCE),
+    )

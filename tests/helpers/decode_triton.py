@@ -18,15 +18,15 @@ from unittest import mock
 
 import torch
 
-import rlkv.kernels.decode as kernel_module
 from rlkv.benchmarks.check import decode_kernel
 from rlkv.benchmarks.check.one import Findings, Setting
+from rlkv.kernels import splits
 from tests.helpers.decode_cases import Case, Run, covering_cases, extreme_cases
 from tests.helpers.decode_flows import FLOWS, difference
 
 
 def print_errors(case: Case, dtype: torch.dtype) -> None:
-    with mock.patch.object(kernel_module, "_processors", return_value=case.processors):
+    with mock.patch.object(splits, "_processors", return_value=case.processors):
         errors = Run(case, dtype, "cpu").errors()
     print("max error", str(dtype).removeprefix("torch."), errors.reference, errors.torch_path, errors.buffers)
 
@@ -46,7 +46,7 @@ def main() -> None:
         print_errors(case, torch.float16 if number % 4 == 3 else torch.float32)
     for number, case in enumerate(extreme_cases()):
         print_errors(case, torch.float16 if number % 2 else torch.float32)
-    with mock.patch.object(kernel_module, "_processors", return_value=24):
+    with mock.patch.object(splits, "_processors", return_value=24):
         for flow in FLOWS:
             print("max difference", *difference(flow, "cpu"))
         print("max check", check_error(decode_kernel.WINDOW), check_error(decode_kernel.WINDOW - 1))

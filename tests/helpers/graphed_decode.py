@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import rlkv.kernels.decode as kernel_module
+from rlkv.kernels import splits
 from rlkv.rollout import graphed_step
 from tests.helpers.decode_cases import kernel
 from tests.helpers.graphed_texts import AHEAD, WAYS, decode_texts
@@ -55,7 +55,7 @@ def main() -> None:
         standin = Standin()
         with (
             kernel(True),
-            mock.patch.object(kernel_module, "_processors", return_value=24),
+            mock.patch.object(splits, "_processors", return_value=24),
             mock.patch.object(graphed_step, "record_graph", standin.record),
             mock.patch.object(graphed_step, "AHEAD", AHEAD),
         ):

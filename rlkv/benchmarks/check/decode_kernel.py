@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkv.benchmarks.agreement import relative_error
+from rlkv.benchmarks.check.captured import captured
 from rlkv.benchmarks.check.explicit import exact_token
 from rlkv.benchmarks.check.one import CannotRun, Check, Findings, Setting
 from rlkv.kernels.step import DecodeStep
@@ -110,18 +111,7 @@ def _stepper(shape: Shape, buffers: list[tuple[Tensor, Tensor]], setting: Settin
         step.start += 1
         return out
 
-    replay, out = launch, torch.empty(0)
-    if setting.on_gpu:
-        launch()  # compiles; the first replay stores its token anew
-        step.start -= 1
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = launch()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return out
+    replay = captured(launch, lambda: step.start.sub_(1), setting)
 
     def step_once(*states: Tensor) -> Tensor:
         for held, new in zip(inputs, states, strict=True):

@@ -16,6 +16,7 @@ from rlkv.benchmarks.check import (
     evicting,
     local_attention,
     mixed,
+    paged_kernel,
     sampling,
     update,
 )
@@ -37,6 +38,7 @@ CHECKS: Sequence[Check] = (
     sampling.CHECK,
     decoding.CHECK,
     decode_kernel.CHECK,
+    paged_kernel.CHECK,
     *KERNELS,
 )
 COLUMNS = {
