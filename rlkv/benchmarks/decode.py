@@ -1,8 +1,8 @@
 """How long a decode step takes and how many bytes of KV it reads, against transformers' DynamicCache and StaticCache.
 
-Caches hold random states, the same in all variants. A ratio is given only where the logits agree: those of StaticCache
-and of sparsity 0 with DynamicCache's, those of a graph with the steps without, at another sparsity if those of 0 do.
-All variants take turns, so that a machine that slows down slows all of them.
+Caches hold random states, the same in all variants. A ratio is given only where the logits agree: those of other caches
+of transformers and of sparsity 0 with DynamicCache's, those of a graph with the steps without, at another sparsity if
+those of 0 do. All variants take turns, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers.utils import is_flash_attn_2_available
 
 from rlkv.benchmarks.agreement import ALLOWED_OF_MODELS, relative_error
 from rlkv.benchmarks.common import TimingConfig, at_least
@@ -30,7 +31,8 @@ from rlkv.models.loading import resolve_device
 from rlkv.rollout.graphed_step import GraphedStep, graphed_step
 from rlkv.utils.progress import progress_bar
 
-STOCK, STATIC = "DynamicCache", "StaticCache"
+STOCK, STATIC, FLASH = "DynamicCache", "StaticCache", "DynamicCache, FlashAttention"
+THEIRS = (STOCK, STATIC, FLASH)
 GRAPH = ", graph"  # behind the name of the variant whose steps it runs
 COMPARED = 2  # steps
 EMPTY = "1 token"  # a step that does everything but read a cache
@@ -133,6 +135,8 @@ def _variants(config: DecodeConfig, context: int) -> list[Variant]:
     sizes, room = (config.sink, config.window), context + 1 + config.max_steps
     static = partial(StaticCache, config.llama(room), room)  # as long as the turn needs it, its best case
     theirs = [Variant(STOCK, "sdpa", DynamicCache, context), Variant(STATIC, "sdpa", static, context)]
+    if is_flash_attn_2_available():  # the package flash-attn, and a GPU
+        theirs.append(Variant(FLASH, "flash_attention_2", DynamicCache, context))
     ours = [realloc_variant(config, f"sparsity {s:g}", context, s, *sizes) for s in config.sparsities]
     on_gpu = resolve_device(config.device).type == "cuda"
     graphs = [replace(own, name=f"{own.name}{GRAPH}", graphed=True) for own in ours if on_gpu]
@@ -199,7 +203,7 @@ def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[st
     cached_part = base.milliseconds() - empty.milliseconds()
     found, notes = [], {variant.name: _disagreement(variant, named, allowed) for variant in named.values()}
     for variant in named.values():
-        note = notes[variant.name] or notes[base.name] * (variant.name not in (STOCK, STATIC))
+        note = notes[variant.name] or notes[base.name] * (variant.name not in THEIRS)
         expected = empty.milliseconds() + cached_part * variant.kv_bytes / stock.kv_bytes
         quartiles = statistics.quantiles(variant.times, n=4) if len(variant.times) > 1 else variant.times * 3
         found.append(
@@ -212,7 +216,7 @@ def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[st
                 "steps": len(variant.times),
                 "speedup_over_dynamic_cache": None if note else stock.milliseconds() / variant.milliseconds(),
                 "speedup_over_sparsity_0": None if note else base.milliseconds() / variant.milliseconds(),
-                "expected_ms": None if variant.name in (STOCK, STATIC) else expected,
+                "expected_ms": None if variant.name in THEIRS else expected,
                 "kv_share": cached_part / base.milliseconds(),
                 "kv_bytes": variant.kv_bytes,
                 "kv_bytes_full": stock.kv_bytes,
@@ -224,7 +228,7 @@ def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[st
 
 def _disagreement(variant: Variant, named: dict[str, Variant], allowed: float) -> str:
     """What is wrong with the logits, compared with those of another variant; empty if nothing is."""
-    same = STOCK if variant.name in (STATIC, "sparsity 0") else variant.name.removesuffix(GRAPH)
+    same = STOCK if variant.name in (*THEIRS, "sparsity 0") else variant.name.removesuffix(GRAPH)
     expected = named[same].logits
     steps = min(len(variant.logits), len(expected))
     error = max(relative_error(a, b) for a, b in zip(variant.logits[:steps], expected[:steps], strict=True))

@@ -53,6 +53,12 @@ def test_rows_and_bytes() -> None:
         assert row["ms_per_step"] > 0
 
 
+def test_flash_attention_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "is_flash_attn_2_available", lambda: True)
+    found = {variant.name: variant.implementation for variant in decode._variants(TOY, 128)}
+    assert found["DynamicCache, FlashAttention"] == "flash_attention_2"
+
+
 def test_a_filled_cache_goes_on_like_one_that_read_a_prompt() -> None:
     model = toy_model()
     model.set_attn_implementation("rlkv_realloc")
