@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkv.attention.call import MixedCall, local_rule
+from rlkv.attention.grouped import grouped_attention
 
 # one row or several, short or long, with gradients or without, in inference mode, for each model of a process
 VARIANTS_COMPILED = 64
@@ -45,7 +46,7 @@ def full_attention(query: Tensor, key: Tensor, value: Tensor, call: MixedCall, s
         return one_query_attention(query, key, value, None, scale)
     if call.q_length == call.kv_length and not rows.left:
         # padding on the right is later than every real token, which therefore never sees it
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return grouped_attention(query, key, value, None, causal=True, scale=scale)
     return dense_attention(query, key, value, call.dense_local_mask(call.kv_length, 0, query.device), scale)
 
 

@@ -27,7 +27,7 @@ from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.evaluation.report.plots import Panel, Point
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import cache_nbytes
-from rlkv.models.loading import resolve_device
+from rlkv.models.loading import resolve_device, resolve_dtype
 from rlkv.rollout.graphed_step import GraphedStep, graphed_step
 from rlkv.utils.progress import progress_bar
 
@@ -114,9 +114,9 @@ class Variant:
     make: Callable[[], Cache]
     context: int
     graphed: bool = False
-    times: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list, init=False)  # so that a copy has its own
     kv_bytes: int = 0
-    logits: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list, init=False)
 
     def milliseconds(self) -> float:
         """Median time per step."""
@@ -135,10 +135,11 @@ def _variants(config: DecodeConfig, context: int) -> list[Variant]:
     sizes, room = (config.sink, config.window), context + 1 + config.max_steps
     static = partial(StaticCache, config.llama(room), room)  # as long as the turn needs it, its best case
     theirs = [Variant(STOCK, "sdpa", DynamicCache, context), Variant(STATIC, "sdpa", static, context)]
-    if is_flash_attn_2_available():  # the package flash-attn, and a GPU
+    device = resolve_device(config.device)
+    on_gpu = device.type == "cuda"
+    if on_gpu and resolve_dtype(config.dtype, device) != torch.float32 and is_flash_attn_2_available():
         theirs.append(Variant(FLASH, "flash_attention_2", DynamicCache, context))
     ours = [realloc_variant(config, f"sparsity {s:g}", context, s, *sizes) for s in config.sparsities]
-    on_gpu = resolve_device(config.device).type == "cuda"
     graphs = [replace(own, name=f"{own.name}{GRAPH}", graphed=True) for own in ours if on_gpu]
     return [*theirs, *ours, *graphs, realloc_variant(config, EMPTY, context=1)]
 
@@ -159,7 +160,10 @@ def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: i
 
 @torch.inference_mode()
 def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: TimingConfig) -> None:
-    """Fill a cache, decode one token to warm up, then time tokens one by one; the cache is dropped at the end."""
+    """Fill a cache, decode one token to warm up, then time tokens one by one; the cache is dropped at the end.
+
+    A graph that cannot be made has warned, and is not timed.
+    """
     model.set_attn_implementation(variant.implementation)
     assert model.config._attn_implementation == variant.implementation
     cache = variant.make()
@@ -174,10 +178,10 @@ def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: Timin
         held = variant.context + step
         mask = torch.ones(rows, held + 1, dtype=torch.long, device=model.device)  # as generate passes it
         inputs = {"attention_mask": mask, "position_ids": torch.full((rows, 1), held, device=model.device)}
-        if variant.graphed and step == 1:
+        if variant.graphed and step and (graph is None or not graph.has_room):
             graph = graphed_step(model, cache, token, padding, padding == 0)
             if graph is None:
-                raise RuntimeError(f"no CUDA graph could be made for {variant.name!r}")
+                break
         forward: Callable[[], Any] = partial(model, token, past_key_values=cache, use_cache=True, **inputs)
         if graph is not None:
             forward = partial(graph, token, padding == 0)
@@ -198,12 +202,13 @@ def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[st
     ``kv_share``: the part of a full-cache step that depends on what is cached, ``1 - t(1 token) / t(context)``, at
     sparsity 0.  ``expected_ms``: what a step would take if that part shrank exactly as the bytes of KV do.
     """
-    named = {variant.name: variant for variant in variants}
+    named = {variant.name: variant for variant in variants if variant.times}
     stock, base, empty = named[STOCK], named["sparsity 0"], named.pop(EMPTY)
     cached_part = base.milliseconds() - empty.milliseconds()
     found, notes = [], {variant.name: _disagreement(variant, named, allowed) for variant in named.values()}
     for variant in named.values():
-        note = notes[variant.name] or notes[base.name] * (variant.name not in THEIRS)
+        own_note = notes[variant.name] or notes[base.name]
+        note = notes[variant.name] if variant.name in THEIRS else own_note
         expected = empty.milliseconds() + cached_part * variant.kv_bytes / stock.kv_bytes
         quartiles = statistics.quantiles(variant.times, n=4) if len(variant.times) > 1 else variant.times * 3
         found.append(
@@ -215,9 +220,9 @@ def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[st
                 "ms_quartiles": [1000 * quartiles[0], 1000 * quartiles[2]],
                 "steps": len(variant.times),
                 "speedup_over_dynamic_cache": None if note else stock.milliseconds() / variant.milliseconds(),
-                "speedup_over_sparsity_0": None if note else base.milliseconds() / variant.milliseconds(),
-                "expected_ms": None if variant.name in THEIRS else expected,
-                "kv_share": cached_part / base.milliseconds(),
+                "speedup_over_sparsity_0": None if own_note else base.milliseconds() / variant.milliseconds(),
+                "expected_ms": None if variant.graphed or variant.name in THEIRS else expected,
+                "kv_share": None if variant.graphed else cached_part / base.milliseconds(),
                 "kv_bytes": variant.kv_bytes,
                 "kv_bytes_full": stock.kv_bytes,
                 "note": note,

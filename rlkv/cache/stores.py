@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlkv.attention.grouped import grouped_attention
 from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 
 # A buffer grows by 1/16 of its entries, rounded up to a multiple of 16: little headroom, and copying 16 entries a token
@@ -33,11 +34,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cau
         # the G queries of a KV head as G rows of one product: its keys are read once, not G times
         out = F.scaled_dot_product_attention(query.reshape(b, h, g, d), keys, values, attn_mask=mask, scale=scale)
     else:
-        if mask is not None and query.is_cuda and g > 1:  # masked GQA has no fused kernel there
-            keys, values = keys.repeat_interleave(g, dim=1), values.repeat_interleave(g, dim=1)
-        out = F.scaled_dot_product_attention(
-            query.flatten(1, 2), keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=g > 1
-        )
+        out = grouped_attention(query.flatten(1, 2), keys, values, mask, causal, scale)
     return out.reshape(b, h, g, n, values.shape[-1])
 
 

@@ -98,8 +98,7 @@ def scratch_sizes(
     return programs * heads * group * (size + 1), rows * heads
 
 
-# may differ between steps and layers, and must not cause another compilation
-@triton.jit(do_not_specialize=["windows", "table_strides"])
+@triton.jit
 def _decode_paged(
     out,
     query,

@@ -22,7 +22,7 @@ from rlkv.rollout.graphed_step import GraphedStep, graphed_step
 
 REFILL_AT = 0.75  # share of rows that still run at which the others leave: every change copies the cache
 READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
-GRAPH_AFTER = 4  # steps of the same rows: then one is recorded, which takes as long as some steps
+GRAPH_AFTER = 4  # steps of the same rows: then one is recorded, which pays only if more follow
 SIMILAR = 0.9  # share of the longest prompt's length that further ones must have: the rest is padding
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache as cached
 from typing import Any
 from weakref import WeakSet
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from rlkv.cache.fixed_step import FixedStep, reallocation_layers
 
-AHEAD = 256  # tokens for which a graph gets room: recording one takes about as long as ten steps
+AHEAD = 256  # tokens for which a graph gets room
 _REFUSED: WeakSet[nn.Module] = WeakSet()  # models that no graph could be made of
 
 
@@ -29,7 +30,7 @@ class GraphedStep:
         self._model, self._cache, self._fixed = model, cache, fixed
         self._ids, self._padding, self._running = ids.clone(), padding.clone(), running.clone()
         with self._fixed.recorded():
-            self._replay, self._logits = record_graph(self._forward)
+            self._replay, self._logits = record_graph(self._forward, ids.device)
 
     @property
     def has_room(self) -> bool:
@@ -37,6 +38,7 @@ class GraphedStep:
 
     def __call__(self, ids: Tensor, running: Tensor) -> Tensor:
         """The logits, which the next step overwrites."""
+        assert self.has_room
         self._ids.copy_(ids)
         self._running.copy_(running)
         self._replay()
@@ -53,13 +55,21 @@ class GraphedStep:
         return output.logits[:, -1]
 
 
-def record_graph(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """``forward`` as a CUDA graph: what runs it again, and its result, which stays in place."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = forward()
+def record_graph(forward: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+    """``forward`` as a CUDA graph of ``device``: what runs it again, and its result, which stays in place."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # the outer context leaves the capture's stream also where the end of a capture raises
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=_capture_stream(device)):
+            result = forward()
     return graph.replay, result
+
+
+@cached
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: torch's own is on the device that was current first."""
+    return torch.cuda.Stream(device)
 
 
 def graphed_step(model: Any, cache: Any, ids: Tensor, padding: Tensor, running: Tensor) -> GraphedStep | None:
@@ -73,6 +83,7 @@ def graphed_step(model: Any, cache: Any, ids: Tensor, padding: Tensor, running: 
         return GraphedStep(model, cache, fixed, ids, padding, running)
     except RuntimeError as error:
         _REFUSED.add(model)
-        reason = str(error).strip().partition("\n")[0]
+        # the end of a capture that failed raises an error of its own
+        reason = str(error.__context__ or error).strip().partition("\n")[0]
         warnings.warn(f"no CUDA graph could be made of the model ({reason}): tokens take longer", stacklevel=2)
         return None

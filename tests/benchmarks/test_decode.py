@@ -53,10 +53,18 @@ def test_rows_and_bytes() -> None:
         assert row["ms_per_step"] > 0
 
 
-def test_flash_attention_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "dtype", "takes_part"),
+    [("cuda", "auto", True), ("cuda", "float16", True), ("cuda", "float32", False), ("cpu", "bfloat16", False)],
+)
+def test_flash_attention_takes_part_where_it_runs(
+    device: str, dtype: str, takes_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode, "is_flash_attn_2_available", lambda: True)
-    found = {variant.name: variant.implementation for variant in decode._variants(TOY, 128)}
-    assert found["DynamicCache, FlashAttention"] == "flash_attention_2"
+    monkeypatch.setattr(decode, "resolve_device", torch.device)
+    variants = decode._variants(replace(TOY, device=device, dtype=dtype), 128)
+    found = {variant.name: variant.implementation for variant in variants}
+    assert found.get("DynamicCache, FlashAttention") == ("flash_attention_2" if takes_part else None)
 
 
 def test_a_filled_cache_goes_on_like_one_that_read_a_prompt() -> None:
@@ -88,6 +96,7 @@ def test_a_ratio_needs_equal_logits(monkeypatch: pytest.MonkeyPatch) -> None:
         ours = row["cache"].startswith("sparsity")
         assert ("wrong logits: relative difference to DynamicCache" in row["note"]) is ours
         assert (row["speedup_over_dynamic_cache"] is None) is ours
+        assert row["speedup_over_sparsity_0"] is None
 
 
 @pytest.mark.parametrize(
@@ -126,16 +135,34 @@ def test_a_refusal_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 def test_steps_after_the_first_run_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     config, model, steps = replace(TOY, max_steps=3, seconds=9.0), toy_model(), []
 
-    def graph_of(model: Any, cache: Any, *rows: Any) -> Any:
-        def step(token: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
-            steps.append((cache.get_seq_length(), token.shape, bool(running.all())))
+    class Graph:
+        """Has room for two steps."""
+
+        def __init__(self, model: Any, cache: Any, *rows: Any) -> None:
+            self.cache, self.room = cache, 2
+
+        @property
+        def has_room(self) -> bool:
+            return self.room > 0
+
+        def __call__(self, token: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
+            steps.append((self.room, self.cache.get_seq_length(), token.shape, bool(running.all())))
+            self.room -= 1
             return torch.zeros(len(token), 32)
 
-        return step
-
-    monkeypatch.setattr(decode, "graphed_step", graph_of)
+    monkeypatch.setattr(decode, "graphed_step", Graph)
     take_turn(model, replace(realloc_variant(config, "graph", context=20), graphed=True), 2, config)
-    assert steps == [(21, (2, 1), True)] * 3
+    assert steps == [(room, 21, (2, 1), True) for room in (2, 1, 2)]
+
+
+def test_a_graph_that_cannot_be_made_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    variants_of = decode._variants
+
+    def with_graph(config: DecodeConfig, context: int) -> list[decode.Variant]:
+        found = variants_of(config, context)
+        return [*found, replace(found[-2], name=found[-2].name + ", graph", graphed=True)]
+
+    expected = [row["cache"] for row in measure_decode(replace(TOY, batches=(1,)))]
+    monkeypatch.setattr(decode, "_variants", with_graph)
     monkeypatch.setattr(decode, "graphed_step", lambda *arguments: None)
-    with pytest.raises(RuntimeError, match="graph"):
-        take_turn(model, replace(realloc_variant(config, "graph", context=20), graphed=True), 2, config)
+    assert [row["cache"] for row in measure_decode(replace(TOY, batches=(1,)))] == expected

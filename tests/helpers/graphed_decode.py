@@ -3,7 +3,9 @@
     python -m tests.helpers.graphed_decode
 
 ``texts``, whether they are those of plain torch, how many graphs were recorded, and how many tokens a graph read.  A
-graph is stood in for by the same forward call with the Python numbers of its recording.
+graph is stood in for by the same forward call with the Python numbers of its recording.  The last line is of a model
+of which no graph can be made: ``refused``, whether the texts are those of plain torch, how often a graph was tried, and
+what is warned of.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,7 +34,7 @@ class Standin:
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
 
-    def record(self, forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def record(self, forward: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
         self.recorded += 1
         fixed = forward.__self__._fixed  # type: ignore[attr-defined]
         columns = fixed.columns
@@ -46,6 +50,26 @@ class Standin:
 
         return replay, result
 
+    def fail(self, forward: Callable[[], Tensor], device: torch.device) -> Any:
+        """As a model that waits for the GPU: its error, and that of the capture which then cannot end."""
+        self.recorded += 1
+        try:
+            raise RuntimeError("it waits")
+        except RuntimeError:
+            forward()
+            raise RuntimeError("capture invalidated")  # noqa: B904
+
+
+def decoded(way: dict[str, Any], record: Callable[..., Any], tokens: int = 40) -> list[list[int]]:
+    """Texts by the kernel, with ``record`` in the place of what records graphs."""
+    with (
+        kernel(True),
+        mock.patch.object(splits, "_processors", return_value=24),
+        mock.patch.object(graphed_step, "record_graph", record),
+        mock.patch.object(graphed_step, "AHEAD", AHEAD),
+    ):
+        return decode_texts(way, "cpu", tokens)
+
 
 def main() -> None:
     torch.set_num_threads(1)
@@ -53,14 +77,11 @@ def main() -> None:
         with kernel(False):
             expected = decode_texts(way, "cpu")
         standin = Standin()
-        with (
-            kernel(True),
-            mock.patch.object(splits, "_processors", return_value=24),
-            mock.patch.object(graphed_step, "record_graph", standin.record),
-            mock.patch.object(graphed_step, "AHEAD", AHEAD),
-        ):
-            found = decode_texts(way, "cpu")
-        print("texts", found == expected, standin.recorded, standin.replayed)
+        print("texts", decoded(way, standin.record) == expected, standin.recorded, standin.replayed)
+    standin = Standin()
+    with warnings.catch_warnings(record=True) as caught:
+        equal = decoded(way, standin.fail, tokens=10) == [ids[:10] for ids in expected]
+    print("refused", equal, standin.recorded, *(warning.message for warning in caught))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def decode_texts(way: dict[str, Any], device: str) -> list[list[int]]:
-    """Token ids of more prompts than rows of a batch."""
+def decode_texts(way: dict[str, Any], device: str, tokens: int = 40) -> list[list[int]]:
+    """Token ids, at most ``tokens`` each, of more prompts than rows of a batch."""
     options = dict(way)
-    heads, sampling = options.pop("heads"), SamplingParams(40, temperature=options.pop("temperature"), seed=1)
+    heads, sampling = options.pop("heads"), SamplingParams(tokens, temperature=options.pop("temperature"), seed=1)
     model = make_tiny_model("llama", num_hidden_layers=len(heads), vocab_size=340).to(device)
     engine = InferenceEngine(model, build_tokenizer(), HeadAllocation(heads), sink=2, window=5, batch_size=3, **options)
     engine.eos_ids = tuple(range(0, 340, 40))  # of random tokens: rows end at different times

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from rlkv.benchmarks.check.one import Setting
+from rlkv.rollout.graphed_step import record_graph
 
 
 def captured(launch: Callable[[], Tensor], undo: Callable[[], object], setting: Setting) -> Callable[[], Tensor]:
@@ -16,13 +16,10 @@ def captured(launch: Callable[[], Tensor], undo: Callable[[], object], setting: 
         return launch
     launch()
     undo()
-    torch.cuda.synchronize(setting.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = launch()
+    run, out = record_graph(launch, setting.device)
 
     def replay() -> Tensor:
-        graph.replay()
+        run()
         return out
 
     return replay

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from rlkv.attention import LocalSizes
 from rlkv.vllm.blocks.block_tables import GapRules
 from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.paged.attention import MixedReads, mix_tokens, paged_mixed_attention, plan_mixed_reads
+from rlkv.vllm.paged.attention import MixedReads, Writes, mix_tokens, paged_mixed_attention, plan_mixed_reads
 from rlkv.vllm.paged.backend import (
     AttendingImpl,
     BackendParts,
@@ -51,16 +51,22 @@ def _demand(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> Sin
     return SinkWindowDemand(kv_cache_spec.block_size, sizes.sink, sizes.window)
 
 
+MixedStep = tuple[Writes, MixedReads]
+
+
 class MixedTorchBuilder(TorchBuilder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedReads:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedStep:
         common = common_attn_metadata
         demand = _demand(self.kv_cache_spec, self.layer_names, self.vllm_config)
-        return plan_mixed_reads(common.block_table_tensor, common.query_start_loc_cpu, common.seq_lens, demand)
+        reads = plan_mixed_reads(common.block_table_tensor, common.query_start_loc_cpu, common.seq_lens, demand)
+        return Writes.of(common.slot_mapping), reads
 
 
 class MixedTorchImpl(_LiveGates, TorchImpl):
     def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
-        paged_mixed_attention(query, kv, step, self.alpha_H, self.scale, out)
+        writes, reads = step
+        writes.store(key, value, kv)
+        paged_mixed_attention(query, kv, reads, self.alpha_H, self.scale, out)
 
 
 class MixedTorchBackend(TorchBackend):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlkv.attention.grouped import grouped_attention
 from rlkv.attention.mixed import mix
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.blocks.pieces import cut_step
@@ -24,12 +25,7 @@ EVERYTHING = 2**31  # a window that no text exceeds
 
 def write_cache(key_THD: Tensor, value_THD: Tensor, cache: Tensor, slots_T: Tensor) -> None:
     """Put token t into slot ``slots_T[t]`` of the cache; below 0: padding."""
-    tokens = len(slots_T)  # more tokens than slots are padding too
-    states_THC = torch.cat([key_THD[:tokens], value_THD[:tokens]], -1).to(cache.dtype)
-    kept = slots_T >= 0
-    if not bool(kept.all()):
-        states_THC, slots_T = states_THC[kept], slots_T[kept]
-    _entries(cache)[_index(cache, slots_T)] = states_THC
+    Writes.of(slots_T).store(key_THD, value_THD, cache)
 
 
 def _entries(cache: Tensor) -> Tensor:
@@ -40,27 +36,50 @@ def _entries(cache: Tensor) -> Tensor:
     return cache.as_strided((entries, twice), (twice, 1))
 
 
-def _index(cache: Tensor, slots: Tensor) -> Tensor:
-    """The numbers of slots ``[..., n]`` among these entries, for every head: ``[..., n, H]``."""
-    _, heads, in_block, twice = cache.shape
-    assert cache.stride(0) % twice == 0
-    first = slots // in_block * (cache.stride(0) // twice) + slots % in_block
-    return first[..., None] + torch.arange(heads) * in_block
+@dataclass
+class Places:
+    """Slots ``[..., n]`` of a step among the entries of the layers' caches, which differ in their heads."""
+
+    slots: Tensor
+    _of_first_head: Tensor | None = None
+    _of_heads: dict[int, Tensor] = field(default_factory=dict)
+
+    def among(self, cache: Tensor) -> Tensor:
+        """Their numbers among these entries, int64 ``[..., H, n]``: made once for each number of heads."""
+        _, heads, in_block, twice = cache.shape
+        if heads not in self._of_heads:
+            if self._of_first_head is None:
+                assert cache.stride(0) % twice == 0
+                self._of_first_head = self.slots // in_block * (cache.stride(0) // twice) + self.slots % in_block
+            self._of_heads[heads] = self._of_first_head[..., None, :] + torch.arange(heads)[:, None] * in_block
+        return self._of_heads[heads]
 
 
 @dataclass
 class Writes:
-    """Slots ``[n]`` that are written, none of them padding; made once for all layers of a bin."""
+    """Slots ``[n]`` that are written, none of them padding; made once for all layers of a bin.
 
-    slots: Tensor
-    _indices: dict[int, Tensor] = field(default_factory=dict)
+    ``kept``: which tokens of the step have one, bool; None: the first n.
+    """
+
+    places: Places
+    kept: Tensor | None = None
+
+    @staticmethod
+    def of(slots_T: Tensor) -> Writes:
+        """Of a step whose token t has the slot ``slots_T[t]``; below 0: padding, as further tokens are."""
+        kept = slots_T >= 0
+        return Writes(Places(slots_T)) if bool(kept.all()) else Writes(Places(slots_T[kept]), kept)
+
+    def store(self, key_THD: Tensor, value_THD: Tensor, cache: Tensor) -> None:
+        """Put the step's tokens into their slots."""
+        tokens = len(self.places.slots if self.kept is None else self.kept)
+        states_THC = torch.cat([key_THD[:tokens], value_THD[:tokens]], -1)
+        self.write(states_THC if self.kept is None else states_THC[self.kept], cache)
 
     def write(self, states_NHC: Tensor, cache: Tensor) -> None:
         """Put entry n, ``[H, 2 * D]``, into slot n of the cache."""
-        heads = cache.shape[1]
-        if heads not in self._indices:
-            self._indices[heads] = _index(cache, self.slots)
-        _entries(cache)[self._indices[heads]] = states_NHC.to(cache.dtype)
+        _entries(cache)[self.places.among(cache)] = states_NHC.to(cache.dtype).transpose(0, 1)
 
 
 @dataclass
@@ -69,26 +88,18 @@ class Reads:
 
     Attributes:
         tokens: the queries, by their place in the step: R * Q in a row, or int64 ``[R * Q]``.
-        slots_RK: the entries; all of them were written.
+        places_RK: the entries; all of them were written.
         position_RQ, column_RK: positions of queries and entries in their text.
         prefix_R: first tokens that the queries see, int64; window: last tokens.
     """
 
     tokens: slice | Tensor
-    slots_RK: Tensor
+    places_RK: Places
     position_RQ: Tensor
     column_RK: Tensor
     prefix_R: Tensor
     window: int
-    _indices: dict[int, Tensor] = field(default_factory=dict)
     _mask: tuple[Tensor | None] | None = None
-
-    def index(self, cache: Tensor) -> Tensor:
-        """The entries of each head, int64 ``[R * H * K]``: made once for each number of heads."""
-        heads = cache.shape[1]
-        if heads not in self._indices:
-            self._indices[heads] = _index(cache, self.slots_RK).transpose(1, 2).flatten()
-        return self._indices[heads]
 
     def mask(self) -> Tensor | None:
         """Which entries each query sees, bool ``[R, Q, K]``; None: all."""
@@ -134,7 +145,7 @@ def plan_reads(
         column_K = torch.cat([torch.arange(min(prefix, last + 1)), torch.arange(first, last + 1)])
         slots_K = table_RC[row][column_K // demand.block_size].long() * demand.block_size + column_K % demand.block_size
         places, prefix_R = slice(begin, end), torch.tensor([prefix])
-        found.append(Reads(places, slots_K[None], position_Q[None], column_K[None], prefix_R, demand.window))
+        found.append(Reads(places, Places(slots_K[None]), position_Q[None], column_K[None], prefix_R, demand.window))
     if len(decoding) > ROWS_AT_ONCE:  # rows of about the same length together
         decoding.sort(key=itemgetter(2))
     return found + [
@@ -149,24 +160,25 @@ def _decoding_reads(table_RC: Tensor, rows: list[tuple[int, int, int, int]], dem
     token_R, row_R, position_R, prefix_R = torch.tensor(rows).unbind(1)
     first, position_R1, prefix_R1 = rows[0][0], position_R[:, None], prefix_R[:, None]
     in_a_row = all(row[0] == first + n for n, row in enumerate(rows))
-    longest = int(position_R.max()) + 1
+    positions, prefixes = [row[2] for row in rows], [row[3] for row in rows]
+    longest, prefix = max(positions) + 1, max(prefixes)
     window = min(demand.window, longest)
     moving_RK = position_R1 - torch.arange(window - 1, -1, -1)
-    first_RK = torch.arange(min(int(prefix_R.max()), longest)).expand(len(rows), -1)
-    # an entry of both is read among the first ones
-    column_RK = torch.cat(
-        [first_RK.masked_fill(first_RK >= prefix_R1, -1), moving_RK.masked_fill(moving_RK < prefix_R1, -1)], 1
-    )
-    column_RK = column_RK.masked_fill(column_RK > position_R1, -1)
-    read_RK = torch.where(column_RK < 0, position_R1, column_RK)
+    first_RK = torch.arange(min(prefix, longest)).expand(len(rows), -1)
+    column_RK = read_RK = torch.cat([first_RK, moving_RK], 1)
+    sees_all = min(prefixes) == prefix <= min(positions) + 1 - demand.window
+    if not sees_all:  # an entry of both is read among the first ones
+        unseen_RK = torch.cat([first_RK >= prefix_R1, moving_RK < prefix_R1], 1) | (column_RK > position_R1)
+        column_RK, read_RK = column_RK.masked_fill(unseen_RK, -1), torch.where(unseen_RK, position_R1, column_RK)
     block_RK = table_RC[row_R].gather(1, read_RK // demand.block_size).long()
     return Reads(
         slice(first, first + len(rows)) if in_a_row else token_R,
-        block_RK * demand.block_size + read_RK % demand.block_size,
+        Places(block_RK * demand.block_size + read_RK % demand.block_size),
         position_R1,
         column_RK,
         prefix_R,
         demand.window,
+        (None,) if sees_all else None,
     )
 
 
@@ -178,8 +190,9 @@ def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], 
 
 def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: Tensor) -> None:
     kv_heads, size = cache.shape[1], cache.shape[3] // 2
-    rows, queries = reads.position_RQ.shape
-    states = _entries(cache).index_select(0, reads.index(cache)).view(rows, kv_heads, -1, 2 * size).float()
+    queries = reads.position_RQ.shape[1]
+    index = reads.places_RK.among(cache)  # [R, H, K]
+    states = _entries(cache).index_select(0, index.flatten()).view(*index.shape, 2 * size).float()
     query = query_TXD[reads.tokens].unflatten(1, (kv_heads, -1)).float()  # [R * Q, H, G, D]
     group, mask = query.shape[2], reads.mask()
     if queries > 1:  # one request: [1, H, G * Q, D]
@@ -197,11 +210,11 @@ def attend_prompts(
 ) -> None:
     """Fill ``out`` for queries that see everything before them in their own slice of the step, and no cache.
 
-    Torch's fused attention reads half of the square, on a GPU by FlashAttention.
+    Torch's fused attention reads half of the square.
     """
     for places in prompts:
         query, key, value = (tensor[places].transpose(0, 1)[None] for tensor in (query_TXD, key_THD, value_THD))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        mixed = grouped_attention(query, key, value, None, causal=True, scale=scale)
         out[places] = mixed[0].transpose(0, 1).to(out.dtype)
 
 

@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.vllm.blocks.block_tables import GapRules, SteadyTables
 from rlkv.vllm.blocks.pieces import QUERIES_AT_ONCE, cut_step, whole_prompts
-from rlkv.vllm.paged.attention import write_cache
 from rlkv.vllm.paged.gapless_tables import cut_gaps
 
 
@@ -58,7 +57,7 @@ class BackendParts(AttentionBackend):
 class TorchBackend(BackendParts):
     """Any head size, any block size."""
 
-    forward_includes_kv_cache_update = False
+    forward_includes_kv_cache_update = True
     supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as in the base class)
 
     @staticmethod
@@ -105,11 +104,6 @@ class TorchImpl(AttendingImpl):
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        write_cache(key, value, kv_cache, slot_mapping)
 
 
 class GaplessTritonBuilder(TritonAttentionMetadataBuilder):

@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.vllm.blocks.pieces import whole_prompts
-from rlkv.vllm.paged.attention import Reads, attend_prompts, paged_local_attention, plan_reads
+from rlkv.vllm.paged.attention import Reads, Writes, attend_prompts, paged_local_attention, plan_reads
 from rlkv.vllm.paged.backend import (
     BackendParts,
     GaplessTritonBuilder,
@@ -94,7 +94,7 @@ class FullCPUBackend(BackendParts, CPUAttentionBackend):
     name = CPUAttentionBackend.get_name()
 
 
-LocalStep = tuple[list[Reads], list[slice]]  # what reads the cache, and prompts, which do not
+LocalStep = tuple[Writes, list[Reads], list[slice]]  # what is stored, what reads the cache, and prompts, which do not
 
 
 class LocalTorchBuilder(TorchBuilder):
@@ -104,12 +104,13 @@ class LocalTorchBuilder(TorchBuilder):
         prompts, prefix_R = rules.full_prompts(common, self.vllm_config), rules.prefixes(common, self.vllm_config)
         prefixes = None if prefix_R is None else prefix_R.tolist()
         reads = plan_reads(common.block_table_tensor, starts, lengths, rules.demand, prompts, prefixes)
-        return reads, whole_prompts(starts, prompts)
+        return Writes.of(common.slot_mapping), reads, whole_prompts(starts, prompts)
 
 
 class LocalTorchImpl(TorchImpl):
     def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
-        reads, prompts = step
+        writes, reads, prompts = step
+        writes.store(key, value, kv)
         paged_local_attention(query, kv, reads, self.scale, out)
         attend_prompts(query, key, value, prompts, self.scale, out)
 

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
-from rlkv.vllm.paged.attention import Reads, Writes, paged_local_attention, plan_reads
+from rlkv.vllm.paged.attention import Places, Reads, Writes, paged_local_attention, plan_reads
 from rlkv.vllm.paged.backend import AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl, moved
 from rlkv.vllm.reallocation.backend import LAYOUTS, bin_of
 from rlkv.vllm.reallocation.evicting import Eviction, Round, entry_slots, evict, query_entries, query_slots
@@ -129,7 +129,7 @@ class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
             entries_RM = table_RM[plan.rows, demand.query_blocks :]
             part.reads = plan_reads(entries_RM, plan.starts, plan.lengths, everything)
             part.observed = (part.queries_ET[0] >= 0).nonzero()[:, 0]
-            part.writes = Writes(torch.cat([part.slots_T, part.queries_ET[:, part.observed].flatten()]))
+            part.writes = Writes(Places(torch.cat([part.slots_T, part.queries_ET[:, part.observed].flatten()])))
             parts.append(part)
         return self.begin(parts)
 
@@ -150,7 +150,6 @@ class EvictingTorchImpl(_EvictingImpl, TorchImpl):
 
 
 class EvictingTorchBackend(TorchBackend):
-    forward_includes_kv_cache_update = True
     impl, builder, layouts = EvictingTorchImpl, EvictingTorchBuilder, LAYOUTS
 
 

@@ -47,7 +47,7 @@ class SplitAttention(nn.Module):
         if self.launch is not None and self.launch.decode(*states):
             return
         counts = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        slices = (tensor.split(heads, 1) for tensor, heads in zip(states, counts, strict=True))
+        slices = (tensor.split_with_sizes(heads, 1) for tensor, heads in zip(states, counts, strict=True))
         for part, *own in zip(self.parts, *slices, strict=True):
             part.attend(*own)
 
