@@ -60,7 +60,7 @@ class Standin:
             raise RuntimeError("capture invalidated")  # noqa: B904
 
 
-def decoded(way: dict[str, Any], record: Callable[..., Any], tokens: int = 40) -> list[list[int]]:
+def decoded(way: dict[str, Any], record: Callable[..., Any], tokens: int = 24) -> list[list[int]]:
     """Texts by the kernel, with ``record`` in the place of what records graphs."""
     with (
         kernel(True),

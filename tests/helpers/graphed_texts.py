@@ -27,7 +27,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def decode_texts(way: dict[str, Any], device: str, tokens: int = 40) -> list[list[int]]:
+def decode_texts(way: dict[str, Any], device: str, tokens: int = 24) -> list[list[int]]:
     """Token ids, at most ``tokens`` each, of more prompts than rows of a batch."""
     options = dict(way)
     heads, sampling = options.pop("heads"), SamplingParams(tokens, temperature=options.pop("temperature"), seed=1)
