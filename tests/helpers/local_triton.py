@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.vllm.reallocation.backend import LocalTorchBuilder, LocalTorchImpl, LocalTritonBuilder, LocalTritonImpl
 from rlkv.vllm.blocks.block_tables import GapRules
-from rlkv.vllm.paged.attention import write_cache
+from rlkv.vllm.paged.attention import Writes
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.blocks.pieces import QUERIES_AT_ONCE
 
@@ -61,7 +61,7 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool, protect: 
         keys.append(key[-queries:])
         values.append(value[-queries:])
         if not (full_prefill and length == prompt > QUERIES_AT_ONCE):  # such a prompt reads no block: leave NaN
-            write_cache(key, value, cache, own[order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK)
+            Writes.of(own[order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK).store(key, value, cache)
         outside = max(0, length - queries - DEMAND.window + 1) // IN_BLOCK
         kept = DEMAND.full(max(DEMAND.sink, prompt) if protect else DEMAND.sink)
         own[kept : max(outside, kept)] = 0  # given back by now

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.vllm.paged.attention import paged_mixed_attention, plan_mixed_reads
-from rlkv.vllm.paged.attention import write_cache
+from rlkv.vllm.paged.attention import Writes
 from rlkv.attention import LocalSizes
 from rlkv.vllm.mixed.backend import MixedTritonBuilder, MixedTritonImpl
 
@@ -50,7 +50,7 @@ def error_of(requests: list[tuple[int, int]], alpha: torch.Tensor, builder: Mixe
         order = torch.arange(length)
         slots = table[row, order // IN_BLOCK].long() * IN_BLOCK + order % IN_BLOCK
         key, value = (torch.randn(length, KV_HEADS, SIZE, generator=generator) for _ in range(2))
-        write_cache(key, value, cache, slots)
+        Writes.of(slots).store(key, value, cache)
     queries = torch.tensor([n for n, _ in requests])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)]).int()
     lengths = torch.tensor([length for _, length in requests], dtype=torch.int32)

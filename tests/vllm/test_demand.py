@@ -10,7 +10,7 @@ import torch
 from rlkv.cache.schedule import RowCounts, plan_segments
 from rlkv.eviction import EvictionPolicy, make_policy
 from rlkv.vllm.blocks.demand import NOWHERE, BufferDemand
-from rlkv.vllm.paged.attention import write_cache
+from rlkv.vllm.paged.attention import Writes
 from rlkv.vllm.reallocation.evicting import (
     Eviction,
     entry_slots,
@@ -150,11 +150,11 @@ def test_an_eviction_keeps_what_the_policy_selects(
     for row in range(rows):
         entries = torch.arange(demand.capacity)
         slots = entry_slots(demand, table, torch.full_like(entries, row), entries)
-        write_cache(key[row], value[row], cache, slots)
+        Writes.of(slots).store(key[row], value[row], cache)
         positions = nexts[row] - demand.observation + torch.arange(demand.observation)
         places = query_slots(demand, table, torch.full_like(positions, row), demand.observed(positions))
         for entries, own in zip(query_entries(query[row], KV_HEADS), places, strict=True):
-            write_cache(*entries.chunk(2, -1), cache, own)
+            Writes.of(own).store(*entries.chunk(2, -1), cache)
     found = observed_queries(cache, table.long(), nexts, demand)
     assert torch.equal(found.flatten(1, 2), query.transpose(1, 2))
     before, factor = cache.clone(), 1.3

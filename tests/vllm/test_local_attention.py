@@ -8,7 +8,7 @@ import torch
 from rlkv.vllm.blocks.block_tables import GapRules, SteadyTables
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.blocks.pieces import cut_step, whole_prompts
-from rlkv.vllm.paged.attention import attend_prompts, paged_local_attention, plan_reads, write_cache
+from rlkv.vllm.paged.attention import Writes, attend_prompts, paged_local_attention, plan_reads
 from tests.helpers.gaps import without_gaps
 from tests.helpers.mixed_reference import local_mask, mixed_by_head_attention
 
@@ -32,9 +32,8 @@ def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None
     for row, ((queries, length), (_, key, value)) in enumerate(zip(REQUESTS, requests, strict=True)):
         blocks = torch.tensor([free.pop() for _ in range(demand.full(length))])
         order = torch.arange(length)
-        write_cache(
-            key, value, cache, blocks[order // demand.block_size] * demand.block_size + order % demand.block_size
-        )
+        slots = blocks[order // demand.block_size] * demand.block_size + order % demand.block_size
+        Writes.of(slots).store(key, value, cache)
         # what the block manager has given back by now: block 0 is the null block, full of NaN
         outside = max(0, length - queries - demand.window + 1) // demand.block_size
         blocks[demand.full(demand.sink) : max(outside, demand.full(demand.sink))] = 0

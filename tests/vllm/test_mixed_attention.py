@@ -9,7 +9,7 @@ from rlkv.attention import LocalSizes
 from rlkv.vllm.blocks import pieces
 from rlkv.vllm.blocks.demand import SinkWindowDemand
 from rlkv.vllm.paged import attention
-from rlkv.vllm.paged.attention import MixedReads, paged_mixed_attention, plan_mixed_reads, write_cache
+from rlkv.vllm.paged.attention import MixedReads, Writes, paged_mixed_attention, plan_mixed_reads
 from tests.helpers.mixed_reference import full_mask, local_mask, mixed_by_head_attention
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 3, 2, 8, 5
@@ -39,7 +39,7 @@ def make_requests(seed: int = 0) -> tuple[list[list[torch.Tensor]], torch.Tensor
         table[row, :count] = torch.tensor([free.pop() for _ in range(count)])
         order = torch.arange(len(request[1]))
         slots = table[row, order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK
-        write_cache(request[1], request[2], cache, slots)
+        Writes.of(slots).store(request[1], request[2], cache)
     query = torch.cat([request[0][-n:] for (n, _), request in zip(REQUESTS, states, strict=True)])
     return states, cache, table, query
 
@@ -88,7 +88,7 @@ def test_mixing_is_float32_on_a_bfloat16_cache() -> None:
 def test_padding_slots_are_not_written() -> None:
     cache = torch.zeros(3, KV_HEADS, IN_BLOCK, 2 * SIZE)
     states = torch.ones(4, KV_HEADS, SIZE)
-    write_cache(states, 2 * states, cache, torch.tensor([7, -1, 11]))  # a fourth token beyond the slots: padding
+    Writes.of(torch.tensor([7, -1, 11])).store(states, 2 * states, cache)  # a fourth token beyond the slots: padding
     written = cache.abs().sum((1, 3)).nonzero().tolist()
     assert written == [[1, 2], [2, 1]]
     assert (cache[1, :, 2, :SIZE] == 1).all()

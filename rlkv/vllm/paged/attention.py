@@ -23,11 +23,6 @@ ROWS_AT_ONCE = 64  # of decoding requests
 EVERYTHING = 2**31  # a window that no text exceeds
 
 
-def write_cache(key_THD: Tensor, value_THD: Tensor, cache: Tensor, slots_T: Tensor) -> None:
-    """Put token t into slot ``slots_T[t]`` of the cache; below 0: padding."""
-    Writes.of(slots_T).store(key_THD, value_THD, cache)
-
-
 def _entries(cache: Tensor) -> Tensor:
     """All entries from the first one of a cache on, ``[entries, 2 * D]``; those of other layers may lie between."""
     blocks, heads, in_block, twice = cache.shape
