@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlkv.benchmarks.agreement import relative_error
 from rlkv.benchmarks.check.explicit import exact_token
-from rlkv.benchmarks.common import ProcessConfig, at_least
+from rlkv.benchmarks.common import KERNEL, ProcessConfig, at_least, kernel_serves
 from rlkv.benchmarks.turns import fits, timed, turns
 from rlkv.cache import HeadReallocationCache
 from rlkv.cache.attention import CachedCall
@@ -147,9 +147,10 @@ class Layer:
 
         return lambda step: partial(attend, self.tokens + 1 + step), 2 * keys[:, :, : self.tokens].nbytes
 
-    def ours(self, full: Tensor) -> tuple[Callable[[int], Callable[[], Tensor]], int]:
-        """The cache of the deployed model; ``full``: bool ``[1, H]``."""
+    def ours(self, full: Tensor, kernel: bool) -> tuple[Callable[[int], Callable[[], Tensor]], int]:
+        """The cache of the deployed model, by plain torch or by the decode kernel; ``full``: bool ``[1, H]``."""
         cache = HeadReallocationCache(full, self.config.sink, self.config.window)
+        cache.state.decode_kernel = kernel
         cache.fill(*self.states(0, self.tokens))
         cache.state.limit = self.tokens + 1 + self.config.steps
         layer: Any = cache.layers[0]
@@ -160,7 +161,7 @@ class Layer:
         def prepare(step: int) -> Callable[[], Tensor]:
             start = self.tokens + step
             parts = CachedCall(mask[:, : start + 1], start, 1, self.batch).plan(cache.state, query.device)
-            if query.is_cuda:  # the kernel's numbers and scratch, which all layers share
+            if kernel:  # its numbers and scratch, which all layers share
                 shared[:] = shared or [parts[0].decode_step]
                 shared[0].start.fill_(start)
                 parts[0].decode_step = shared[0]
@@ -188,13 +189,15 @@ def measure_attention(config: AttentionConfig) -> list[dict[str, Any]]:
     """A row for each batch, length and way to attend, which take turns; no figures where the memory did not suffice."""
     config.begin()
     settings, results = list(product(config.batches, config.lengths)), []
-    with progress_bar("attention", "turns", len(settings) * config.rounds * (1 + len(config.sparsities))) as bar:
+    ways = list(product((False, True) if kernel_serves(config) else (False,), config.sparsities))
+    with progress_bar("attention", "turns", len(settings) * config.rounds * (1 + len(ways))) as bar:
         for batch, tokens in settings:
             layer = Layer(config, batch, tokens)
             contenders = [Contender(STOCK, layer.stock, torch.ones(1, config.kv_heads, dtype=torch.bool))]
-            for sparsity in config.sparsities:
+            for kernel, sparsity in ways:
                 full = HeadAllocation.random(1, config.kv_heads, sparsity, seed=0).full
-                contenders.append(Contender(f"sparsity {sparsity:g}", partial(layer.ours, full), full))
+                name = f"sparsity {sparsity:g}{KERNEL * kernel}"
+                contenders.append(Contender(name, partial(layer.ours, full, kernel), full))
             for contender in turns(contenders, config.rounds):
                 contender.fits = contender.fits and fits(partial(take_turn, layer, contender))
                 bar.advance()

@@ -13,9 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlkv.evaluation.report.page import Page
 from rlkv.evaluation.report.plots import Panel, plot_curves
+from rlkv.kernels.step import serves
 from rlkv.models.loading import resolve_device, resolve_dtype
 from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import hardware, hardware_line, provenance
+
+KERNEL = ", kernel"  # behind the name of what decodes by the kernel, which is off by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +147,13 @@ def at_least(least: float, **options: float | tuple[float, ...]) -> None:
         if not given or min(given) < least:
             shown = " ".join(f"{value:g}" for value in given)
             raise ValueError(f"--{name.replace('_', '-')} {shown}: give numbers of {least:g} or more")
+
+
+def kernel_serves(config: Any) -> bool:
+    """Whether the decode kernel serves layers of these heads on this device; it warns of what a GPU lacks."""
+    group = config.query_heads // config.kv_heads
+    query = torch.empty(1, config.kv_heads, group, 1, config.head_dim, **config.options)
+    return serves(query, query[:, :, 0], query[:, :, 0])
 
 
 def write_result(

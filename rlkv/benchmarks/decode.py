@@ -1,8 +1,8 @@
 """How long a decode step takes and how many bytes of KV it reads, against transformers' DynamicCache and StaticCache.
 
 Caches hold random states, the same in all variants. A ratio is given only where the logits agree: those of other caches
-of transformers and of sparsity 0 with DynamicCache's, those of a graph with the steps without, at another sparsity if
-those of 0 do. All variants take turns, so that a machine that slows down slows all of them.
+of transformers and of sparsity 0 with DynamicCache's, those of the decode kernel with plain torch's, at another
+sparsity if those of 0 do. All variants take turns, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.utils import is_flash_attn_2_available
 
 from rlkv.benchmarks.agreement import ALLOWED_OF_MODELS, relative_error
-from rlkv.benchmarks.common import TimingConfig, at_least
+from rlkv.benchmarks.common import KERNEL, TimingConfig, at_least, kernel_serves
 from rlkv.benchmarks.turns import timed, turns
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.evaluation.report.plots import Panel, Point
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import cache_nbytes
 from rlkv.models.loading import resolve_device, resolve_dtype
-from rlkv.rollout.graphed_step import GraphedStep, graphed_step
 from rlkv.utils.progress import progress_bar
 
 STOCK, STATIC, FLASH = "DynamicCache", "StaticCache", "DynamicCache, FlashAttention"
 THEIRS = (STOCK, STATIC, FLASH)
-GRAPH = ", graph"  # behind the name of the variant whose steps it runs
 COMPARED = 2  # steps
 EMPTY = "1 token"  # a step that does everything but read a cache
 # in the place of options that are at their defaults
@@ -106,17 +104,16 @@ class DecodeConfig(TimingConfig):
 class Variant:
     """One cache that takes its turns: seconds per step, and bytes held when ``context`` tokens are cached.
 
-    ``graphed``: steps run as a CUDA graph; ``logits``: of the first two steps of a turn, in float32 on the CPU.
+    ``logits``: of the first two steps of a turn, in float32 on the CPU.
     """
 
     name: str
     implementation: str
     make: Callable[[], Cache]
     context: int
-    graphed: bool = False
-    times: list[float] = field(default_factory=list, init=False)  # so that a copy has its own
+    times: list[float] = field(default_factory=list)
     kv_bytes: int = 0
-    logits: list[Tensor] = field(default_factory=list, init=False)
+    logits: list[Tensor] = field(default_factory=list)
 
     def milliseconds(self) -> float:
         """Median time per step."""
@@ -124,11 +121,23 @@ class Variant:
 
 
 def realloc_variant(
-    config: TimingConfig, name: str, context: int, sparsity: float = 0.0, sink: int = 16, window: int = 64
+    config: TimingConfig,
+    name: str,
+    context: int,
+    sparsity: float = 0.0,
+    sink: int = 16,
+    window: int = 64,
+    kernel: bool = False,
 ) -> Variant:
-    """Decoding with a random allocation of this sparsity."""
+    """Decoding with a random allocation of this sparsity, by plain torch or by the decode kernel."""
     full = HeadAllocation.random(config.layers, config.kv_heads, sparsity, seed=0).full
-    return Variant(name, IMPLEMENTATION, lambda: HeadReallocationCache(full, sink, window), context)
+
+    def make() -> Cache:
+        cache = HeadReallocationCache(full, sink, window)
+        cache.state.decode_kernel = kernel
+        return cache
+
+    return Variant(name, IMPLEMENTATION, make, context)
 
 
 def _variants(config: DecodeConfig, context: int) -> list[Variant]:
@@ -140,8 +149,10 @@ def _variants(config: DecodeConfig, context: int) -> list[Variant]:
     if on_gpu and resolve_dtype(config.dtype, device) != torch.float32 and is_flash_attn_2_available():
         theirs.append(Variant(FLASH, "flash_attention_2", DynamicCache, context))
     ours = [realloc_variant(config, f"sparsity {s:g}", context, s, *sizes) for s in config.sparsities]
-    graphs = [replace(own, name=f"{own.name}{GRAPH}", graphed=True) for own in ours if on_gpu]
-    return [*theirs, *ours, *graphs, realloc_variant(config, EMPTY, context=1)]
+    if kernel_serves(config):
+        for s in config.sparsities:
+            ours.append(realloc_variant(config, f"sparsity {s:g}{KERNEL}", context, s, *sizes, kernel=True))
+    return [*theirs, *ours, realloc_variant(config, EMPTY, context=1)]
 
 
 def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: int) -> None:
@@ -160,10 +171,7 @@ def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: i
 
 @torch.inference_mode()
 def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: TimingConfig) -> None:
-    """Fill a cache, decode one token to warm up, then time tokens one by one; the cache is dropped at the end.
-
-    A graph that cannot be made has warned, and is not timed.
-    """
+    """Fill a cache, decode one token to warm up, then time tokens one by one; the cache is dropped at the end."""
     model.set_attn_implementation(variant.implementation)
     assert model.config._attn_implementation == variant.implementation
     cache = variant.make()
@@ -172,23 +180,15 @@ def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: Timin
     token = torch.ones(rows, 1, dtype=torch.long, device=model.device)
     variant.logits.clear()
     latest: deque[Any] = deque(maxlen=1)
-    graph: GraphedStep | None = None
-    spent, padding = 0.0, torch.zeros(rows, dtype=torch.long, device=model.device)
+    spent = 0.0
     for step in range(1 + config.max_steps):
         held = variant.context + step
         mask = torch.ones(rows, held + 1, dtype=torch.long, device=model.device)  # as generate passes it
         inputs = {"attention_mask": mask, "position_ids": torch.full((rows, 1), held, device=model.device)}
-        if variant.graphed and step and (graph is None or not graph.has_room):
-            graph = graphed_step(model, cache, token, padding, padding == 0)
-            if graph is None:
-                break
-        forward: Callable[[], Any] = partial(model, token, past_key_values=cache, use_cache=True, **inputs)
-        if graph is not None:
-            forward = partial(graph, token, padding == 0)
+        forward = partial(model, token, past_key_values=cache, use_cache=True, **inputs)
         seconds = timed(lambda: latest.append(forward()), model.device)  # noqa: B023  (called here)
         if step < COMPARED:
-            found = latest[0] if isinstance(latest[0], Tensor) else latest[0].logits[:, -1]
-            variant.logits.append(found.float().cpu())
+            variant.logits.append(latest[0].logits[:, -1].float().cpu())
         if step:
             variant.times.append(seconds)
             spent += seconds
@@ -202,12 +202,13 @@ def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[st
     ``kv_share``: the part of a full-cache step that depends on what is cached, ``1 - t(1 token) / t(context)``, at
     sparsity 0.  ``expected_ms``: what a step would take if that part shrank exactly as the bytes of KV do.
     """
-    named = {variant.name: variant for variant in variants if variant.times}
+    named = {variant.name: variant for variant in variants}
     stock, base, empty = named[STOCK], named["sparsity 0"], named.pop(EMPTY)
     cached_part = base.milliseconds() - empty.milliseconds()
     found, notes = [], {variant.name: _disagreement(variant, named, allowed) for variant in named.values()}
     for variant in named.values():
         own_note = notes[variant.name] or notes[base.name]
+        by_kernel = variant.name.endswith(KERNEL)
         note = notes[variant.name] if variant.name in THEIRS else own_note
         expected = empty.milliseconds() + cached_part * variant.kv_bytes / stock.kv_bytes
         quartiles = statistics.quantiles(variant.times, n=4) if len(variant.times) > 1 else variant.times * 3
@@ -221,8 +222,8 @@ def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[st
                 "steps": len(variant.times),
                 "speedup_over_dynamic_cache": None if note else stock.milliseconds() / variant.milliseconds(),
                 "speedup_over_sparsity_0": None if own_note else base.milliseconds() / variant.milliseconds(),
-                "expected_ms": None if variant.graphed or variant.name in THEIRS else expected,
-                "kv_share": None if variant.graphed else cached_part / base.milliseconds(),
+                "expected_ms": None if by_kernel or variant.name in THEIRS else expected,
+                "kv_share": None if by_kernel else cached_part / base.milliseconds(),
                 "kv_bytes": variant.kv_bytes,
                 "kv_bytes_full": stock.kv_bytes,
                 "note": note,
@@ -233,7 +234,7 @@ def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[st
 
 def _disagreement(variant: Variant, named: dict[str, Variant], allowed: float) -> str:
     """What is wrong with the logits, compared with those of another variant; empty if nothing is."""
-    same = STOCK if variant.name in (*THEIRS, "sparsity 0") else variant.name.removesuffix(GRAPH)
+    same = STOCK if variant.name in (*THEIRS, "sparsity 0") else variant.name.removesuffix(KERNEL)
     expected = named[same].logits
     steps = min(len(variant.logits), len(expected))
     error = max(relative_error(a, b) for a, b in zip(variant.logits[:steps], expected[:steps], strict=True))

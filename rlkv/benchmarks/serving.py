@@ -57,8 +57,6 @@ class ServingConfig(Workload):
     """Compared with the full cache."""
     eviction: str | None = None
     """Run each sparsity with this policy too."""
-    one_launch: bool = False
-    """Run each sparsity with one launch per layer too (GPUs)."""
     settings: tuple[str, ...] = SETTINGS
     """Where memory is the limit, and where it is not."""
     rounds: int = 5
@@ -83,13 +81,13 @@ class ServingConfig(Workload):
 
     def runs(self) -> list[Run]:
         """Modes take turns in every round, so that a machine that slows down slows all of them."""
-        kinds = [(None, False), (self.eviction, False), (None, self.one_launch)]
-        modes = [(None, None, False), *((s, *kind) for s in self.sparsities for kind in dict.fromkeys(kinds))]
+        policies = dict.fromkeys((None, self.eviction))
+        modes = [(None, None), *((s, policy) for s in self.sparsities for policy in policies)]
         return [
-            Run(setting, sparsity, eviction, turn, one_launch)
+            Run(setting, sparsity, eviction, turn)
             for setting in self.settings
             for turn in range(self.rounds)
-            for sparsity, eviction, one_launch in modes
+            for sparsity, eviction in modes
         ]
 
     def head_gates(self) -> HeadGates:
@@ -105,23 +103,18 @@ class ServingConfig(Workload):
 
 @dataclass(frozen=True)
 class Run:
-    """``sparsity`` None: the stock engine; ``eviction``: the policy of compressible heads, None: sinks and window.
-
-    ``one_launch``: as of :class:`rlkv.vllm.settings.ServingSettings`.
-    """
+    """``sparsity`` None: the stock engine; ``eviction``: the policy of compressible heads, None: sinks and window."""
 
     setting: str
     sparsity: float | None
     eviction: str | None
     round: int
-    one_launch: bool = False
 
     @property
     def mode(self) -> str:
         if self.sparsity is None:
             return FULL_CACHE
-        name = f"sparsity {self.sparsity:g}" + ("" if self.eviction is None else f" + {self.eviction}")
-        return name + ", one launch" * self.one_launch
+        return f"sparsity {self.sparsity:g}" + ("" if self.eviction is None else f" + {self.eviction}")
 
 
 def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
@@ -162,7 +155,7 @@ def _run_in_process(config: ServingConfig, gates: HeadGates, run: Run) -> dict[s
         (folder / "config.json").write_text(config.llama(config.positions).to_json_string())
         gates.save(folder / "gates.safetensors")
         request: dict[str, Any] = {"gates": str(folder / "gates.safetensors"), "sparsity": run.sparsity, **kept}
-        request |= {"reference_tokens": round(config.mean_length), "one_launch": run.one_launch}
+        request["reference_tokens"] = round(config.mean_length)
         plugin = None if run.sparsity is None else request
         task = {"workload": config.to_dict(), "setting": run.setting, "model": name, "rlkv": plugin}
         (folder / "task").write_text(json.dumps(task))

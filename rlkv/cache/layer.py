@@ -56,7 +56,6 @@ class ReallocationLayer(CacheLayerMixin):
         if len(others):
             self.stores.append(compressible(others.tolist()))
         self.length = 0
-        self.by_kernel = False  # whether the last call was decoded by the kernel
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the batch, device and dtype of the first states ``[B, H, n, D]``."""
@@ -141,8 +140,7 @@ class ReallocationLayer(CacheLayerMixin):
             raise ValueError(f"the cache holds {self.batch_size} rows but the call has {key.shape[0]}: use a new cache")
         # inference only: a graph through the buffers would never be freed
         query, key, value = query.detach().unflatten(1, (self.num_heads, -1)), key.detach(), value.detach()
-        self.by_kernel = len(parts) == 1 and self._kernel_serves(query, key, value)
-        if self.by_kernel:
+        if len(parts) == 1 and self._kernel_serves(query, key, value):
             return self._decode(query, key, value, parts[0], scale)
         if len(parts) == 1:
             out = self._attend_part(query, key, value, parts[0], scale)
@@ -164,7 +162,7 @@ class ReallocationLayer(CacheLayerMixin):
 
     def _kernel_serves(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         plain = all(isinstance(store, PlainStore) for store in self.stores)
-        return plain and key.dtype == self.dtype and serves(query, key, value)
+        return self.state.decode_kernel and plain and key.dtype == self.dtype and serves(query, key, value)
 
     def _decode(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
         """One token for all heads in one launch: query ``[B, H, G, 1, D]`` -> ``[B, 1, H * G, D]``."""

@@ -19,7 +19,7 @@ from rlkv.attention import LocalSizes
 from rlkv.cache.rows import PerRow, read_padding
 from rlkv.cache.schedule import PREFILL_MODES, RowCounts, Segment, SegmentTensors, plan_segments, split_call
 from rlkv.eviction.base import EvictionPolicy
-from rlkv.kernels.step import DecodeStep
+from rlkv.kernels.step import DecodeStep, switched_on
 
 BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
 
@@ -49,6 +49,7 @@ class CacheSettings(LocalSizes):
             )
         if not isinstance(self.protect_prompt, bool):
             raise ValueError(f"protect_prompt is {self.protect_prompt!r}: it must be True or False")
+        switched_on()  # refuses a misspelt value before a model is loaded
 
     def with_policy(self, policy: EvictionPolicy | None) -> CacheSettings:
         """These settings under ``policy``, which has a field of its own for protected prompts."""
@@ -78,8 +79,8 @@ class CacheState:
 
     ``limit`` is the length at which generation ends, if known; ``sinks`` how many first tokens of each row compressible
     heads keep, None where all keep ``settings.sink``; ``row_counts`` where the rows stand under an eviction policy;
-    ``record`` whether the positions of cached tokens are noted; ``planned`` as of :class:`RowCounts`; ``decode_step``
-    what takes the place of each call's own (:class:`rlkv.cache.fixed_step.FixedStep`).
+    ``record`` whether the positions of cached tokens are noted; ``planned`` as of :class:`RowCounts`;
+    ``decode_kernel`` whether the decode kernel takes the calls that it serves.
     """
 
     settings: CacheSettings
@@ -89,7 +90,7 @@ class CacheState:
     row_counts: RowCounts | None = None
     record: bool = False
     planned: Tensor | None = None
-    decode_step: DecodeStep | None = None
+    decode_kernel: bool = field(default_factory=switched_on)
 
     def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[CallPart]:
         """Note the padding, cut the call into its parts, and plan how an eviction policy stores them."""
@@ -171,7 +172,6 @@ class CallLayout:
         self.padding = state.padding.to(device) if state.padding is not None else None
         self.sinks = state.sinks.to(device) if state.sinks is not None else None
         self.sink = state.settings.sink if state.sinks is None else state.sinks.largest
-        self._decode_step = state.decode_step
 
     @property
     def is_prompt(self) -> bool:
@@ -229,8 +229,6 @@ class CallLayout:
     @cached_property
     def decode_step(self) -> DecodeStep:
         """The same for the decode kernel, which computes slots and masks itself."""
-        if self._decode_step is not None:
-            return self._decode_step
         start = torch.full((1,), self.start, device=self.device)  # a fill: a copy would wait for the device
         return DecodeStep(start, self._counts[:, 0], self._sinks[:, 0], self.window)
 

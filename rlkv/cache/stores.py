@@ -143,13 +143,6 @@ class FullStore(PlainStore):
         if plan.end > self.keys.shape[2]:
             self.reserve(grown_capacity(self.keys.shape[2], plan.end, self.state.limit), plan.start)
 
-    def look_ahead(self, used: int, tokens: int) -> int:
-        """Make room for ``tokens`` more than the ``used`` ones, or as many as may come; how many entries there are."""
-        wanted = used + tokens if self.state.limit is None else min(used + tokens, self.state.limit)
-        if wanted > self.keys.shape[2]:
-            self.reserve(wanted, used)
-        return self.keys.shape[2]
-
     def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
         self.make_room(plan)
         self.keys.narrow(2, plan.start, plan.length).copy_(key)

@@ -3,7 +3,6 @@
     rlkv-bench decode        # a decode step against transformers' own caches, about 15 minutes on 2 cores
     rlkv-bench generation    # whole texts: memory, latency, throughput and the largest batch, a few minutes
     rlkv-bench attention     # one layer's attention: latency and GB/s against torch's own, a few minutes
-    rlkv-bench train-step    # a forward and backward pass with gates and without, a few minutes
     rlkv-bench compaction    # what an eviction costs with each policy, a few minutes
     rlkv-bench serving       # throughput of the vLLM plugin (needs vLLM), about an hour on 2 cores
     rlkv-bench check         # what breaks first on a new GPU, about 20 minutes there
@@ -17,9 +16,6 @@ with the largest batch whose weights and KV fit.
 
 attention: one token through one attention layer, by batch, length and sparsity, against torch's attention over a full
 cache; a speed-up is given only where the output is right.
-
-train-step: what mixed attention adds to the passes of a training step; a ratio is given only where gates of 1 give the
-stock model's log-probabilities.
 
 compaction: one eviction of every policy against one decode step of that model, and its memory.
 
@@ -45,7 +41,6 @@ from rlkv.benchmarks.decode import DecodeConfig
 from rlkv.benchmarks.generation import GenerationConfig
 from rlkv.benchmarks.serving import ServingConfig
 from rlkv.benchmarks.serving_page import run_serving
-from rlkv.benchmarks.train_step_config import TrainStepConfig
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse_command
 from rlkv.utils.extras import require
@@ -54,7 +49,6 @@ COMMANDS = {
     "decode": DecodeConfig,
     "generation": GenerationConfig,
     "attention": AttentionConfig,
-    "train-step": TrainStepConfig,
     "compaction": CompactionConfig,
     "serving": ServingConfig,
     "check": CheckConfig,
@@ -66,13 +60,9 @@ def run() -> None:
     config = parse_command("rlkv-bench", COMMANDS, __doc__)
     if isinstance(config, ServingConfig):
         return run_serving(config)
-    if not isinstance(config, TrainStepConfig | CheckConfig):
+    if not isinstance(config, CheckConfig):
         return config.run()
     require("peft", "train")
-    if isinstance(config, TrainStepConfig):
-        from rlkv.benchmarks.train_step import run_train_step
-
-        return run_train_step(config)
     from rlkv.benchmarks.check.run import run_checks
 
     sys.exit(run_checks(config))

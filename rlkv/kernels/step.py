@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+SWITCH = "RLKV_DECODE_KERNEL"  # off by default, until a run on a GPU confirms the kernel
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)  # the least that Triton supports
 LARGEST_HEAD, LARGEST_GROUP = 256, 32  # one tile of queries and of outputs has to fit into registers
@@ -50,6 +52,14 @@ class DecodeStep:
         if self._arrivals.numel() < heads:
             self._arrivals = self._arrivals.new_zeros(heads)
         return self._partials, self._arrivals
+
+
+def switched_on() -> bool:
+    """Return whether the environment variable ``RLKV_DECODE_KERNEL`` asks for the kernel."""
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{SWITCH} is {value!r}: set it to 1 to decode by the kernel, or leave it out")
+    return value == "1"
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:

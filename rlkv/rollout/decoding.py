@@ -18,11 +18,9 @@ from transformers import Cache, PreTrainedModel
 
 from rlkv.rollout.base import FinishReason, SamplingParams
 from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
-from rlkv.rollout.graphed_step import GraphedStep, graphed_step
 
 REFILL_AT = 0.75  # share of rows that still run at which the others leave: every change copies the cache
 READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
-GRAPH_AFTER = 4  # steps of the same rows: then one is recorded, which pays only if more follow
 SIMILAR = 0.9  # share of the longest prompt's length that further ones must have: the rest is padding
 
 
@@ -125,8 +123,7 @@ class _Batch:
         self.padding_R = torch.tensor([length - len(ids) for _, ids, _ in prompts], device=device)
         self.running_R = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self.last = torch.tensor([-1], device=device)
-        self.columns = self.steps = 0  # steps: of one token each, since the rows last changed
-        self.graphed: GraphedStep | None = None
+        self.columns = 0
         self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens, [row.index for row in self.rows])
         self.unpaid = time.perf_counter() - started  # seconds around the steps, which the next one divides among rows
 
@@ -156,14 +153,6 @@ class _Batch:
         """Read the new tokens: the logits ``[R, V]`` of the next one."""
         begin, end = self.columns, self.columns + self.new_RQ.shape[1]
         self.columns = end
-        self.steps = self.steps + 1 if self.new_RQ.shape[1] == 1 else 0
-        if self.graphed is not None and not self.graphed.has_room:
-            self.graphed = None
-        if self.graphed is None and self.steps > GRAPH_AFTER and not self.decoding.sharded:
-            rows = (self.new_RQ, self.padding_R, self.running_R)
-            self.graphed = graphed_step(self.decoding.model, self.cache, *rows)
-        if self.graphed is not None:
-            return self.graphed(self.new_RQ, self.running_R)
         column = torch.arange(end, device=self.padding_R.device)
         position_RQ = (column[begin:] - self.padding_R[:, None]).clamp(min=0)
         model: Any = self.decoding.model
@@ -204,16 +193,11 @@ class _Batch:
         elif len(row.token_ids) == self.decoding.sampling.max_new_tokens:
             row.finish_reason = "length"
 
-    def _forget_graph(self) -> None:
-        """Before the cache's rows change."""
-        self.graphed, self.steps = None, 0
-
     def leave(self) -> None:
         """Drop the rows that have ended."""
         if self.num_running == len(self.rows):
             return
         started = time.perf_counter()
-        self._forget_graph()
         if self.decoding.before_change is not None:
             self.decoding.before_change(self.cache)
         keep = self.running_R.nonzero()[:, 0]
@@ -228,7 +212,6 @@ class _Batch:
         if not other.rows:
             return
         started = time.perf_counter()
-        self._forget_graph()
         columns = max(batch.columns - int(batch.padding_R.min()) for batch in (self, other))
         self.cache.join(other.cache, columns)
         padding = [batch.padding_R + columns - batch.columns for batch in (self, other)]

@@ -33,8 +33,6 @@ def prepare_engine(vllm_config: Any) -> None:
     check_engine(vllm_config)
     settings, ranks = resolve_settings(vllm_config), vllm_config.parallel_config.tensor_parallel_size
     check_shape(settings, model)
-    if settings.one_launch and not _is_cuda():
-        raise ValueError("rlkv: one_launch needs a CUDA device: leave it out")
     deal_heads(settings.allocation.full, ranks)  # refuses an uneven allocation before any process starts
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, KEY: settings.to_request()}
@@ -43,12 +41,6 @@ def prepare_engine(vllm_config: Any) -> None:
         from rlkv.vllm.metrics import publish
 
         publish(settings.allocation.sparsity)
-
-
-def _is_cuda() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cuda())
 
 
 def check_shape(settings: ServingSettings, model: Any) -> None:

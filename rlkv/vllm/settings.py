@@ -47,8 +47,6 @@ class ServingSettings:
             takes them, such as ``{"name": "rkv", "budget": 256}``.
         protect_prompt: compressible heads also keep every token of the prompt (sinks and window only); default: what
             the gates file states for deployment.
-        one_launch: decode by one kernel launch per layer for all heads, in the place of the engine's kernels for each
-            kind (GPUs; sinks and window only).
     """
 
     gates: str | None = None
@@ -62,7 +60,6 @@ class ServingSettings:
     reference_prompt: int = 256
     eviction: Mapping[str, Any] | None = None
     protect_prompt: bool | None = None
-    one_launch: bool = False
 
     def __post_init__(self) -> None:
         if self.full is None:
@@ -84,9 +81,8 @@ class ServingSettings:
         for name, choices in (("scope", ("global", "layer")), ("prefill", ("local", "full"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"rlkv: {name} must be {' or '.join(choices)}, got {getattr(self, name)!r}")
-        for name, allowed in (("protect_prompt", (None, False, True)), ("one_launch", (False, True))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"rlkv: {name} must be true or false, got {getattr(self, name)!r}")
+        if self.protect_prompt not in (None, False, True):
+            raise ValueError(f"rlkv: protect_prompt must be true or false, got {self.protect_prompt!r}")
         if (policy := self.policy()) is not None:
             self._check_eviction(policy)
 
@@ -95,8 +91,6 @@ class ServingSettings:
             raise ValueError(
                 "rlkv: sink, window and protect_prompt do not apply with eviction: use the policy's own fields"
             )
-        if self.one_launch:
-            raise ValueError("rlkv: one_launch does not work with eviction: leave it out")
         if self.prefill == "full":
             raise ValueError(
                 "rlkv: prefill 'full' is not served together with eviction by the vLLM plugin, because a prompt's "
@@ -147,8 +141,7 @@ class ServingSettings:
         sizes = gates.serving(sink=self.sink, window=self.window, protect_prompt=self.protect_prompt)
         cache = CacheSettings(prefill=self.prefill, **sizes).with_policy(self.policy())
         resolved = self.of(allocation, cache)
-        own = {name: getattr(self, name) for name in ("reference_tokens", "reference_prompt", "one_launch")}
-        return replace(resolved, **own)
+        return replace(resolved, reference_tokens=self.reference_tokens, reference_prompt=self.reference_prompt)
 
     @property
     def whole_prompts(self) -> bool:

@@ -16,12 +16,15 @@ SMALL: dict[str, Any] = {"query_heads": 4, "kv_heads": 2, "head_dim": 8, "sink":
 CONFIG = AttentionConfig(batches=(1, 3), lengths=(40,), rounds=2, steps=3, **SMALL)
 
 
-def test_rows_have_the_bytes_of_their_heads_and_a_speedup() -> None:
+@pytest.mark.parametrize("served", [False, True])
+def test_rows_have_the_bytes_of_their_heads_and_a_speedup(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "kernel_serves", lambda config: served)
     rows = measure_attention(CONFIG)
-    names = ["torch, full cache", "sparsity 0", "sparsity 0.5", "sparsity 0.9"]
+    names = ["sparsity 0", "sparsity 0.5", "sparsity 0.9"]
+    names = ["torch, full cache", *names, *(f"{name}, kernel" for name in names if served)]
     assert [(row["batch"], row["attention"]) for row in rows] == [(batch, name) for batch in (1, 3) for name in names]
     for row in rows:
-        full_heads = {"sparsity 0.5": 1, "sparsity 0.9": 0}.get(row["attention"], 2)
+        full_heads = {"sparsity 0.5": 1, "sparsity 0.9": 0}.get(row["attention"].removesuffix(", kernel"), 2)
         entry = 2 * row["batch"] * 8 * 4
         assert row["kv_bytes"] == entry * (full_heads * 40 + (2 - full_heads) * 8)
         assert row["gigabytes_per_second"] == pytest.approx(row["kv_bytes"] / row["microseconds"] / 1000)

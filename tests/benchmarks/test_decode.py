@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlkv.benchmarks import decode
-from rlkv.benchmarks.decode import DecodeConfig, measure_decode, realloc_variant, take_turn
+from rlkv.benchmarks.decode import DecodeConfig, measure_decode
 from rlkv.cache import HeadReallocationCache
 from rlkv.cli.bench import main
 from tests.helpers.exit_code import exit_code
@@ -62,6 +62,7 @@ def test_flash_attention_takes_part_where_it_runs(
 ) -> None:
     monkeypatch.setattr(decode, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(decode, "resolve_device", torch.device)
+    monkeypatch.setattr(decode, "kernel_serves", lambda config: False)
     variants = decode._variants(replace(TOY, device=device, dtype=dtype), 128)
     found = {variant.name: variant.implementation for variant in variants}
     assert found.get("DynamicCache, FlashAttention") == ("flash_attention_2" if takes_part else None)
@@ -132,37 +133,16 @@ def test_a_refusal_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("error: --sparsities must include 0")
 
 
-def test_steps_after_the_first_run_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, model, steps = replace(TOY, max_steps=3, seconds=9.0), toy_model(), []
-
-    class Graph:
-        """Has room for two steps."""
-
-        def __init__(self, model: Any, cache: Any, *rows: Any) -> None:
-            self.cache, self.room = cache, 2
-
-        @property
-        def has_room(self) -> bool:
-            return self.room > 0
-
-        def __call__(self, token: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
-            steps.append((self.room, self.cache.get_seq_length(), token.shape, bool(running.all())))
-            self.room -= 1
-            return torch.zeros(len(token), 32)
-
-    monkeypatch.setattr(decode, "graphed_step", Graph)
-    take_turn(model, replace(realloc_variant(config, "graph", context=20), graphed=True), 2, config)
-    assert steps == [(room, 21, (2, 1), True) for room in (2, 1, 2)]
-
-
-def test_a_graph_that_cannot_be_made_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    variants_of = decode._variants
-
-    def with_graph(config: DecodeConfig, context: int) -> list[decode.Variant]:
-        found = variants_of(config, context)
-        return [*found, replace(found[-2], name=found[-2].name + ", graph", graphed=True)]
-
-    expected = [row["cache"] for row in measure_decode(replace(TOY, batches=(1,)))]
-    monkeypatch.setattr(decode, "_variants", with_graph)
-    monkeypatch.setattr(decode, "graphed_step", lambda *arguments: None)
-    assert [row["cache"] for row in measure_decode(replace(TOY, batches=(1,)))] == expected
+@pytest.mark.parametrize("served", [False, True])
+def test_the_kernel_takes_turns_where_it_serves(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "kernel_serves", lambda config: served)
+    caches = {variant.name: variant.make() for variant in decode._variants(TOY, 128)}
+    ours = {name: cache for name, cache in caches.items() if isinstance(cache, HeadReallocationCache)}
+    switched_on = {name for name, cache in ours.items() if cache.state.decode_kernel}
+    kernels = [f"sparsity {sparsity}, kernel" for sparsity in (0, 0.5, 0.9)] if served else []
+    assert switched_on == set(kernels)
+    rows = {row["cache"]: row for row in measure_decode(replace(TOY, batches=(1,)))}
+    assert list(rows)[5:] == kernels
+    for name in kernels:
+        assert rows[name]["speedup_over_sparsity_0"] > 0
+        assert rows[name]["expected_ms"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rlkv.cache import HeadReallocationCache
 from rlkv.cache.attention import CachedCall
 from rlkv.cache.plan import CallLayout
 from rlkv.cache.stores import FullStore, PlainStore
-from rlkv.kernels.step import DecodeStep
+from rlkv.kernels.step import SWITCH, DecodeStep
 from tests.helpers.mixed_reference import full_mask, local_mask, mixed_by_head_attention
 
 FULL_HEADS = {"full": [True, True], "compressible": [False], "mixed": [False, True, False]}
@@ -85,8 +86,10 @@ def extreme_cases() -> list[Case]:
 
 @contextmanager
 def kernel(on: bool) -> Iterator[None]:
-    """Tokens that come one at a time go through the kernel, or not, whatever the device."""
-    with mock.patch.object(layer_module, "serves", lambda query, key, value: on and key.shape[2] == 1):
+    """Tokens that come one at a time go through the kernel, or not, whatever the device; for caches made here."""
+    switched_on = mock.patch.dict(os.environ, {SWITCH: "1"})
+    serves = mock.patch.object(layer_module, "serves", lambda query, key, value: on and key.shape[2] == 1)
+    with switched_on, serves:
         yield
 
 
@@ -131,8 +134,9 @@ class Run:
         return Errors(*(max(values) for values in zip(*map(astuple, steps), strict=True)))
 
     def _new_cache(self) -> HeadReallocationCache:
-        cache, prompt = HeadReallocationCache(self.full[None], *self.case.sizes), self.case.length - 1
+        prompt = self.case.length - 1
         with kernel(False):
+            cache = HeadReallocationCache(self.full[None], *self.case.sizes)
             if prompt:
                 self._call(cache, 0, prompt)
             else:

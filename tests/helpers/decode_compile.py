@@ -1,4 +1,4 @@
-"""The decode kernels compiled for GPUs that are not there, by Triton and its assembler; prints what came out.
+"""The decode kernel compiled for GPUs that are not there, by Triton and its assembler; prints what came out.
 
     python -m tests.helpers.decode_compile
 
@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rlkv.kernels.decode import _CHANGING, _decode
-from rlkv.kernels.paged_decode import _decode_paged
 from rlkv.kernels.splits import tiles
 
 # dtype, group size, sizes of keys and values, compute capability
@@ -30,39 +29,24 @@ VARIANTS = [
     ("fp32", 7, 80, 80, 89),
 ]
 POINTERS = {"places": "*i32", "arrivals": "*i32", "start": "*i64", "padding": "*i64", "sinks": "*i64"}
-BINS = 2
-# of each bin; strides and block sizes are multiples of 16
-PER_BIN = {
-    **dict.fromkeys(("tables", "lengths", "prefixes"), "*i32"),
-    **dict.fromkeys(("windows", "table_strides", "block_strides", "head_strides", "entry_strides", "in_block"), "i32"),
-}
-UNALIGNED = ("windows", "table_strides")
 
 
-def compiled(kernel: Any, dtype: str, group: int, key_size: int, value_size: int, capability: int) -> Any:
+def compiled(dtype: str, group: int, key_size: int, value_size: int, capability: int) -> Any:
     """As a launch would, with memory and strides that are multiples of 16."""
     constants = dict(tiles(group, key_size, value_size, {"bf16": 2, "fp16": 2, "fp32": 4}[dtype]))
     options = {"num_warps": constants.pop("num_warps")}
-    paged = kernel is _decode_paged
-    constants |= {"BINS": BINS} if paged else {}
-    strides = {name for name in kernel.arg_names if name.endswith(("_row", "_head", "_own"))}
+    strides = {name for name in _decode.arg_names if name.endswith(("_row", "_head", "_own"))}
     numbers = strides | set(_CHANGING)
     signature: dict[str, Any] = {
         name: "constexpr" if name in constants else "i32" if name in numbers else f"*{dtype}"
-        for name in kernel.arg_names
+        for name in _decode.arg_names
     }
     signature |= {**POINTERS, "partials": "*fp32", "scale": "fp32"}
-    if paged:
-        signature |= {name: (kind,) * BINS for name, kind in {**PER_BIN, "caches": f"*{dtype}"}.items()}
-    signature = {name: signature[name] for name in kernel.arg_names}
     attributes = {}
     for i, (name, kind) in enumerate(signature.items()):
-        if isinstance(kind, tuple):
-            aligned = name not in UNALIGNED
-            attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(BINS) if aligned}
-        elif kind.startswith("*") or name in strides:
+        if kind.startswith("*") or name in strides:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = ASTSource(_decode, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -83,19 +67,17 @@ def in_order(ptx: str) -> bool:
     return accesses[place - 1 : place + 2] == ["bar.sync", "atom.global.gpu.acq_rel.add.u32", "bar.sync"]
 
 
-def wide(kernel: Any, ptx: str) -> bool:
-    """Whether asynchronous loads are 16 bytes wide, but for the numbers of blocks."""
-    widths = set(re.findall(r"cp\.async\.c[ag]\.shared\.global.*, (0x\w+),", ptx))
-    return widths == ({"0x10", "0x4"} if kernel is _decode_paged else {"0x10"})
+def wide(ptx: str) -> bool:
+    """Whether asynchronous loads are 16 bytes wide."""
+    return set(re.findall(r"cp\.async\.c[ag]\.shared\.global.*, (0x\w+),", ptx)) == {"0x10"}
 
 
 def main() -> None:
-    for kernel in (_decode, _decode_paged):
-        for variant in VARIANTS:
-            found = compiled(kernel, *variant)
-            ptx = found.asm["ptx"]
-            shared, name = round(found.metadata.shared / 1024), "-".join(map(str, (kernel.__name__, *variant)))
-            print("compiled", name, shared, stack(found.asm["cubin"]), wide(kernel, ptx), in_order(ptx))
+    for variant in VARIANTS:
+        found = compiled(*variant)
+        ptx = found.asm["ptx"]
+        shared, name = round(found.metadata.shared / 1024), "-".join(map(str, variant))
+        print("compiled", name, shared, stack(found.asm["cubin"]), wide(ptx), in_order(ptx))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_the_check_up_finds_a_wrong_window(interpreted: list[str]) -> None:
 
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:
     kernels = printed("decode_compile", "compiled", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert len(kernels) == 8  # the kernel over block tables too
+    assert len(kernels) == 4
     for kernel in kernels:
         variant, shared, stack, wide_loads, in_order = kernel.split()
         assert int(shared) <= 49, variant  # two programs share the 100 KiB of the smallest multiprocessors

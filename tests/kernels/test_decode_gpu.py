@@ -43,6 +43,7 @@ def test_the_cache_uses_it_where_no_policy_evicts(policy: TOVA | None, layers: i
     model = make_tiny_model("llama").to("cuda")
     model.set_attn_implementation(IMPLEMENTATION)
     cache = HeadReallocationCache(MIXED, 3, 5, eviction=policy)
+    cache.state.decode_kernel = True
     with mock.patch.object(kernel_module, "decode", wraps=kernel_module.decode) as launches:
         cached_logits(model, draw_ids(2, 12).to("cuda"), cache, [10, 1, 1])
     assert launches.call_count == 2 * layers

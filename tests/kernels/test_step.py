@@ -1,4 +1,4 @@
-"""Which calls the decode kernel serves; a GPU is not needed to tell."""
+"""Who asks for the decode kernel, and which calls it serves; a GPU is not needed to tell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+import rlkv.cache.layer as layer_module
+from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.kernels import step
+from tests.helpers.cached_logits import MIXED, cached_logits, draw_ids
+from tests.helpers.models import make_tiny_model
 
 
 def states(*shape: int, dtype: torch.dtype = torch.bfloat16, is_cuda: bool = True) -> Any:
@@ -80,6 +84,34 @@ def test_a_gpu_with_triton_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(step, "_runs_triton", cache(step._runs_triton.__wrapped__))
     assert step.serves(*call())
+
+
+@pytest.mark.parametrize(("value", "launches"), [(None, 0), ("0", 0), ("1", 3)])
+def test_a_cache_decodes_by_it_where_the_environment_asks(
+    value: str | None, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+    attend = layer_module.ReallocationLayer._attend_part
+
+    def decode(layer: Any, *arguments: Any) -> torch.Tensor:
+        launched.append(layer)
+        return attend(layer, *arguments).flatten(1, 2).transpose(1, 2)
+
+    monkeypatch.setattr(layer_module, "serves", lambda query, key, value: key.shape[2] == 1)
+    monkeypatch.setattr(layer_module.ReallocationLayer, "_decode", decode)
+    monkeypatch.delenv(step.SWITCH, raising=False)
+    if value is not None:
+        monkeypatch.setenv(step.SWITCH, value)
+    model = make_tiny_model("llama")
+    model.set_attn_implementation(IMPLEMENTATION)
+    cached_logits(model, draw_ids(1, 6), HeadReallocationCache(MIXED, 1, 2), [5, 1])
+    assert len(launched) == launches  # one in each layer
+
+
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(step.SWITCH, "yes")
+    with pytest.raises(ValueError, match="RLKV_DECODE_KERNEL is 'yes': set it to 1 to decode by the kernel, or leave"):
+        CacheSettings()
 
 
 def test_scratch_is_kept_while_it_is_large_enough() -> None:

@@ -70,8 +70,7 @@ def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[st
         ({"eviction": {"name": "rkv", "budget": 64}, "sink": 4}, "sink, window and protect_prompt"),
         ({"eviction": {"name": "rkv", "budget": 64}, "protect_prompt": True}, "sink, window and protect_prompt"),
         ({"protect_prompt": "yes"}, r"^rlkv: protect_prompt\b.*'yes'"),
-        ({"one_launch": "yes"}, r"^rlkv: one_launch\b.*'yes'"),
-        ({"one_launch": True, "eviction": {"name": "rkv", "budget": 64}}, r"^rlkv: one_launch\b.*eviction"),
+        ({"one_launch": False}, "^rlkv: unknown setting 'one_launch': choose from"),
         ({"reference_prompt": 0}, r"^rlkv: reference_prompt\b.*0"),
     ],
 )
@@ -101,9 +100,8 @@ def test_gates_that_ask_for_a_protected_prompt(tmp_path: Path) -> None:
     gates.save(tmp_path / "gates.pt")
     request = {"gates": str(tmp_path / "gates.pt"), "sparsity": 0.5}
     for asked, protects in ((None, True), (False, None), (True, True)):
-        own = {"protect_prompt": asked, "reference_prompt": 90, "one_launch": bool(asked)}
+        own = {"protect_prompt": asked, "reference_prompt": 90}
         resolved = parse_settings({**request, **own}).resolved(model.config)
-        assert resolved.one_launch == bool(asked)
         assert (resolved.sink, resolved.window, resolved.protect_prompt) == (16, 64, protects)
         assert resolved.reference(500) == (500, 90 if protects else 0)
         assert parse_settings(resolved.to_request()) == resolved

@@ -19,14 +19,6 @@ def test_sinks_and_window_equal_the_torch_path() -> None:
     assert max(errors) < 2e-6  # float32 sums of at most 300 terms of size ~1
 
 
-def test_one_launch_equals_the_kernels_of_the_parts() -> None:
-    steps = [line.split() for line in errors_of("one_launch_triton")]
-    assert len(steps) == 18
-    for error, wrong_numbers, launches_amiss in steps:
-        assert float(error) < 2e-6  # float32 sums of at most 140 terms of size ~1
-        assert int(wrong_numbers) == int(launches_amiss) == 0
-
-
 def test_mixed_attention_equals_the_torch_path() -> None:
     errors = [float(error) for error in errors_of("mixed_triton")]
     assert len(errors) == 2

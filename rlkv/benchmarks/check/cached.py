@@ -17,6 +17,7 @@ from rlkv.benchmarks.check.twins import (
     read_by_tokens,
     summarise,
 )
+from rlkv.benchmarks.common import KERNEL
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.gates.allocation import HeadAllocation
 
@@ -35,10 +36,14 @@ def run(setting: Setting, found: Findings) -> None:
             full = HeadAllocation.random(twins.sizes.layers, twins.sizes.kv_heads, sparsity, seed=0).full
             # full heads are gates of 1, compressible ones gates of 0
             wanted = read_at_once(gated(twins.exact, full.double()), texts) if sparsity else everything
-            cache = HeadReallocationCache(full, SINK, WINDOW, prefill="local")
-            compare(found, name, error_of(read_by_tokens(served, texts, cache), wanted, texts), stock)
-            share = cache.used_nbytes() / cache.full_nbytes()
-            found.require((share < 1) == (sparsity > 0), f"{name}: holds {share:.0%} of the bytes of the full cache")
+            for kernel in (False, True) if setting.on_gpu else (False,):
+                cache = HeadReallocationCache(full, SINK, WINDOW, prefill="local")
+                cache.state.decode_kernel = kernel
+                error = error_of(read_by_tokens(served, texts, cache), wanted, texts)
+                compare(found, name + KERNEL * kernel, error, stock)
+                share = cache.used_nbytes() / cache.full_nbytes()
+                held = f"{name}: holds {share:.0%} of the bytes of the full cache"
+                found.require((share < 1) == (sparsity > 0), held)
     summarise(found)
 
 

@@ -1,4 +1,4 @@
-"""The decode kernel, compiled for the GPU and replayed as a captured graph, against attention in float64.
+"""The decode kernel, compiled for the GPU, against attention in float64.
 
 Shapes: B rows, H KV heads, G queries per KV head, T tokens, D size of a head.
 """
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rlkv.benchmarks.agreement import relative_error
-from rlkv.benchmarks.check.captured import captured
 from rlkv.benchmarks.check.explicit import exact_token
 from rlkv.benchmarks.check.one import CannotRun, Check, Findings, Setting
 from rlkv.kernels.step import DecodeStep
@@ -92,10 +91,10 @@ def _filled(states: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def _stepper(shape: Shape, buffers: list[tuple[Tensor, Tensor]], setting: Setting) -> Callable[..., Tensor]:
-    """A function that decodes the next token from query, key and value; on a GPU it replays one graph."""
+    """A function that decodes the next token from query, key and value."""
     from rlkv.kernels.decode import decode
 
-    device, heads = setting.device, shape.full + shape.compressible
+    device = setting.device
     (full_keys, ring_keys), (full_values, ring_values) = buffers
     full = (full_keys, full_values) if shape.full else None
     ring = (ring_keys, ring_values) if shape.compressible else None
@@ -103,20 +102,11 @@ def _stepper(shape: Shape, buffers: list[tuple[Tensor, Tensor]], setting: Settin
     places = torch.tensor(indices, dtype=torch.int32, device=device)
     start, sinks = (torch.tensor([number], device=device) for number in (shape.cached, SINK))
     step = DecodeStep(start, shape.padding.to(device), sinks, WINDOW)
-    query = torch.zeros(shape.rows, heads, shape.group, shape.size, dtype=setting.dtype, device=device)
-    inputs = (query, query[:, :, 0].clone(), query[:, :, 0].clone())
 
-    def launch() -> Tensor:
-        out = decode(*inputs, full, ring, places, step, shape.size**-0.5)
+    def step_once(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = decode(query, key, value, full, ring, places, step, shape.size**-0.5)
         step.start += 1
         return out
-
-    replay = captured(launch, lambda: step.start.sub_(1), setting)
-
-    def step_once(*states: Tensor) -> Tensor:
-        for held, new in zip(inputs, states, strict=True):
-            held.copy_(new)
-        return replay()
 
     return step_once
 
@@ -130,7 +120,7 @@ def _attention(shape: Shape, row: int, column: int, query: Tensor, keys: Tensor,
 
 CHECK = Check(
     "kernel_decode",
-    "The decode kernel, in a captured graph, equals attention in float64 and reads nothing else.",
+    "The decode kernel equals attention in float64 and reads nothing else.",
     run,
     needs_gpu=True,
 )

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from rlkv.benchmarks.check import llama8b
 from rlkv.benchmarks.check.one import Check, Findings, Setting
-from rlkv.benchmarks.common import TimingConfig
+from rlkv.benchmarks.common import KERNEL, TimingConfig
 from rlkv.benchmarks.decode import STOCK, Variant, realloc_variant, take_turn
 from rlkv.rollout.estimate import GIB
 
@@ -26,11 +26,11 @@ def run(setting: Setting, found: Findings) -> None:
     heads, total = sizes.layers * sizes.kv_heads // 2, sizes.layers * sizes.kv_heads
     share = (heads * context + (total - heads) * (SINK + WINDOW)) / (total * context)
     for rows in BATCHES:
-        variants = [
-            Variant(STOCK, "sdpa", DynamicCache, context),
-            realloc_variant(config, "sparsity 0", context),
-            realloc_variant(config, f"sparsity {SPARSITY:g}", context, SPARSITY, SINK, WINDOW),
-        ]
+        variants = [Variant(STOCK, "sdpa", DynamicCache, context)]
+        for kernel in (False, True) if setting.on_gpu else (False,):
+            for sparsity in (0.0, SPARSITY):
+                name = f"sparsity {sparsity:g}{KERNEL * kernel}"
+                variants.append(realloc_variant(config, name, context, sparsity, SINK, WINDOW, kernel))
         for variant in variants:
             found.new_peak(setting)
             row = _measure(model, variant, rows, config)

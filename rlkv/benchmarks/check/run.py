@@ -16,7 +16,6 @@ from rlkv.benchmarks.check import (
     evicting,
     local_attention,
     mixed,
-    paged_kernel,
     sampling,
     update,
 )
@@ -38,7 +37,6 @@ CHECKS: Sequence[Check] = (
     sampling.CHECK,
     decoding.CHECK,
     decode_kernel.CHECK,
-    paged_kernel.CHECK,
     *KERNELS,
 )
 COLUMNS = {

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
 from rlkv.vllm.blocks.block_tables import GapRules
@@ -20,9 +19,6 @@ from rlkv.vllm.reallocation.evicting import Eviction
 from rlkv.vllm.reallocation.split_attention import SplitAttention
 from rlkv.vllm.reallocation.weights import HeadOrder
 from rlkv.vllm.settings import ServingSettings
-
-if TYPE_CHECKING:
-    from rlkv.vllm.reallocation.one_launch import OneLaunch
 
 logger = init_logger(f"vllm.{__name__}")  # the engine shows what its own loggers say
 
@@ -40,14 +36,11 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     kept = _what_is_kept(settings, plan, longest)
     bins = [BinAttention(stock, number, own, kept, vllm_config) for number, own in enumerate(plan.bins)]
     model.rlkv_bins = nn.ModuleList(bins)
-    launch = _one_launch(bins, stock, vllm_config) if settings.one_launch else None
-    model.rlkv_launch = launch
     for number, layer in enumerate(model.model.layers):
         stock = layer.self_attn.attn
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
         parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
-        own = None if launch is None else launch.of_layer(number)
-        layer.self_attn.attn = SplitAttention(stock, parts, vllm_config, own)
+        layer.self_attn.attn = SplitAttention(stock, parts, vllm_config)
     entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
     amounts = entry_bytes, *settings.reference(longest)
@@ -55,15 +48,6 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     bins[0].on_pool = lambda blocks: logger.info("rlkv: %s%s", where, plan.capacity(blocks, *amounts))
     order = [[head for own in plans for head in own.head_order(number)] for number in range(len(model.model.layers))]
     return HeadOrder(order, group_size, stock.head_size)
-
-
-def _one_launch(bins: list[BinAttention], stock: Attention, vllm_config: Any) -> OneLaunch:
-    """What decodes in all layers; ValueError where it cannot."""
-    from rlkv.vllm.reallocation.one_launch import OneLaunch, check_one_launch  # loads Triton
-
-    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    check_one_launch(stock, model.dtype)
-    return OneLaunch(bins, model.hf_text_config.num_hidden_layers, scheduler.max_num_seqs, model.max_model_len)
 
 
 def check_layers(layers: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from rlkv.vllm.compat import LayerNameType, encode_layer_name, resolve_layer_name
 from rlkv.vllm.reallocation.bin_attention import PartAttention
 
-if TYPE_CHECKING:
-    from rlkv.vllm.reallocation.one_launch import LayerLaunch
-
 
 class SplitAttention(nn.Module):
     """In the place of a layer's attention, with the same call.
@@ -23,12 +20,8 @@ class SplitAttention(nn.Module):
     The projections' weights were reordered when they were loaded: each part reads and writes a slice.
     """
 
-    def __init__(
-        self, stock: Attention, parts: list[PartAttention], vllm_config: Any, launch: LayerLaunch | None = None
-    ) -> None:
-        """``launch``: what decodes instead of the parts."""
+    def __init__(self, stock: Attention, parts: list[PartAttention], vllm_config: Any) -> None:
         super().__init__()
-        self.launch = launch
         self.layer_name, self.head_size, self.parts = stock.layer_name, stock.head_size, parts
         self.heads, self.kv_heads = [part.num_heads for part in parts], [part.num_kv_heads for part in parts]
         compilation = vllm_config.compilation_config
@@ -44,8 +37,6 @@ class SplitAttention(nn.Module):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         states = [tensor.view(len(tensor), -1, self.head_size) for tensor in (query, key, value, output)]
-        if self.launch is not None and self.launch.decode(*states):
-            return
         counts = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         slices = (tensor.split_with_sizes(heads, 1) for tensor, heads in zip(states, counts, strict=True))
         for part, *own in zip(self.parts, *slices, strict=True):

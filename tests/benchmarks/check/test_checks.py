@@ -62,7 +62,7 @@ def break_rollout(patch: pytest.MonkeyPatch) -> None:
 
 
 def break_decode(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decoding, "realloc_variant", lambda *args: realloc_variant(*args[:5], *(w + 1 for w in args[5:])))
+    patch.setattr(decoding, "realloc_variant", lambda *args: realloc_variant(*args[:5], args[5] + 1, *args[6:]))
 
 
 BROKEN = [
