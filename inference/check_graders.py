@@ -21,6 +21,7 @@ from rlkv.cli.options import parse
 from rlkv.data.deepscaler import SUFFIXES, Problem
 from rlkv.evaluation.report.checks import Check, accepted, check_verifier, share_of, write_checks
 from rlkv.evaluation.report.page import Page
+from rlkv.evaluation.sandbox import isolation
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS, load_task
 from rlkv.inference.options import check_positive
@@ -100,7 +101,7 @@ def check_code(problems: list[EvalProblem]) -> Check:
                     passed[name].append(problem.id)
             bar.advance()
     return {
-        **{"task": "mbpp", "reference": len(problems)},
+        **{"task": "mbpp", "reference": len(problems), "sandbox": isolation()},
         "refused": [p.id for p in problems if p.id not in passed["reference"]],
         **{f"{name}_passed": passed[name] for name in ("empty", "wrong", "next")},
         "seconds": round(time.monotonic() - started, 3),

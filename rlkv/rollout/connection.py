@@ -74,7 +74,8 @@ class Connection:
         """The lines of JSON of one exchange as they arrive, without the heartbeats, which are empty lines."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=SILENCE)
         try:
-            connection.request(method, path, None if body is None else json.dumps(body))
+            content = None if body is None else json.dumps(body)
+            connection.request(method, path, content, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             if answer.status == 200:
                 for line in answer:

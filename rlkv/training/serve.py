@@ -40,6 +40,8 @@ class ServeConfig(ModelOptions):
     def check(self) -> None:
         check_vllm_options(self.engine, self.device, self.kv_gib)
         check_positive(self, "max_rows", "max_positions")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"--port {self.port} is not a port: choose one from 1 to 65535, or 0 for a free one")
 
 
 def fitting_kv_gib(config: ServeConfig) -> float:
@@ -61,14 +63,16 @@ def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
         kv_gib = fitting_kv_gib(config) if config.kv_gib is None else config.kv_gib
         limits = config.max_positions, kv_gib, config.max_rows
         engine = VLLMEngine(config.model, sizes, config.dtype, *limits, enforce_eager=config.eager)
-        positions = engine.max_positions
+        positions, vocabulary = engine.max_positions, engine.llm.llm_engine.model_config.get_vocab_size()
     else:
         from rlkv.training.rollout import GatedHFEngine
 
         loaded, tokenizer = config.load()
         engine = GatedHFEngine(loaded, sizes, tokenizer.pad_token_id, config.max_rows)
-        positions = config.max_positions or loaded.config.get_text_config().max_position_embeddings
-    return engine, EngineFacts(config.model, sizes.sink, sizes.window, positions, *engine.gates().shape)
+        text_config = loaded.config.get_text_config()
+        positions, vocabulary = config.max_positions or text_config.max_position_embeddings, text_config.vocab_size
+    layers, heads = engine.gates().shape
+    return engine, EngineFacts(config.model, sizes.sink, sizes.window, positions, layers, heads, vocabulary)
 
 
 def serve(config: ServeConfig) -> None:

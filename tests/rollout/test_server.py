@@ -22,7 +22,7 @@ from rlkv.training.rollout import GatedHFEngine
 from rlkv.training.serve import ServeConfig, load_gated_engine
 from tests.helpers.models import make_tiny_model
 
-FACTS = EngineFacts("tiny", 2, 6, 64, 3, 4)
+FACTS = EngineFacts("tiny", 2, 6, 64, 3, 4, 128)
 SAMPLING = SamplingParams(9, temperature=1.0, seed=3)
 ROWS = Rows([[5, 6, 7], [9] * 11, [30, 31], [12], [40, 50]], list(range(5)), rollout=2)
 
@@ -81,7 +81,7 @@ def test_a_failing_engine_is_asked_for_the_missing_rows_only() -> None:
     engine = Scripted([2, 0, 1])
     with serving(engine) as (_, url):
         client = make_client(url)
-        client.set_gates(torch.ones(1, 2))
+        client.set_gates(torch.ones(3, 4))
         found = dict(client.sample(ROWS, SAMPLING, [2]))
     assert {index: sample.token_ids for index, sample in found.items()} == {i: [i] for i in range(5)}
     assert engine.asked == [[0, 1, 2, 3, 4], [0, 1, 2], [0, 1, 2], [0, 1]]
@@ -92,8 +92,8 @@ def test_samples_of_other_gates_are_thrown_away(capsys: pytest.CaptureFixture[st
     engine = Scripted([])
     with serving(engine) as (server, url):
         ours, theirs = make_client(url), make_client(url)
-        version = ours.set_gates(torch.zeros(1, 2))
-        theirs.set_gates(torch.ones(1, 2))
+        version = ours.set_gates(torch.zeros(3, 4))
+        theirs.set_gates(torch.ones(3, 4))
         for client in (ours, theirs):  # another run takes the server
             dict(client.sample(ROWS, SAMPLING, [2]))
         found = dict(ours.sample(ROWS, SAMPLING, [2]))
@@ -104,7 +104,7 @@ def test_samples_of_other_gates_are_thrown_away(capsys: pytest.CaptureFixture[st
         engine.version = "changed"  # behind the server's back, between its look at the version and the samples
         engine.set_gates = lambda alpha_LH: version
         impatient = make_client(url, patience=0.3)
-        impatient.set_gates(torch.zeros(1, 2))
+        impatient.set_gates(torch.zeros(3, 4))
         with pytest.raises(ValueError, match="its gates"):
             dict(impatient.sample(ROWS, SAMPLING, [2]))
 
@@ -121,7 +121,7 @@ class Slow(Scripted):
 def test_the_patience_begins_with_the_failure() -> None:
     with serving(Slow([0])) as (_, url):
         client = make_client(url, patience=0.5)
-        client.set_gates(torch.zeros(1, 2))
+        client.set_gates(torch.zeros(3, 4))
         assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
         assert client.retries == 1
 
@@ -129,7 +129,7 @@ def test_the_patience_begins_with_the_failure() -> None:
 def test_a_server_without_gates_is_sent_them_again() -> None:
     with serving(Scripted([])) as (server, url):
         client = make_client(url)
-        version = client.set_gates(torch.zeros(1, 2))
+        version = client.set_gates(torch.zeros(3, 4))
         server.version = "none"  # as after a restart
         assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
         assert server.version == version
@@ -139,7 +139,7 @@ def test_a_server_that_is_gone_is_named_after_the_patience() -> None:
     with serving(Scripted([])) as (_, url):
         pass
     client = make_client(url, patience=0.4)
-    client.set_gates(torch.ones(1, 2))
+    client.set_gates(torch.ones(3, 4))
     with pytest.raises(ValueError, match=r"ConnectionRefusedError.*rollout/serve_vllm"):
         dict(client.sample(ROWS, SAMPLING, [2]))
     assert client.retries >= 2
@@ -158,7 +158,7 @@ class _Silent(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
-        version = gate_version(torch.ones(1, 2))
+        version = gate_version(torch.ones(3, 4))
         if b"alpha" in body:
             answer = f'{{"version": "{version}"}}\n'
         else:
@@ -177,7 +177,7 @@ def test_a_silent_server_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         client = make_client(f"http://127.0.0.1:{server.server_port}")
-        client.set_gates(torch.ones(1, 2))
+        client.set_gates(torch.ones(3, 4))
         assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
         assert client.retries == 1
         server.hold.set()  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def test_heartbeats_keep_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.sample = lambda *args: (go.wait(1.2), (yield from quick(*args)))[1]
     with serving(engine) as (_, url):
         client = make_client(url)
-        client.set_gates(torch.ones(1, 2))
+        client.set_gates(torch.ones(3, 4))
         assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
     assert client.retries == 0  # more than twice the silence, and not taken for dead
 
@@ -244,7 +244,7 @@ def test_others_take_the_rows_of_a_server_that_dies() -> None:
     alive, dead = Scripted([]), Scripted([1, 0, 0, 0, 0, 0])
     with serving_all(alive, dead) as served:
         client = make_client(*(url for _, url in served), patience=0.1)
-        client.set_gates(torch.zeros(1, 2))
+        client.set_gates(torch.zeros(3, 4))
         found = dict(client.sample(ROWS, SAMPLING, [2]))
         assert {i: sample.token_ids for i, sample in found.items()} == {i: [i] for i in range(5)}
         assert alive.asked[0] == [0, 2, 4]
@@ -259,7 +259,7 @@ def test_a_server_that_comes_back_is_used_again() -> None:
     first, second = Scripted([]), Scripted([0])
     with serving_all(first, second) as served:
         client = make_client(*(url for _, url in served))
-        client.set_gates(torch.zeros(1, 2))
+        client.set_gates(torch.zeros(3, 4))
         while not (len(second.asked) > 1 and second.asked[-1] == [1, 3]):
             assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
         assert client.retries == 1
@@ -269,12 +269,12 @@ def test_the_patience_ends_when_all_servers_fail() -> None:
     with serving_all(Scripted([]), Scripted([])) as served:
         urls = [url for _, url in served]
     client = make_client(*urls, patience=0.4)
-    client.set_gates(torch.zeros(1, 2))
+    client.set_gates(torch.zeros(3, 4))
     with pytest.raises(ValueError, match="ConnectionRefusedError"):
         dict(client.sample(ROWS, SAMPLING, [2]))
     with serving(Scripted([])) as (_, url):
         client = make_client(url, *urls, patience=0.0)
-        client.set_gates(torch.zeros(1, 2))
+        client.set_gates(torch.zeros(3, 4))
         assert len(dict(client.sample(ROWS, SAMPLING, [2]))) == 5
 
 
@@ -291,7 +291,7 @@ def test_a_taken_port_and_an_unknown_engine_are_named() -> None:
 def test_the_tiny_model_can_be_served_by_transformers() -> None:
     config = ServeConfig(engine="hf", model="tiny", sink=4, window=16, dtype="float32", max_rows=2)
     engine, facts = load_gated_engine(config)
-    assert facts == EngineFacts("tiny", 4, 16, 1024, 4, 6)
+    assert facts == EngineFacts("tiny", 4, 16, 1024, 4, 6, 313)
     alpha = torch.zeros(4, 6)
     assert engine.set_gates(alpha) == gate_version(alpha)
     samples = dict(engine.sample(ROWS, SAMPLING, [2]))

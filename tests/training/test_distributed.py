@@ -112,7 +112,7 @@ def alone_uneven(tmp_path_factory: pytest.TempPathFactory) -> HeadGates:
 @contextmanager
 def serving() -> Iterator[str]:
     engine = engine_run.make_engine()
-    with RolloutServer(("127.0.0.1", 0), engine, EngineFacts("random", 2, 6, 512, 2, 4)) as server:
+    with RolloutServer(("127.0.0.1", 0), engine, EngineFacts("random", 2, 6, 512, 2, 4, 1000)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

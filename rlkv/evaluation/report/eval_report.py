@@ -256,4 +256,5 @@ def _settings(config: dict[str, Any]) -> list[str]:
         f"{prompts[config['prefill']]}; template of maths tasks: {config['template'] or 'their own'}.",
         f"Repetitive: {window} tokens hold fewer than {distinct} distinct ones; {stopped}.",
         f"{config['processes']} process{'es' if config['processes'] > 1 else ''}.",
+        *([f"Programs were shut in by {config['sandbox']}."] if "sandbox" in config else []),
     ]

@@ -17,6 +17,7 @@ from rlkv.evaluation.run.distributed import join_processes
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod, named_gates, parse_methods
 from rlkv.evaluation.run.options import TaskOptions, number_for
 from rlkv.evaluation.run.runner import KEY, RunSettings, render_problems, run_method
+from rlkv.evaluation.sandbox import isolation
 from rlkv.evaluation.tasks.base import EvalTask
 from rlkv.eviction import POLICIES
 from rlkv.inference.options import SamplingOptions
@@ -121,6 +122,8 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         "num_samples": {task: own.num_samples for task, own in settings.items()},
         "processes": processes.count,
     }
+    if any(task.kind == "code" for task, _ in loaded):
+        chosen["sandbox"] = isolation()
     return Evaluation(methods, rows, asdict(config) | chosen)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlkv.evaluation.sandbox import isolation
+
 Kind = Literal["math", "choice", "code", "instructions"]
 Row = tuple[str, dict[str, Any]]  # where it stands (file and line, for errors), its fields
 
@@ -79,7 +81,12 @@ class EvalTask:
     draw: Callable[[int], list[Row]] | None = None
 
     def problems(self, rows: Iterable[Row]) -> list[EvalProblem]:
-        """The problems of ``rows``; a ``ValueError`` if a row is broken, or two rows have one id."""
+        """The problems of ``rows``; a ``ValueError`` if a row is broken, or two rows have one id.
+
+        Also, before any text is generated, if answers are programs and this machine cannot run them safely.
+        """
+        if self.kind == "code":
+            isolation()
         found: dict[str, EvalProblem] = {}
         for number, (where, row) in enumerate(self.select(rows), start=1):
             parsed = self.parse(row, where, number)

@@ -37,7 +37,7 @@ MODULES = (
 PRELUDE = "\n".join(
     [*(f"from {name} import *" for name in MODULES), f"import {', '.join(MODULES)}", "sys.setrecursionlimit(50000)", ""]
 )
-SETUP = "from inside.compare import same_output, same_value"
+SETUP = "from inside.judge import same_output, same_value"
 
 
 MOST_BYTES = 1 << 30  # of the unpacked tests of a problem

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ import yaml
 from rlkv.cache import CacheSettings
 from rlkv.cli.eval import run as evaluate
 from rlkv.cli.options import parse
+from rlkv.evaluation import sandbox
 from rlkv.evaluation.run.evaluation import EvalConfig
 from rlkv.evaluation.run.methods import parse_methods
+from rlkv.evaluation.sandbox import SandboxError
 from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.eviction import RKV
 from rlkv.gates.head_gates import HeadGates
@@ -105,6 +107,24 @@ def test_samples_and_early_stops_are_reported(tmp_path: Path) -> None:
     ended = sum(json.loads(line)["finish_reason"] == "repetition" for line in lines)
     assert found["stopped_for_repetition"] == ended > 0
     assert "such texts are ended there" in (tmp_path / "report.md").read_text()
+
+
+def test_where_programs_run_is_said_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, folder = tmp_path / "mbpp_test.jsonl", tmp_path / "out"
+    data.write_text('{"prompt": "Add.", "test": ["assert f(3) == 4"], "code": ""}')
+    options = ["--tasks", "mbpp", "--data", str(data)]
+    monkeypatch.setattr(sandbox, "find_isolation", lambda: _raise(SandboxError("install bubblewrap")))
+    with pytest.raises(ValueError, match="install bubblewrap"):
+        run(folder, *options)
+    assert not folder.exists()
+    monkeypatch.setattr(sandbox, "find_isolation", lambda: (sandbox.Isolation(), "a box"))
+    run(folder, *options)
+    assert json.loads((folder / "results.json").read_text())["config"]["sandbox"] == "a box"
+    assert "Programs were shut in by a box." in (folder / "report.md").read_text()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 @pytest.mark.parametrize("name", ["eval_llama8b", "eval_qwen7b", "eval_qwen3_4b", "eval_tiny"])

@@ -7,11 +7,14 @@ import struct
 from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
-from rlkv.evaluation.sandbox import Limits, SandboxError, run_tests
-from rlkv.evaluation.sandbox.inside import isolation, worker
+from rlkv.evaluation import sandbox
+from rlkv.evaluation.sandbox import Isolation, Limits, SandboxError, Verdict, run_tests
+from rlkv.evaluation.sandbox.inside import worker
+from rlkv.evaluation.tasks.registry import load_task
 from tests.helpers.good_programs import GOOD
 
 EQUAL = "class E:\n    __eq__ = __lt__ = __gt__ = lambda s, o: True\n    __ne__ = lambda s, o: False\n"
@@ -23,8 +26,9 @@ VALUES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock"], indirect=True)
 @pytest.mark.parametrize("name", GOOD)
-def test_right_programs_pass(name: str) -> None:
+def test_right_programs_pass(name: str, isolation: Isolation) -> None:
     verdict = run_tests(*GOOD[name], Limits(wall_seconds=60))
     assert (verdict.passed, verdict.reason, verdict.detail) == (True, "passed", "")
 
@@ -43,7 +47,8 @@ def test_right_programs_pass(name: str) -> None:
         ("while True: pass", "timeout"),
     ],
 )
-def test_reasons(program: str, reason: str) -> None:
+@pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock"], indirect=True)
+def test_reasons(program: str, reason: str, isolation: Isolation) -> None:
     # CPU time of 1 s, so that the last one ends by it or by the clock
     assert run_tests(program, ["assert f(3) == 4"], Limits(wall_seconds=3, cpu_seconds=1)).reason == reason
 
@@ -94,17 +99,24 @@ def test_plain_data_comes_back_as_it_was(value: object) -> None:
     assert (type(back), back) == (type(value), value)
 
 
-@pytest.mark.parametrize(("machine", "architecture"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)])
-def test_filter(machine: str, architecture: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("machine", "architecture", "numbers"),
+    [
+        ("x86_64", 0xC000003E, (0, 231, 62, 41, 56, 257, 72, 16, 53)),
+        ("aarch64", 0xC00000B7, (63, 94, 129, 198, 220, 56, 25, 29, 199)),
+    ],
+)
+def test_filter(machine: str, architecture: int, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[tuple[int, ...]] = []
 
     def install(_name: str, _option: int, _mode: int, program: bytes, *_: int) -> None:
         length, address = struct.unpack("HP", program)
         steps.extend(struct.iter_unpack("HBBI", ctypes.string_at(address, 8 * length)))
 
-    def decide(number: int, argument: int = 0, machine: int = architecture) -> int:
+    def decide(number: int, *arguments: int, machine: int = architecture) -> int:
         """What the kernel would do with a call: a reading of BPF as in Documentation/networking/filter.rst."""
-        data, position, register = struct.pack("IIQQ", number, machine, 0, argument), 0, 0
+        data = struct.pack("IIQ6Q", number, machine, 0, *arguments, *[0] * (6 - len(arguments)))
+        position, register = 0, 0
         while True:
             code, if_true, if_false, operand = steps[position]
             position += 1
@@ -112,44 +124,68 @@ def test_filter(machine: str, architecture: int, monkeypatch: pytest.MonkeyPatch
                 return operand & 0xFFFF
             if code == 0x20:
                 register = struct.unpack_from("I", data, operand)[0]
+            elif code == 0x54:
+                register &= operand
             else:
-                holds = {0x15: register == operand, 0x35: register >= operand, 0x45: register & operand}[code]
-                position += if_true if holds else if_false
+                position += if_true if {0x15: register == operand, 0x35: register >= operand}[code] else if_false
 
-    monkeypatch.setattr(isolation, "call", install)
+    monkeypatch.setattr(worker, "call", install)
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("", "", "", "", machine)))
-    isolation._refuse_calls()
-    column, _, clone = isolation.ARCHITECTURES[machine]
-    refused = [numbers[column] for numbers in isolation.REFUSED.values() if numbers[column] >= 0]
-    assert {decide(number) for number in refused} == {1}
-    read_write_exit_group = [(0, 1, 231), (63, 64, 94)][column]
-    assert {decide(number) for number in read_write_exit_group} == {0}
-    assert {decide(number, machine=0x40000003) for number in read_write_exit_group} == {1}  # other numbers: 32-bit
+    worker.filter_calls()
+    assert len(steps) < 4096  # the kernel's limit
+    read, exit_group, kill, socket, clone, openat, fcntl, ioctl, socketpair = numbers
+    assert {decide(number) for number in (read, exit_group)} == {0}
+    assert {decide(number) for number in (kill, socket)} == {1}
+    assert {decide(number, machine=0x40000003) for number in (read, exit_group)} == {1}  # other numbers: 32-bit
     assert [decide(clone, flags) for flags in (0x3D0F00, 0x11)] == [0, 1]  # a thread, a process
-    assert (decide(435), decide(1 << 30 | 41)) == (38, 1)
+    assert [decide(openat, 0, 0, flags) for flags in (0, 0o101, 0o1101, 0o1000, 0o1003, 3)] == [0, 0, 0, 1, 1, 1]
+    assert [decide(fcntl, 0, command) for command in (1, 4, 8, 10, 1 << 32 | 8)] == [0, 0, 1, 1, 1]
+    assert [decide(ioctl, 0, command) for command in (0x5401, 0x5412, 0x8901)] == [0, 1, 1]
+    assert [decide(socketpair, 1, kind) for kind in (1, 0o2004001, 2, 5)] == [0, 0, 1, 1]
+    assert decide(socketpair, 30, 1) == 1  # of another family
+    assert {decide(number) for number in (435, 437, 500, 1 << 30 | read)} == {38}  # newer calls and x32
 
 
-WITHOUT = (
-    "import sys; sys.path.append(sys.argv[1]); from inside import isolation, judge; import os; "
-    "isolation._restrict_files = isolation._refuse_calls = lambda *_: os.stat('/no such file'); "
-    "os.geteuid = lambda: {user}; judge.main()"
+def test_a_machine_without_a_filter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("", "", "", "", "riscv64")))
+    with pytest.raises(OSError, match="no filter of system calls for riscv64"):
+        worker.filter_calls()
+
+
+UNPROTECTED = (
+    "import sys; sys.path.append(sys.argv[1]); from inside import worker; import os; "
+    "worker._restrict_files = lambda *_: os.stat('/no such file'); from inside.{} import main; main()"
 )
 
 
-def test_missing_protections_are_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlkv.evaluation.sandbox.run._warned", set())
-    monkeypatch.setattr("rlkv.evaluation.sandbox.run.START", WITHOUT.format(user=1))
-    for _ in range(2):
-        assert run_tests("def f(x): return 4", ["assert f(3) == 4"]).passed
-    first, second = sorted(record.getMessage() for record in caplog.records)
-    assert "no access to the files of this user" in first
-    assert "no network" in second
+def test_programs_are_refused_where_nothing_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sandbox.find_isolation.cache_clear()
+    monkeypatch.setattr(sandbox, "START", UNPROTECTED)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    data = tmp_path / "mbpp_test.jsonl"
+    data.write_text('{"prompt": "Add.", "test": ["assert f(3) == 4"], "code": ""}')
+    with pytest.raises(SandboxError, match=r"not installed.*Landlock does not work.*no such file.*install bubblewrap"):
+        run_tests("def f(x): return 4", ["assert f(3) == 4"])
+    with pytest.raises(ValueError, match="install bubblewrap"):  # before any text is generated
+        load_task("mbpp", data)
+    with pytest.raises(SandboxError, match="no such file"):  # also when it no longer works
+        sandbox._run(Isolation(landlock=1), {"program": "", "tests": {}}, Limits())
 
 
-@pytest.mark.parametrize(
-    ("start", "message"), [("raise RuntimeError('broken')", "broken"), (WITHOUT.format(user=0), "run as root")]
-)
-def test_a_broken_sandbox_gives_no_verdict(start: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlkv.evaluation.sandbox.run.START", start)
-    with pytest.raises(SandboxError, match=message):
-        run_tests("", ["assert f(3) == 4"])
+def test_a_bubblewrap_that_does_not_work_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def run(way: Isolation, *_: object) -> tuple[str, Verdict]:
+        ran.append(way)
+        if way.bubblewrap:
+            raise SandboxError("no namespaces")
+        return "(3)", Verdict("passed", "", 0.0)
+
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/bwrap")
+    monkeypatch.setattr(sandbox, "_run", run)
+    sandbox.find_isolation.cache_clear()
+    try:
+        assert sandbox.isolation() == "Landlock (3) and a filter of system calls"
+    finally:
+        sandbox.find_isolation.cache_clear()
+    assert [way.bubblewrap for way in ran] == ["/usr/bin/bwrap", None]

@@ -1,5 +1,6 @@
 """Hostile programs: all count as wrong, the evaluator lives, nothing is left behind."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -9,33 +10,51 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from rlkv.evaluation.sandbox import Limits, Verdict, run, run_tests
+from rlkv.evaluation import sandbox
+from rlkv.evaluation.sandbox import Isolation, Limits, Verdict, run_tests
+from tests.helpers.hostile_calls import CALLS, PRELUDE
 from tests.helpers.hostile_programs import PROGRAMS, TESTS
 
 LIMITS = Limits(wall_seconds=1.0, cpu_seconds=1, memory_bytes=256 << 20, file_bytes=4 << 20)
 VARIABLE = "RLKV_TEST_OF_THE_SANDBOX"
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Processes of runs in this folder: judge and worker, whose arguments name it."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes()
-        except OSError:
-            continue
-        if b"inside.judge" in command and os.fsencode(folder) in command:
-            found.append(path.parent.name)
-    return found
+@pytest.fixture(autouse=True)
+def adopted() -> Iterator[None]:
+    """Orphans of processes below this one become its children, so that :func:`running` finds them."""
+    prctl, subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(subreaper, 1, 0, 0, 0)
+    yield
+    prctl(subreaper, 0, 0, 0, 0)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def running(name: str = "") -> list[str]:
+    """Judges, workers and bubblewraps among the descendants of this process; with ``name``: of that program."""
+    parents: dict[str, str] = {}
+    commands: dict[str, bytes] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+            parents[path.name] = parent
+            commands[path.name] = b"" if state == "Z" else (path / "cmdline").read_bytes()
+
+    def is_ours(number: str) -> bool:
+        while number in parents and number != str(os.getpid()):
+            number = parents[number]
+        return number == str(os.getpid())
+
+    program = f"from inside.{name}".encode()
+    return [number for number, command in commands.items() if program in command and is_ours(number)]
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -51,11 +70,9 @@ def state_of_evaluator() -> tuple[object, ...]:
     )
 
 
-def test_hostile_programs_count_as_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock 1"], indirect=True)
+def test_hostile_programs_count_as_wrong(isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(PROGRAMS) == 132
-    assert run_tests("f = lambda x: x + 1", TESTS).passed
-    if run._warned:
-        pytest.skip(f"this machine permits too little to run them on it: {sorted(run._warned)}")
     file, runs = tmp_path / "file", tmp_path / "runs"
     file.write_text("private")
     runs.mkdir()
@@ -85,8 +102,71 @@ def test_hostile_programs_count_as_wrong(tmp_path: Path, monkeypatch: pytest.Mon
                 listener.accept()
     assert run_tests("f = lambda x: x + 1", TESTS).passed
     assert file.read_text() == "private"
-    wait_until(lambda: not processes_of(runs))
+    wait_until(lambda: not running())
     assert list(runs.iterdir()) == []
+
+
+def traces(*files: Path) -> list[object]:
+    """What calls outside the sandbox would leave behind."""
+    found: list[object] = [path.read_text() for path in sorted(Path("/proc/sysvipc").glob("*"))]
+    for file in files:
+        facts = file.stat()
+        found.append((facts.st_mode, facts.st_uid, facts.st_mtime_ns, os.listxattr(file), file.read_text()))
+    return found
+
+
+@pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock 1", "Landlock"], indirect=True)
+def test_calls_that_reach_outside_are_refused(
+    isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readable = tmp_path / "readable"
+    readable.mkdir()
+    private, read = tmp_path / "file", readable / "file"
+    private.write_text("private")
+    read.write_text("read")
+    names = {"FILE": str(private), "READ": str(read), "SOCKET": str(tmp_path / "socket")}
+    monkeypatch.setattr(sandbox, "READABLE", [*sandbox.READABLE, str(readable)])
+
+    def judge(attack: str) -> Verdict:
+        for name, value in names.items():
+            attack = attack.replace(f"@{name}@", value)
+        return run_tests(PRELUDE + attack, TESTS, Limits(wall_seconds=10))
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(names["SOCKET"])
+        listener.setblocking(False)
+        before = traces(private, read)
+        with ThreadPoolExecutor(4) as pool:
+            verdicts = dict(zip(CALLS, pool.map(judge, CALLS.values()), strict=True))
+        with pytest.raises(BlockingIOError):
+            listener.recv(1)
+    refusals = ("program: PermissionError: [Errno 1]", "program: OSError: [Errno 38]")
+    wrong = {name: verdict for name, verdict in verdicts.items() if not verdict.detail.startswith(refusals)}
+    assert wrong == {}
+    assert traces(private, read) == before
+    assert judge("").passed
+
+
+@pytest.mark.parametrize("start", ["", "print(7, flush=True); "])
+@pytest.mark.parametrize(
+    "judge",
+    [
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "os.fork() or (os.setsid(), time.sleep(5))",  # holds the judge's output
+    ],
+)
+def test_the_evaluator_never_waits_without_limit(judge: str, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "find_isolation", lambda: (Isolation(landlock=1), "Landlock"))
+    monkeypatch.setattr(sandbox, "START", f"import os, signal, time; {start}{judge}")
+    monkeypatch.setattr(sandbox, "START_SECONDS", 0.5)
+    monkeypatch.setattr(sandbox, "END_SECONDS", 0.5)
+    begun = time.monotonic()
+    if start:
+        assert run_tests("", TESTS, Limits(wall_seconds=0.5)).reason == "timeout"
+    else:
+        with pytest.raises(sandbox.SandboxError, match="no verdict after 2 s"):
+            run_tests("", TESTS, Limits(wall_seconds=0.5))
+    assert time.monotonic() - begun < 4.5
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -99,6 +179,6 @@ def test_nothing_is_left_when_the_evaluator_ends(number: int, tmp_path: Path) ->
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL) as evaluator:
-        wait_until(lambda: len(processes_of(tmp_path)) == 2)  # judge, worker
+        wait_until(lambda: running("judge") and running("worker"))
         evaluator.send_signal(number)
-    wait_until(lambda: not processes_of(tmp_path) and not list(tmp_path.iterdir()))
+    wait_until(lambda: not running() and not list(tmp_path.iterdir()))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlkv.evaluation.sandbox import Limits, run_tests
-from rlkv.evaluation.sandbox.inside.compare import same_output, same_value
+from rlkv.evaluation.sandbox.inside.judge import same_output, same_value
 
-SETUP = "from inside.compare import same_output"
+SETUP = "from inside.judge import same_output"
 LIMITS = Limits(wall_seconds=60)
 
 

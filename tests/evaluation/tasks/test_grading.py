@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlkv.evaluation.sandbox import isolation
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.code import extract_code
 from rlkv.evaluation.tasks.registry import TASKS, load_task
@@ -86,7 +87,7 @@ def test_a_wrong_program_has_the_right_names() -> None:
 def test_the_code_check_counts_every_case() -> None:
     broken = EvalProblem("mbpp/2", "p", "def add(a, b):\n    return 0", ADD.meta)
     found = GRADERS.check_code([ADD, broken])
-    assert (found["reference"], found["refused"]) == (2, ["mbpp/2"])
+    assert (found["reference"], found["refused"], found["sandbox"]) == (2, ["mbpp/2"], isolation())
     assert (found["empty_passed"], found["wrong_passed"]) == ([], [])
     assert found["next_passed"] == ["mbpp/2"]  # the program of mbpp/1 passes its tests
 

@@ -8,22 +8,44 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from . import isolation, worker
+from . import worker
+
+
+def same_output(found: str, expected: str) -> bool:
+    """Whether both texts have the same lines, up to white space around them; numbers may be written differently.
+
+    What counts as the expected output or value is as in LiveCodeBench's evaluation.
+    """
+    lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (found, expected))
+    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+
+
+def _same_line(found: str, expected: str) -> bool:
+    try:
+        return found == expected or [*map(Decimal, found.split())] == [*map(Decimal, expected.split())]
+    except InvalidOperation:
+        return False
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Whether both are equal; a tuple may stand for the list that JSON has."""
+    return bool((list(found) if type(found) is tuple else found) == expected)
 
 
 def main() -> NoReturn:
-    """Start the worker, write what its isolation lacks, read the job, write the verdict; end by SIGALRM if too late."""
-    folder, limits = sys.argv[2], json.loads(sys.argv[3])
-    os.chdir(folder)
-    isolation.call("prctl", isolation.PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    signal.alarm(60)  # to shut the worker in, on a busy machine
-    program = Program(folder, limits)  # before the tests are read: they are not in the worker's memory
-    isolation.call("prctl", isolation.DUMPABLE, 0, 0, 0, 0)
+    """Start the worker, write what shuts it in, read the job, write the verdict; end by SIGALRM if too late."""
+    options = json.loads(sys.argv[2])
+    os.chdir(options["folder"])
+    worker.call("prctl", worker.PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    worker.call("prctl", worker.DUMPABLE, 0, 0, 0, 0)
+    signal.alarm(options["start_seconds"])
+    program = Program(options["worker"], options["folder"])
     signal.signal(signal.SIGTERM, lambda *_: program.end("killed", "by the end of the evaluator"))
     print(json.dumps(program.receive()), flush=True)
-    signal.setitimer(signal.ITIMER_REAL, limits["wall_seconds"])
+    signal.setitimer(signal.ITIMER_REAL, options["wall_seconds"])
     resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # for hostile answers
     job = json.load(sys.stdin)
     program.nonce = job["nonce"]
@@ -43,14 +65,14 @@ def main() -> NoReturn:
 class Program(dict[str, Any]):
     """The program in the worker, and the tests' names: their own, then modules and builtins, then the program's."""
 
-    def __init__(self, folder: str, limits: dict[str, Any]) -> None:
+    def __init__(self, command: list[str], folder: str) -> None:
         super().__init__(__name__="tests")
-        self.folder, self.cpu_seconds, self.nonce = folder, limits["cpu_seconds"], ""
+        self.folder, self.nonce = folder, ""
         self.where, self.tests, self.used, self.shadowed = "program", "", "", False
         (requests, to_worker), (from_worker, replies) = os.pipe(), os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            worker.work(requests, replies, folder, limits)
+        ends = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, replies, 1)]
+        self.pid = os.posix_spawn(command[0], command, {}, file_actions=ends)
+        os.close(requests)
         os.close(replies)
         self.requests, self.answers = os.fdopen(to_worker, "w", buffering=1), os.fdopen(from_worker)
         Remote._ask = self.ask
@@ -71,11 +93,10 @@ class Program(dict[str, Any]):
         """The worker's next line; the end of the run if there is none."""
         if line := self.answers.readline():
             return json.loads(line)
-        status, usage = os.wait4(self.pid, 0)[1:]
-        code, seconds = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-        # the account of a process that reached its limit may stay some ms below it
-        reason = "timeout" if seconds > 0.9 * self.cpu_seconds else "killed" if code < 0 else "exit"
-        self.end(reason, f"the program ended with {code} after {seconds:.1f} s of CPU time")
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        number = -code if code < 0 else max(0, code - 128)  # bubblewrap's code for a signal is 128 + its number
+        reason = "timeout" if number == signal.SIGXCPU else "killed" if number else "exit"
+        self.end(reason, f"the program ended with {code}")
 
     def end(self, reason: str, detail: str) -> NoReturn:
         """Leave nothing behind, write the verdict and end this process: no test can catch this."""

@@ -4,10 +4,14 @@ Plain data travels as JSON. Values are rebuilt as exact types: an object with it
 subclasses lose their type (``Counter`` becomes ``dict``). Other objects stay here; the judge knows them by a number.
 """
 
+import ctypes
 import functools
 import json
 import operator
 import os
+import resource
+import signal
+import struct
 import sys
 import types
 from collections import deque
@@ -19,7 +23,120 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any, NoReturn
 
-from . import isolation
+PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38  # prctl(2)
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# The system calls of a program that computes, reads and writes files, waits, and has threads: name, number on x86_64,
+# number on aarch64 if there is one. All others are refused: signals, System V IPC, message queues, keys, owners, modes,
+# times and attributes of files, priorities, processes, sockets, and what a kernel will have one day.
+ALLOWED = """
+read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 lseek:8:62 close:3:57
+close_range:436:436 dup:32:23 dup2:33 dup3:292:24 pipe:22 pipe2:293:59 sendfile:40:71
+copy_file_range:326:285 ftruncate:77:46 fsync:74:82 fdatasync:75:83 mmap:9:222 munmap:11:215
+mprotect:10:226 mremap:25:216 madvise:28:233 brk:12:214 msync:26:227 futex:202:98
+set_robust_list:273:99 rseq:334:293 exit:60:93 exit_group:231:94 sched_yield:24:124
+sched_getaffinity:204:123 wait4:61:260 creat:85 access:21 faccessat:269:48 faccessat2:439:439 stat:4
+fstat:5:80 lstat:6 newfstatat:262:79 statx:332:291 readlink:89 readlinkat:267:78 getcwd:79:17
+chdir:80:49 fchdir:81:50 getdents64:217:61 mkdir:83 mkdirat:258:34 rmdir:84 unlink:87
+unlinkat:263:35 rename:82 renameat:264:38 renameat2:316:276 link:86 linkat:265:37 symlink:88
+symlinkat:266:36 umask:95:166 rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139
+rt_sigpending:127:136 rt_sigsuspend:130:133 rt_sigtimedwait:128:137 sigaltstack:131:132 pause:34
+alarm:37 setitimer:38:103 getitimer:36:102 restart_syscall:219:128 nanosleep:35:101
+clock_nanosleep:230:115 clock_gettime:228:113 clock_getres:229:114 gettimeofday:96:169 time:201
+times:100:153 getrusage:98:165 getcpu:309:168 sysinfo:99:179 uname:63:160 getrandom:318:278
+getpid:39:172 gettid:186:178 getppid:110:173 getpgid:121:155 getpgrp:111 getsid:124:156
+getuid:102:174 geteuid:107:175 getgid:104:176 getegid:108:177 getgroups:115:158 getresuid:118:148
+getresgid:120:150 select:23 pselect6:270:72 poll:7 ppoll:271:73 epoll_create:213
+epoll_create1:291:20 epoll_ctl:233:21 epoll_wait:232 epoll_pwait:281:22 eventfd:284 eventfd2:290:19
+sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212 shutdown:48:210 getsockopt:55:209
+setsockopt:54:208 getsockname:51:204 getpeername:52:205
+"""
+# Allowed where an argument, cut to a mask, has one of these values: (argument, mask, values)
+THREAD, TRUNCATE, WORD = 0x10000, 0x200, 0xFFFFFFFF
+OPENED = (0, 1, 2, TRUNCATE | 1, TRUNCATE | 2)  # older Landlock lets a file that is opened for reading be truncated
+WITH_ARGUMENTS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
+    "clone:56:220": [(0, THREAD, (THREAD,))],
+    "open:2": [(1, TRUNCATE | 3, OPENED)],
+    "openat:257:56": [(2, TRUNCATE | 3, OPENED)],
+    "fcntl:72:25": [(1, WORD, (0, 1, 2, 3, 4, 5, 6, 7, 1030))],  # copies, flags and locks; not owners and signals
+    "ioctl:16:29": [(1, WORD, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))],  # what isatty and asyncio ask
+    "prctl:157:167": [(0, WORD, (15, 16))],  # names of threads
+    "socketpair:53:199": [(0, WORD, (1,)), (1, 0xF, (1,))],  # a stream: datagrams could be sent to other sockets
+}
+NEWER_CALLS = 435  # do not exist, so that the C library takes the older ones
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: object) -> int:
+    """Call a function of the C library; OSError where it returns -1."""
+    result = int(getattr(_libc, name)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments)))
+    if result == -1:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def isolate(folder: str, readable: list[str], devices: list[str], landlock: int, limits: dict[str, int]) -> int:
+    """Shut this process in for good; OSError if the kernel refuses.
+
+    Args:
+        folder: the only place for files.
+        readable: what may be read besides.
+        devices: what may be read and written besides.
+        landlock: the newest version of Landlock to use; 0: none, since bubblewrap has hidden all other files.
+
+    Returns:
+        The version of Landlock that was used.
+    """
+    call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+    bounds = {"CORE": 0, "AS": limits["memory_bytes"], "FSIZE": limits["file_bytes"], "NOFILE": limits["open_files"]}
+    for name, value in bounds.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    # SIGXCPU first, which tells the judge why; SIGKILL for a program that handles it
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_seconds"], limits["cpu_seconds"] + 1))
+    version = _restrict_files(readable, [folder, *devices], landlock) if landlock else 0
+    filter_calls()
+    return version
+
+
+def _restrict_files(readable: list[str], own: list[str], newest: int) -> int:
+    """Landlock: only ``readable`` and ``own`` can be read, only ``own`` written (userspace-api/landlock.rst)."""
+    version = min(newest, call("syscall", 444, None, 0, 1))
+    everything, network, scopes = (1 << min(12 + version, 15)) - 1, 3 * (version >= 4), 3 * (version >= 6)
+    read, file_rights = 0b1100, 0x4007  # read file, read folder; the rights that exist for files
+    ruleset = call("syscall", 444, struct.pack("3Q", everything, network, scopes), 24, 0)
+    for path in filter(os.path.exists, [*readable, *own]):
+        rights = everything if path in own else read
+        rule = rights if os.path.isdir(path) else rights & everything & file_rights
+        call("syscall", 445, ruleset, 1, struct.pack("=Qi", rule, os.open(path, os.O_PATH)), 0)
+    call("syscall", 446, ruleset, 0)
+    return version
+
+
+def filter_calls() -> None:
+    """Allow ``ALLOWED`` and ``WITH_ARGUMENTS`` and no other system call from now on (seccomp)."""
+    machine = os.uname().machine
+    if machine not in ARCHITECTURES:
+        raise OSError(f"no filter of system calls for {machine}: only for {' and '.join(ARCHITECTURES)}")
+    load, equal, at_least, mask, answer = 0x20, 0x15, 0x35, 0x54, 0x06
+    allow, refuse, not_there = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x50001), (answer, 0, 0, 0x50026)
+    steps = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), refuse, (load, 0, 0, 0)]
+    column = list(ARCHITECTURES).index(machine) + 1
+    for entry in [*ALLOWED.split(), *WITH_ARGUMENTS]:
+        numbers = entry.split(":")
+        if column >= len(numbers):
+            continue
+        checks: list[tuple[int, int, int, int]] = []
+        for argument, bits, values in WITH_ARGUMENTS.get(entry, []):
+            checks += [(load, 0, 0, 16 + 8 * argument), (mask, 0, 0, bits)]
+            checks += [(equal, len(values) - place, 0, value) for place, value in enumerate(values)]
+            checks.append(refuse)
+        steps += [(equal, 0, len(checks) + 1, int(numbers[column])), *checks, allow]
+    steps += [(at_least, 0, 1, NEWER_CALLS), not_there, refuse]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    call("prctl", SECCOMP, 2, struct.pack("HP", len(steps), ctypes.addressof(code)), 0, 0)
+
 
 # type: to a text or to items, and back; each side adds the objects of the program
 KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -71,12 +188,13 @@ def run(module: types.ModuleType, source: str, stdin: str | None) -> None:
         module.__dict__["output"] = written.read().decode(errors="replace")
 
 
-def work(requests: int, replies: int, folder: str, limits: dict[str, int]) -> NoReturn:
-    """Report what the isolation lacks; answer requests with ``("value", v)`` or ``("error", exception, message)``."""
-    null = os.open(os.devnull, os.O_RDWR)
+def main() -> NoReturn:
+    """Report the isolation; answer requests with ``("value", v)`` or ``("error", exception, message)``."""
+    options = json.loads(sys.argv[2])
+    requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    missing = isolation.isolate(folder, limits)
+    version = isolate(**options)
     os.dup2(null, 2)  # not before: errors of the isolation go to the evaluator
     objects: dict[int, Any] = {}
     KINDS[object] = (lambda value: str(id(objects.setdefault(id(value), value))), str)
@@ -90,7 +208,7 @@ def work(requests: int, replies: int, folder: str, limits: dict[str, int]) -> No
         **{f.__name__: f for f in (operator.call, operator.getitem, getattr, setattr, len, bool, str, repr)},
     }
     with os.fdopen(requests) as lines, os.fdopen(replies, "w", buffering=1) as answers:
-        answers.write(json.dumps(missing) + "\n")
+        answers.write(json.dumps(version) + "\n")
         for line in lines:
             try:
                 operation, args, kwargs = decode(json.loads(line))
