@@ -64,11 +64,11 @@ $(error $(OUT) was not started with these settings, configs and version: run it 
 endif
 endif
 
-# a program with its options; what it prints goes to a log, whose end is shown if it fails
+# a program with its options; what it prints goes to a log, whose end is shown if it fails. It ends with make.
 LOG = $(OUT)/logs/$(subst /,_,$(basename $(@:$(OUT)/%=%))).log
 define run
 @echo 'python $(1)'
-@$(PYTHON) $(1) > $(LOG) 2>&1 || { tail -n 5 $(LOG) >&2; echo "all of it: $(LOG)" >&2; exit 1; }
+@trap 'kill $$!' INT TERM; $(PYTHON) $(1) > $(LOG) 2>&1 & wait $$! || { tail -n 5 $(LOG) >&2; echo "all of it: $(LOG)" >&2; exit 1; }
 @test -s $@ && touch $@
 endef
 

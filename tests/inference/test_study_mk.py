@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,6 +202,22 @@ def test_stages_run_once_and_again_when_what_they_need_is_newer(tmp_path: Path, 
     os.utime(out / "training" / "gates.pt", (1, 1))
     assert make("demo", out, **stub).returncode == 0
     assert [Path(line.split()[1]).stem for line in calls.read_text().splitlines()] == ["grpo_gates", "study"]
+
+
+def test_a_program_ends_with_make(tmp_path: Path, stub: dict[str, str]) -> None:
+    program, pid = tmp_path / "stub", tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 60\n")
+    command = ["make", "-f", "inference/study.mk", "demo", f"OUT={tmp_path / 'demo'}"]
+    running = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **stub}, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 30
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    running.terminate()
+    assert running.wait(30) != 0
+    status = Path(f"/proc/{pid.read_text().strip()}/stat")
+    while status.exists() and ") Z " not in status.read_text():
+        assert time.monotonic() < end, "it goes on"
+        time.sleep(0.05)
 
 
 def test_a_study_collects_reports_and_gates(tmp_path: Path, stub: dict[str, str]) -> None:
