@@ -10,15 +10,23 @@ NEWEST := .venv-newest
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # make demo FRESH=1 starts over; make demo QUICK=1 runs every stage at a tenth of the size; make study likewise
-FRESH_FLAG := $(if $(filter 1,$(FRESH)),--fresh)
-quick_flags = $(if $(filter 1,$(QUICK)),--quick --output-dir results/$(1)_quick)
+IS_QUICK := $(filter 1,$(QUICK))
+# MODEL=smol: make study on the built-in language model (many hours on two cores)
+MODEL := tiny
+JOBS = $(if $(filter -j%,$(MAKEFLAGS)),,-j$(shell n=$$(nproc 2> /dev/null || echo 2); echo $$((n < 4 ? n : 4))))
+# inference/study.mk has the stages; $(call stages,GOAL,MODEL,FOLDER,JOBS)
+define stages
+@if [ "$(FRESH)" = 1 ] && { [ -e $(3)/started ] || [ -e $(3)/stages.json ]; }; then rm -rf $(3); fi
+@start=$$(date +%s); $(MAKE) --no-print-directory -f inference/study.mk $(1) MODEL=$(2) OUT=$(3) QUICK=$(IS_QUICK) \
+	PYTHON=$(BIN)/python $(4) && echo "$$(($$(date +%s) - start)) s; everything is in $(3)/"
+endef
 
 .PHONY: help venv demo smol study test test-vllm test-newest lint docs bench clean
 
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
 	@echo "make smol   the same on the built-in language model (SmolLM2-135M) -> results/smol/"
-	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/"
+	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/ (MODEL=smol: on that)"
 	@echo "make test   the test suite (CPU)          make lint   ruff, mypy, import-linter"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB)"
 	@echo "make test-newest  the tests that depend most on transformers, with the newest one that trl accepts"
@@ -40,13 +48,14 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python inference/demo.py $(FRESH_FLAG) $(call quick_flags,demo)
+	$(call stages,demo,tiny,results/demo$(IS_QUICK:1=_quick))
 
 smol: $(STAMP)
-	$(BIN)/python inference/demo.py --model smol $(FRESH_FLAG) $(call quick_flags,smol)
+	$(call stages,demo,smol,results/smol$(IS_QUICK:1=_quick))
 
+# as many stages at once as there are cores, at most 4, unless -j says otherwise
 study: $(STAMP)
-	$(BIN)/python inference/full_study.py $(FRESH_FLAG) $(call quick_flags,study)
+	$(call stages,study,$(MODEL),results/study$(filter-out _tiny,_$(MODEL))$(IS_QUICK:1=_quick),$(JOBS))
 
 # one worker per core and one thread per worker; the tests of a file share its fixtures, so they stay together
 test: $(STAMP)

@@ -1,4 +1,4 @@
-"""Look at gates files, convert, plot, compare and share them; follow the training that makes them.
+"""Look at gates files, convert, plot, compare and share them; report on the training that makes them.
 
 A gates file is a .pt, .safetensors or .tsv file, a PEFT folder, hf://owner/name[@revision] on the hub, or tiny for the
 packaged gates of the built-in model.
@@ -7,7 +7,7 @@ packaged gates of the built-in model.
     rlkv-gates convert gates.pt gates.safetensors  another format, by the suffix
     rlkv-gates plot gates.pt heatmap.png           heat map of layers x KV heads
     rlkv-gates diff mine.pt hf://owner/theirs      do two files agree on the heads?
-    rlkv-gates report outputs/gates --watch        the page of a training run
+    rlkv-gates report outputs/gates                the page of a training run
     rlkv-gates push gates.pt hf://owner/name       publish, with a model card
     rlkv-gates pull hf://owner/name gates.pt       download
 """

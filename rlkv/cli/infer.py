@@ -16,7 +16,7 @@ The same against the full cache, side by side:
 
 R-KV in the compressible heads, and in all heads (token eviction as published):
     rlkv-infer --gates gates.pt --sparsity 0.5 --eviction rkv --budget 256 --prompt "..."
-    rlkv-infer --model tiny --eviction rkv --budget 64 --prompt "..." --show-kept kept.html
+    rlkv-infer --model tiny --eviction rkv --budget 64 --prompt "..."
 
 Many problems at once through vLLM (pip install 'rlkv[vllm]'):
     rlkv-infer --backend vllm --gates gates.pt --batch-size 64 --input problems.jsonl --output answers.jsonl
@@ -36,7 +36,6 @@ from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse
 from rlkv.cli.thinking import ThinkingStream
 from rlkv.inference.config import InferConfig
-from rlkv.utils.atomic import write_text
 
 if TYPE_CHECKING:
     from rlkv.inference.engine import OnText, Reply
@@ -90,16 +89,10 @@ def _cut(completion: Completion) -> str:
 
 
 def _answer(session: InferSession, prompt: str) -> None:
-    engine, sampling, page = session.engine, session.sampling, session.config.show_kept
+    engine, sampling = session.engine, session.sampling
     ids = engine.encode(session.render(prompt))
     reply = _streamed(session, partial(engine.reply, ids, sampling), prompt)
     print(flush=True)
-    if page is not None:
-        from rlkv.inference.kept_page import render_kept_page
-
-        html = render_kept_page(engine.tokenizer, ids + reply.completion.token_ids, len(ids), reply.cache)
-        write_text(page, html)
-        _say(f"kept tokens: {page}")
     if not session.config.compare_full:
         _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply.completion)}")
         return

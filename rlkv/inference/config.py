@@ -31,8 +31,6 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     """instead of --budget: share of the text so far"""
     eviction_option: tuple[str, ...] = ()
     """fields of the policy, such as variant=published lam=0.2"""
-    show_kept: Path | None = None
-    """with --prompt: write a page that shows which tokens are still held"""
     model: str | None = None  # type: ignore[assignment]
     """model folder, hub id, 'tiny' or 'smol'; default: the one that the gates name"""
     prompt: str | None = None
@@ -88,8 +86,6 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             raise ValueError("--prompt is empty: there is nothing to answer")
         if self.compare_full and self.is_chat:
             raise ValueError("--compare-full needs --prompt or --input: a chat continues with one cache only")
-        if self.show_kept is not None and self.prompt is None:
-            raise ValueError("--show-kept needs --prompt: its page shows one text")
 
     def _check_heads(self) -> None:
         if self.eviction is None and (self.budget is not None or self.ratio is not None or self.eviction_option):
@@ -116,9 +112,8 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     def _check_backend(self) -> None:
         if self.backend == "hf":
             return
-        for option, is_given in (("--show-kept", self.show_kept), ("--compare-full", self.compare_full)):
-            if is_given:
-                raise ValueError(f"{option} does not work with --backend vllm: leave out one of the two")
+        if self.compare_full:
+            raise ValueError("--compare-full does not work with --backend vllm: leave out one of the two")
         if self.prefill == "published":
             raise ValueError("--prefill published does not work with --backend vllm: use full or local")
         if self.device != "auto":

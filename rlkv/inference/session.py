@@ -120,7 +120,6 @@ def _open_hf(
         cache.prefill,
         config.batch_size,
         cache.eviction,
-        record=config.show_kept is not None,
         protect_prompt=cache.protect_prompt,
     )
 

@@ -88,7 +88,6 @@ class RLKVSettings(RunSettings):
     sample_steps: int = option(20, "sampled texts with their verdict: steps between those in samples.jsonl, 0: none")
     plan: bool = option(False, "print steps, tokens, engine, memory and an estimate of the time, and stop")
     plan_gpus: str | None = option(None, "plan: GPUs to plan for, such as 8xh100; default: what is here")
-    plan_measured: bool = option(False, "plan: time a short rollout and update on this machine")
     forward_rows: int = option(16, "rows per forward of the loss (one process only)")
     liger_kernels: bool = option(
         False, "Liger's RMSNorm, rotary and SwiGLU kernels in the frozen layers; needs a GPU and rlkv[liger]"
@@ -129,10 +128,8 @@ class RLKVSettings(RunSettings):
             raise ValueError(
                 f"plan is for --finder rlkv, which it needs: --finder {self.finder} shows its bound as it runs"
             )
-        if (self.plan_gpus is not None or self.plan_measured) and not self.plan:
-            raise ValueError("plan_gpus and plan_measured say what --plan counts with: add it")
-        if self.plan_gpus is not None and self.plan_measured:
-            raise ValueError("plan_measured times this machine and plan_gpus names another: give one of them")
+        if self.plan_gpus is not None and not self.plan:
+            raise ValueError("plan_gpus says what --plan counts with: add it")
         if not all(0 < sparsity < 1 for sparsity in self.target_sparsity or ()) or self.target_sparsity == []:
             raise ValueError(f"target_sparsity needs numbers between 0 and 1, got {self.target_sparsity}")
         for name, least in (("stable_steps", 0), ("held_out", 0), ("held_out_steps", 1), ("sample_steps", 0)):

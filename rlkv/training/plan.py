@@ -1,7 +1,6 @@
 """What a training takes, said before anything is loaded: the engine, sizes that fit the GPU, memory and time.
 
-Rates and reserves are assumptions (see :mod:`rlkv.rollout.estimate`) unless they were measured
-(:mod:`rlkv.training.calibration`); every step of a run prints what it took.
+Rates and reserves are assumptions (see :mod:`rlkv.rollout.estimate`); every step of a run prints what it took.
 """
 
 from __future__ import annotations
@@ -38,16 +37,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run is planned for: ``processes`` with a ``card`` each, of which ``free`` bytes are free, or on a CPU.
-
-    Attributes:
-        rates: measured there; None: assumed.
-    """
+    """Where a run is planned for: ``processes`` with a ``card`` each, of which ``free`` bytes are free, or on a CPU."""
 
     processes: int
     card: Card | None
     free: int | None
-    rates: Rates | None = None
 
 
 @dataclass(frozen=True)
@@ -106,9 +100,9 @@ class Plan:
 
     @property
     def rates(self) -> Rates | None:
-        """Measured or assumed, of one process."""
-        if self.machine.rates is not None or self.footprint is None or self.settings.model in BUILT_IN:
-            return self.machine.rates
+        """Assumed, of one process; None for a model that none are assumed for."""
+        if self.footprint is None or self.settings.model in BUILT_IN:
+            return None
         card, rows = self.machine.card, self.settings.rollout_rows or 1
         flops = CPU_FLOPS if card is None else UPDATE_SHARE * card.flops
         rollout = self.footprint.rate(self.settings.rollout, rows, card, self.mean_tokens, mixed=True)
@@ -170,11 +164,10 @@ class Plan:
         seconds = sum(self.seconds(rates))
         total = "" if self.steps is None else f" and {rough(self.steps * seconds)} in all"
         where = "a GPU" if self.machine.card is not None else "this CPU"
-        source = "assumed, not measured" if self.machine.rates is None else "measured here"
         return (
             f"about {rough(seconds)} a step{total} on {where}, if rollouts make {rates.rollout * self.sampling:,.0f} "
-            f"tokens/s, updates {rates.update * self.machine.processes:,.0f} ({source}) and a completion takes "
-            f"{self.mean_tokens:,.0f} tokens"
+            f"tokens/s, updates {rates.update * self.machine.processes:,.0f} (assumed, not measured) and a "
+            f"completion takes {self.mean_tokens:,.0f} tokens"
         )
 
 

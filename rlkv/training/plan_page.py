@@ -14,7 +14,6 @@ from rlkv.models.builtin import BUILT_IN
 from rlkv.models.loading import load_tokenizer
 from rlkv.rollout.cards import CARDS, DEFAULT, card_of, parse_gpus
 from rlkv.rollout.estimate import COPIES, ENGINE_GIB, GIB, USABLE, Footprint, free_memory, rough
-from rlkv.training.calibration import measure_rates
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.plan import PROMPT_TOKENS, Machine, Plan, footprint_on, make_plan
 from rlkv.training.problems import load_curriculum, longest_prompt
@@ -25,18 +24,16 @@ UNITS = ((GIB, "GiB"), (2**20, "MiB"))
 
 
 def describe_plan(settings: RLKVSettings, args: GateTrainingArguments) -> str:
-    """The page; with ``plan_measured`` after the paces of this machine have been measured.
+    """Return the page.
 
     Raises:
-        ValueError: if ``plan_gpus`` names none that is known, and as :func:`~rlkv.training.calibration.measure_rates`.
+        ValueError: if ``plan_gpus`` names none that is known.
     """
     with not_loading():
         machine, name = _machine(settings, args)
         plan = make_plan(settings, args, machine, _prompt_tokens(settings, args))
         if plan.footprint is None:
             plan = replace(plan, footprint=footprint_on(settings, args, machine))
-    if settings.plan_measured:
-        plan = replace(plan, machine=replace(machine, rates=measure_rates(plan.settings, args)))
     where = "this CPU" if machine.card is None else f"{machine.processes} x {name}"
     lines = {**dict(_run(plan)), **dict(_resources(plan, where)), "gates": f"{args.output_dir}/gates.pt"}
     return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
@@ -50,7 +47,7 @@ def _machine(settings: RLKVSettings, args: GateTrainingArguments) -> tuple[Machi
         return Machine(processes, CARDS[name], int(CARDS[name].memory * GIB)), name
     if here is not None:
         return Machine(args.world_size, here, free_memory(args.device)), torch.cuda.get_device_name(args.device)
-    if settings.plan_measured or settings.model in BUILT_IN:
+    if settings.model in BUILT_IN:
         return Machine(args.world_size, None, None), ""
     return Machine(args.world_size, CARDS[DEFAULT], int(CARDS[DEFAULT].memory * GIB)), DEFAULT
 

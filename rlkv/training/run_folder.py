@@ -32,12 +32,12 @@ RESUMABLE_KEYS = {"wandb", "wandb_project", "resume", "image_steps", "output_dir
 RESUMABLE_KEYS |= {"run_name", "rollout_servers", "rollout_patience", "rollout_kv_gib", "rollout_eager"}
 RESUMABLE_KEYS |= {"max_steps", "num_train_epochs", "curriculum", "rollout_rows"}
 RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "target_sparsity", "stable_steps"}
-RESUMABLE_KEYS |= {"plan", "plan_gpus", "plan_measured"}
+RESUMABLE_KEYS |= {"plan", "plan_gpus"}
 RESUMABLE_KEYS |= {"held_out_steps", "sample_steps", "forward_rows", "elimination_sparsity", "elimination_budget"}
 # what a gates file does not say of its training: files of this machine, and what does not belong to the method
 UNPUBLISHED_KEYS = {"curriculum", "haystack", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
 UNPUBLISHED_KEYS |= {"rollout_servers", "save_steps", "image_steps", "sample_steps", "gates_link"}
-UNPUBLISHED_KEYS |= {"plan", "plan_gpus", "plan_measured"}
+UNPUBLISHED_KEYS |= {"plan", "plan_gpus"}
 UNPUBLISHED_KEYS |= {"rollout_kv_gib", "rollout_rows", "allow_foreign_curriculum", "forward_rows"}
 UNPUBLISHED_KEYS |= {"rollout_patience", "rollout_eager", "save_total_limit", "held_out_steps"}
 SHARED_SECONDS = 60  # in which a network disk shows what another machine wrote

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ def test_what_works_passes() -> None:
     ("change", "message"),
     [
         ({"prompt": None}, "--prompt"),
-        ({"show_kept": Path("page.html")}, "--show-kept"),
         ({"compare_full": True}, "--compare-full"),
         ({"device": "cpu"}, "--device"),
         ({"prefill": "published"}, "--prefill published"),

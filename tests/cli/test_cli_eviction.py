@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rlkv import tiny
 from rlkv.eviction import TOVA
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.inference.config import InferConfig
 from rlkv.inference.engine import Chat, InferenceEngine
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
@@ -68,3 +70,47 @@ def test_gates_and_policy(tmp_path: Path, compare: tuple[str, ...], capsys: pyte
     options = ("--eviction", "h2o", "--budget", "24", "--sparsity", "0.25")
     run("--gates", str(path), *options, "--prompt", PROBLEM, *compare)
     assert "18 full, 6 compressible (h2o)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--eviction", "rvk", "--budget", "64"], "'rvk'"),
+        (["--eviction", "rkv", "--budget", "4"], "budget is 4"),
+        (["--eviction", "rkv", "--budget", "-1"], "budget is -1"),
+        (["--eviction", "rkv"], "either a budget"),
+        (["--eviction", "rkv", "--ratio", "1.5"], "ratio is 1.5"),
+        (["--eviction", "rkv", "--budget", "64", "--ratio", "0.5"], "both are given"),
+        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "variant"], "name=value"),
+        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "size=3"], "no option size"),
+        (["--eviction", "rkv", "--budget", "64", "--sparsity", "0.5"], "--sparsity"),
+        (["--eviction", "rkv", "--budget", "64", "--sink", "4"], "--sink"),
+        (["--eviction", "sink_window", "--budget", "20", "--eviction-option", "window=30"], "window"),
+        (["--budget", "64"], "--budget, --ratio and --eviction-option"),
+        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "budget=5"], "budget is given"),
+        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "lam=0.2", "lam=0.2"], "option lam"),
+        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "lam=abc"], "lam is abc"),
+        (
+            ["--eviction", "rkv", "--budget", "64", "--eviction-option", "kernel=3.0"],
+            "kernel is 3.0",
+        ),
+        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "protect_prompt=2"], "protect_prompt is 2"),
+        (["--eviction", "rpc", "--eviction-option", "P=100.5"], "P is 100.5"),
+        (["--eviction", "rpc", "--eviction-option", "c=NaN"], "c is nan"),
+        (["--eviction", "rpc", "--eviction-option", "R=[1]"], "R is [1]"),
+        (["--eviction", "rpc", "--budget", "64", "--eviction-option", "P=512"], "rpc: P"),
+        (["--eviction", "rpc", "--eviction-option", "buffer=3"], "buffer is 3"),
+        (["--eviction", "sink_window", "--eviction-option", "window=abc"], "window is abc"),
+        (["--eviction", "random", "--budget", "64", "--eviction-option", "seed=1.5"], "seed is 1.5"),
+    ],
+)
+def test_bad_options_are_one_sentence(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):  # the entry point prints it and exits with 2
+        run("--prompt", PROBLEM, *arguments)
+
+
+@pytest.mark.parametrize(("text", "value"), [("False", False), ("true", True)])
+def test_truth_values_are_read_as_such(text: str, value: bool) -> None:
+    policy = InferConfig(eviction="random", budget=64, eviction_option=(f"protect_prompt={text}",)).policy()
+    assert policy is not None
+    assert policy.protect_prompt is value

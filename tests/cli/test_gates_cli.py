@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -73,25 +72,15 @@ def test_plot(gates_file: Path) -> None:
     assert heat_map.read_bytes() != histogram.read_bytes()
 
 
-def test_report_follows_a_run_until_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("report", tmp_path) == 2
     assert "output folder of rlkv-train" in capsys.readouterr().err
     write_steps(tmp_path, 1, 2, total=3)
-    pages: list[str] = []
-
-    def train(seconds: float) -> None:
-        pages.append((tmp_path / "report.html").read_text())
-        write_steps(tmp_path, 3, 3)
-        (tmp_path / "gates.pt").touch()
-
-    monkeypatch.setattr(time, "sleep", train)
-    assert run("report", tmp_path, "--watch", "--every", 7) == 0
+    assert run("report", tmp_path) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "report.html")]
-    pages.append((tmp_path / "report.html").read_text())
-    assert [("Step 2 of 3" in page, 'data-seconds="7"' in page) for page in pages] == [(True, True), (False, False)]
-    assert run("report", tmp_path, "--every", 0) == 2
+    assert "Step 2 of 3" in (tmp_path / "report.html").read_text()
+    assert run("report", tmp_path, "--out", tmp_path / "pages" / "mine.html") == 0
+    assert (tmp_path / "pages" / "mine.html").exists()
 
 
 def test_diff(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,14 +10,16 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
+from trl import SFTTrainer
 
 from rlkv.models.loading import load_tokenizer
-from rlkv.training import finetune_smol
-from rlkv.training.finetune_smol import FinetuneConfig, finetune, make_trainer, training_rows
 from rlkv.utils.jsonl import read_log
 from rlkv.utils.progress import progress_bar
 from tests.helpers.models import make_tiny_model
+from tests.helpers.programs import load_program
 
+PROGRAM = load_program("train/finetune_smol.py")
+FinetuneConfig, finetune, make_trainer = PROGRAM.FinetuneConfig, PROGRAM.finetune, PROGRAM.make_trainer
 SHORT = {"steps": 4, "batch_size": 2, "rank": 2, "save_steps": 2, "held_out": 2, "device": "cpu"}
 
 
@@ -29,8 +31,8 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)
         return model.to(getattr(torch, dtype)), tokenizer
 
-    monkeypatch.setattr(finetune_smol, "load_model", load)
-    monkeypatch.setattr(finetune_smol, "MAX_NEW_TOKENS", 8)
+    monkeypatch.setattr(PROGRAM, "load_model", load)
+    monkeypatch.setattr(PROGRAM, "MAX_NEW_TOKENS", 8)
 
 
 def test_the_loss_is_the_mean_over_the_tokens_of_solutions(tmp_path: Path) -> None:
@@ -48,20 +50,20 @@ def test_the_loss_is_the_mean_over_the_tokens_of_solutions(tmp_path: Path) -> No
 
 def test_rows_are_the_same_each_time_and_grow() -> None:
     config = FinetuneConfig(steps=40, batch_size=2)
-    rows = training_rows(config)
-    assert rows == training_rows(config)
+    rows = PROGRAM.training_rows(config)
+    assert rows == PROGRAM.training_rows(config)
     lengths = [len(row["completion"][0]["content"]) for row in rows]
     assert max(lengths[:10]) < max(lengths[-20:])
     assert len(rows) == 80
 
 
 def test_chains_have_at_least_min_steps() -> None:
-    rows = training_rows(FinetuneConfig(steps=40, batch_size=1, min_steps=6))
+    rows = PROGRAM.training_rows(FinetuneConfig(steps=40, batch_size=1, min_steps=6))
     steps = [row["completion"][0]["content"].count(" depends on ") for row in rows]
     assert min(steps) == 6
     assert max(steps) == 12
     with pytest.raises(ValueError, match="min_steps"):
-        training_rows(FinetuneConfig(min_steps=13))
+        PROGRAM.training_rows(FinetuneConfig(min_steps=13))
 
 
 def test_an_adapter_is_trained_further(tmp_path: Path) -> None:
@@ -104,12 +106,17 @@ def test_a_run_that_was_stopped_gives_the_same_adapter(tmp_path: Path, monkeypat
     class Stop(Exception):
         pass
 
-    def stop(self: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
+    steps = []
+
+    def step(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        steps.append(self.state.global_step)
+        if len(steps) > 3:
             raise Stop
+        return original(self, *inputs, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune_smol._Progress, "on_step_end", stop, raising=False)
+        original = SFTTrainer.training_step
+        patch.setattr(SFTTrainer, "training_step", step)
         with pytest.raises(Stop):
             finetune(FinetuneConfig(output_dir=tmp_path / "stopped", **SHORT))
     (tmp_path / "stopped" / "checkpoint-3").mkdir()  # one that was being written

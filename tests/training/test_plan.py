@@ -9,10 +9,8 @@ import pytest
 
 from rlkv.rollout.cards import CARDS
 from rlkv.rollout.estimate import GIB
-from rlkv.training import plan_page
-from rlkv.training.calibration import measure_rates
 from rlkv.training.config import RLKVSettings, parse_config
-from rlkv.training.plan import Machine, Plan, Rates, make_plan
+from rlkv.training.plan import Machine, Plan, make_plan
 from rlkv.training.plan_page import describe_plan
 from rlkv.training.run_folder import link
 from tests.helpers import warm
@@ -193,50 +191,9 @@ def test_more_gpus_take_less_time(with_vllm: None) -> None:
     assert eight.settings.rollout_kv_gib == 16.0  # 16 of 128 completions each, 1 GiB the longest
 
 
-def test_measured_rates_replace_assumed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_built_in_model_has_no_assumed_time() -> None:
     settings, args = parse_config(["--config", "tiny", "--use_cpu", "true"])
     assert "time" not in {line.split()[0] for line in describe_plan(settings, args).splitlines()}
-    settings.plan = settings.plan_measured = True
-    monkeypatch.setattr(plan_page, "measure_rates", lambda *chosen: Rates(rollout=100.0, update=200.0))
-    page = describe_plan(settings, args)
-    # 64 completions of 130 tokens
-    assert "of a step 83 s are rollout, 42 s update" in page
-    assert "rollouts make 100 tokens/s, updates 200 (measured here)" in page
-
-
-def test_the_pace_of_this_machine_is_measured(tmp_path: Path) -> None:
-    options = [
-        "--use_cpu",
-        "true",
-        "--rollout_rows",
-        "4",
-        "--per_device_train_batch_size",
-        "4",
-        "--prompts_per_step",
-        "1",
-    ]
-    settings, args = parse_config(["--config", "tiny", *options, "--max_completion_length", "40"])
-    rates = measure_rates(settings, args)
-    assert min(rates.rollout, rates.update) > 0
-    settings.rollout = "vllm-server"
-    with pytest.raises(ValueError, match="times one process"):
-        measure_rates(settings, args)
-
-
-def test_what_is_measured_is_what_was_chosen(monkeypatch: pytest.MonkeyPatch, without_vllm: None) -> None:
-    """On a CPU too, where a model that is not built in would else be planned for a GPU."""
-    asked = []
-
-    def measure(settings: RLKVSettings, args: object) -> Rates:
-        asked.append((settings.rollout, settings.rollout_rows))
-        return Rates(1.0, 1.0)
-
-    monkeypatch.setattr(plan_page, "measure_rates", measure)
-    settings, args = parse_config(["--config", "llama8b", "--use_cpu", "true", "--plan", "--plan_measured", "true"])
-    page = describe_plan(settings, args)
-    assert asked == [("hf", 64)]
-    assert "machine    this CPU" in page
-    assert "on this CPU" in page
 
 
 def test_named_gpus_hold_bfloat16(with_vllm: None) -> None:
@@ -271,16 +228,9 @@ def test_servers_hold_the_kv() -> None:
     assert 19 < float(memory.split()[1]) < 19.3  # 15.0 of weights, 4.2 for the update
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--plan_gpus", "h100"], "--plan"),
-        (["--plan", "--plan_gpus", "h100", "--plan_measured", "true"], "one of them"),
-    ],
-)
-def test_options_that_say_nothing_are_refused(options: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_config(["--config", "tiny", "--use_cpu", "true", *options])
+def test_gpus_to_plan_for_need_a_plan() -> None:
+    with pytest.raises(ValueError, match="--plan"):
+        parse_config(["--config", "tiny", "--use_cpu", "true", "--plan_gpus", "h100"])
 
 
 @pytest.mark.parametrize("gpus", ["h1000", "0xh100", "8x", "x h100"])

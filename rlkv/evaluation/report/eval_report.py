@@ -21,15 +21,14 @@ COARSE = 0.05  # a task whose smallest provable difference is larger proves litt
 HOW_TO_READ = (
     "Accuracy is pass@1 in percent, with its 95% interval for the full cache. For a method, in parentheses: the "
     "difference to the full cache in points, with its 95% interval (bootstrap over problems, paired); * where a paired "
-    "permutation test gives p < 0.05, coloured by sign (grey: no significant difference; in Markdown "
-    f"{MARKS_LEGEND}). {FEW_CHANGED} "
+    f"permutation test gives p < 0.05 ({MARKS_LEGEND}). {FEW_CHANGED} "
     "The p values are not corrected for the number of comparisons. KV: bytes of KV in use at the end of each text, "
     "over the bytes of the full cache for the same tokens. s: share of KV heads that are compressible."
 )
 
 
 def write_report(folder: Path, done: Evaluation) -> None:
-    """``results.json``, ``report.html`` and ``report.md``."""
+    """Write ``results.json``, ``report.md`` and ``report.html``."""
     full, baseline = (
         {task: rows for (task, method), rows in done.rows.items() if method == name}
         for name in (FULL, done.config["baseline"])
@@ -40,9 +39,7 @@ def write_report(folder: Path, done: Evaluation) -> None:
     ]
     origin = provenance()
     write_json(folder / "results.json", {"config": done.config, **origin, "results": summaries})
-    page = evaluation_page(done.methods, summaries, origin, done.config)
-    for name in ("report.html", "report.md"):
-        page.write(folder / name)
+    evaluation_page(done.methods, summaries, origin, done.config).write_report(folder)
 
 
 def evaluation_page(

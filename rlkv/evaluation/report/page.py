@@ -1,17 +1,17 @@
-"""A report of text, tables and plots: one HTML file that loads nothing, and the same as Markdown (``templates/``)."""
+"""A report of text, tables and plots, written as Markdown, and as one HTML file made from it that loads nothing."""
 
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from urllib.parse import unquote
 
 from rlkv.utils.atomic import write_text
 
@@ -22,7 +22,29 @@ MARKS_LEGEND = "▲ better, ▼ worse"
 
 # brackets alone are not a link, and an underscore within a word is not emphasis: numbers stay readable as text
 _MARKUP = re.compile(r"[\\`*]|<(?=[a-z/!?])|\](?=[(\[:])|(?<!\w)_|_(?!\w)|&(?=#?\w+;)", re.IGNORECASE)
-_FIRST = re.compile(r"^(\d*)([#>]|[-+](?=\s)|(?<=\d)[.)](?=\s))")
+_FIRST = re.compile(r"^(\d*)([#>~]|[-+](?=[\s-]|$)|(?<=\d)[.)](?=\s|$))")
+
+# the texts of a report were written by models: nothing in them is loaded or run
+_HEAD = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ max-width: 78rem; margin: 2rem auto; padding: 0 1.5rem; font: 15px/1.5 system-ui, sans-serif; }}
+p, li {{ max-width: 60rem; }}
+nav ul {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .25rem 1rem; }}
+table {{ display: block; overflow-x: auto; border-collapse: collapse; font-size: .875rem; }}
+th, td {{ padding: .35rem .7rem; border: 1px solid #8886; text-align: left; vertical-align: top; }}
+pre {{ padding: .75rem; border: 1px solid #8886; white-space: pre-wrap; overflow-wrap: anywhere; }}
+img {{ max-width: 100%; background: #fff; }}
+</style>
+</head>
+<body>
+"""
 
 
 def sign_of(difference: float, p_value: float) -> Sign:
@@ -34,7 +56,7 @@ def sign_of(difference: float, p_value: float) -> Sign:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table; ``sign`` is its colour, the lines of ``note`` stand below the text in small print."""
+    """A cell of a table: its text, the mark of its ``sign``, then the lines of ``note``."""
 
     text: str
     sign: Sign = ""
@@ -70,21 +92,18 @@ class Picture(NamedTuple):
     caption: str
 
 
-class Drawing(NamedTuple):
-    markup: str
-    caption: str
+Block = Heading | Paragraph | Bullets | Code | Table | Picture
 
 
 @dataclass
 class Page:
-    """A title and blocks, in the order in which they were added; ``script`` runs in the HTML page."""
+    """A title and blocks, in the order in which they were added."""
 
     title: str
-    blocks: list[Heading | Paragraph | Bullets | Code | Table | Picture | Drawing] = field(default_factory=list)
-    script: str = ""
+    blocks: list[Block] = field(default_factory=list)
 
     def heading(self, text: str, level: int = 2) -> None:
-        """Begin a section (level 2, listed under the title) or a part of one (level 3)."""
+        """Begin a section (level 2, listed at the top of the HTML page) or a part of one (level 3)."""
         self.blocks.append(Heading(text, level))
 
     def paragraph(self, text: str, strong: bool = False) -> None:
@@ -117,42 +136,72 @@ class Page:
         self.table(list(columns), [[cell(form, row) for form in columns.values()] for row in rows], caption)
 
     def picture(self, path: Path, caption: str) -> None:
-        """Add a PNG file, which must exist when the page is written."""
+        """Add a PNG file, which must exist when an HTML page is made."""
         self.blocks.append(Picture(path, caption))
 
-    def drawing(self, markup: str, caption: str = "") -> None:
-        """Add HTML or SVG as it is; Markdown has the caption alone."""
-        self.blocks.append(Drawing(markup, caption))
-
-    def html(self) -> str:
-        """The whole document."""
-        return self._render("page.html", slug=_slug, png=lambda path: base64.b64encode(path.read_bytes()).decode())
-
     def markdown(self, folder: Path) -> str:
-        """The page with links to its pictures from ``folder``, and with marks (:data:`MARKS`) instead of colours."""
-        relative = partial(os.path.relpath, start=folder)
-        return self._render("page.md", line=_line, cell=_cell, marked=_marked, relative=relative)
+        """The page with links to its pictures from ``folder``."""
+        parts = [f"# {_line(self.title)}", *(_markdown(block, folder) for block in self.blocks)]
+        return "\n\n".join(parts) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write the page atomically: as Markdown if ``path`` ends with ``.md``, else as HTML."""
-        write_text(path, self.markdown(path.parent) if path.suffix == ".md" else self.html())
+        """Write the Markdown atomically."""
+        write_text(path, self.markdown(path.parent))
 
-    def _render(self, template: str, **filters: Callable[..., str]) -> str:
-        environment = Environment(
-            loader=PackageLoader("rlkv.evaluation.report"),
-            autoescape=select_autoescape(),  # of .html only
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-        )
-        environment.filters.update(filters)
-        blocks = [(type(block).__name__, block) for block in self.blocks]
-        return environment.get_template(template).render(title=self.title, blocks=blocks, script=self.script)
+    def write_report(self, folder: Path) -> None:
+        """Write ``report.md``, and ``report.html`` made from it."""
+        self.write(folder / "report.md")
+        write_text(folder / "report.html", html_page(self.markdown(folder), folder))
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+def html_page(text: str, folder: Path) -> str:
+    """Return Markdown as one HTML file, with its pictures (PNG files, linked from ``folder``) embedded.
+
+    HTML in the Markdown is shown as text.  Sections are listed under the title.
+    """
+    from markdown_it import MarkdownIt
+
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = parser.parse(text)
+    title = ""
+    sections = []
+    for token, content in itertools.pairwise(tokens):
+        if token.type != "heading_open":
+            continue
+        words = escape("".join(child.content for child in content.children or ()))
+        if token.tag == "h1":
+            title = words
+        elif token.tag == "h2":
+            sections.append(words)
+            token.attrSet("id", f"section-{len(sections)}")
+    for token in tokens:
+        for child in token.children or ():
+            if child.type == "image":
+                picture = (folder / unquote(str(child.attrs["src"]))).read_bytes()
+                child.attrSet("src", f"data:image/png;base64,{base64.b64encode(picture).decode()}")
+    body = parser.renderer.render(tokens, parser.options, {})
+    links = (f'<li><a href="#section-{i}">{words}</a></li>' for i, words in enumerate(sections, start=1))
+    before, end, after = body.partition("</h1>\n")
+    return f"{_HEAD.format(title=title)}{before}{end}<nav><ul>{''.join(links)}</ul></nav>\n{after}</body>\n</html>\n"
+
+
+def _markdown(block: Block, folder: Path) -> str:
+    match block:
+        case Heading(text, level):
+            return f"{'#' * level} {_line(text)}"
+        case Paragraph(text, strong):
+            return f"**{_line(text)}**" if strong else _line(text)
+        case Bullets(items):
+            return "\n".join(f"- {_line(item)}" for item in items)
+        case Code(text):
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+            return f"{fence}\n{text}\n{fence}"
+        case Picture(path, caption):
+            return f"![{_line(caption)}](<{os.path.relpath(path, folder)}>)\n\n*{_line(caption)}*"
+        case Table(columns, rows, caption):
+            lines = ["| " + " | ".join(map(_cell, columns)) + " |", "|" + "---|" * len(columns)]
+            lines += ["| " + " | ".join(map(_marked, row)) + " |" for row in rows]
+            return "\n".join([f"{_line(caption)}\n", *lines] if caption else lines)
 
 
 def _marked(cell: Cell) -> str:

@@ -3,56 +3,61 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 
-from rlkv.evaluation.report.page import Cell, Page
-from rlkv.evaluation.report.svg import LEVELS, heat_map, line_chart, palette
+from rlkv.evaluation.report.page import Page, html_page
+from rlkv.evaluation.report.plots import ACCURACY_LIMITS, Panel, plot_curves
 from rlkv.gates.allocation import HeadAllocation, is_decided
 from rlkv.gates.head_gates import HeadGates
+from rlkv.gates.plots import plot_gates
 from rlkv.training.collapse import alerts
 from rlkv.training.logs import SAMPLES_LOG, RunLogs
 from rlkv.training.sections import SECTIONS
+from rlkv.utils.atomic import write_text
 from rlkv.utils.progress import duration
 
-SCRIPT = Path(__file__).parent / "templates" / "training.js"
-MOST_FRAMES = 150  # of the heat map over time
+MOST_COMPARED = 150  # steps whose full heads are compared with the last ones
+MOST_MARKED = 40  # points up to which a curve has a mark at each
 MOST_SAMPLES = 24
 SPARSITIES = (0.4, 0.5, 0.6)  # of a run that names no target
 
 
-def training_page(logs: RunLogs, reload_seconds: float | None = None) -> Page:
-    """The whole page.
+def write_training_page(run: Path, out: Path) -> None:
+    """Write one HTML file; ``ValueError`` if ``run`` is not the folder of a run."""
+    logs = RunLogs.read(run)
+    with TemporaryDirectory() as folder:
+        text = training_page(logs, Path(folder)).markdown(Path(folder))
+        write_text(out, html_page(text, Path(folder)))
 
-    Args:
-        reload_seconds: after which the page reloads itself in the browser; None: never.
-    """
-    config, page = logs.config, Page(f"Training: {logs.folder.resolve().name}", script=SCRIPT.read_text())
+
+def training_page(logs: RunLogs, folder: Path) -> Page:
+    """The whole page; its plots go to ``folder``."""
+    config, page = logs.config, Page(f"Training: {logs.folder.resolve().name}")
     method = config.get("finder") or config.get("data", "")
     facts = [f"Model {config['model']}."] if "model" in config else []
     page.paragraph(" ".join([*facts, *([f"Finder: {method}."] if method else []), _progress(logs)]), strong=True)
-    if reload_seconds is not None:
-        page.drawing(f'<p id="reload" data-seconds="{reload_seconds:g}">Reloads every {reload_seconds:g} seconds.</p>')
     found = alerts(logs.records)
     if found:
-        page.table(["alert", "what the log shows"], [[Cell(a.title, "worse"), Cell(a.text, "worse")] for a in found])
+        page.table(["alert", "what the log shows"], [[alert.title, alert.text] for alert in found])
     elif logs.records:
         page.paragraph("No sign of a collapse.")
-    frames = _frames(logs)
     for section, (question, _) in SECTIONS.items():
-        charts = _charts(logs, section)
-        if section == "convergence" and frames:
-            charts.append(_settled(logs, frames))
-        if section == "heads" and frames:
-            charts.append(_by_layer(logs, frames))
-        if not charts:
+        panels = _panels(logs, section)
+        if section == "convergence" and logs.gates:
+            panels.append(_settled(logs))
+        has_gates = section == "heads" and bool(logs.gates)
+        if not panels and not has_gates:
             continue
         page.heading(question)
-        page.drawing("<div class='charts'>" + "\n".join(charts) + "</div>")
-        if section == "heads" and frames:
-            _heads(page, logs, frames)
+        for number, panel in enumerate(panels):
+            page.picture(plot_curves(folder / f"{section}_{number}.png", panel), panel.title)
+        if has_gates:
+            _heads(page, logs, folder)
+    _figures(page, logs)
     _samples(page, logs)
     if config:
         page.heading("Settings")
@@ -70,81 +75,63 @@ def _progress(logs: RunLogs) -> str:
         return f"{text}: finished, the gates are exported."
     seconds = [value for _, value in logs.curve("time/step_s")][-10:]
     if total > last["step"] and seconds:
-        text += (
-            f", about {duration(sum(seconds) / len(seconds) * (total - last['step']))} left at the last steps' speed"
-        )
+        left = sum(seconds) / len(seconds) * (total - last["step"])
+        text += f", about {duration(left)} left at the last steps' speed"
     return f"{text}."
 
 
-def _axis(logs: RunLogs) -> str:
-    return "removed heads" if "traces/kept" in logs.names else "optimizer step"
+def _panel(logs: RunLogs, title: str, curves: dict[str, list[tuple[float, float]]], share: bool) -> Panel:
+    """One plot; values that are not finite are left out."""
+    xlabel = "removed heads" if "traces/kept" in logs.names else "optimizer step"
+    points = {
+        label: [(step, value, value, value) for step, value in curve if math.isfinite(value)]
+        for label, curve in curves.items()
+    }
+    styles = {label: {"marker": ""} for label, curve in points.items() if len(curve) > MOST_MARKED}
+    limits = ACCURACY_LIMITS if share else None
+    return Panel(title, xlabel, points, ylabel="", styles=styles, limits=limits, ticks=False)
 
 
-def _charts(logs: RunLogs, section: str) -> list[str]:
-    """Charts of a section that the log has figures for; counts and seconds that are all 0 are left out."""
+def _panels(logs: RunLogs, section: str) -> list[Panel]:
+    """Plots of a section that the log has figures for; counts and seconds that are all 0 are left out."""
     found = []
     for chart in SECTIONS[section][1]:
         curves = {label: logs.curve(name) for name, label in chart.drawn(logs.names).items()}
         if curves and (chart.share or any(value for curve in curves.values() for _, value in curve)):
-            found.append(line_chart(chart.title, _axis(logs), curves, chart.share))
+            found.append(_panel(logs, chart.title, curves, chart.share))
     return found
 
 
-class _Frame:
-    """Gates after a step, and their means up to it: float32 ``[num_layers, num_kv_heads]``."""
-
-    def __init__(self, step: int, alpha_LH: Tensor, mean_LH: Tensor) -> None:
-        self.step, self.gates = step, HeadGates(alpha_LH, mean_LH)
-
-    def full(self, sparsity: float) -> HeadAllocation:
-        return HeadAllocation.from_gates(self.gates, sparsity)
-
-
-def _frames(logs: RunLogs) -> list[_Frame]:
-    """At most :data:`MOST_FRAMES`, evenly spread, the first and the last among them."""
-    records = logs.gates
-    if not records:
-        return []
-    alphas = torch.tensor([record["alpha"] for record in records])
-    means = alphas.double().cumsum(0) / torch.arange(1, len(records) + 1)[:, None, None]
-    number = min(len(records), MOST_FRAMES)
-    chosen = torch.linspace(0, len(records) - 1, number).round().int().tolist()
-    return [_Frame(records[i]["step"], alphas[i], means[i].float()) for i in chosen]
+def _gates(logs: RunLogs) -> dict[int, HeadGates]:
+    """Gates by step, with their means up to it: at most :data:`MOST_COMPARED`, the first and the last among them."""
+    alphas = torch.tensor([record["alpha"] for record in logs.gates])
+    means = alphas.double().cumsum(0) / torch.arange(1, len(alphas) + 1)[:, None, None]
+    chosen = torch.linspace(0, len(alphas) - 1, min(len(alphas), MOST_COMPARED)).round().int().tolist()
+    return {logs.gates[i]["step"]: HeadGates(alphas[i], means[i].float()) for i in chosen}
 
 
 def _targets(logs: RunLogs) -> list[float]:
     return list(logs.config.get("target_sparsity") or SPARSITIES)
 
 
-def _settled(logs: RunLogs, frames: list[_Frame]) -> str:
+def _settled(logs: RunLogs) -> Panel:
+    """How long the full heads have been the same."""
+    gates = _gates(logs)
     curves = {}
     for sparsity in _targets(logs):
-        now = frames[-1].full(sparsity)
-        curves[f"sparsity {sparsity:g}"] = [(frame.step, frame.full(sparsity).overlap(now)) for frame in frames]
-    return line_chart("Share of today's full heads that were full before", _axis(logs), curves, share=True)
+        full = {step: HeadAllocation.from_gates(of, sparsity) for step, of in gates.items()}
+        *_, last = full.values()
+        curves[f"sparsity {sparsity:g}"] = [(float(step), of.overlap(last)) for step, of in full.items()]
+    return _panel(logs, "Share of the last full heads that were full before", curves, share=True)
 
 
-def _by_layer(logs: RunLogs, frames: list[_Frame]) -> str:
-    layers = frames[0].gates.num_layers
-    curves = {
-        f"layer {layer}": [(frame.step, frame.gates.alpha[layer].mean().item()) for frame in frames]
-        for layer in range(layers)
-    }
-    return line_chart("Mean gate of each layer", _axis(logs), curves, share=True)
-
-
-def _heads(page: Page, logs: RunLogs, frames: list[_Frame]) -> None:
-    """The heat map with its slider, and the full heads at the target sparsities."""
-    last = frames[-1].gates
-    levels = [(frame.gates.alpha.flatten() * LEVELS).round().int().tolist() for frame in frames]
-    data = json.dumps({"steps": [frame.step for frame in frames], "frames": levels, "colours": palette()})
-    slider = (
-        f'<p><input type="range" id="step" aria-label="step" min="0" max="{len(frames) - 1}" '
-        f'value="{len(frames) - 1}"> <output id="step-label"></output></p>'
-        f'<script type="application/json" id="frames">{data}</script>'
-    )
-    page.drawing(heat_map(levels[-1], last.num_layers, last.num_kv_heads) + slider, "Gates at a step: move the slider.")
-    found = {sparsity: frames[-1].full(sparsity).full for sparsity in _targets(logs)}
+def _heads(page: Page, logs: RunLogs, folder: Path) -> None:
+    """A heat map of the last gates, and the full heads at the target sparsities."""
+    last = list(_gates(logs).values())[-1]
+    file = folder / "heat_map.png"
+    plot_gates(last, file)
+    page.picture(file, f"Gates after step {logs.gates[-1]['step']}")
+    found = {sparsity: HeadAllocation.from_gates(last, sparsity).full for sparsity in _targets(logs)}
     chosen = {sparsity: full for sparsity, full in found.items() if is_decided(last, full)}
     if not chosen:
         return
@@ -156,22 +143,26 @@ def _heads(page: Page, logs: RunLogs, frames: list[_Frame]) -> None:
     page.table(["", *(f"sparsity {s:g}" for s in chosen)], rows, caption)
 
 
+def _figures(page: Page, logs: RunLogs) -> None:
+    """A table of every figure of the log."""
+    rows = []
+    for name in logs.names:
+        values = [value for _, value in logs.curve(name) if isinstance(value, int | float)]
+        if name != "step" and values:
+            rows.append([name, *(f"{value:.4g}" for value in (values[0], min(values), max(values), values[-1]))])
+    if rows:
+        page.heading("Figures of the log")
+        page.table(["figure", "first", "lowest", "highest", "last"], rows)
+
+
 def _samples(page: Page, logs: RunLogs) -> None:
     if not logs.samples:
         return
     newest = logs.samples[-1]["step"]
-    rows = [row for row in logs.samples if row["step"] == newest][:MOST_SAMPLES]
     page.heading("Sampled texts")
-    cells = [
-        [
-            str(row["step"]),
-            Cell("right" if row["right"] else "wrong", "better" if row["right"] else "worse"),
-            str(row["answer"]),
-            str(row["tokens"]),
-            row["problem"],
-            row["text"],
-        ]
-        for row in rows
-    ]
+    rows = []
+    for row in [row for row in logs.samples if row["step"] == newest][:MOST_SAMPLES]:
+        verdict = "right" if row["right"] else "wrong"
+        rows.append([str(newest), verdict, str(row["answer"]), str(row["tokens"]), row["problem"], row["text"]])
     columns = ["step", "verdict", "answer", "tokens", "problem", "text"]
-    page.table(columns, cells, f"The newest of {len(logs.samples)} texts in {SAMPLES_LOG}")
+    page.table(columns, rows, f"The newest of {len(logs.samples)} texts in {SAMPLES_LOG}")

@@ -107,7 +107,7 @@ class Budget(Analysis):
             ["method", *titles],
             _rows(found, _accuracy_cell),
             f"{task}: greedy accuracy on {full['n']} problems, in parentheses the difference to the full cache "
-            f"({full['mean']:.3f}); below, its 95% interval over problems, what the method's own texts held, and its "
+            f"({full['mean']:.3f}); then its 95% interval over problems, what the method's own texts held, and its "
             f"budget. {LEGEND} Budgets are the largest that hold at most the rest of the full cache's bytes over the "
             f"texts of the full-cache run; {shares}. {BYTES_NOTE}. A policy alone evicts in all heads; 'ranking + "
             f"policy' keeps heads full and gives the others about {metrics['head_share']:g} of the mean budget. "
@@ -127,8 +127,8 @@ class Budget(Analysis):
                     [f"{of['policy']}, {of['saved']:.0%} saved", *_difference_cells(of["difference"])]
                     for of in differences
                 ],
-                f"{task}: paired difference in accuracy between a dynamic and a fixed budget of the same bytes (green: "
-                "dynamic is better, red: fixed is).",
+                f"{task}: paired difference in accuracy between a dynamic and a fixed budget of the same bytes (▲: "
+                "dynamic is better, ▼: fixed is).",
             )
         panels = [
             _panel(f"{task}: {title}", found, some_full)

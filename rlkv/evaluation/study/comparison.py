@@ -91,7 +91,7 @@ class Comparison(Analysis):
             ["against", first, "the other", f"{first} minus the other", "p", "problems that differ", "same heads"],
             rows,
             f"{task}: accuracy, mean over seeds; difference with its 95% interval (paired bootstrap over problems) "
-            f"and a two-sided sign-flip test. Green: {first} is better, red: worse (p < 0.05), grey: {SAME}. "
+            f"and a two-sided sign-flip test. ▲: {first} is better, ▼: worse (p < 0.05), no mark: {SAME}. "
             f"The table makes {len(rows)} tests, whose p values are not corrected for their number.",
         )
 
@@ -149,8 +149,8 @@ class Ablations(Analysis):
             ["variant", *(text for level in levels(sparsities) for text in (f"{level}: accuracy", f"minus {first}"))],
             rows,
             f"{task}: greedy accuracy on {n} problems and the paired difference to {first} with its 95% interval. "
-            f"{INTERVAL_NOTE} Green: better than {first}, red: worse (paired permutation test, p < 0.05, not "
-            f"corrected), grey: {SAME}.",
+            f"{INTERVAL_NOTE} ▲: better than {first}, ▼: worse (paired permutation test, p < 0.05, not "
+            f"corrected), no mark: {SAME}.",
         )
         curves = {name: curve(sparsities, [of["first"] for of in compared]) for name, compared in found.items()}
         panel = Panel(f"{task}: training ablations, 95% intervals", SPARSITY, curves)

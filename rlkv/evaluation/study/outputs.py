@@ -77,7 +77,7 @@ class ErrorModes(Analysis):
         page.table(
             ["heads", *levels(metrics["sparsities"])],
             [[name, *map(_modes_cell, of)] for name, of in found["methods"].items()],
-            f"{task}: share that fails, of {solved} (mean over seeds); below, how it fails, with 95% intervals over "
+            f"{task}: share that fails, of {solved} (mean over seeds); then how it fails, with 95% intervals over "
             f"problems. Repetitive: fewer than {rule['distinct']} distinct tokens in a stretch of {rule['window']} "
             "(not the first); overlength: cut at the limit; incorrect: the rest. The first that fits counts.",
         )
@@ -181,7 +181,7 @@ class Lengths(Analysis):
                 [FULL_CACHE, *[_length_cell(full)] * len(sparsities)],
                 *([name, *map(_length_cell, of)] for name, of in found["methods"].items()),
             ],
-            f"{task}: output tokens, mean over {n} problems and seeds; below, on the problems that the method and the "
+            f"{task}: output tokens, mean over {n} problems and seeds; then, on the problems that the method and the "
             "full cache both solve, the mean, its difference to the full cache's, and their number. Brackets: 95% "
             "bootstrap intervals over problems. A length does not say whether the answer was right, so compare 'both "
             "right' first.",

@@ -63,8 +63,7 @@ def write_report(
     options = {**content["config"], **content["resolved"]}
     page.table(["option", "value"], [[name, _value(value)] for name, value in options.items()], "Configuration")
     _write_training(page, content["training"])
-    for name in ("report.html", "report.md"):
-        page.write(folder / name)
+    page.write_report(folder)
     if Sweep.name in metrics:
         table = Page(title)
         for task, found in metrics[Sweep.name]["tasks"].items():

@@ -161,8 +161,8 @@ class Sensitivity(Analysis):
             ["heads", *(plural(n, "head") for n in counts), "mean", f"mean minus {first}'s"],
             rows,
             f"{task}: greedy accuracy on {found['full']['n']} problems when only so many of the {total} heads are "
-            f"compressed, those that the ranking puts last. {INTERVAL_NOTE} {LEGEND} Last column: green where accuracy "
-            f"falls faster than under {first}, red where it falls slower.",
+            f"compressed, those that the ranking puts last. {INTERVAL_NOTE} {LEGEND} Last column: ▲ where accuracy "
+            f"falls faster than under {first}, ▼ where it falls slower.",
         )
         curves = {name: curve(counts, of["by_heads"]) for name, of in found["methods"].items()}
         label = f"compressed heads of {total}, the most needed ones first"

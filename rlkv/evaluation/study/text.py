@@ -10,8 +10,8 @@ from rlkv.evaluation.study.outcomes import Metrics
 SAME = "no significant difference"
 NOT_AVAILABLE = "n/a"
 LEGEND = (
-    f"Colour: green better, red worse than the full cache by a paired permutation test (p < {LEVEL:g}, not corrected "
-    f"for the number of comparisons), grey {SAME}; in Markdown {MARKS_LEGEND}."
+    f"{MARKS_LEGEND} than the full cache by a paired permutation test (p < {LEVEL:g}, not corrected for the number of "
+    f"comparisons); no mark: {SAME}."
 )
 SEEDS_FIXED = (
     "Intervals and p values are over problems, with the seeds held fixed: they say nothing about another training run. "
@@ -48,10 +48,10 @@ def p_text(p_value: float) -> str:
 
 
 def difference_cell(metrics: Metrics, *notes: str, sign: float = 1.0) -> Cell:
-    """A paired difference, coloured, below it its interval and ``notes``; ``sign`` -1: lower is better."""
-    colour = sign_of(sign * metrics["difference"], metrics["p_value"])
+    """A paired difference with its mark, interval and ``notes``; ``sign`` -1: lower is better."""
+    mark = sign_of(sign * metrics["difference"], metrics["p_value"])
     limits = f"[{metrics['low']:+.2f}, {metrics['high']:+.2f}]"
-    return Cell(f"{metrics['difference']:+.3f}", colour, "\n".join([limits, *notes]))
+    return Cell(f"{metrics['difference']:+.3f}", mark, "\n".join([limits, *notes]))
 
 
 def verdict(metrics: Metrics, same_heads: bool = False) -> str:
@@ -105,7 +105,7 @@ def seeds_text(accuracy: Metrics) -> str:
 
 
 def accuracy_cell(accuracy: Metrics) -> Cell:
-    """As RLKV's tables 4 to 6: accuracy, any difference to full in brackets, coloured; below, interval and seeds."""
+    """As RLKV's tables 4 to 6: accuracy, any difference to full in brackets and its mark, then interval and seeds."""
     test, seeds = accuracy["versus_full"], seeds_text(accuracy)
     note = interval(accuracy) + (f"\n{seeds}" if seeds else "")
     if test is None:

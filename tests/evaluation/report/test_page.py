@@ -1,18 +1,18 @@
-"""Pages: everything escaped, nothing outside the file, the same content as Markdown."""
+"""Pages: Markdown with everything escaped, and HTML made from it with nothing outside the file."""
 
 from __future__ import annotations
 
 import base64
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from rlkv.evaluation.report.page import Cell, Page, sign_of
+from rlkv.evaluation.report.page import Cell, Page, html_page, sign_of
 from rlkv.utils.figures import curve_figure, save_figure
 
 HOSTILE = """<script src="https://example.org/x.js">'&"</script> | *a*"""
-VOID = {"meta", "img"}
 
 
 class Parsed(HTMLParser):
@@ -27,8 +27,11 @@ class Parsed(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
+        if tag != "meta":
             self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -62,8 +65,12 @@ def page(picture: Path) -> Page:
     return made
 
 
-def test_every_text_is_escaped_and_every_tag_closed(picture: Path) -> None:
-    parsed = Parsed(page(picture).html())
+def html(made: Page, folder: Path) -> str:
+    return html_page(made.markdown(folder), folder)
+
+
+def test_every_text_is_escaped_and_every_tag_closed(picture: Path, tmp_path: Path) -> None:
+    parsed = Parsed(html(page(picture), tmp_path))
     assert parsed.open == []
     assert "script" not in {tag for tag, _ in parsed.tags}
     text = " ".join(parsed.words)
@@ -72,36 +79,37 @@ def test_every_text_is_escaped_and_every_tag_closed(picture: Path) -> None:
     assert text.count(HOSTILE) == 12  # the first heading is in the list of sections too
 
 
-def test_nothing_is_loaded_from_outside(picture: Path) -> None:
-    made = page(picture)
-    parsed = Parsed(made.html())
-    links = [(tag, name, value) for tag, attrs in parsed.tags for name, value in attrs.items()]
+def test_nothing_is_loaded_from_outside(picture: Path, tmp_path: Path) -> None:
+    text = html(page(picture), tmp_path)
+    parsed = Parsed(text)
+    links = [(name, value) for _, attrs in parsed.tags for name, value in attrs.items()]
     assert not {tag for tag, _ in parsed.tags} & {"link", "script", "iframe", "object", "embed"}
-    sources = [value for _, name, value in links if name in ("src", "srcset", "data")]
+    sources = [value for name, value in links if name in ("src", "srcset", "data")]
     assert sources == ["data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()]
-    ids = [value for _, name, value in links if name == "id"]
-    assert len(set(ids)) == 3
-    assert [value for _, name, value in links if name == "href"] == [f"#{ids[0]}", f"#{ids[1]}"]
-    assert "url(" not in made.html()
-    assert "@import" not in made.html()
+    assert [value for name, value in links if name == "id"] == ["section-1", "section-2"]
+    assert [value for name, value in links if name == "href"] == ["#section-1", "#section-2"]
+    assert "url(" not in text
+    assert "@import" not in text
     policy = [attrs["content"] for tag, attrs in parsed.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
 
 
-def test_cells_have_the_class_of_their_sign(picture: Path) -> None:
-    classes = [attrs.get("class") for tag, attrs in Parsed(page(picture).html()).tags if tag == "td"]
-    assert classes == ["better", "same"]
+def test_signs_are_marks() -> None:
     assert sign_of(0.1, 0.01) == "better"
     assert sign_of(-0.1, 0.01) == "worse"
     assert sign_of(-0.1, 0.2) == "same"
     assert sign_of(0.0, 0.0) == "same"
+    made = Page("t")
+    made.table(["a"] * 4, [["x", Cell("1", "better"), Cell("2", "worse", "note"), Cell("3", "same")]])
+    assert made.markdown(Path()).splitlines()[-1] == "| x | 1 ▲ | 2 ▼ note | 3 |"
 
 
-def test_write_is_one_file(picture: Path, tmp_path: Path) -> None:
+def test_a_report_is_markdown_and_the_same_as_one_html_file(picture: Path, tmp_path: Path) -> None:
     made = page(picture)
-    made.write(tmp_path / "out" / "report.html")
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
-    assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8") == made.html()
+    made.write_report(tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["report.html", "report.md"]
+    assert (tmp_path / "out" / "report.md").read_text(encoding="utf-8") == made.markdown(tmp_path / "out")
+    assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8") == html(made, tmp_path)
 
 
 def test_rows_of_another_length_are_refused() -> None:
@@ -133,10 +141,22 @@ def test_markdown_has_the_same_content(picture: Path, tmp_path: Path) -> None:
         ("> a", r"\> a"),
         ("- a", r"\- a"),
         ("12. a", r"12\. a"),
+        ("12.", r"12\."),
+        ("~~~", r"\~~~"),
+        ("---", r"\---"),
         ("-0.5 1.5", "-0.5 1.5"),
     ],
 )
 def test_markdown_escapes_what_would_be_markup_and_nothing_else(text: str, want: str) -> None:
     made = Page("t")
     made.paragraph(text)
-    assert made.markdown(Path()) == f"# t\n\n{want}\n"
+    written = made.markdown(Path())
+    assert written == f"# t\n\n{want}\n"
+    assert f"<p>{escape(text)}</p>" in html_page(written, Path())
+
+
+def test_a_code_block_ends_where_its_text_ends(tmp_path: Path) -> None:
+    made = Page("t")
+    made.code("```\n# no heading\n```")
+    made.paragraph("after")
+    assert "<code>```\n# no heading\n```\n</code></pre>\n<p>after</p>" in html(made, tmp_path)

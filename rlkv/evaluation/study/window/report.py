@@ -85,7 +85,7 @@ def write_task(task: str, found: Metrics, metrics: Metrics, page: Page, folder: 
         ["sinks + window", *levels(metrics["sparsities"])],
         [[name, *map(_grid_cell, cells)] for name, cells in found["cells"].items()],
         f"{task}: greedy accuracy on {full['n']} problems, in parentheses the difference to the full cache "
-        f"({full['mean']:.3f}); below, its 95% interval (Wilson), and bytes of KV over the full cache's: at the end of "
+        f"({full['mean']:.3f}); then its 95% interval (Wilson), and bytes of KV over the full cache's: at the end of "
         f"the full-cache run's texts, which are the same for all settings / held at the end of the setting's own. "
         f"prompt: compressible heads keep all of it in place of the sinks. {LEGEND} {BYTES_NOTE}.",
     )
@@ -94,9 +94,9 @@ def write_task(task: str, found: Metrics, metrics: Metrics, page: Page, folder: 
         ["sparsity", f"{metrics['base']}", *WAYS, *(f"{a} minus {b}" for a, b in _pair_names(found))],
         [_step_row(step) for step in found["steps"]],
         f"{task}: the bytes that a protected prompt adds to {metrics['base']} at each sparsity, spent on it, on the "
-        "longest window or on the most full heads that hold at most as much. Accuracy; below, the gain in points per "
+        "longest window or on the most full heads that hold at most as much. Accuracy; then the gain in points per "
         "percent of the full cache's bytes with its 95% interval (paired bootstrap over problems), what is kept, and "
-        "its bytes. Last columns: paired differences in accuracy (green: the first is better). "
+        "its bytes. Last columns: paired differences in accuracy (▲: the first is better). "
         f"{NOT_AVAILABLE}: not one more head or token fits.",
     )
     file = folder / f"window-{task.replace(':', '_')}.png"

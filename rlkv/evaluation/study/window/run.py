@@ -122,5 +122,4 @@ def _write_report(config: WindowConfig, grid: Grid, metrics: Metrics, lines: lis
         f"{len(conditions)} conditions; decoding took {measured:.0f} s of wall time, all runs and processes together."
     )
     page.bullets([*provenance_facts(content), took])
-    for suffix in ("html", "md"):
-        page.write(folder / f"report.{suffix}")
+    page.write_report(folder)
