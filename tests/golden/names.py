@@ -1,4 +1,4 @@
-"""Public names: options of commands, of Python, of configs, of the vLLM plugin and of the environment."""
+"""Public names: of options, of Python, of configs, of the vLLM plugin and of the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.golden.runs import PROGRAMS, PROJECT, ROOT, SUBCOMMANDS, invoke
 
 
 def options_of(help_text: str) -> dict[str, str]:
-    """Names of options with their defaults, from what argparse or tyro print; ``--no-NAME`` is not listed twice."""
+    """Read names of options and their defaults from what argparse or tyro print."""
     found: dict[str, str] = {}
     name = ""
     for line in re.split(r"\n(?=options:|╭)", help_text, maxsplit=1)[-1].splitlines():
@@ -28,15 +28,18 @@ def options_of(help_text: str) -> dict[str, str]:
         default = re.search(r"\((?:default: (.*)|required)\)$", text.strip())
         shown = "" if default is None else "required" if default[1] is None else default[1]
         found[name] = re.sub(r"[\[\]',]", "", shown).replace(str(ROOT), ".")
+    # of --NAME and --no-NAME the first is enough
     twice = [name for name in found if name.startswith("--no-") and f"--{name[5:]}" in found]
     found |= {name: "cores" for name in found if name == "--workers"}
     return {name: value for name, value in found.items() if name not in (*twice, "--help")}
 
 
 def record_options() -> dict[str, Any]:
+    """List the options of all commands and programs."""
     commands = [name for name in PROJECT["scripts"]]
     commands += [f"{name} {sub}" for name, subs in SUBCOMMANDS.items() for sub in subs.split()]
-    commands += [str(path.relative_to(ROOT)) for folder in PROGRAMS for path in sorted((ROOT / folder).glob("*.py"))]
+    for folder in PROGRAMS:
+        commands += [str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob("*.py"))]
     found: dict[str, Any] = {}
     for command in commands:
         said = invoke([*command.split(), "--help"])
@@ -45,16 +48,20 @@ def record_options() -> dict[str, Any]:
 
 
 def signature(value: Any) -> str:
-    """Names and defaults of the parameters."""
+    """Write names and defaults of parameters, without types."""
     given = inspect.signature(value)
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in given.parameters.values()]
+    empty = inspect.Parameter.empty
+    bare = [parameter.replace(annotation=empty) for parameter in given.parameters.values()]
     text = given.replace(parameters=bare, return_annotation=inspect.Signature.empty)
     return re.sub(r" at 0x\w+", "", str(text))
 
 
 def members(kind: type) -> dict[str, str]:
-    """The public ones that this package defines, with signatures of methods."""
-    foreign = {name for base in kind.__mro__ if not base.__module__.startswith("rlkv") for name in dir(base)}
+    """List the public members that this package defines, with signatures of methods."""
+    foreign: set[str] = set()
+    for base in kind.__mro__:
+        if not base.__module__.startswith("rlkv"):
+            foreign.update(dir(base))
     found = {"()": signature(kind)}
     for name in dir(kind):
         if name.startswith("_") or name in foreign or name in inspect.signature(kind).parameters:
@@ -65,18 +72,19 @@ def members(kind: type) -> dict[str, str]:
 
 
 def record_api() -> dict[str, Any]:
-    """Public names: of Python, configs, the vLLM plugin and the environment."""
+    """List the public names of Python, configs, the vLLM plugin and the environment."""
     import rlkv
     from rlkv.vllm.settings import parse_settings
 
     documented = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     names: dict[str, Any] = {}
-    for path in documented:
-        module, _, name = path.rpartition(".")
+    for dotted in documented:
+        module, _, name = dotted.rpartition(".")
         value = getattr(importlib.import_module(module), name)
-        room = path.split(".")[1]
+        room = dotted.split(".")[1]
         found = members(value) if isinstance(value, type) else signature(value)
-        if name != "EvictionPolicy" and room == "eviction":  # what a policy does not add is in its base
+        if room == "eviction" and name != "EvictionPolicy":
+            # what a policy does not add is in its base
             base = names.get("eviction.EvictionPolicy", {})
             found = {member: of for member, of in found.items() if base.get(member) != of}
         names[f"{room}.{name}"] = found
@@ -84,7 +92,9 @@ def record_api() -> dict[str, Any]:
         parse_settings({"?": 1})
     except ValueError as error:
         settings = str(error).partition("choose from ")[2].split(", ")
-    configs = {path.relative_to(ROOT / "configs"): path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
+    configs = {}
+    for path in sorted((ROOT / "configs").rglob("*.yaml")):
+        configs[str(path.relative_to(ROOT / "configs"))] = sorted(yaml.safe_load(path.read_text()))
     code = "\n".join(path.read_text() for path in sorted((ROOT / "rlkv").rglob("*.py")))
     return {
         "rlkv": sorted(rlkv.__all__),
@@ -92,7 +102,7 @@ def record_api() -> dict[str, Any]:
         "console scripts": sorted(PROJECT["scripts"]),
         "extras": sorted(PROJECT["optional-dependencies"]),
         "plugins": {name: sorted(of) for name, of in PROJECT["entry-points"].items()},
-        "configs": {str(name): sorted(yaml.safe_load(path.read_text())) for name, path in configs.items()},
+        "configs": configs,
         "vllm additional-config": settings,
         "vllm metrics": sorted(set(re.findall(r'"(rlkv:[a-z_]+)"', code))),
         "environment": sorted(set(re.findall(r"\bRLKV_[A-Z_]+\b", code))),

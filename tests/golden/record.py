@@ -1,8 +1,11 @@
-"""Record what the commands of this checkout give: ``python -m tests.golden.record`` rewrites the JSON files here.
+"""Record what the commands of this checkout give: rewrite the JSON files beside this one.
 
-Commands are named as users name them: console scripts by what ``pyproject.toml`` says, programs by their path.  All run
-in this process, in one temporary folder, on one thread unless OMP_NUM_THREADS says otherwise.  Figures that lie within
-the tolerance of what is recorded are left as they are, so that a diff shows what changed and nothing else.
+    python -m tests.golden.record           # about a minute on a quiet core
+    python -m tests.golden.record FOLDER    # elsewhere, to compare
+
+All commands run in this process, in one temporary folder, on one thread unless OMP_NUM_THREADS
+says otherwise.  Figures that lie within the tolerance of what is recorded are left as they are, so
+that a diff shows what changed and nothing else.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ ENVIRONMENT = {  # before torch is imported
 }
 # what no two runs share, or what tells only where and when: its type is recorded, not its value
 VOLATILE = re.compile(
-    r"time/.*|.*seconds.*|.*cpu_s|.*, wall|tokens_per_second|command|commit|finished|versions|hardware|rows|findings.*"
-    r"|problems|data_digest"
+    r"time/.*|.*seconds.*|.*cpu_s|.*, wall|tokens_per_second|command|commit|finished|versions"
+    r"|hardware|rows|findings.*|problems|data_digest"
 )
 
 
@@ -44,9 +47,10 @@ VOLATILE = re.compile(
 
 
 def schema(value: Any) -> Any:
-    """Keys and types of a JSON value; the items of a list are one."""
+    """Reduce a JSON value to keys and types; the items of a list are one."""
     if isinstance(value, dict):
-        return {name: "dict" if name in ("versions", "hardware") else schema(of) for name, of in value.items()}
+        whole = {name: "dict" for name in ("versions", "hardware") if name in value}
+        return {name: schema(of) for name, of in value.items()} | whole
     if isinstance(value, list):
         merged: list[Any] = []
         for item in value:
@@ -56,11 +60,14 @@ def schema(value: Any) -> Any:
 
 
 def merge(one: Any, other: Any) -> Any:
-    """The schema of what has either of two."""
+    """Join two schemas into that of what has either."""
     if one == other:
         return one
     if isinstance(one, dict) and isinstance(other, dict):
-        return {name: merge(one.get(name, other.get(name)), other.get(name, one.get(name))) for name in one | other}
+        merged = one | other
+        for name in one.keys() & other.keys():
+            merged[name] = merge(one[name], other[name])
+        return merged
     if isinstance(one, list) and isinstance(other, list):
         return [merge(*one, *other)] if one and other else one or other
     if isinstance(one, str) and isinstance(other, str):
@@ -69,18 +76,22 @@ def merge(one: Any, other: Any) -> Any:
 
 
 def content(value: Any) -> Any:
-    """A JSON value, with types in the place of what is volatile."""
+    """Replace what is volatile in a JSON value by its type."""
     if isinstance(value, dict):
-        return {name: schema(of) if VOLATILE.fullmatch(name) else content(of) for name, of in value.items()}
+        found = {}
+        for name, of in value.items():
+            found[name] = schema(of) if VOLATILE.fullmatch(name) else content(of)
+        return found
     return [content(of) for of in value] if isinstance(value, list) else value
 
 
 def rows_of(path: Path) -> list[Any]:
+    """Read the values of a JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def describe(path: Path) -> Any:
-    """What a result file is made of: keys and types, columns, headings of a report; null for what is only there."""
+    """Describe a file by its keys and types, columns or headings; null: that it is there."""
     if path.name.endswith(".settings.json"):
         return None
     if path.suffix == ".json":
@@ -102,7 +113,7 @@ def describe(path: Path) -> Any:
 
 
 def record_files(folder: Path) -> dict[str, Any]:
-    """Every file that the runs have left; what is in checkpoints may change."""
+    """Describe every file that the runs have left; what is in checkpoints may change."""
     found: dict[str, Any] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = re.sub(r"[0-9a-f]{12}", "*", str(path.relative_to(folder)))
@@ -114,11 +125,13 @@ def record_files(folder: Path) -> dict[str, Any]:
 
 
 def record_gates(folder: Path) -> dict[str, Any]:
-    """The gates that the runs ended with, in all formats."""
+    """Read the gates that the runs ended with, in all formats."""
     from rlkv import HeadGates
 
     sizes = ("sink", "window", "deploy_sink", "deploy_window", "deploy_protect_prompt")
-    parts: dict[str, dict[str, Any]] = {part: {} for part in ("alpha", "mean_alpha", "sizes", "model", "training")}
+    parts: dict[str, dict[str, Any]] = {}
+    for part in ("alpha", "mean_alpha", "sizes", "model", "training"):
+        parts[part] = {}
     for name, path in GATES.items():
         if path != "tiny" and not (folder / path).exists():
             continue
@@ -132,9 +145,13 @@ def record_gates(folder: Path) -> dict[str, Any]:
 
 
 def record_logs(folder: Path, sent: dict[str, Any]) -> dict[str, Any]:
-    """Figures of every step, and the names that W&B gets."""
-    logs = {str(path.relative_to(folder)): content(rows_of(path)) for path in sorted(folder.glob("**/log.jsonl"))}
-    return {**{name: log for name, log in logs.items() if name[:2] not in ("a/", "b/")}, "W&B": sent}
+    """Read the figures of every step, and add the names that W&B was ``sent``."""
+    logs = {}
+    for path in sorted(folder.glob("**/log.jsonl")):
+        name = str(path.relative_to(folder))
+        if not name.startswith(("a/", "b/")):
+            logs[name] = content(rows_of(path))
+    return {**logs, "W&B": sent}
 
 
 def watch_wandb() -> dict[str, Any]:
@@ -147,13 +164,15 @@ def watch_wandb() -> dict[str, Any]:
         id, url, dir = "golden", None, "wandb"
 
         def __init__(self, **options: Any) -> None:
-            self.seen = sent[Path(options.get("dir", "?")).name] = {"options": sorted(options), "logged": []}
+            self.seen: dict[str, Any] = {"options": sorted(options), "logged": []}
+            sent[Path(options.get("dir", "?")).name] = self.seen
 
         def log(self, record: dict[str, Any], **_: Any) -> None:
             self.seen["logged"] = sorted({*self.seen["logged"], *record})
 
         def log_artifact(self, artifact: Any) -> None:
-            self.seen["artifact"] = [artifact.name, artifact.type, *sorted(artifact.manifest.entries)]
+            files = sorted(artifact.manifest.entries)
+            self.seen["artifact"] = [artifact.name, artifact.type, *files]
 
         def __getattr__(self, name: str) -> Any:
             return lambda *_, **__: None
@@ -163,15 +182,16 @@ def watch_wandb() -> dict[str, Any]:
 
 
 def record_texts(folder: Path, said: dict[str, Said]) -> dict[str, Any]:
-    """What the model wrote, and what commands print."""
+    """Collect what the model wrote, and what commands print."""
     import pyarrow.parquet
 
     found: dict[str, Any] = {}
     for name, printed in said.items():
         if name.split()[0] in SHOWN:
             text = re.sub(r"[\d,]+\.\d tokens/s", "N tokens/s", printed.out + printed.err)
-            lines = [line.rstrip() for line in text.replace(str(ROOT), ".").splitlines() if "━" not in line]
-            found[name] = [line for line in lines if line]
+            lines = map(str.rstrip, text.replace(str(ROOT), ".").splitlines())
+            # without blank lines and progress bars
+            found[name] = [line for line in lines if line and "━" not in line]
     curriculum = folder / "curriculum" / "curriculum.parquet"
     if curriculum.exists():
         found["curriculum"] = pyarrow.parquet.read_table(curriculum).to_pylist()[:6]
@@ -181,16 +201,19 @@ def record_texts(folder: Path, said: dict[str, Said]) -> dict[str, Any]:
 
 
 def record_results(folder: Path) -> dict[str, Any]:
-    """Every number of the results of an evaluation, a study and a filter job."""
-    paths = [folder / name for name in ("curriculum/report.json", "eval/results.json", "study/results.json")]
-    return {str(path.relative_to(folder)): content(json.loads(path.read_text())) for path in paths if path.exists()}
+    """Read every number of the results of a filter job, an evaluation and a study."""
+    found = {}
+    for name in ("curriculum/report.json", "eval/results.json", "study/results.json"):
+        if (folder / name).exists():
+            found[name] = content(json.loads((folder / name).read_text()))
+    return found
 
 
 # --- the record
 
 
 def write_inputs(folder: Path) -> None:
-    """Two gates files that no training made, and the log of one."""
+    """Write two gates files that no training made, with logs."""
     import torch
 
     from rlkv import HeadGates
@@ -203,7 +226,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Run everything in ``folder``; what each JSON file holds, by its name."""
+    """Run everything in ``folder`` and return what each JSON file holds, by its name."""
     from rlkv import tiny
 
     os.chdir(folder)
@@ -219,8 +242,9 @@ def record(folder: Path) -> dict[str, Any]:
         if said[name].code:
             print(f"{name}: exit code {said[name].code}: {said[name].err[-2000:]}", file=sys.stderr)
     print(f"seconds: {seconds}", file=sys.stderr)
+    codes = {name: text.code for name, text in said.items()}
     return {
-        "files": {"exit codes": {name: text.code for name, text in said.items()}, **record_files(folder)},
+        "files": {"exit codes": codes, **record_files(folder)},
         "gates": record_gates(folder),
         "logs": record_logs(folder, sent),
         "texts": record_texts(folder, said),
