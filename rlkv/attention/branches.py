@@ -27,7 +27,8 @@ MIN_BLOCK = 64  # queries per block of the banded form; below it the matrix prod
 def one_query_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """One query per row: the group takes the place of the queries, and no key is copied per head."""
     grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])
-    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).view_as(query)
+    # fused kernels of a GPU give their output transposed, which no view can undo
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).reshape(query.shape)
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -137,7 +138,7 @@ def banded_local_attention(
     padded = F.pad(query, (0, 0, 0, extra)).view(batch, kv_heads, groups, blocks, block, size)
     grouped = padded.permute(0, 3, 1, 2, 4, 5).reshape(batch * blocks, kv_heads, groups * block, size)
     out = F.scaled_dot_product_attention(grouped, of_blocks(key), of_blocks(value), attn_mask=mask, scale=scale)
-    out = out.view(batch, blocks, kv_heads, groups, block, size).permute(0, 2, 3, 1, 4, 5)
+    out = out.reshape(batch, blocks, kv_heads, groups, block, size).permute(0, 2, 3, 1, 4, 5)
     return out.reshape(batch, kv_heads * groups, blocks * block, size)[:, :, :length]
 
 

@@ -41,7 +41,7 @@ def mix(full: Tensor, local: Tensor, alpha_H: Tensor) -> Tensor:
     grouped = (full.shape[0], alpha_H.shape[0], -1, *full.shape[2:])
     alpha = alpha_H.to(wide)[:, None, None, None]
     mixed = torch.lerp(local.reshape(grouped).to(wide), full.reshape(grouped).to(wide), alpha)
-    return mixed.view(full.shape).to(full.dtype)
+    return mixed.reshape(full.shape).to(full.dtype)
 
 
 Branch = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -21,6 +21,7 @@ from rlkv.attention.branches import (
 from rlkv.attention.call import MixedCall, mixed_mask
 from rlkv.attention.mixed import mix
 from tests.helpers.mixed_reference import full_mask, local_mask
+from tests.helpers.transposed import in_both_layouts
 
 SCALE = 16**-0.5
 TOLERANCE = 2e-6  # float32 sums of at most 300 terms of size ~1
@@ -96,6 +97,22 @@ def test_full_attention_equals_the_dense_form(lengths: list[tuple[int, int]], q_
     assert (found - expected)[real].abs().max() < TOLERANCE
     local = local_attention(*states, make_call(padding, q_length), 60, 60, SCALE)  # S + W cover everything
     assert (local - expected)[real].abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("lengths", [[(0, 0), (0, 0)], [(0, 0), (90, 0)], [(0, 9), (0, 0)]])
+@pytest.mark.parametrize("q_length", [1, 7, 263])
+def test_no_form_depends_on_the_strides_of_torchs_output(q_length: int, lengths: list[tuple[int, int]]) -> None:
+    padding = make_padding(lengths, 263)
+    states = make_states(len(lengths), 263, q_length)
+
+    def run() -> list[torch.Tensor]:
+        call = make_call(padding, q_length)
+        full = full_attention(*states, call, SCALE)
+        local = local_attention(*states, call, 4, 16, SCALE)
+        mixed = mix(full, local, torch.tensor([0.0, 0.3, 1.0]))
+        return [full, local, mixed, *torch.autograd.grad(mixed.square().sum(), states)]
+
+    torch.testing.assert_close(*in_both_layouts(run))
 
 
 def test_masks_are_made_once_per_call() -> None:
