@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Generator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -37,9 +38,7 @@ def missing_package(error: BaseException | None) -> str | None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
     """Skip a file of tests that needs a package which is not installed, as on a machine lent with a GPU."""
     report = yield
     call = getattr(report, "call", None)

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers.masking_utils import causal_mask_function
 
 from rlkv.attention import branches
@@ -17,9 +18,11 @@ from rlkv.attention.branches import (
     flex_local_attention,
     full_attention,
     local_attention,
+    local_block_mask,
 )
-from rlkv.attention.call import MixedCall, mixed_mask
+from rlkv.attention.call import MixedCall, local_rule, mixed_mask
 from rlkv.attention.mixed import mix
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.mixed_reference import full_mask, local_mask
 from tests.helpers.transposed import in_both_layouts
 
@@ -63,6 +66,28 @@ def test_local_forms_equal_the_dense_one(form: object, lengths: list[tuple[int, 
         given = torch.autograd.grad((found * weights).sum(), states)
         for left, right in zip(wanted, given, strict=True):
             assert (left - right).abs().max() < 20 * TOLERANCE
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 700])
+@pytest.mark.parametrize(("sink", "window"), [(0, 1), (16, 64), (128, 256), (130, 127), (0, 300), (1000, 1)])
+def test_the_block_mask_equals_torchs(length: int, sink: int, window: int) -> None:
+    """Which torch makes out of a dense mask; rows are padded on either side, at and off the edges of blocks."""
+    lengths = [(0, 0), (length // 2, 0), (min(128, length - 1), 0), (0, length // 3), (length // 5, length // 4)]
+    call = make_call(make_padding(lengths, length), length)
+    rule = local_rule(call.rows(torch.device("cpu")), sink, window)
+    wanted = create_block_mask(rule, len(lengths), None, length, length, device="cpu")
+    found = local_block_mask(call, sink, window, torch.device("cpu"))
+    assert found.seq_lengths == wanted.seq_lengths
+    for name in ("kv", "full_kv", "q", "full_q"):
+        for part in (f"{name}_num_blocks", f"{name}_indices"):
+            torch.testing.assert_close(getattr(found, part), getattr(wanted, part), msg=part)
+
+
+def test_the_block_mask_of_a_long_batch_is_small() -> None:
+    call = make_call(make_padding([(0, 0)] * 15 + [(300, 0)], 8192), 8192)
+    with LiveBytes() as live:
+        local_block_mask(call, 128, 256, torch.device("cpu"))
+    assert live.peak < 16e6  # a mask of all queries and keys has 1.1e9 entries
 
 
 def test_the_dense_mask_equals_the_reference() -> None:
