@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rlkv.attention.branches import full_attention, local_attention
 from rlkv.attention.call import VARIANTS, MixedCall, mixed_mask, refuse_variants
-from rlkv.utils.sdpa import leave_cudnn_out
+from rlkv.utils.gpu import leave_cudnn_out
 
 IMPLEMENTATION = "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 GATE = "rlkv_gate"  # the attribute of an attention module that holds its gate

@@ -29,7 +29,7 @@ from rlkv.inference.servable import (
     warn_without_rope,
 )
 from rlkv.models.shape import ModelShape
-from rlkv.utils.sdpa import leave_cudnn_out
+from rlkv.utils.gpu import leave_cudnn_out
 from rlkv.utils.shadow import shadow
 
 if TYPE_CHECKING:

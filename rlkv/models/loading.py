@@ -13,7 +13,7 @@ from rlkv.models.builtin import BUILT_IN, built_in_folder
 from rlkv.models.host_memory import keep_freed_memory
 from rlkv.models.hub import connection_error
 from rlkv.utils.cpu import cpu_has_any
-from rlkv.utils.sdpa import leave_cudnn_out
+from rlkv.utils.gpu import leave_cudnn_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def resolve_device(device: str = "auto") -> torch.device:
     """``auto`` is the GPU if there is one, else the CPU; ``ValueError`` if the device is unknown or absent.
 
-    What runs on a GPU runs without cuDNN's attention from then on (:mod:`rlkv.utils.sdpa`).
+    What runs on a GPU runs without cuDNN's attention from then on (:mod:`rlkv.utils.gpu`).
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

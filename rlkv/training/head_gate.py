@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rlkv.attention import IMPLEMENTATION, Gate
 from rlkv.attention.mixed import GATE
-from rlkv.utils.sdpa import leave_cudnn_out
+from rlkv.utils.gpu import leave_cudnn_out
 
 
 class _PeftName(str):

@@ -1,8 +1,9 @@
-"""Which kernels torch's attention chooses from on a GPU."""
+"""What work on a GPU shares: the kernels that torch's attention chooses from, and copies that wait for nothing."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def leave_cudnn_out(device: torch.device) -> None:
@@ -20,3 +21,10 @@ def attention_kernels() -> list[str]:
     from torch.nn.attention import _cur_sdpa_kernel_backends
 
     return [kernel.name.lower() for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to ``device``; to a GPU without waiting for what it computes."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
