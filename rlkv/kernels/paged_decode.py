@@ -186,7 +186,8 @@ def _decode_paged(
         tl.store(values + fresh + size, value_E, mask=size < VALUE)
         peak_G, total_G, sum_GE = attend_first(query_GD, key_D, value_E, total_G, sum_GE, scale)
         end -= 1
-    for at in tl.range(begin, end, BLOCK, num_stages=3):
+    # block numbers are loaded first: with fewer stages the loads of keys and values are waited for at once
+    for at in tl.range(begin, end, BLOCK, num_stages=5 if QUERIES > 1 else 3):
         entry = at + tl.arange(0, BLOCK)
         seen = entry < end
         index = entry + tl.where(entry < prefix, 0, skipped)

@@ -3,7 +3,8 @@
     python -m tests.helpers.decode_compile
 
 A line is ``compiled``, the variant, KiB of shared memory, bytes of stack per thread, whether loads of keys and values
-are asynchronous and 16 bytes wide, and whether splits hand on their results in order.
+are asynchronous and 16 bytes wide, whether splits hand on their results in order, and how many loads are under way
+while a block of entries is computed.
 """
 
 from __future__ import annotations
@@ -89,13 +90,18 @@ def wide(kernel: Any, ptx: str) -> bool:
     return widths == ({"0x10", "0x4"} if kernel is _decode_paged else {"0x10"})
 
 
+def ahead(ptx: str) -> int:
+    """How many groups of asynchronous loads may be under way while a block of entries is computed."""
+    return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)))
+
+
 def main() -> None:
     for kernel in (_decode, _decode_paged):
         for variant in VARIANTS:
             found = compiled(kernel, *variant)
             ptx = found.asm["ptx"]
             shared, name = round(found.metadata.shared / 1024), "-".join(map(str, (kernel.__name__, *variant)))
-            print("compiled", name, shared, stack(found.asm["cubin"]), wide(kernel, ptx), in_order(ptx))
+            print("compiled", name, shared, stack(found.asm["cubin"]), wide(kernel, ptx), in_order(ptx), ahead(ptx))
 
 
 if __name__ == "__main__":
