@@ -21,13 +21,15 @@ from rlkv.attention.grouped import grouped_attention
 
 # one row or several, short or long, with gradients or without, in inference mode, for each model of a process
 VARIANTS_COMPILED = 64
+FLEX_BLOCK = 128  # queries, and keys, of a block of FlexAttention: torch's default
 MIN_BLOCK = 64  # queries per block of the banded form; below it the matrix products are too small to be fast
 
 
 def one_query_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """One query per row: the group takes the place of the queries, and no key is copied per head."""
     grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])
-    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).view_as(query)
+    # fused kernels of a GPU give their output transposed, which no view can undo
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).reshape(query.shape)
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -137,7 +139,7 @@ def banded_local_attention(
     padded = F.pad(query, (0, 0, 0, extra)).view(batch, kv_heads, groups, blocks, block, size)
     grouped = padded.permute(0, 3, 1, 2, 4, 5).reshape(batch * blocks, kv_heads, groups * block, size)
     out = F.scaled_dot_product_attention(grouped, of_blocks(key), of_blocks(value), attn_mask=mask, scale=scale)
-    out = out.view(batch, blocks, kv_heads, groups, block, size).permute(0, 2, 3, 1, 4, 5)
+    out = out.reshape(batch, blocks, kv_heads, groups, block, size).permute(0, 2, 3, 1, 4, 5)
     return out.reshape(batch, kv_heads * groups, blocks * block, size)[:, :, :length]
 
 
@@ -164,17 +166,53 @@ def compile_variants(function: Callable[..., Any], **options: Any) -> Any:
     return call
 
 
+def local_block_mask(call: MixedCall, sink: int, window: int, device: torch.device) -> Any:
+    """The block mask of FlexAttention, from each row's first and last token.
+
+    Torch's ``create_block_mask`` makes it out of a dense mask, which takes several bytes for each row, query and key:
+    gigabytes for 16 rows of 8k tokens.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rows, length = call.rows(device), call.kv_length
+    begin = torch.arange(0, length, FLEX_BLOCK, device=device)
+    last = begin + FLEX_BLOCK - 1
+    query, query_last = begin[:, None], last.clamp(max=length - 1)[:, None]  # of the blocks of queries
+    first, end = rows.first[:, None, None], rows.end[:, None, None]
+    # the real keys of a block, and those of them that are sinks
+    key, key_last = begin.maximum(first), last.minimum(end - 1)
+    sink_last = key_last.minimum(first + sink - 1)
+    in_window = (key <= key_last) & (key <= query_last) & (query - key_last < window)
+    is_seen = in_window | ((key <= sink_last) & (key <= query_last)) | (query == begin)
+    # seen by all queries: earlier ones, without padding, of which none is older than the window unless it is a sink
+    oldest = begin.maximum(first + sink)
+    in_reach = (oldest > last) | (query_last - oldest < window)
+    # a block that reaches beyond the text is never one of these
+    is_whole = (query > begin) & (query + FLEX_BLOCK <= length) & (begin >= first) & (last < end) & in_reach
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """How many blocks of keys each block of queries has, and which: those come first."""
+        order = blocks[:, None].int().argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()
+
+    return BlockMask.from_kv_blocks(
+        *listed(is_seen & ~is_whole),
+        *listed(is_whole),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=local_rule(rows, sink, window),
+        seq_lengths=(length, length),
+    )
+
+
 def flex_local_attention(
     query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
     """FlexAttention with a block mask: no dense mask, which would take ~256 MB a row at 8k tokens."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
-    def make() -> Any:
-        rule = local_rule(call.rows(query.device), sink, window)
-        return create_block_mask(rule, call.batch_size, None, call.q_length, call.kv_length, device=query.device)
-
-    block_mask = call.once(("flex", sink, window, query.device), make)
+    block_mask = call.once(
+        ("flex", sink, window, query.device), lambda: local_block_mask(call, sink, window, query.device)
+    )
     # compiled on a GPU; eager (dense, slow) elsewhere, where only the tests use it
     attend = _compiled_flex() if query.device.type == "cuda" else flex_attention
     return attend(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=True)

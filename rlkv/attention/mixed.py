@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rlkv.attention.branches import full_attention, local_attention
 from rlkv.attention.call import VARIANTS, MixedCall, mixed_mask, refuse_variants
+from rlkv.utils.gpu import leave_cudnn_out
 
 IMPLEMENTATION = "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 GATE = "rlkv_gate"  # the attribute of an attention module that holds its gate
@@ -41,7 +42,7 @@ def mix(full: Tensor, local: Tensor, alpha_H: Tensor) -> Tensor:
     grouped = (full.shape[0], alpha_H.shape[0], -1, *full.shape[2:])
     alpha = alpha_H.to(wide)[:, None, None, None]
     mixed = torch.lerp(local.reshape(grouped).to(wide), full.reshape(grouped).to(wide), alpha)
-    return mixed.view(full.shape).to(full.dtype)
+    return mixed.reshape(full.shape).to(full.dtype)
 
 
 Branch = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -122,6 +123,7 @@ def _is_one_causal_query(mask: Any, dropout: float, arguments: dict[str, Any]) -
 def fast_decoding(model: Any) -> Iterator[None]:
     """Inside, a model with the attention ``sdpa`` decodes with this implementation; others are left as they are."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    leave_cudnn_out(base.device)
     if base.config._attn_implementation != "sdpa":
         yield
         return

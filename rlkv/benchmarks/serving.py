@@ -124,7 +124,7 @@ def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
         "workload": work.to_dict(),
         "gates": digest(gates.alpha.tolist()),
         "versions": {name: found.get(name) for name in DECIDING_VERSIONS},
-        "hardware": {key: value for key, value in hardware().items() if key != "torch_threads"},
+        "hardware": {key: hardware()[key] for key in ("cpu", "cores", "gpus")},
         "threads": os.environ.get("OMP_NUM_THREADS"),
     }
 

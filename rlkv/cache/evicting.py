@@ -60,7 +60,7 @@ class EvictingStore(Store):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
         if self.policy.per_query_head and query.shape[2] > 1:
-            return self.attend(*self._by_query_head(query, key, value), plan, scale).view_as(query)
+            return self.attend(*self._by_query_head(query, key, value), plan, scale).reshape(query.shape)
         parts = []
         for segment in plan.segments:
             span = slice(segment.segment.begin, segment.segment.end)

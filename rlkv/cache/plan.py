@@ -103,7 +103,7 @@ class CacheState:
         if policy is None:
             return parts
         counts = RowCounts.start(rows, self.planned) if self.row_counts is None else self.row_counts
-        padded = self.padding.counts if self.padding is not None else None
+        padded = self.padding.on_host if self.padding is not None else None
         protect = policy.protect_prompt and start == 0
         for part in parts:
             span = (part.start, part.length, part.in_full)
@@ -119,7 +119,7 @@ class CacheState:
 
     def first_kept(self, rows: int) -> Tensor:
         """S of each of the ``rows`` rows: int64 ``[B]`` on the CPU."""
-        return torch.full((rows,), self.settings.sink) if self.sinks is None else self.sinks.counts.cpu()
+        return torch.full((rows,), self.settings.sink) if self.sinks is None else self.sinks.on_host
 
     def join(self, other: CacheState, rows: tuple[int, int], layout: JoinLayout) -> None:
         """Append the rows of ``other``; ``rows``: how many each has."""

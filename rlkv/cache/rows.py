@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ class PerRow:
     def of(cls, counts: Tensor) -> PerRow:
         smallest, largest = (int(x) for x in torch.aminmax(counts))
         return cls(counts, smallest, largest)
+
+    @cached_property
+    def on_host(self) -> Tensor:
+        """``counts`` on the CPU: a GPU is waited for once."""
+        return self.counts.cpu()
 
     @property
     def differ(self) -> bool:

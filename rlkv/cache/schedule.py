@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.utils.gpu import moved
 
 DECODED = 50  # last tokens of a prompt that RLKV's evaluator decodes (decoding_simulation_length in its code)
 _IN_FULL = {"full": lambda length: length, "local": lambda length: 0, "published": lambda n: max(0, n - DECODED)}
@@ -118,13 +119,13 @@ def plan_segments(
 
     Args:
         counts: the rows before the call.
-        padding: int64 ``[B]``, columns of left padding in each row; None: no padding.
+        padding: int64 ``[B]`` on the CPU, columns of left padding in each row; None: no padding.
         in_one_go: the tokens of the call see each other in full and eviction waits for its end; otherwise rows evict
             at exactly the tokens at which they would if the tokens came one at a time.
         protect: none of the tokens may ever be evicted.
     """
     begin, end = start, start + length
-    padding = torch.zeros_like(counts.held) if padding is None else padding.cpu()
+    padding = torch.zeros_like(counts.held) if padding is None else padding
     segments = []
     while begin < end:
         stop = end if in_one_go or protect else _next_eviction(policy, counts, padding, begin, end)
@@ -185,7 +186,7 @@ class SegmentTensors:
             return None
         column = torch.arange(self.total, device=self.device)
         query = column[self.columns_before :, None]
-        real = column >= (self.total - held.to(self.device))[:, None]
+        real = column >= (self.total - moved(held, self.device))[:, None]
         # a padding query sees itself: a row of -inf alone would be NaN in some kernels
         return ((real[:, None, :] & (column <= query)) | (column == query))[:, None]
 
@@ -193,13 +194,13 @@ class SegmentTensors:
     def valid(self) -> Tensor:
         """bool ``[B, N]``: which of the last N columns are evictable entries."""
         n = self.evictable_columns
-        return torch.arange(n, device=self.device) >= (n - self.evictable.to(self.device))[:, None]
+        return torch.arange(n, device=self.device) >= (n - moved(self.evictable, self.device))[:, None]
 
     @cached_property
     def due_rows(self) -> Tensor | None:
         """int64 indices of the rows that evict; None: all of them."""
         assert self.due is not None
-        return None if self.due.all() else self.due.nonzero()[:, 0].to(self.device)
+        return None if self.due.all() else moved(self.due.nonzero()[:, 0], self.device)
 
     @cached_property
     def budgets(self) -> Tensor:
@@ -210,12 +211,12 @@ class SegmentTensors:
     @cached_property
     def seen(self) -> Tensor:
         """Tokens read by each evicting row."""
-        return self.segment.stored.seen[self.due].to(self.device)
+        return moved(self.segment.stored.seen[self.due], self.device)
 
     @cached_property
     def _place(self) -> Tensor:
         """int64 ``[B, M']``: which entry of its row is to be in which column; negative: none."""
-        after = self.segment.after.held.to(self.device)
+        after = moved(self.segment.after.held, self.device)
         return torch.arange(self.columns_after, device=self.device) - (self.columns_after - after)[:, None]
 
     def sources(self, kept: Tensor) -> Tensor:
@@ -225,11 +226,11 @@ class SegmentTensors:
             kept: int64 ``[evicting rows, H, K]``, ascending indices into their N, -1 in front.
         """
         stored = self.segment.stored
-        shift = (self.columns - stored.held).to(self.device)
+        shift = moved(self.columns - stored.held, self.device)
         source = (self._place + shift[:, None])[:, None].repeat(1, kept.shape[1], 1)
         due = slice(None) if self.due_rows is None else self.due_rows
-        evictable_place = (self._place - stored.protected.to(self.device)[:, None])[due]
-        budgets = self.budgets.to(self.device)
+        evictable_place = (self._place - moved(stored.protected, self.device)[:, None])[due]
+        budgets = moved(self.budgets, self.device)
         within = (evictable_place + kept.shape[2] - budgets[:, None]).clamp(0, kept.shape[2] - 1)
         picked = kept.gather(2, within[:, None].expand(-1, kept.shape[1], -1)) + self.columns - self.evictable_columns
         source[due] = torch.where((evictable_place >= 0)[:, None], picked, source[due])

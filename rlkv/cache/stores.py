@@ -208,7 +208,7 @@ class RingStore(PlainStore):
 
     def used_nbytes(self, tokens: int) -> int:
         padding, most = self.state.padding, self.state.first_kept(self.keys.shape[0]) + self.state.settings.window
-        real = torch.full_like(most, tokens) if padding is None else tokens - padding.counts.cpu()
+        real = torch.full_like(most, tokens) if padding is None else tokens - padding.on_host
         return self.num_heads * int(torch.minimum(real, most).sum()) * self.entry_nbytes
 
     def held(self, row: int, tokens: int) -> Tensor:

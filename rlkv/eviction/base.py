@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rlkv.utils.gpu import moved
+
 
 @dataclass(frozen=True)
 class EvictionPolicy(ABC):
@@ -141,7 +143,7 @@ class EvictionPolicy(ABC):
         if isinstance(budget, int):
             budget_B = torch.full((rows,), budget, device=scores.device)  # without a copy to a GPU
         else:
-            budget_B = budget.to(scores.device).expand(rows)
+            budget_B = moved(budget, scores.device).expand(rows)
         count_B = valid.sum(-1)
         rank_BN = valid.cumsum(-1) - 1
         is_recent = rank_BN >= (count_B - self.recent(budget_B))[:, None]

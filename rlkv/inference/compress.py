@@ -29,6 +29,7 @@ from rlkv.inference.servable import (
     warn_without_rope,
 )
 from rlkv.models.shape import ModelShape
+from rlkv.utils.gpu import leave_cudnn_out
 from rlkv.utils.shadow import shadow
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ def compress(
 def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
     """Change the instance; ``undo`` restores it."""
     decoder = model.base_model
+    leave_cudnn_out(model.device)
     undo.callback(model.set_attn_implementation, model.config._attn_implementation)
     model.set_attn_implementation(IMPLEMENTATION)  # only warns if it cannot
     if {model.config._attn_implementation, decoder.config._attn_implementation} != {IMPLEMENTATION}:

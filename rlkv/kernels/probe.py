@@ -15,6 +15,7 @@ def _one(out):
 def launch(device: torch.device) -> None:
     """Launch the smallest kernel; raises whatever Triton raises where it cannot."""
     out = torch.zeros(1, dtype=torch.int32, device=device)
-    _one[(1,)](out)
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        _one[(1,)](out)
     if out.item() != 1:
         raise RuntimeError("a kernel wrote nothing")

@@ -13,6 +13,7 @@ from rlkv.models.builtin import BUILT_IN, built_in_folder
 from rlkv.models.host_memory import keep_freed_memory
 from rlkv.models.hub import connection_error
 from rlkv.utils.cpu import cpu_has_any
+from rlkv.utils.gpu import leave_cudnn_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,15 +22,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(device: str = "auto") -> torch.device:
-    """``auto`` is the GPU if there is one, else the CPU; ``ValueError`` if the device is unknown or absent."""
+    """``auto`` is the GPU if there is one, else the CPU; ``ValueError`` if the device is unknown or absent.
+
+    What runs on a GPU runs without cuDNN's attention from then on (:mod:`rlkv.utils.gpu`).
+    """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
     except RuntimeError:
         raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA GPU: use --device cpu")
+    leave_cudnn_out(resolved)
     return resolved
 
 

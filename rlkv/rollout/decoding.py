@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from rlkv.rollout.base import FinishReason, SamplingParams
 from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
+from rlkv.utils.gpu import moved
 
 REFILL_AT = 0.75  # share of rows that still run at which the others leave: every change copies the cache
 READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
@@ -176,7 +177,7 @@ class _Batch:
             token_R = logits_RV.max(-1).indices  # as argmax, which takes 4 times as long on a CPU
         else:
             drawn = [0.0 if row.finish_reason else row.draws[len(row.token_ids)] for row in self.rows]
-            draw_R = torch.tensor(drawn, dtype=torch.float64, device=logits_RV.device)
+            draw_R = moved(torch.tensor(drawn, dtype=torch.float64), logits_RV.device)
             token_R = draw_tokens(logits_RV, draw_R, sampling.temperature, sampling.top_p, sampling.top_k)
         if not self.decoding.logprobs:
             return token_R, torch.zeros(len(token_R))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rlkv.attention import IMPLEMENTATION, Gate
 from rlkv.attention.mixed import GATE
+from rlkv.utils.gpu import leave_cudnn_out
 
 
 class _PeftName(str):
@@ -74,6 +75,7 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
         super().__init__()
         self.num_kv_heads = num_kv_heads
         self._device = device
+        leave_cudnn_out(device)
         self.alpha = nn.ParameterDict()
         self._sizes: dict[str, tuple[int, int]] = {}
 
@@ -100,6 +102,7 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
 
         def keep_precision(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
+            leave_cudnn_out(moved.device)
             if moved.is_floating_point() and moved.element_size() < tensor.element_size():
                 return tensor.to(moved.device)
             return moved

@@ -45,11 +45,14 @@ def _cpu_name() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU, core count, torch threads and GPUs of this machine."""
+    """CPU, core count, torch threads and GPUs of this machine, and with a GPU the kernels of torch's attention."""
     import torch
 
+    from rlkv.utils.gpu import attention_kernels
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "gpus": gpus}
+    found = {"cpu": _cpu_name(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "gpus": gpus}
+    return found | ({"attention_kernels": attention_kernels()} if gpus else {})
 
 
 def hardware_line() -> str:

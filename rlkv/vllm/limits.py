@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,6 +119,8 @@ def _always(vllm_config: Any) -> dict[str, bool]:
     context = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
     dual_chunk = getattr(vllm_config.model_config.hf_text_config, "dual_chunk_attention_config", None)
     plain_cache = cache.cache_dtype in ("auto", "float16", "bfloat16", "float32")
+    # such graphs break at the engine's own operators only: what rlkv does on the host would be captured once
+    breakable = "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=1, which VLLM_BATCH_INVARIANT=1 may switch on)"
     return {
         f"pipeline parallelism (--pipeline-parallel-size {stages}): use --tensor-parallel-size": stages > 1,
         "context parallelism: leave out --decode-context-parallel-size and --prefill-context-parallel-size": context,
@@ -126,7 +129,14 @@ def _always(vllm_config: Any) -> dict[str, bool]:
         "KV connectors: leave out --kv-transfer-config": vllm_config.kv_transfer_config is not None,
         "offloading of the KV cache: leave out --kv-offloading-size": cache.kv_offloading_size is not None,
         "dual chunk attention: remove dual_chunk_attention_config from the model's config": bool(dual_chunk),
+        f"{breakable}: set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or pass --enforce-eager": _breaks_graphs(vllm_config),
     }
+
+
+def _breaks_graphs(vllm_config: Any) -> bool:
+    """Whether the engine captures breakable graphs; it notes its own decision in the environment."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") == "1" and mode is not None and mode.name != "NONE"
 
 
 def _reallocation(vllm_config: Any) -> dict[str, bool]:

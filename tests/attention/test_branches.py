@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers.masking_utils import causal_mask_function
 
 from rlkv.attention import branches
@@ -17,10 +18,13 @@ from rlkv.attention.branches import (
     flex_local_attention,
     full_attention,
     local_attention,
+    local_block_mask,
 )
-from rlkv.attention.call import MixedCall, mixed_mask
+from rlkv.attention.call import MixedCall, local_rule, mixed_mask
 from rlkv.attention.mixed import mix
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.mixed_reference import full_mask, local_mask
+from tests.helpers.transposed import in_both_layouts
 
 SCALE = 16**-0.5
 TOLERANCE = 2e-6  # float32 sums of at most 300 terms of size ~1
@@ -64,6 +68,28 @@ def test_local_forms_equal_the_dense_one(form: object, lengths: list[tuple[int, 
             assert (left - right).abs().max() < 20 * TOLERANCE
 
 
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 700])
+@pytest.mark.parametrize(("sink", "window"), [(0, 1), (16, 64), (128, 256), (130, 127), (0, 300), (1000, 1)])
+def test_the_block_mask_equals_torchs(length: int, sink: int, window: int) -> None:
+    """Which torch makes out of a dense mask; rows are padded on either side, at and off the edges of blocks."""
+    lengths = [(0, 0), (length // 2, 0), (min(128, length - 1), 0), (0, length // 3), (length // 5, length // 4)]
+    call = make_call(make_padding(lengths, length), length)
+    rule = local_rule(call.rows(torch.device("cpu")), sink, window)
+    wanted = create_block_mask(rule, len(lengths), None, length, length, device="cpu")
+    found = local_block_mask(call, sink, window, torch.device("cpu"))
+    assert found.seq_lengths == wanted.seq_lengths
+    for name in ("kv", "full_kv", "q", "full_q"):
+        for part in (f"{name}_num_blocks", f"{name}_indices"):
+            torch.testing.assert_close(getattr(found, part), getattr(wanted, part), msg=part)
+
+
+def test_the_block_mask_of_a_long_batch_is_small() -> None:
+    call = make_call(make_padding([(0, 0)] * 15 + [(300, 0)], 8192), 8192)
+    with LiveBytes() as live:
+        local_block_mask(call, 128, 256, torch.device("cpu"))
+    assert live.peak < 16e6  # a mask of all queries and keys has 1.1e9 entries
+
+
 def test_the_dense_mask_equals_the_reference() -> None:
     padding = make_padding([(0, 0), (5, 0), (0, 9), (11, 3)], 40)
     eye = torch.eye(40, dtype=torch.bool)
@@ -96,6 +122,22 @@ def test_full_attention_equals_the_dense_form(lengths: list[tuple[int, int]], q_
     assert (found - expected)[real].abs().max() < TOLERANCE
     local = local_attention(*states, make_call(padding, q_length), 60, 60, SCALE)  # S + W cover everything
     assert (local - expected)[real].abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("lengths", [[(0, 0), (0, 0)], [(0, 0), (90, 0)], [(0, 9), (0, 0)]])
+@pytest.mark.parametrize("q_length", [1, 7, 263])
+def test_no_form_depends_on_the_strides_of_torchs_output(q_length: int, lengths: list[tuple[int, int]]) -> None:
+    padding = make_padding(lengths, 263)
+    states = make_states(len(lengths), 263, q_length)
+
+    def run() -> list[torch.Tensor]:
+        call = make_call(padding, q_length)
+        full = full_attention(*states, call, SCALE)
+        local = local_attention(*states, call, 4, 16, SCALE)
+        mixed = mix(full, local, torch.tensor([0.0, 0.3, 1.0]))
+        return [full, local, mixed, *torch.autograd.grad(mixed.square().sum(), states)]
+
+    torch.testing.assert_close(*in_both_layouts(run))
 
 
 def test_masks_are_made_once_per_call() -> None:

@@ -8,9 +8,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.cache import plan as plan_module
+from rlkv.eviction import H2O, RKV, RPC, EvictionPolicy
 from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens, starts_of
 from tests.helpers.models import make_tiny_model
 from tests.helpers.reference_model import reference_logits
+from tests.helpers.transposed import in_both_layouts
 
 SINK, WINDOW = 3, 5
 
@@ -51,6 +53,22 @@ def test_left_padded_rows_equal_single_rows(realloc_model: PreTrainedModel, pref
         cache = HeadReallocationCache(MIXED, SINK, WINDOW, prefill)
         single = cached_logits(realloc_model, ids[row : row + 1, pad:], cache, own_calls)
         assert (batched[row, pad:] - single[0]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("prefill", ["full", "local"])
+@pytest.mark.parametrize(
+    "policy", [None, RKV(budget=9, buffer=4, observation=3), H2O(budget=8), RPC(P=12, R=3, c=3, aggregation="head")]
+)
+def test_no_store_depends_on_the_strides_of_torchs_output(prefill: str, policy: EvictionPolicy | None) -> None:
+    model = make_tiny_model("llama")
+    model.set_attn_implementation(IMPLEMENTATION)
+    ids, real = draw_ids(2, 40), real_tokens([0, 5], 40)
+
+    def run() -> torch.Tensor:
+        cache = HeadReallocationCache(MIXED, SINK, WINDOW, prefill, eviction=policy)
+        return cached_logits(model, ids, cache, [14, 1, 1, 1, 7, *[1] * 16], real)
+
+    torch.testing.assert_close(*in_both_layouts(run))
 
 
 def test_rows_that_all_have_the_same_padding(realloc_model: PreTrainedModel) -> None:

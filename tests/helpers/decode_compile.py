@@ -3,7 +3,8 @@
     python -m tests.helpers.decode_compile
 
 A line is ``compiled``, the variant, KiB of shared memory, bytes of stack per thread, whether loads of keys and values
-are asynchronous and 16 bytes wide, and whether splits hand on their results in order.
+are asynchronous and 16 bytes wide, whether splits hand on their results in order, and how many loads are under way
+while a block of entries is computed.
 """
 
 from __future__ import annotations
@@ -72,12 +73,17 @@ def wide(ptx: str) -> bool:
     return set(re.findall(r"cp\.async\.c[ag]\.shared\.global.*, (0x\w+),", ptx)) == {"0x10"}
 
 
+def ahead(ptx: str) -> int:
+    """How many groups of asynchronous loads may be under way while a block of entries is computed."""
+    return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)))
+
+
 def main() -> None:
     for variant in VARIANTS:
         found = compiled(*variant)
         ptx = found.asm["ptx"]
         shared, name = round(found.metadata.shared / 1024), "-".join(map(str, variant))
-        print("compiled", name, shared, stack(found.asm["cubin"]), wide(ptx), in_order(ptx))
+        print("compiled", name, shared, stack(found.asm["cubin"]), wide(ptx), in_order(ptx), ahead(ptx))
 
 
 if __name__ == "__main__":

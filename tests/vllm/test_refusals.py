@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,6 +18,8 @@ from rlkv.vllm.limits import check_engine, prepare_engine
 from tests.helpers.engines import Served, engine, generate, make_served, need_vllm, random_prompts
 
 need_vllm()
+
+from vllm.config import CUDAGraphMode, VllmConfig  # noqa: E402  (after the environment is set)
 
 
 def fake_engine(**changes: Any) -> Any:
@@ -44,6 +47,7 @@ def fake_engine(**changes: Any) -> Any:
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         load_config=SimpleNamespace(load_format="auto"),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         speculative_config=None,
         quant_config=None,
         lora_config=None,
@@ -95,6 +99,31 @@ def test_what_is_supported_passes() -> None:
 def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_engine(fake_engine(**{setting: value}))
+
+
+@pytest.mark.parametrize("feature", ["head reallocation", "a mixed-attention rollout"])
+def test_graphs_that_would_capture_work_of_the_host(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "0"):
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", value)
+        assert check_engine(fake_engine(), feature) is None
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    assert check_engine(fake_engine(compilation_config__cudagraph_mode=CUDAGraphMode.NONE), feature) is None
+    with pytest.raises(ValueError, match=f"{feature} does not work with breakable.*VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
+        check_engine(fake_engine(), feature)
+
+
+def test_the_engine_notes_in_the_environment_that_graphs_are_breakable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is where the check looks: a new version that decides elsewhere must be noticed."""
+    config = SimpleNamespace(
+        _uses_breakable_cudagraph_by_default=lambda: True,
+        compilation_config=SimpleNamespace(mode=None),
+    )
+    if not hasattr(VllmConfig, "_maybe_enable_breakable_cudagraph"):
+        pytest.skip("this version has no breakable graphs")
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "")
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
+    VllmConfig._maybe_enable_breakable_cudagraph(config)
+    assert os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] == "1"
 
 
 @pytest.mark.parametrize(

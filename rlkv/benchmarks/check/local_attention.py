@@ -69,10 +69,9 @@ class Case:
         return states, weight * self.padding(setting.device)[:, None, :, None]
 
     def needed_bytes(self, setting: Setting, size: int) -> int:
-        """About the memory that states, block mask and reference take."""
+        """About the memory that states and reference take; a block mask is small."""
         states = 8 * self.batch * self.kv_heads * self.group * self.length * size * setting.dtype.itemsize
-        # torch makes a block mask out of a dense one, of about 4 bytes for each query and key
-        return states + (4 * self.batch + 20 * self.group) * self.length**2
+        return states + 20 * self.group * self.length**2
 
 
 def attend(mode: str, states: list[Tensor], weight: Tensor, call: MixedCall, sizes: Sizes) -> list[Tensor]:

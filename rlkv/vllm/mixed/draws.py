@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
 from rlkv.rollout.draws import draw_tokens, row_draws, token_logprobs
+from rlkv.utils.gpu import moved
 from rlkv.vllm.settings import DRAW_KEY
 
 
@@ -46,13 +47,13 @@ def choose_tokens(logits: Tensor, rows: Mapping[int, tuple[_Row, int]]) -> Tenso
     for line, (row, _) in rows.items():
         kinds.setdefault(row.kind, []).append(line)
     for (temperature, top_p, top_k), lines in kinds.items():
-        place = torch.tensor(lines, device=logits.device)
+        place = moved(torch.tensor(lines), logits.device)
         chosen = logits[place]
         if temperature == 0:
             token_R, scale = chosen.argmax(-1), 1.0
         else:
             draws = [row.draw(made) for row, made in (rows[line] for line in lines)]
-            draw_R = torch.tensor(draws, dtype=torch.float64, device=logits.device)
+            draw_R = moved(torch.tensor(draws, dtype=torch.float64), logits.device)
             token_R, scale = draw_tokens(chosen, draw_R, temperature, top_p, top_k), temperature
         logprob_R = token_logprobs(chosen, token_R, scale).to(logits.dtype)
         logits[place] = float("-inf")

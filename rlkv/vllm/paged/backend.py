@@ -17,16 +17,10 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from rlkv.utils.gpu import moved
 from rlkv.vllm.blocks.block_tables import GapRules, SteadyTables
 from rlkv.vllm.blocks.pieces import QUERIES_AT_ONCE, cut_step, whole_prompts
 from rlkv.vllm.paged.gapless_tables import cut_gaps
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """On ``device``, and to a GPU without waiting for it."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 class BackendParts(AttentionBackend):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
@@ -59,7 +60,9 @@ def cut_gaps(
     """
     table, shorter = out
     rows, width = table.shape
-    if rows:
+    if not rows:
+        return
+    with torch.cuda.device_of(table):  # Triton launches on the current device
         _cut_gaps[(rows,)](
             table_RM,
             lengths_R,

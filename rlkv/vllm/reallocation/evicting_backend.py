@@ -21,9 +21,10 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from rlkv.utils.gpu import moved
 from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
 from rlkv.vllm.paged.attention import Places, Reads, Writes, paged_local_attention, plan_reads
-from rlkv.vllm.paged.backend import AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl, moved
+from rlkv.vllm.paged.backend import AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl
 from rlkv.vllm.reallocation.backend import LAYOUTS, bin_of
 from rlkv.vllm.reallocation.evicting import Eviction, Round, entry_slots, evict, query_entries, query_slots
 
