@@ -13,7 +13,7 @@ from rlkv.data.curriculum import Selection, parse_buckets, select
 from rlkv.data.decoders import Decoder, EngineDecoder, RecordedDecoder
 from rlkv.data.deepscaler import Problem, load_problems
 from rlkv.data.filter_config import BUILT_IN, DEFAULT_BATCH, FilterConfig, parse_shard
-from rlkv.data.filtering import STATUSES, Outcome, Shards, run_shard
+from rlkv.data.filtering import STATUSES, WRONG, Outcome, Shards, run_shard
 from rlkv.models.loading import dtype_name, load_tokenizer, resolve_device
 from rlkv.models.prompts import choose_template
 from rlkv.rollout.cards import card_of
@@ -143,7 +143,7 @@ def finish(config: FilterConfig, shards: Shards, problems: list[Problem], starte
         "outside_buckets": selection.outside,
         "selected": len(rows),
         "buckets": [{**fill.pop("bucket"), **fill} for fill in map(asdict, selection.fills)],
-        "notes": notes(outcome, selection),
+        "notes": notes(outcome, selection, problems),
         "config": {**asdict(config), "buckets": ",".join(map(str, buckets))},
         "seconds": round(time.monotonic() - started, 3),  # of the run that finished the job
         **provenance(),
@@ -164,11 +164,18 @@ def write_curriculum(folder: Path, rows: list[Row]) -> None:
         parquet.write_table(arrow.Table.from_pylist(rows, schema=arrow.schema(fields.items())), path)
 
 
-def notes(outcome: Outcome, selection: Selection) -> list[str]:
+def notes(outcome: Outcome, selection: Selection, problems: list[Problem]) -> list[str]:
     """What a reader must not miss: nothing solved, short buckets, outputs outside all buckets."""
     if not outcome.solved():
         loaded = len(outcome.status)
-        return [f"None of the {loaded} problems was solved: the curriculum is empty and there is nothing to train on."]
+        found = [f"None of the {loaded} problems was solved: the curriculum is empty and there is nothing to train on."]
+        wrong = [index for index, status in outcome.status.items() if status == WRONG]
+        if wrong:
+            found.append(
+                f"{len(wrong)} outputs give an answer and all are wrong: check that the field 'answer' of the input "
+                f"holds the answer alone, or GSM8K's '... #### 72'; the first is {problems[wrong[0]].answer[-80:]!r}."
+            )
+        return found
     found = []
     for fill in selection.fills:
         if fill.short > 0:

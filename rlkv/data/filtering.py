@@ -12,7 +12,7 @@ from rlkv.data.decoders import MISSING, SKIPPED, Decoder, Output
 from rlkv.data.deepscaler import Problem
 from rlkv.utils.progress import ProgressBar
 from rlkv.utils.store import Row, check_settings, iter_rows, open_store
-from rlkv.verifier.verifier import Verifier, extract_answer
+from rlkv.verifier.verifier import Verifier, extract_answer, reference_answer
 
 CORRECT, WRONG, TRUNCATED, UNPARSABLE, NO_ANSWER = "correct", "wrong", "truncated", "unparsable", "no_answer"
 
@@ -132,8 +132,9 @@ def run_shard(
         done = {row["index"]: row["status"] for row in shards.rows() if row["index"] in own}
         progress.resume(Counter(done.values()))
         still_open = [index for index in own if index not in done]
-        answerable = [(i, problems[i]) for i in still_open if problems[i].answer.strip()]
-        rows: list[Row] = [{"index": i, "status": NO_ANSWER} for i in still_open if not problems[i].answer.strip()]
+        answerable = [(i, problems[i]) for i in still_open if reference_answer(problems[i].answer)]
+        without = sorted(set(still_open) - {index for index, _ in answerable})
+        rows: list[Row] = [{"index": index, "status": NO_ANSWER} for index in without]
         outputs: list[tuple[int, Output]] = []
 
         def flush() -> None:

@@ -92,5 +92,5 @@ def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> di
     if "answer" in problem:
         from rlkv.verifier.verifier import is_correct
 
-        outcome["correct"] = is_correct(completion.text, str(problem["answer"]))
+        outcome["correct"] = is_correct(completion.text, problem["answer"])
     return {name + suffix: value for name, value in outcome.items()}

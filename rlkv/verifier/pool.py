@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlkv.utils.extras import require
+from rlkv.verifier.reading import Pairs
 
 WORKER_FILE = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0  # importing sympy on a busy machine
@@ -42,10 +43,10 @@ class _Worker:
         self.job: int | None = None
         self.deadline = time.monotonic() + START_SECONDS
 
-    def submit(self, job: int, pair: tuple[str, str]) -> bool:
-        """Hand over a pair; False if the process is gone."""
+    def submit(self, job: int, pairs: Pairs) -> bool:
+        """Hand over a job; False if the process is gone."""
         try:
-            self.requests.write(json.dumps(pair).encode() + b"\n")
+            self.requests.write(json.dumps(pairs).encode() + b"\n")
             self.requests.flush()
         except OSError:
             return False
@@ -85,8 +86,8 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._owner = os.getpid()
 
-    def run(self, pairs: list[tuple[str, str]]) -> list[bool]:
-        """Whether each ``(right answer, candidate)`` is equal; a pair that outlasts the limit is not.
+    def run(self, pairs: list[Pairs]) -> list[bool]:
+        """Whether one ``(right answer, candidate)`` of each job is equal; a job that outlasts the limit has none.
 
         A pair whose worker dies otherwise gets one more try: the pair may not have caused it.
 
@@ -124,7 +125,7 @@ class WorkerPool:
         self._workers.remove(worker)
         worker.stop()
 
-    def _run(self, pairs: list[tuple[str, str]]) -> list[bool]:
+    def _run(self, pairs: list[Pairs]) -> list[bool]:
         verdicts = [False] * len(pairs)
         waiting = deque(range(len(pairs)))
         retried: set[int] = set()

@@ -1,108 +1,48 @@
 """Is this answer right?  Extraction of the answer from the output, in time linear in the text, then comparison.
 
-Plain cases (same text, two integers) are decided here, others by math-verify in the processes of ``pool.py``.
+Plain cases (same text, two integers, words) are decided here, others by math-verify in the processes of ``pool.py``.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
+from numbers import Real
 
+from rlkv.verifier.extraction import MAX_ANSWER_CHARS, extract_answer, last_box, reference_answer
 from rlkv.verifier.pool import WorkerPool
+from rlkv.verifier.reading import Pairs, pairs_to_compare
+
+__all__ = ["Verifier", "are_correct", "extract_answer", "is_correct", "last_box", "reference_answer"]
 
 Answer = str | int | float | None
 
-MAX_ANSWER_CHARS = 1000  # no answer of the data sets has more than 160; longer text is not an answer
-MAX_NESTED_BOXES = 16
 _NEVER_EQUAL = {"", "nan", "none", "null"}
-
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
-# \\boxed after a line break is a box, so the pair rule must not swallow its backslash
-_BRACES = re.compile(_BOX.pattern + r"|\\\\(?!boxed|fbox|framebox)|\\[{}]|[{}]")
-_SENTENCE = "final answer is"
 _INTEGER = re.compile(r"[-+]?\d{1,100}")
-_CHOICE = re.compile(r"\\(?:textbf|mathbf|text|mathrm)\s*\{\s*\([A-Z]\)\s*\}(?:\\[ ,;]|[\s~])*(?=\S)")
-_BOLD = re.compile(r"\\(?:textbf|mathbf|boldsymbol|bm)\s*\{([^{}]*)\}")
 
 
-def last_box(text: str) -> str | None:
-    r"""Content of the last balanced ``\boxed{}`` (or ``\fbox{}``), the inner one where boxes are nested.
-
-    Escaped braces (``\{``) do not count.  Boxes nested more than 16 deep are not an answer.
-    """
-    first = _BOX.search(text)
-    if first is None:
-        return None
-    found: tuple[int, int] | None = None
-    open_braces: list[int] = []  # where the content of a box starts; -1 for other braces
-    open_boxes = 0
-    for match in _BRACES.finditer(text, first.start()):
-        token = match.group()
-        if token == "}":
-            if open_braces:
-                start = open_braces.pop()
-                if start >= 0:
-                    open_boxes -= 1
-                    if found is None or start > found[0]:
-                        found = (start, match.start())
-        elif token == "{":
-            open_braces.append(-1)
-        elif token[-1] == "{" and len(token) > 2:
-            open_braces.append(match.end())
-            open_boxes += 1
-            if open_boxes > MAX_NESTED_BOXES:
-                return None
-    return None if found is None else text[found[0] : found[1]]
-
-
-def _after_sentence(text: str) -> str | None:
-    """What follows the last "final answer is": one ``$...$``, or the rest of the sentence."""
-    start = text.lower().rfind(_SENTENCE)
-    if start < 0:
-        return None
-    rest = text[start + len(_SENTENCE) :][: MAX_ANSWER_CHARS * 2].lstrip(" :*\n\t")
-    formula = re.match(r"(\$\$?|\\\(|\\\[)(.*?)(\$\$?|\\\)|\\\])", rest, re.DOTALL)
-    if formula:
-        return formula.group(2)
-    return re.split(r"\n|\.(?:\s|$)|\. ?I hope", rest, maxsplit=1)[0].strip(" *")
-
-
-def extract_answer(output: str) -> str | None:
-    """The answer that ``output`` gives in a box or after "final answer is", as text, or None.
-
-    The last number of a text does not count: a text that was cut or that wandered off always ends in *some* number.
-    Takes time linear in the length of the text.
-    """
-    found = last_box(output)
-    if found is None:
-        found = _after_sentence(output)
-    if found is None or len(found) > MAX_ANSWER_CHARS or "\0" in found:
-        return None
-    return found.strip() or None
-
-
-def _clean(answer: Answer) -> str:
-    """One spelling for what LaTeX shows alike; empty for what equals nothing."""
-    text = "" if answer is None else str(answer).strip()
-    if len(text) > MAX_ANSWER_CHARS or "\0" in text:
+def _text(answer: Answer) -> str:
+    """The answer as text; empty for what equals nothing: no number or text, NaN, infinity as a number."""
+    if isinstance(answer, bool) or not isinstance(answer, (str, Real)):
         return ""
-    if len(text) > 1 and text[0] == text[-1] == "$":
-        text = text.strip("$")
-    text = _BOLD.sub(r"\1", _CHOICE.sub("", text, count=1)).rstrip(".").strip()
-    return "" if text.lower() in _NEVER_EQUAL else text
+    if isinstance(answer, float) and not math.isfinite(answer):
+        return ""
+    text = str(answer).strip()
+    if text.lower() in _NEVER_EQUAL or len(text) > MAX_ANSWER_CHARS or "\0" in text:
+        return ""
+    return text
 
 
-def _decide_plainly(answer: str, candidate: str) -> bool | None:
-    """The verdict where no algebra is needed, else None."""
+def _decide(answer: str, candidate: str) -> bool | Pairs:
+    """The verdict where no algebra is needed, else the pairs of which one must be equal."""
     if not answer or not candidate:
         return False
-    if "".join(answer.split()) == "".join(candidate.split()):
-        return True
     if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(candidate):
         return int(answer) == int(candidate)
-    if min(len(answer), len(candidate)) > 3 and answer.isalpha() and candidate.isalpha():
-        return answer.casefold() == candidate.casefold()  # as products of letters, anagrams would be equal
-    return None
+    if " ".join(answer.split()) == " ".join(candidate.split()):
+        return bool(answer.strip("$. "))
+    return pairs_to_compare(answer, candidate)
 
 
 class Verifier:
@@ -116,13 +56,23 @@ class Verifier:
         self.pool = WorkerPool(num_workers, timeout)
 
     def are_equal(self, pairs: Iterable[tuple[Answer, Answer]]) -> list[bool]:
-        """Whether each ``(right answer, candidate)`` means the same; NaN, None and empty equal nothing."""
-        cleaned = [(_clean(answer), _clean(candidate)) for answer, candidate in pairs]
-        verdicts = [_decide_plainly(*pair) for pair in cleaned]
-        open_pairs = [i for i, verdict in enumerate(verdicts) if verdict is None]
-        for i, verdict in zip(open_pairs, self.pool.run([cleaned[i] for i in open_pairs]), strict=True):
-            verdicts[i] = verdict
-        return [bool(verdict) for verdict in verdicts]
+        """Whether each ``(right answer, candidate)`` means the same; NaN, None, truth values and empty equal nothing.
+
+        Of a right answer in GSM8K's form, what follows ``####`` counts.
+        """
+        decided: list[bool] = []
+        jobs: list[Pairs] = []
+        waiting: list[int] = []
+        for answer, candidate in pairs:
+            text = answer if not isinstance(answer, str) else reference_answer(answer)
+            verdict = _decide(_text(text), _text(candidate))
+            if not isinstance(verdict, bool):
+                waiting.append(len(decided))
+                jobs.append(verdict)
+            decided.append(verdict is True)
+        for i, verdict in zip(waiting, self.pool.run(jobs), strict=True):
+            decided[i] = verdict
+        return decided
 
     def are_correct(self, pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:
         """Whether each ``(output, right answer)`` ends in that answer."""

@@ -1,9 +1,9 @@
 """The verifier's worker: a process of its own that may hang, run out of memory or crash without harm.
 
-Run by path, never imported.  It reads one JSON list ``[answer, candidate]`` a line from stdin and writes ``1``
-or ``0`` a line to stdout; the first line that it writes is ``ready``, or ``error`` and why it cannot work.
-It ends when stdin closes, that is, with its parent.  Only math-verify's LaTeX grammar is used: its other
-extractors go through ``eval``.
+Run by path, never imported.  It reads one JSON list of pairs ``[answer, candidate]`` a line from stdin and writes
+``1`` or ``0`` a line to stdout: whether one of the pairs is equal; the first line that it writes is ``ready``, or
+``error`` and why it cannot work.  It ends when stdin closes, that is, with its parent.  Only math-verify's LaTeX
+grammar is used: its other extractors go through ``eval``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -19,6 +20,8 @@ from functools import lru_cache
 from typing import Any
 
 MEMORY_LIMIT_BYTES = 4 << 30
+DIGITS = 50  # that numbers must share; math-verify's default of 15, after the point, makes e^-50 and e^-51 equal
+MAX_ELEMENTS = 64  # of a list that is compared in any order
 
 
 def _prepare(memory_limit: int) -> Any:
@@ -34,33 +37,154 @@ def _prepare(memory_limit: int) -> Any:
     return verdicts
 
 
+class Comparison:
+    """math-verify with the options that answers need, and what its options cannot do."""
+
+    def __init__(self) -> None:
+        import math_verify
+        import sympy
+        from latex2sympy2_extended import NormalizationConfig, latex2sympy
+
+        self.sympy: Any = sympy
+        self.verify: Any = math_verify.verify
+        self.latex2sympy: Any = latex2sympy
+        # its unit removal cuts everything from the first \text, its basic_latex drops \ldots and quotes
+        self.options = NormalizationConfig(basic_latex=False, units=False, malformed_operators=True, boxed="none")
+        self.parsed = lru_cache(maxsize=64)(self._parse)
+
+    def _parse(self, text: str) -> Any:
+        """Decimals are exact, ``i`` is imaginary, other letters are real."""
+        conditions = self._conditions(text)
+        if conditions is not None:
+            return conditions
+        found = self.latex2sympy(text, is_real=True, normalization_config=self.options)
+        return self._exact(found)
+
+    def _exact(self, found: Any) -> Any:
+        sympy = self.sympy
+        if hasattr(found, "_unsorted_args") and isinstance(found, sympy.FiniteSet):  # latex2sympy's keeps the order
+            return type(found)(*map(self._exact, found._unsorted_args))
+        new = {number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)}
+        for symbol in found.free_symbols:
+            new[symbol] = sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name, real=True)
+        return found.xreplace(new) if new else found
+
+    def _conditions(self, text: str) -> Any:
+        r"""Solved inequalities, joined by ``\text{or}``, ``\text{and}`` or commas, as one set; else None."""
+        if not re.search(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]", text):
+            return None
+        words = set(re.findall(r"\\text\{(and|or)\}", text))
+        parts = re.split(r",?\s*\\text\{(?:and|or)\}\s*|,", text)
+        if len(words) > 1 or (words and "," in text):
+            raise ValueError("mixed conditions")
+        if excluded := re.match(r"\s*[A-Za-z]\s*\\ne\b", text):  # x is neither 2 nor 3
+            parts[1:] = [p if "\\ne" in p else f"{excluded[0]} {p}" for p in parts[1:]]
+        sets = [self._solved(part) for part in parts]
+        if len(parts) == 1:
+            return sets[0]
+        if not all(isinstance(found, self.sympy.Set) for found in sets):
+            raise ValueError("unsolved conditions")
+        both = self.sympy.Intersection(*sets)
+        if "or" in words or (not words and both.is_empty):
+            return self.sympy.Union(*sets)
+        return both
+
+    def _solved(self, text: str) -> Any:
+        """The set of a condition like ``1 < x <= 2``; a condition that is not solved for its letter as it is."""
+        sympy = self.sympy
+        found = self._exact(self.latex2sympy(text, is_real=True, normalization_config=self.options))
+        letters = found.free_symbols
+        if len(letters) != 1 or not isinstance(found, (sympy.And, sympy.core.relational.Relational)):
+            return found
+        (letter,) = letters
+        relations = found.args if isinstance(found, sympy.And) else (found,)
+        for relation in relations:
+            if {letter, abs(letter)}.isdisjoint(relation.args) or all(side.free_symbols for side in relation.args):
+                return found
+        return found.as_set()
+
+    def equal(self, answer: str, candidate: str) -> bool:
+        """Whether both texts mean the same."""
+        try:
+            return self.same(self.parsed(answer), self.parsed(candidate))
+        except (Exception, MemoryError):
+            return False
+
+    def same(self, gold: Any, found: Any) -> bool:
+        sympy = self.sympy
+        relations = [isinstance(side, sympy.core.relational.Relational) for side in (gold, found)]
+        if any(relations):
+            return all(relations) and self._same_relation(gold, found)
+        lists = [isinstance(side, (sympy.Tuple, sympy.FiniteSet)) for side in (gold, found)]
+        if all(lists):
+            ordered = isinstance(gold, sympy.Tuple)
+            written = getattr(found, "_unsorted_args", found.args)
+            return self._same_elements(gold.args, written if ordered else found.args, ordered)
+        if all(isinstance(side, sympy.Expr) and not side.free_symbols for side in (gold, found)):
+            return self._same_number(gold, found)
+        options = {"float_rounding": DIGITS, "numeric_precision": DIGITS, "allow_set_relation_comp": True}
+        return bool(self.verify(gold, found, timeout_seconds=None, **options))
+
+    def _same_elements(self, gold: Any, found: Any, ordered: bool) -> bool:
+        if len(gold) != len(found) or len(gold) > MAX_ELEMENTS:
+            return False
+        rest = list(found)
+        for element in gold:
+            for i, other in enumerate(rest[:1] if ordered else rest):
+                if self.same(element, other):
+                    del rest[i]
+                    break
+            else:
+                return False
+        return True
+
+    def _same_number(self, gold: Any, found: Any) -> bool:
+        sympy = self.sympy
+        gold, found = gold.doit(), found.doit()
+        if gold == found:
+            return gold not in (sympy.nan, sympy.zoo)
+        if (gold.is_Rational and found.is_Rational) or gold.is_infinite or found.is_infinite:
+            return False
+        values = [side.evalf(2 * DIGITS) for side in (gold, found)]
+        difference = abs(values[0] - values[1]).evalf(DIGITS)
+        larger = max(abs(values[0]), abs(values[1]))
+        if difference > larger * sympy.Float(10) ** -DIGITS:
+            return gold.is_zero is not False and found.is_zero is not False and sympy.simplify(gold - found) == 0
+        return True
+
+    def _same_relation(self, gold: Any, found: Any) -> bool:
+        """Whether the two sides' differences are proportional: the same curve, the same half-plane."""
+        sympy = self.sympy
+        kinds = []
+        differences = []
+        for relation in (gold, found):
+            kind, difference = relation.rel_op, relation.lhs - relation.rhs
+            if kind[0] == ">":
+                kind, difference = kind.replace(">", "<"), -difference
+            kinds.append(kind)
+            differences.append(difference)
+        if kinds[0] != kinds[1] or differences[0].free_symbols != differences[1].free_symbols:
+            return False
+        ratio = sympy.simplify(differences[0] / differences[1])
+        return bool(
+            ratio.is_number and ratio.is_finite and (ratio.is_positive or (kinds[0] in ("==", "!=") and ratio != 0))
+        )
+
+
 def main() -> None:
     """Serve until stdin closes; the only argument is the limit per pair, in seconds of CPU time."""
     timeout = float(sys.argv[1])
     verdicts = _prepare(MEMORY_LIMIT_BYTES)
     try:
-        from math_verify import LatexExtractionConfig, parse, verify
+        comparison = Comparison()
     except Exception as error:
         verdicts.write(f"error {type(error).__name__}: {error}\n".replace("\n", " ") + "\n")
         return
-
-    @lru_cache(maxsize=64)
-    def parsed(text: str) -> list[Any]:
-        # math-verify's own timeouts are off: they hang too, and would be a second clock
-        return parse("\\boxed{" + text + "}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
-
-    def equal(answer: str, candidate: str) -> bool:
-        try:
-            return bool(verify(parsed(answer), parsed(candidate), timeout_seconds=None))
-        except (Exception, MemoryError):
-            return False
-
-    equal("\\frac{1}{2}", "0.5")  # the first parse builds the grammar's tables
+    comparison.equal("\\frac{1}{2}", "0.5")  # the first parse builds the grammar's tables
     verdicts.write("ready\n")
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, timeout)
-        answer, candidate = json.loads(line)
-        verdict = equal(answer, candidate)
+        verdict = any(comparison.equal(answer, candidate) for answer, candidate in json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
         verdicts.write("1\n" if verdict else "0\n")
 

@@ -168,6 +168,22 @@ def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str
     assert table.column_names == ["problem", "answer", "output", "output_tokens", "bucket", "template", "model"]
 
 
+@pytest.mark.parametrize(("mark", "solved"), [("#### ", 3), ("Answer 3*24, that is ", 0)])
+def test_answers_in_the_form_of_gsm8k_are_read_and_others_are_hinted_at(
+    tmp_path: Path, model_folder: str, mark: str, solved: int
+) -> None:
+    path = tmp_path / "outputs.jsonl"
+    rows = [{"problem": "p ? " * n, "answer": f"24 each.\n{mark}72", "output": r"\boxed{72}"} for n in (1, 2, 3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = config(tmp_path, model=model_folder, outputs=str(path), max_new_tokens=50, buckets="0-64:1")
+    report = run_filter(settings).report
+    assert report is not None
+    assert report["correct"] == solved
+    hints = [note for note in report["notes"] if "all are wrong" in note]
+    assert len(hints) == (0 if solved else 1)
+    assert solved or ("holds the answer alone" in hints[0] and "that is 72" in hints[0])
+
+
 def test_repeated_problems_take_their_outputs_in_order(tmp_path: Path, model_folder: str) -> None:
     path = tmp_path / "outputs.jsonl"
     rows = [{"problem": "p", "answer": "1", "text": rf"\boxed{{{i}}}"} for i in (1, 2)]

@@ -9,6 +9,7 @@ from rlkv.data.deepscaler import Problem
 from rlkv.evaluation.report.page import Page
 from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import hardware_line, provenance
+from rlkv.utils.store import Row
 from rlkv.verifier.verifier import Verifier, extract_answer
 
 Check = dict[str, Any]  # JSON-able
@@ -42,6 +43,24 @@ def check_verifier(problems: list[Problem], verifier: Verifier, source: str) -> 
         **{"next": len(swapped), "accepted": wrong(swapped, False)},
         "left_out": len(problems) - len(rows),
     }
+
+
+def check_pairs(rows: list[Row], verifier: Verifier) -> list[Check]:
+    """Verdicts on texts that are known to be right or wrong, by kind and in total.
+
+    Args:
+        rows: each with text, gold, right (whether the text gives the answer gold) and kind.
+    """
+    verdicts = verifier.are_correct([(row["text"], row["gold"]) for row in rows])
+    counts: dict[str, Check] = {}
+    for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
+        for kind in (row["kind"], "total"):
+            count = counts.setdefault(kind, {"kind": kind, "right": 0, "wrong": 0, "refused": [], "accepted": []})
+            count["right" if row["right"] else "wrong"] += 1
+            if verdict != row["right"]:
+                count["accepted" if verdict else "refused"].append(index)
+    total = counts.pop("total")
+    return [*(counts[kind] for kind in sorted(counts)), total]
 
 
 def accepted(row: Check) -> str:

@@ -26,7 +26,6 @@ from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.evaluation.run.background import Background
 from rlkv.evaluation.stats.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
-from rlkv.evaluation.tasks.letters import THINKING
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import check_positive
@@ -34,6 +33,7 @@ from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.utils.provenance import commit, digest
 from rlkv.utils.store import Row, open_store, read_store
+from rlkv.verifier.extraction import THINKING
 
 UNGRADED = 64  # rows that may wait for their verdict before decoding does: what a kill can cost besides open rows
 KEY = ("key", "sample")

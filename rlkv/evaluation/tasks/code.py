@@ -9,7 +9,7 @@ from typing import Any
 
 from rlkv.data.deepscaler import text_field
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, first_field
-from rlkv.evaluation.tasks.letters import after_thinking
+from rlkv.verifier.extraction import after_thinking
 
 # the task and its tests as in Austin et al. (arXiv 2108.07732, section 3.1); the last sentence names the form in which
 # the published evaluation looks for the program

@@ -9,8 +9,8 @@ from typing import Any
 
 from rlkv.data.deepscaler import text_field
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow
-from rlkv.evaluation.tasks.letters import after_thinking
 from rlkv.utils.extras import require
+from rlkv.verifier.extraction import after_thinking
 
 EXTRA = "ifeval"
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 
-from rlkv.verifier.verifier import last_box
+from rlkv.verifier.extraction import after_thinking, last_box
 
-THINKING, THINKING_END = "<think>", "</think>"
 MAX_NESTED = 8
 
 # LaTeX and Markdown that may stand around a letter
@@ -73,12 +72,6 @@ _IN_BOX = re.compile(
     rf"^\s*(?i:{_KIND})(?:{_OPEN}([A-Za-z]){_CLOSE}(?:\s.*)?|([A-Za-z])(?:\s*[.):].*)?)\s*$", re.DOTALL
 )
 _TWO_IN_BOX = re.compile(r"^\W*[A-J]\W*(?:,|/|&|\band\b|\bor\b)\W*[A-J]\W*$")
-
-
-def after_thinking(text: str) -> str:
-    """What follows the thoughts of a reasoning model: all of the text if it has none, nothing if they do not end."""
-    rest = text.rpartition(THINKING_END)[2]
-    return "" if THINKING in rest else rest
 
 
 def extract_letter(text: str, num_options: int) -> str | None:

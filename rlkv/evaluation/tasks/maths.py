@@ -12,11 +12,10 @@ from rlkv.models.prompts import TEMPLATES
 from rlkv.smol.task import MAX_NEW_TOKENS
 from rlkv.smol.task import problems as smol_problems
 from rlkv.tiny.task import problems as tiny_problems
-from rlkv.verifier.verifier import is_correct, last_box
+from rlkv.verifier.verifier import is_correct, reference_answer
 
 # the published evaluation has two spaces here, as lighteval has; one space is the paper's (appendix B)
 MATH_TEMPLATE = TEMPLATES["rlkv"].replace("clearly. The", "clearly.  The")
-GSM8K_MARK = "####"
 Names = tuple[str, ...]
 
 
@@ -32,17 +31,6 @@ def unwrap(text: str) -> str:
         if text.startswith(before) and text.endswith(after):
             return text[len(before) : len(text) - len(after)]
     return text
-
-
-def reference_answer(text: str) -> str:
-    """The answer in a reference: behind ``####`` without thousands separators (GSM8K), in the last box, or all of it.
-
-    A published copy of MATH-500 (Kurt232/bench) has the whole solution in its field ``answer``.
-    """
-    if GSM8K_MARK in text:
-        return text.rpartition(GSM8K_MARK)[2].strip().replace(",", "")
-    box = last_box(text)
-    return (text if box is None else box).strip()
 
 
 def parse_math(row: dict[str, Any], where: str, number: int, text: Names, ids: Names) -> ParsedRow:

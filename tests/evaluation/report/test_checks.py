@@ -66,3 +66,26 @@ def test_the_program_writes_counts_and_table(
         runpy.run_path(str(PROGRAM), run_name="__main__")
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {empty}: no problem has both a solution")
+
+
+def test_pairs_are_counted_by_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("a", "7", True), ("a", "8", False), ("b", "7", False), ("b", "8", True)]
+    path = tmp_path / "pairs.jsonl"
+    lines = [{"text": r"\boxed{7}", "gold": gold, "right": right, "kind": kind} for kind, gold, right in rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["check_verifier.py", "--pairs", str(path), "--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert "| a | 1 of 1 (100.00%) | 1 of 1 (100.00%) |" in out
+    assert "| b | 0 of 1 (0.00%) | 0 of 1 (0.00%) |" in out
+    assert "| total | 1 of 2 (50.00%) | 1 of 2 (50.00%) |" in out
+    path.write_text('{"text": "7", "gold": "7"}\n')
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    assert ended.value.code == 2
+    assert "right, which is true or false" in capsys.readouterr().err

@@ -1,0 +1,170 @@
+"""Where the answer of a text is: after the thoughts, in the last box or the last sentence that states it.
+
+Everything here takes time linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MAX_ANSWER_CHARS = 1000  # no answer of the data sets has more than 160; longer text is not an answer
+MAX_NESTED_BOXES = 16
+MAX_JOINED_BOXES = 8
+GSM8K_MARK = "####"
+THINKING, THINKING_END = "<think>", "</think>"
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])[ \t]*")
+# \\boxed after a line break is a box, so the pair rule must not swallow its backslash
+_BRACES = re.compile(_BOX.pattern + r"\{?|\\\\(?!boxed|fbox|framebox)|\\[{}]|[{}]")
+_ARGUMENT = r"\s{0,3}(?:\{[^{}\n]{1,99}\}|\d)"
+_BARE = re.compile(rf"-?\d[\d.,]*(?<=\d)|\\[dt]?frac{_ARGUMENT}{_ARGUMENT}|[A-Za-z]\b")
+# between boxes that are one answer together: $x = \boxed{2}$ or $x = \boxed{3}$
+_DELIMITERS = r"[\s$]|\\[()\[\]]"
+_JOIN = re.compile(rf"(?:{_DELIMITERS})*(?:,|;|,?\s*(?:and|or)\b)(?:{_DELIMITERS}|[A-Za-z](?:_\{{?\d\}}?)?\s*=)*")
+_FINAL = re.compile(
+    r"\bfinal\s{1,9}answer(?:\s{1,9}(?:is|equals)\b|\s{0,9}=|[\s*_#:]{0,9}?[:\n])"
+    r"(?:\s{1,9}(?:therefore|thus|then|simply)\b)?",
+    re.IGNORECASE,
+)
+_LAST_LINE = re.compile(r"(?:\W*|.*\b)answer\W{0,4}(?:\bis\b|:)|.*####\s", re.IGNORECASE)
+_HEADING = re.compile(r"\W*answer\W*", re.IGNORECASE)
+_BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*")
+_FORMULA = re.compile(r"(\$\$?|\\\(|\\\[)(.*?)(\$\$?|\\\)|\\\])", re.DOTALL)
+_REASON = re.compile(r"\n|[.!](?:\s|$)|,?\s(?:which|because|since|where|as)\s|I hope")
+
+
+class _Box(NamedTuple):
+    start: int
+    end: int
+    content: str | None  # None: it never ends, or it holds other boxes
+
+
+def after_thinking(text: str) -> str:
+    """What follows the thoughts of a reasoning model: all of the text if it has none, nothing if they do not end."""
+    rest = text.rpartition(THINKING_END)[2]
+    return "" if THINKING in rest else rest
+
+
+def _boxes(text: str) -> list[_Box]:
+    """All boxes, in the order in which they open; none if they are nested too deep."""
+    found: list[_Box] = []
+    open_braces: list[tuple[int, int]] = []  # number of the box, start of its content; -1 for other braces
+    open_boxes = 0
+    first = _BOX.search(text)
+    for match in _BRACES.finditer(text, first.start()) if first else ():
+        token = match[0]
+        if token == "}":
+            number, start = open_braces.pop() if open_braces else (-1, 0)
+            if number >= 0:
+                open_boxes -= 1
+                if number == len(found) - 1:  # no other box in it
+                    found[number] = _Box(found[number].start, match.end(), text[start : match.start()])
+        elif token == "{":
+            open_braces.append((-1, 0))
+        elif token[-1] == "{" and len(token) > 2:
+            open_braces.append((len(found), match.end()))
+            found.append(_Box(match.start(), len(text), None))
+            open_boxes += 1
+            if open_boxes > MAX_NESTED_BOXES:
+                return []
+        elif len(token) > 2:  # \boxed 7
+            bare = _BARE.match(text, match.end())
+            if bare:
+                found.append(_Box(match.start(), bare.end(), bare[0]))
+    return found
+
+
+def last_box(text: str) -> str | None:
+    r"""Content of the last ``\boxed{}`` (or ``\fbox{}``), the inner one where boxes are nested; None if it never ends.
+
+    Escaped braces (``\{``) do not count.  Boxes nested more than 16 deep are not an answer.
+    """
+    boxes = _boxes(text)
+    return boxes[-1].content if boxes else None
+
+
+def _boxed(text: str, boxes: list[_Box]) -> str | None:
+    """The last box, with those before it that belong to it: the roots are [2] and [3]."""
+    content, start = boxes[-1].content, boxes[-1].start
+    if content is None or not content.strip():
+        return None
+    contents = [content]
+    for box in boxes[-2 : -MAX_JOINED_BOXES - 1 : -1]:
+        if box.content is None or not _JOIN.fullmatch(text, box.end, start):
+            break
+        start = box.start
+        if box.content not in contents:
+            contents.insert(0, box.content)
+    return ", ".join(contents)
+
+
+def _stated(text: str, start: int) -> str | None:
+    """What the last "final answer is" after ``start`` states: a formula, or the rest of the sentence."""
+    rest = None
+    for match in _FINAL.finditer(text, start):
+        rest = match.end()
+    return None if rest is None else _statement(text[rest : rest + 2 * MAX_ANSWER_CHARS])
+
+
+def _statement(said: str) -> str:
+    """The formula that ``said`` begins with, and a few words behind it, or its first sentence."""
+    said = said.replace("**", "").lstrip(" :*_#=\n\t")
+    said = said.removeprefix("- ")
+    if formula := _FORMULA.match(said):
+        more = _REASON.split(said[formula.end() :], maxsplit=1)[0]
+        is_part = re.search(r"\d|[$\\]", more) or len(more.split()) < 4
+        return f"{formula[2]} {more if is_part else ''}".strip()
+    return _REASON.split(said, maxsplit=1)[0].strip(" *_")
+
+
+def _last_line(text: str) -> str | None:
+    """What the last line gives after "answer:" or below a heading "Answer", or its only bold value."""
+    lines = text.rstrip()[-4 * MAX_ANSWER_CHARS :].rsplit("\n", 3)
+    above = [line for line in lines[:-1] if line.strip()]
+    stated = _LAST_LINE.match(lines[-1])
+    if stated:
+        return _statement(lines[-1][stated.end() :])
+    if above and _HEADING.fullmatch(above[-1]):
+        return _statement(lines[-1])
+    bold = _BOLD.findall(lines[-1])
+    return bold[0] if len(bold) == 1 and re.search(r"\d|\\", bold[0]) else None
+
+
+def extract_answer(output: str) -> str | None:
+    """The answer that ``output`` gives, as text, or None.
+
+    Read is what follows the thoughts, or all of it where they do not end.  The last box counts, boxes that are joined
+    by commas or "and" together, or a sentence like "The final answer is 7" after it; without both, "answer: 7" or the
+    only bold value in the last line.  A last box that is empty or never ends is no answer; nor is one in the middle of
+    thoughts that were opened in ``output`` and never end.  The last number of a text does not count: a text that was
+    cut or that wandered off always ends in *some* number.
+    """
+    text = after_thinking(output)
+    is_thinking = not text and THINKING in output.rpartition(THINKING_END)[2]
+    if is_thinking:
+        text = output
+    boxes = _boxes(text)
+    found = _boxed(text, boxes) if boxes else None
+    end = boxes[-1].end if boxes else 0
+    stated = _stated(text, boxes[-1].start if boxes else 0)
+    if stated is None and found is None:
+        stated = _last_line(text[end:])
+    if stated is not None and (found is None or re.search(r"[\d\\]", stated)):
+        end, found = len(text), stated
+    if found is None or len(found) > MAX_ANSWER_CHARS or "\0" in found:
+        return None
+    if is_thinking and re.search(r"\w", text[end:]):
+        return None
+    return found.strip() or None
+
+
+def reference_answer(text: str) -> str:
+    """The answer in a reference: behind ``####`` (GSM8K), in the last box, or all of it.
+
+    A published copy of MATH-500 (Kurt232/bench) has the whole solution in its field ``answer``.
+    """
+    if GSM8K_MARK in text:
+        return text.rpartition(GSM8K_MARK)[2].strip().replace(",", "")
+    box = last_box(text)
+    return (text if box is None else box).strip()

@@ -1,0 +1,369 @@
+"""One spelling for what means the same: LaTeX as math-verify reads it, words as ``\\text{word}``.
+
+math-verify compares mathematics, and misreads or drops what is written out here: dress of LaTeX,
+unicode, program notation, groups of digits, repeating decimals.  Takes time linear in the text.
+"""
+
+# ruff: noqa: RUF001 (signs that look like others are what is told apart here)
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+
+
+def word_set(words: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(words.split())
+
+
+# --- unicode
+
+_SIGNS = {
+    **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
+    **dict.fromkeys("\u2212\u2013\u2014\u2010\u2011\u2012", "-"),  # minus sign, dashes, hyphens
+    **dict.fromkeys("\u2019\u2032", "'"),
+    **dict.fromkeys("\u201c\u201d", '"'),
+    **dict.fromkeys("≤⩽", r"\le "),
+    **dict.fromkeys("≥⩾", r"\ge "),
+    **dict.fromkeys("·⋅∗∙", r"\cdot "),
+    **dict.fromkeys("°º", r"^{\circ}"),
+    **dict.fromkeys("÷\u2044", "/"),
+    "×": r"\times ",
+    "≠": r"\ne ",
+    "≈": r"\approx ",
+    "∞": r"\infty ",
+    "±": r"\pm ",
+    "…": r"\ldots ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∅": r"\emptyset ",
+    "∈": r"\in ",
+    "∖": r"\setminus ",
+    "∠": r"\angle ",
+    "△": r"\triangle ",
+    "⌊": r"\lfloor ",
+    "⌋": r"\rfloor ",
+    "⌈": r"\lceil ",
+    "⌉": r"\rceil ",
+    "⟨": "(",
+    "⟩": ")",
+    "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}",
+    "ℚ": r"\mathbb{Q}",
+    "ℕ": r"\mathbb{N}",
+    "√": r"\sqrt",
+    "∛": r"\sqrt[3]",
+    "€": r"\text{euro}",
+    "£": r"\text{gbp}",
+    "¥": r"\text{yen}",
+    "₹": r"\text{rupee}",
+    "\u0304": "\u0305",  # two lines above a digit
+}
+for _letter in "αβγδεζηθικλμνξπρστυφχψω":
+    _SIGNS[_letter] = f"\\{unicodedata.name(_letter).split()[-1].lower().replace('lamda', 'lambda')} "
+_TRANSLATION = str.maketrans(_SIGNS)
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n")
+
+
+def _ascii(text: str) -> str:
+    """``text`` with LaTeX for signs, and ASCII for digits and letters of all kinds."""
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+", lambda m: f"_{{{m[0].translate(_LOWERED)}}}", text)
+    text = re.sub(r"([√∛])\s*(\d+)", r"\1{\2}", text)
+    text = re.sub("[¼-¾⅐-⅞]", lambda m: _fraction_sign(m[0]), text)
+    text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).translate(_TRANSLATION)
+    text = re.sub(r"[^\x00-\x7f]", lambda m: str(unicodedata.digit(m[0], m[0])), text)
+    with_line = r"\overline{%s}"
+    return re.sub("(?:\\d\u0305)+", lambda m: with_line % m[0].replace("\u0305", ""), text)
+
+
+def _fraction_sign(sign: str) -> str:
+    above, below = unicodedata.normalize("NFKC", sign).split("\u2044")
+    return rf" \frac{{{above}}}{{{below}}}"
+
+
+# --- substitutions, in their order
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """The fraction of a decimal whose digits ``block`` repeat."""
+    whole, fixed, block = match["whole"], match["fixed"], match["block"]
+    above = int(whole + fixed + block) - int((whole + fixed) or 0)
+    return rf"\frac{{{above}}}{{{(10 ** len(block) - 1) * 10 ** len(fixed)}}}"
+
+
+def _mixed(match: re.Match[str]) -> str:
+    whole, above, below = map(int, match.groups())
+    return rf"\frac{{{whole * below + above}}}{{{below}}}"
+
+
+def _matrix(match: re.Match[str]) -> str:
+    """``[[1, 2], [3, 4]]`` in LaTeX."""
+    rows = [row.replace(",", " & ") for row in re.findall(r"\[([^\[\]]*)\]", match[1])]
+    return r"\begin{pmatrix}" + r" \\ ".join(rows) + r"\end{pmatrix}"
+
+
+Rule = tuple[str, str | Callable[[re.Match[str]], str]]
+_END = r"(?![A-Za-z])"  # of a command
+_START = r"(?<![A-Za-z\\])"  # of a word that is no command
+_SIZES = (
+    "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle|"
+    "boldmath|limits|left|right|middle|mleft|mright|(?:big|Big|bigg|Bigg)[lrm]?|mathstrut|strut"
+)
+_FONTS = (
+    "mathbf|mathit|mathsf|mathtt|mathnormal|mathcal|boldsymbol|bm|pmb|underline|underbar|uline|ensuremath|smash|mathord"
+)
+_WORDS = r"text(?:bf|it|rm|sf|tt|normal|up|sc)?|mbox|hbox|mathrm|emph|operatorname\*?"
+_FUNCTIONS = "sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|log|ln|exp|gcd|lcm|pi|theta|alpha"
+_ORDINAL = r"(?:th|st|nd|rd)"
+_ORDINAL_TEXT = rf"\\(?:text|textrm|mathrm|mbox)\s*\{{\s*{_ORDINAL}\s*\}}"
+_DECIMAL = r"(?<![\d.])(?P<whole>\d{0,50})\.(?P<fixed>\d{0,50}?)"
+_PAIR = r"(?=\s*[^\s,\[\]()][^\[\]()]*,)([^\[\]()]*)"
+_COLOUR = r"\\(?:textcolor|color|colorbox)\s*(?:\[\w*\])?\s*\{[^{}]*\}"
+
+_DRESS: list[Rule] = [
+    (r"^\s*(\*\*|\*|__|`|\")(.*)\1\s*$", r"\2"),
+    (r"\\+\s*$", ""),
+    (r"(?<!\\)\\[()\[\]]", " "),
+    (r"\\\$", r" \\text{dollar} "),
+    (r"\\pounds", r"\\text{gbp}"),
+    # groups of digits, then the spaces that are left
+    (r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3}(?!\d))|(?<=\d)(?:\\!|'|_)(?=\d{3}(?!\d))", ""),
+    (r"(?<=\d)\{[.,]\}(?=\d)", "."),
+    (r"(?<!\\)\\!", ""),
+    (rf"(?<!\\)\\[,;:> \n]|~|\\(?:quad|qquad|thinspace|space|enspace){_END}", " "),
+    (r"\\(?:tag|label|hspace|vspace|[hv]?phantom)\*?\s*\{[^{}]*\}", " "),
+    (r"\\fcolorbox\s*\{[^{}]*\}", r"\\colorbox"),
+    (rf"{_COLOUR}\s*(?=\{{)", r"\\mathbf"),
+    (_COLOUR, " "),
+    (rf"\\(?:{_SIZES}){_END}\.?", " "),
+    (rf"\\(?:{_FONTS})\s+(?=\w)", ""),
+    (r"[(\[]\s*(\\begin\{(?:small)?(?:matrix|array)\})", r"\1"),
+    (r"(\\end\{(?:small)?(?:matrix|array)\})\s*[)\]]", r"\1"),
+    (r"\\begin\{(?:[bpB]|small)?(?:matrix|array)\}(?:\{[lcr|\s]*\})?", r"\\begin{pmatrix}"),
+    (r"\\end\{(?:[bpB]|small)?(?:matrix|array)\}", r"\\end{pmatrix}"),
+    (r"\\overline\s*\{([A-Z]+)\}", r"\1"),
+    (rf"\\[dtc]frac{_END}", r"\\frac"),
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (rf"\\sqrt\s*(\[\d+\])?\s*([\dA-Za-z]){_END}", r"\\sqrt\1{\2}"),
+    (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
+]
+_SYMBOLS: list[Rule] = [
+    (rf"\\(?:leqslant|leqq|leq){_END}|<=|=<", r"\\le "),
+    (rf"\\(?:geqslant|geqq|geq){_END}|>=", r"\\ge "),
+    (rf"\\neq{_END}|\\not\s*=|(?<![\d)])!=", r"\\ne "),
+    (rf"\\lt{_END}", "<"),
+    (rf"\\gt{_END}", ">"),
+    (r"==|:=|\\coloneqq|\\equiv", "="),
+    (rf"\\varnothing{_END}|\\\{{\s*\\\}}|^\s*\{{\s*\}}$", r"\\emptyset "),
+    (r"\\lbrace", r"\\{"),
+    (r"\\rbrace", r"\\}"),
+    (rf"\\[lr]?vert{_END}", "|"),
+    (r"\\langle", "("),
+    (r"\\rangle", ")"),
+    (rf"\\(?:lor|vee){_END}", r" \\text{or} "),
+    (rf"\\(?:land|wedge){_END}", r" \\text{and} "),
+    (
+        rf"\\(?:Bbb|mathbb)\s*\{{?\s*([RZQNC])(?:\s*\}})?|\\([RZQN]){_END}",
+        r"\\mathbb{\1\2}",
+    ),
+    (r"\\backslash", r"\\setminus "),
+    (r"(\\mathbb\{[RZQNC]\})\s*-", r"\1\\setminus "),
+    (rf"\\degrees?{_END}|\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)", r"^{\\circ}"),
+    (rf"\^\{{\\circ\}}\s*([FC]){_END}", r"^{\\circ}\\text{\1}"),
+    (r"\\(?:ldots|dots|cdots|dotsc)|\.\.\.", r"\\ldots "),
+    (rf"\]{_PAIR}\[", r"(\1)"),  # intervals as written in France
+    (rf"\[{_PAIR}\[", r"[\1)"),
+    (rf"^\s*\]{_PAIR}\]", r"(\1]"),
+]
+_PROGRAM: list[Rule] = [
+    (rf"{_START}log(\d+)\s*(?=\()", r"\\log_{\1}"),
+    (rf"{_START}floor\(([^()]*)\)", r"\\lfloor \1\\rfloor "),
+    (rf"{_START}(?:binomial|binom|comb)\(([^(),]*),([^(),]*)\)", r"\\binom{\1}{\2}"),
+    (rf"{_START}abs\(([^()]*)\)", r"|\1|"),
+    (rf"{_START}factorial\(([^()]*)\)", r"(\1)!"),
+    (rf"{_START}cbrt{_END}", r"\\sqrt[3]"),
+    (rf"{_START}a(?=(?:sin|cos|tan){_END})", "arc"),
+    (
+        rf"{_START}((?:{_FUNCTIONS}){_END}|(?:sin|cos|tan|ln)(?=[xyt]{_END})|sec(?=\s*\())",
+        r"\\\1 ",
+    ),
+    (rf"{_START}(?:inf|oo|[Ii]nfinity){_END}", r"\\infty "),
+    (r"^\s*\[(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\]\s*$", _matrix),
+    (r"\*\*", "^"),
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+    (r"(?<=\d)[eE]\+?(-?\d{1,6})(?![\d.])", r"\\cdot 10^{\1}"),
+    (r"(?<=\d)j(?!\w)", "i"),
+    (r"\*|\\ast|\\cdotp", r"\\cdot "),
+    (r"\+/-|\+-(?=\d)", r"\\pm "),
+]
+_NUMBERS: list[Rule] = [
+    (rf"(?<=\d)\s*(?:\^?\s*{_ORDINAL_TEXT}|\^?{_ORDINAL}{_END})", ""),
+    (rf"(?<=\d)\s*\^\s*\{{\s*(?:{_ORDINAL_TEXT}|{_ORDINAL})\s*\}}", ""),
+    (r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}"),
+    (r"_\s*(\d+)", r"_{\1}"),
+    (r"(?<=\d),(?=\d*\\(?:overline|bar|dot))", "."),
+    (
+        rf"{_DECIMAL}\\dot\s*\{{?(\d)\}}?(?:(\d*)\\dot\s*\{{?(\d)\}}?)?",
+        r"\g<whole>.\g<fixed>(\3\4\5)",
+    ),
+    (rf"{_DECIMAL}\\(?:overline|bar)\s*\{{?\s*(?P<block>\d+)\s*\}}?", _repeating),
+    (rf"{_DECIMAL}\((?P<block>\d+)\)", _repeating),
+    (rf"{_DECIMAL}(?P<block>\d{{1,9}}?)(?P=block){{2,}}\s*\\ldots", _repeating),
+    (r"(?<![\d.])\.(?=\d)", "0."),
+    (
+        r"(?<![\d.,/])\d{1,3}(?: +\d{3})+(?![\d/])(?! *\\frac| *\d+/)",
+        lambda m: m[0].replace(" ", ""),
+    ),
+    (r"\.\d{3}(?: +\d{1,3})+(?![\d/.])", lambda m: m[0].replace(" ", "")),
+    (r"(?<![\d.])\d{1,3}(?:\.\d{3}){2,}(?![\d.])", lambda m: m[0].replace(".", "")),
+    (r"(?<![\d.^_{/])(\d+) +(\d+) */ *(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (r"(?<![\d.])(\d+) *\\frac\{(\d+)\}\{(\d+)\}", _mixed),
+]
+_PROSE: list[Rule] = [
+    (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
+    (r"(?i)o'clock", "oclock"),
+    (r"(?<=\d)\s+to\s+(?=\d)", ":"),
+    (r"\(e?s\)", "s"),
+    (r"(?i)\\%|\bper\s?cent\b", "%"),
+]
+_RULES = [
+    (re.compile(pattern, re.DOTALL), replacement)
+    for pattern, replacement in _DRESS + _SYMBOLS + _PROGRAM + _NUMBERS + _PROSE
+]
+
+# --- groups in braces
+
+_TOKEN = re.compile(
+    rf"\\(?P<words>{_WORDS})\s*\{{|\\(?P<font>{_FONTS})\s*\{{|"
+    r"(?P<call>\\sqrt(?:\[\w+\])?|\^)\s*\(|"
+    r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+\*?|\\.|[{}()]",
+    re.DOTALL,
+)
+
+
+def _open_groups(text: str) -> str:
+    r"""Mark words, drop fonts and needless braces, and write ``\sqrt(3)`` with braces."""
+    out: list[str] = []
+    stack: list[tuple[str, int]] = []  # what was opened, and where in ``out`` its content starts
+    done = 0
+    for match in _TOKEN.finditer(text):
+        out.append(text[done : match.start()])
+        done = match.end()
+        token = match[0]
+        kind = match.lastgroup or token
+        if kind == "call":
+            out.append(match["call"])
+        if kind == "{" and re.search(r"(?:\\[A-Za-z]+\*?|[\^_}\]])\s*$", "".join(out[-3:])):
+            kind = "argument"
+        if kind in ("words", "font", "call", "argument", "{"):
+            stack.append((kind, len(out)))
+        elif token == "(":
+            stack.append((token, len(out)))
+            out.append(token)
+        elif token == ")" and stack and stack[-1][0] in ("(", "call"):
+            kind, start = stack.pop()
+            if kind == "call":
+                _close(out, "argument", start)
+            else:
+                out.append(token)
+        elif token == "}" and any(kind != "(" for kind, _ in stack):
+            while stack[-1][0] == "(":  # of a half-open interval
+                stack.pop()
+            _close(out, *stack.pop())
+        else:
+            out.append(token)
+    return "".join(out) + text[done:]
+
+
+def _close(out: list[str], kind: str, start: int) -> None:
+    """Write the group that starts at ``out[start]`` as its ``kind`` asks."""
+    content = "".join(out[start:])
+    del out[start:]
+    if kind == "words":
+        if not content.startswith("\\"):
+            content = f" {mark_words(content, every=True)}"
+    elif kind == "argument" or (kind == "font" and out and out[-1].rstrip()[-1:] in ("^", "_")):
+        content = f"{{{content}}}"
+    elif kind == "{" and re.search("[,|:]", content):
+        content = rf"\{{{content}\}}"
+    elif kind == "{" and re.search(".[-+]", content):
+        content = f"({content})"
+    out.append(content)
+
+
+# --- words
+
+_SINGULARS = {
+    **dict.fromkeys(["centimeter", "centimetre"], "cm"),
+    **dict.fromkeys(["millimeter", "millimetre"], "mm"),
+    **dict.fromkeys(["kilometer", "kilometre"], "km"),
+    **dict.fromkeys(["meter", "metre"], "m"),
+    **dict.fromkeys(["inche", "in"], "inch"),
+    **dict.fromkeys(["feet", "ft"], "foot"),
+    **dict.fromkeys(["pct", "percent", "percentage"], "%"),
+    **{"gram": "g", "kilogram": "kg", "milligram": "mg", "liter": "litre", "milliliter": "ml"},
+    **{"sec": "second", "min": "minute", "hr": "hour", "yr": "year", "mi": "mile", "yd": "yard"},
+    **{"lb": "pound", "ounce": "oz", "usd": "dollar", "eur": "euro", "rs": "rupee"},
+    **{"deg": "degree", "fahrenheit": "F", "celsiu": "C", "sq": "square", "cu": "cubic"},
+    **{"mph": "mile/hour", "kmh": "km/hour", "halve": "half", "men": "man", "women": "woman"},
+    **{"children": "child", "people": "person"},
+}
+_SHORT_WORDS = word_set(
+    "no on or is are and the yes odd all any one two six ten per day way man men dne usd eur of to may was saw"
+)
+_SHORT_UNITS = word_set("mm cm dm km mg kg ml ft in mi yd lb lbs oz hr hrs min sec am pm mph kmh sq cu deg pct")
+_BEFORE_UNIT = re.compile(r"(?:[\d})/]|\\[a-z]+|\b(?:sq|cu|square|cubic|per)\.?)\s*$")
+
+
+def _singular(word: str) -> str:
+    if len(word) > 2 and word.endswith("s") and not word.endswith(("ss", "is", "us", "yes", "was")):
+        word = word[:-1]
+    return _SINGULARS.get(word, word)
+
+
+def mark_words(text: str, every: bool) -> str:
+    r"""``text`` with words as ``\text{word}``, in lower case and singular.
+
+    Args:
+        every: all runs of letters are words, not only those that are no product of variables.
+    """
+
+    def mark(match: re.Match[str]) -> str:
+        run = match[0]
+        if not run[0].isalpha():
+            return run
+        low = run.lower()
+        if low == "a" and re.match(r"\s+[a-z]{3}", text[match.end() :]):
+            return r"\text{an}"
+        # no variable is called o, and e is a number
+        is_word = len(run) > 3 or low in _SHORT_WORDS
+        is_word |= (len(run) > 1 and "o" in low) or (len(run) == 3 and "e" in low)
+        before = text[max(0, match.start() - 12) : match.start()]
+        if _BEFORE_UNIT.search(before):
+            is_word |= low in _SHORT_UNITS or (len(run) > 2 and before[-1] == " ")
+        if not every and not is_word:
+            return run
+        return rf"\text{{{run if len(run) == 1 else _singular(low)}}}"
+
+    runs = r"\\text\{[^{}]*\}|\\(?:begin|end|mathbb)\{\w+\}|\\[A-Za-z]+\*?|[A-Za-z]+"
+    return re.sub(runs, mark, text)
+
+
+def normalize(text: str) -> str:
+    r"""``text`` in one spelling; every word in it is a ``\text{word}``."""
+    text = _ascii(text.strip())
+    dollars = len(re.findall(r"(?<!\\)\$", text))
+    text = re.sub(r"(?<!\\)\$", "" if dollars % 2 == 0 else r"\\$", text)
+    if "matrix" not in text and "array" not in text:
+        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
+    text = mark_words(_open_groups(text), every=False)
+    # a letter that is set as text is that letter, unless it may be a unit
+    text = re.sub(r"(?<![\d})\s/])\s*\\text\{([A-Za-z])\}", r"\1", text)
+    text = re.sub(r"\\text\{([^mgshlLFC%])\}", r"\1", text)
+    return re.sub(r"\s+", " ", text).strip(" .,;:")
