@@ -19,6 +19,7 @@ from rlkv.cli.options import parse
 from rlkv.data.deepscaler import load_problems
 from rlkv.evaluation.report.checks import Check, accepted, check_verifier, write_checks
 from rlkv.evaluation.report.page import Page
+from rlkv.utils.store import check_results
 from rlkv.verifier.verifier import Verifier
 
 
@@ -50,6 +51,7 @@ def verifier_page(rows: list[Check]) -> Page:
 
 def main() -> None:
     config = parse(VerifierConfig, __doc__)
+    check_results(config.output_dir, "verifier.json", ("verifier.md",), ("checks",))
     rows = []
     with closing(Verifier(timeout=config.timeout)) as verifier:
         for source in config.input:

@@ -64,7 +64,7 @@ def plan(folder: Path, model: str, quick: bool) -> list[Stage]:
         "filter": f"""data_prep/filter_deepscaler.py --config configs/filter_{model}.yaml
             --num-problems {size.filtered} --output-dir {{folder}}/curriculum""",
         "held-out problems": f"""data_prep/draw_problems.py --model {model} --num-problems {size.held_out}
-            --steps {size.chains} --seed 2000003 --output {{folder}}/problems.jsonl""",
+            --steps {size.chains} --seed 2000003 --overwrite --output {{folder}}/problems.jsonl""",
         "find gates": f"""{size.training} --curriculum {{folder}}/curriculum/curriculum.parquet
             --output_dir {{folder}}/training""",
         "compare heads": f"""inference/study.py --config configs/study_{model}.yaml
@@ -95,7 +95,7 @@ def main() -> None:
     folder = shown.resolve()
     run_stages(plan(below(ROOT, folder), config.model, config.quick), ROOT, folder, fresh=config.fresh)
     collect(folder, config.model)
-    print((folder / "table.md").read_text())
+    print((folder / "table.md").read_text(encoding="utf-8"))
     print(f"{time.monotonic() - started:.0f} s; everything is in {shown}/")
     print(f"next: rlkv-infer --gates {shown}/gates.pt --sparsity 0.5")
 

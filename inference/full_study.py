@@ -167,9 +167,11 @@ class Plan:
     def _data(self) -> list[Stage]:
         pool = f"--config configs/filter_{self.size.model}.yaml --num-problems {self.size.filtered}"
         keep = self._words(f"data_prep/filter_deepscaler.py {pool} --output-dir {{out}}", out=self.filtered.parent)
-        raw = self._words(f"data_prep/draw_problems.py {pool} --as-many-as {{curriculum}} --output {{raw}}")
+        raw = self._words(f"data_prep/draw_problems.py {pool} --as-many-as {{curriculum}} --overwrite --output {{raw}}")
         held_out = f"--num-problems {self.size.held_out} --steps {self.size.chains} --seed 2000003"
-        draw = self._words(f"data_prep/draw_problems.py --model {self.size.model} {held_out} --output {{problems}}")
+        draw = self._words(
+            f"data_prep/draw_problems.py --model {self.size.model} {held_out} --overwrite --output {{problems}}"
+        )
         stages = [Stage("filter", keep, self.filtered), Stage("held-out problems", draw, self.problems)]
         if self.size.variant_seeds:
             stages.append(Stage("unfiltered problems", raw, self.raw, (self.filtered,)))
@@ -192,7 +194,9 @@ class Plan:
         options = f"--dtype {self.size.dtype} --num-traces {self.size.traces}"
         command = f"inference/rerank_heads.py --curriculum {{curriculum}} {options}"
         for seed, (gates, done) in enumerate(zip(files, self.gates[name], strict=True)):
-            filled = self._words(f"{command} --seed {seed} --gates {{gates}} --output {{out}}", gates=gates, out=done)
+            filled = self._words(
+                f"{command} --seed {seed} --gates {{gates}} --overwrite --output {{out}}", gates=gates, out=done
+            )
             self.stages.append(Stage(f"{name}, seed {seed}", filled, done, (gates,)))
 
     def _study(self) -> None:

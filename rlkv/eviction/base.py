@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rlkv.utils.numbers import MOST
+
 
 @dataclass(frozen=True)
 class EvictionPolicy(ABC):
@@ -192,7 +194,7 @@ def check_type(what: str, value: Any, annotation: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     kinds = {
         "bool": (isinstance(value, bool), "true or false"),
-        "int": (number and isinstance(value, int), "a whole number"),
+        "int": (number and isinstance(value, int) and abs(value) <= MOST, f"a whole number of at most {MOST}"),
         "float": (number and isfinite(value), "a number"),
         "str": (isinstance(value, str), "a word"),
     }

@@ -62,7 +62,7 @@ def render_kept_page(tokenizer: Any, ids: list[int], prompt_tokens: int, cache: 
         marks = f"{'answer' if position == prompt_tokens else ''} {mark}".strip()
         spans.append({"text": text, "marks": marks, "title": title, "colours": colours})
     policy, sizes = cache.settings.eviction, cache.settings
-    return Template(TEMPLATE.read_text(), autoescape=True, keep_trailing_newline=True).render(
+    return Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True, keep_trailing_newline=True).render(
         spans=spans,
         tokens=len(counts),
         gone=counts.count(0),

@@ -29,7 +29,8 @@ def training_page(logs: RunLogs, reload_seconds: float | None = None) -> Page:
     Args:
         reload_seconds: after which the page reloads itself in the browser; None: never.
     """
-    config, page = logs.config, Page(f"Training: {logs.folder.resolve().name}", script=SCRIPT.read_text())
+    script = SCRIPT.read_text(encoding="utf-8")
+    config, page = logs.config, Page(f"Training: {logs.folder.resolve().name}", script=script)
     method = config.get("finder") or config.get("data", "")
     facts = [f"Model {config['model']}."] if "model" in config else []
     page.paragraph(" ".join([*facts, *([f"Finder: {method}."] if method else []), _progress(logs)]), strong=True)
