@@ -22,7 +22,10 @@ ROUNDING = 0.02
 def _matrix(values: Any, name: str, source: str) -> Tensor:
     """``values`` as a float32 CPU matrix, clipped to [0, 1]."""
     try:
-        matrix = torch.as_tensor(values).detach().to("cpu", torch.float32, copy=True).contiguous()
+        found = torch.as_tensor(values)
+        if found.is_complex():
+            raise TypeError("its numbers are complex")
+        matrix = found.detach().to("cpu", torch.float32, copy=True).contiguous()
     except (
         TypeError,
         ValueError,

@@ -32,6 +32,8 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
         for where, row in read_jsonl(path):
             if not isinstance(row.get("problem"), str) or not row["problem"]:
                 raise ValueError(f"{where} has no text field 'problem'")
+            if isinstance(row.get("answer"), dict | list):
+                raise ValueError(f"{where}: field 'answer' is a {type(row['answer']).__name__}, expected text")
             if not is_text(row["problem"]):
                 raise ValueError(f"{where}: its problem holds half a surrogate pair, which is no text: correct it")
             problems.append(row)

@@ -26,7 +26,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         raise ValueError(f"{path} is a {'folder' if target.is_dir() else 'device or pipe'}: give the name of a file")
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         yield partial
         with partial.open("rb") as written:
             os.fsync(written.fileno())  # the rename must not reach the disk before the content
@@ -38,6 +38,14 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # the folder is a file, or cannot be changed: nothing was written
             partial.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder and those above it; ``ValueError`` if one of them is a file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{folder} cannot be a folder: it, or a part of its name, is a file") from None
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlkv.utils.atomic import append_whole, write_json
+from rlkv.utils.atomic import append_whole, make_folder, write_json
 from rlkv.utils.jsonl import parse_json, read_json
 
 Row = dict[str, Any]
@@ -106,7 +106,7 @@ def open_store(
         OSError: if the disk refuses; names the file.
     """
     check_output(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     descriptor = _open_locked(path)
     is_new = not os.fstat(descriptor).st_size and not settings_path(path).exists()
     try:
@@ -132,10 +132,10 @@ def check_output(path: Path) -> None:
 
     A command calls this before it loads a model; :func:`open_store` does so too.
     """
-    noted = settings_path(path)
     if path.exists() and not path.is_file():
         kind = "folder" if path.is_dir() else "device or pipe"
         raise ValueError(f"{path} is a {kind}: give the name of a file, which a stopped run can go on from")
+    noted = settings_path(path)
     if noted.exists() and not _is_noted(noted):
         raise ValueError(f"{noted} exists and is damaged or somebody else's: take another file for the output")
     if path.exists() and path.stat().st_size and not noted.exists():
@@ -300,7 +300,7 @@ def hold_folder(folder: Path) -> None:
     Raises:
         StoreInUseError: if another process holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     place = folder.resolve()
     if place not in _LOCKS:
         descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
