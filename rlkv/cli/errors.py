@@ -13,7 +13,7 @@ import select
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
 USER_ERROR = 2
@@ -72,7 +72,8 @@ def _reader_left() -> bool:
 
 def _leave_stdout() -> None:
     """Let what is still in the buffer of stdout go nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(io.UnsupportedOperation):  # a stream without file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(error: ValueError | OSError) -> NoReturn:

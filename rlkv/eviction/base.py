@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
-from math import isfinite
+from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -195,7 +195,7 @@ def check_type(what: str, value: Any, annotation: str) -> None:
     kinds = {
         "bool": (isinstance(value, bool), "true or false"),
         "int": (number and isinstance(value, int) and abs(value) <= MOST, f"a whole number of at most {MOST}"),
-        "float": (number and isfinite(value), "a number"),
+        "float": (number and -inf < value < inf, "a number"),
         "str": (isinstance(value, str), "a word"),
     }
     fits, word = kinds.get(kind, (True, ""))

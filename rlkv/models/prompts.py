@@ -45,7 +45,7 @@ def fill_template(problem: str, template: str = DEFAULT_TEMPLATE) -> str:
         ValueError: if ``template`` is no name in :data:`TEMPLATES`, or ``problem`` cannot be written as UTF-8.
     """
     if not is_text(problem):
-        raise ValueError("the problem holds half a surrogate pair or bytes that are no UTF-8, which is no text: correct it")
+        raise ValueError("the problem is no text: it holds half a surrogate pair or bytes that are no UTF-8")
     if template not in TEMPLATES:
         raise ValueError(f"unknown prompt template {template!r}: choose one of {', '.join(sorted(TEMPLATES))}")
     # replace, not format: problems and instructions are full of braces

@@ -41,17 +41,22 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder and those above it; ``ValueError`` if one of them is a file."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{folder} cannot be a folder: it, or a part of its name, is a file") from None
+    """Make the folder and those above it; ``ValueError`` as of :func:`check_folder`."""
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ``ValueError`` if the folder cannot be made, since a file has its name or that of one above it."""
+    there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    if there.exists() and not there.is_dir():
+        raise ValueError(f"{there} is no folder: take another name for the output")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 text file atomically."""
+    """Write a UTF-8 text file atomically; what UTF-8 cannot say, such as bytes of a file's name, is escaped."""
     with atomic_path(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:

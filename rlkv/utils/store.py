@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlkv.utils.atomic import append_whole, make_folder, write_json
+from rlkv.utils.atomic import append_whole, check_folder, make_folder, write_json
 from rlkv.utils.jsonl import parse_json, read_json
 
 Row = dict[str, Any]
@@ -132,6 +132,7 @@ def check_output(path: Path) -> None:
 
     A command calls this before it loads a model; :func:`open_store` does so too.
     """
+    check_folder(path.parent)
     if path.exists() and not path.is_file():
         kind = "folder" if path.is_dir() else "device or pipe"
         raise ValueError(f"{path} is a {kind}: give the name of a file, which a stopped run can go on from")
@@ -272,6 +273,7 @@ def check_results(folder: Path, main: str, others: Collection[str], keys: Collec
             (:func:`rlkv.utils.provenance.provenance`), and by which they are known.
         keys: what it holds besides, by which one command's results are told from another's.
     """
+    check_folder(folder)
     found = [name for name in (main, *others) if (folder / name).exists()]
     if not found:
         return

@@ -25,7 +25,6 @@ from tests.helpers import warm
 from tests.helpers.infer import infer
 from tests.helpers.models import make_tiny_model
 
-
 ENTRY = 2 * 16 * 4  # bytes of a token in one of the 12 KV heads
 
 
@@ -256,6 +255,9 @@ def test_two_writers(gates_file: Path, problems_file: Path, tmp_path: Path) -> N
         ("", "in.jsonl .*field 'problem'"),
         ('{"problem": "x"}\n{"problem"\n', "line 2.*JSON"),
         ('{"question": "x"}\n', "line 1.*'problem'"),
+        ('{"problem": "a\\ud800b"}\n', "line 1.*surrogate"),
+        ('{"problem": "a", "answer": [1]}\n', "line 1.*'answer'.*list"),
+        ('{"problem": "a", "b": ' + "[" * 99999 + "\n", "line 1.*nested too deeply"),
     ],
 )
 def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, message: str) -> None:
@@ -284,6 +286,17 @@ def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, mes
         (["--gates", "GATES", "--dtype", "int1"], "unknown dtype 'int1'"),
         (["--gates", "GATES", "--prompt", "x", "--max-new-tokens", "9999"], "max_new_tokens"),
         (["--gates", "GATES", "--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["--gates", "GATES", "--prompt", "x", "--temperature", "1e-320"], "temperature"),
+        (["--gates", "GATES", "--prompt", "x", "--window", "1000000000"], "the model has 512 positions"),
+        (["--gates", "GATES", "--prompt", "x", "--sink", "9" * 31], "sink is 9999"),
+        (["--gates", "GATES", "--prompt", "a\udcff"], "--prompt holds bytes that are no UTF-8"),
+        (["--gates", "GATES", "--prompt", "x", "--device", "meta"], "'meta'"),
+        (["--config", "DEEP"], "not readable as YAML"),
+        (["--model", "tiny", "--prompt", "x", "--eviction", "rkv", "--budget", "9" * 400], "rkv: budget"),
+        (["--gates", "GATES", "--input", "IN", "--output", "/dev/null"], "/dev/null is a device"),
+        (["--gates", "GATES", "--input", "IN", "--output", "IN"], "left as it is"),
+        (["--gates", "GATES", "--input", "IN", "--output", "IN/out.jsonl"], "is no folder"),
+        (["--gates", "GATES", "--input", "IN", "--output", "OUT", "--max-new-tokens", "1000000000"], "512 positions"),
         (["--gates", "GATES", "--input", "absent.jsonl", "--output", "OUT"], "absent.jsonl"),
     ],
 )
@@ -295,7 +308,11 @@ def test_user_errors_are_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = {"GATES": str(gates_file), "OUT": str(tmp_path / "out.jsonl")}
+    (tmp_path / "deep.yaml").write_text("a: " + "[" * 5000)
+    (tmp_path / "in.jsonl").write_text('{"problem": "a=7 . find a ?"}\n' * 2)
+    before = sorted(tmp_path.iterdir())
+    names = {"OUT": "out.jsonl", "IN": "in.jsonl", "DEEP": "deep.yaml", "IN/out.jsonl": "in.jsonl/out.jsonl"}
+    names = {name: str(tmp_path / file) for name, file in names.items()} | {"GATES": str(gates_file)}
     monkeypatch.setattr("sys.argv", ["rlkv-infer", *(names.get(a, a) for a in arguments)])
     with pytest.raises(SystemExit) as exit_info:
         main()
@@ -303,6 +320,7 @@ def test_user_errors_are_one_line_and_exit_code_2(
     assert exit_info.value.code == 2
     assert message in err
     assert "Traceback" not in err
+    assert sorted(tmp_path.iterdir()) == before, "nothing is written"
     lines = re.split(r"[\r\n]+", err.strip())
     assert [line.startswith("error: ") for line in lines if "Loading weights" not in line] == [True]
 
