@@ -65,7 +65,10 @@ class RunLogs:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return read_log(path) if path.exists() else []
+    records = read_log(path) if path.exists() else []
+    if not all(isinstance(record, dict) and "step" in record for record in records):
+        raise ValueError(f"{path} is not the log of a run: a line of it names no step")
+    return records
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def open_store(
 ) -> Iterator[ResultStore]:
     """Start or resume the file, for this process alone.
 
-    What is refused is left as it was, and a file that got no row is removed again.
+    What is refused is left as it was, and a file that has no row when an error ends the block is removed again.
 
     Args:
         settings: what the rows depend on, JSON-able.
@@ -120,10 +120,12 @@ def open_store(
             store = ResultStore(path, key, keep_rows, descriptor)
             write_json(settings_path(path), {"settings": settings, "recorded": recorded or {}})
         yield store
-    finally:
+    except BaseException:
         if is_new and not os.fstat(descriptor).st_size:
             settings_path(path).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
+        raise
+    finally:
         os.close(descriptor)
 
 
