@@ -20,7 +20,7 @@ from rlkv.cli.options import parse
 from rlkv.data.deepscaler import load_problems, read_rows
 from rlkv.evaluation.report.checks import Check, accepted, check_pairs, check_verifier, share_of, write_checks
 from rlkv.evaluation.report.page import Page
-from rlkv.utils.store import Row
+from rlkv.utils.store import Row, check_results
 from rlkv.verifier.verifier import Verifier
 
 
@@ -75,6 +75,7 @@ def main() -> None:
     if not config.input and not config.pairs:
         raise ValueError("there is nothing to check: pass --input or --pairs")
     pairs = [load_pairs(source) for source in config.pairs]  # its errors come first
+    check_results(config.output_dir, "verifier.json", ("verifier.md",), ("checks",))
     rows = []
     page = Page("Verifier")
     with closing(Verifier(timeout=config.timeout)) as verifier:

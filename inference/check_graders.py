@@ -26,6 +26,7 @@ from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS, load_task
 from rlkv.inference.options import check_positive
 from rlkv.utils.progress import progress_bar
+from rlkv.utils.store import check_results
 from rlkv.verifier.verifier import Verifier, last_box
 
 SENTENCE = "Therefore, the final answer is: $\\boxed{%s}$. I hope it is correct"
@@ -129,6 +130,7 @@ def grader_page(rows: list[Check], code: Check | None) -> Page:
 
 def main() -> None:
     config = parse(GraderConfig, __doc__)
+    check_results(config.output_dir, "graders.json", ("graders.md",), ("math", "code"))
     programs = load_task("mbpp", config.data, config.code_limit) if config.code else None  # its errors come first
     rows = math_checks(config.data, config.timeout, config.workers)
     code = None if programs is None else check_code(programs)

@@ -26,6 +26,7 @@ from rlkv.gates.formats import SUFFIXES
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.models.prompts import choose_template
+from rlkv.utils.atomic import check_new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class RerankConfig(ModelOptions):
     """the filter's .parquet or .jsonl, with recorded outputs"""
     output: Path
     """gates file to write; its suffix is the format"""
+    overwrite: bool = False
+    """replace --output if it exists"""
     low: float = 0.25
     """sparsity up to which the gates are trusted"""
     high: float = 0.8
@@ -60,6 +63,7 @@ class RerankConfig(ModelOptions):
     def check(self) -> None:
         if self.output.suffix not in SUFFIXES:  # not after hours
             raise ValueError(f"--output {self.output} must end with {', '.join(SUFFIXES)}")
+        check_new(self.output, self.overwrite)
         check_positive(self, "num_traces", "rows")
 
 

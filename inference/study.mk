@@ -95,7 +95,7 @@ $(CURRICULUM): | $(OUT)/started
 	$(call run,data_prep/filter_deepscaler.py $(POOL) --output-dir $(@D))
 
 $(PROBLEMS): | $(OUT)/started
-	$(call run,data_prep/draw_problems.py --model $(MODEL) --num-problems $(HELD_OUT) --steps $(CHAINS) \
+	$(call run,data_prep/draw_problems.py --overwrite --model $(MODEL) --num-problems $(HELD_OUT) --steps $(CHAINS) \
 		--seed 2000003 --output $@)
 
 $(OUT)/training/gates.pt: $(CURRICULUM)
@@ -142,7 +142,7 @@ $(OUT)/report/report.html: $(PROBLEMS) $(FILES)
 	$(call run,$(COMPARE))
 
 $(RAW): $(CURRICULUM)
-	$(call run,data_prep/draw_problems.py $(POOL) --as-many-as $(OUT)/curriculum/curriculum.parquet --output $@)
+	$(call run,data_prep/draw_problems.py --overwrite $(POOL) --as-many-as $(OUT)/curriculum/curriculum.parquet --output $@)
 
 $(OUT)/runs/traces_%/gates.pt: $(CURRICULUM)
 	$(call run,$(DISTILL)_traces.yaml $(FROM_CURRICULUM))
@@ -166,5 +166,5 @@ $(OUT)/runs/beta_x_0.2_%/gates.pt: $(CURRICULUM)
 $(OUT)/runs/beta_x_5_%/gates.pt: $(CURRICULUM)
 	$(call run,$(RLKV) --l1_beta 0.1 $(FROM_CURRICULUM))
 $(OUT)/runs/%/reranked.safetensors: $(OUT)/runs/%/gates.pt
-	$(call run,inference/rerank_heads.py --curriculum $(OUT)/curriculum/curriculum.parquet --dtype $(DTYPE) \
+	$(call run,inference/rerank_heads.py --overwrite --curriculum $(OUT)/curriculum/curriculum.parquet --dtype $(DTYPE) \
 		--num-traces $(TRACES) --seed $(lastword $(subst _, ,$*)) --gates $< --output $@)

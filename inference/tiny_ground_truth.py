@@ -34,6 +34,7 @@ from rlkv.tiny.task import MIN_DEFINITIONS, longest_solution
 from rlkv.utils.atomic import write_json
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import provenance
+from rlkv.utils.store import check_results
 from rlkv.verifier.verifier import are_correct
 
 SEEDS = {"accuracy": 4_000_003, "traces": 3_000_003}  # of the problems
@@ -130,6 +131,7 @@ def _scores(step: Elimination) -> dict[str, Any]:
 
 def main() -> None:
     config = parse(GroundTruthConfig, __doc__)
+    check_results(config.output.parent, config.output.name, (), ("elimination",))
     result = measure_ground_truth(config)
     write_json(config.output, {**result, **provenance()})
     shown = ("full_accuracy", "random_half_mean", "heads_removable_before_0.95")

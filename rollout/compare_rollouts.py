@@ -30,6 +30,7 @@ from rlkv.training.logs import GATES_LOG, LOG
 from rlkv.utils.atomic import write_json
 from rlkv.utils.jsonl import read_log, write_jsonl
 from rlkv.utils.provenance import hardware_line, provenance
+from rlkv.utils.store import check_results
 
 COMPARED = ("reward/mean", "response/length_mean")
 PARTS = ("rollout", "update", "step", "step_cpu")  # seconds of a step, the last in CPU time
@@ -135,6 +136,7 @@ def table_page(rows: dict[int, dict[str, Any]]) -> Page:
 
 def main() -> None:
     config = parse(CompareConfig, __doc__)
+    check_results(config.output, "results.json", ("table.md",), ("engines", "seeds"))
     FilterConfig(engine="vllm").check()  # before the first run, if it is not installed
     curriculum = config.runs / f"problems-{config.num_problems}-{config.max_definitions}.jsonl"
     write_jsonl(curriculum, problems(config.num_problems, 0, max_definitions=config.max_definitions))

@@ -33,9 +33,10 @@ from rlkv.smol.task import MAX_DISTRACTORS, MAX_NEW_TOKENS, MAX_STEPS, draw_prob
 from rlkv.training.logs import LOG, RUN_CONFIG
 from rlkv.utils.atomic import write_json
 from rlkv.utils.extras import require
-from rlkv.utils.jsonl import write_jsonl
+from rlkv.utils.jsonl import read_json, write_jsonl
 from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.provenance import provenance
+from rlkv.utils.store import free_folder, hold_folder
 from rlkv.verifier.verifier import are_correct
 
 HELD_OUT_SEED = 1_000_003
@@ -177,6 +178,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
     facts = {key: value for key, value in asdict(config).items() if key not in ("output_dir", "device", "held_out")}
     check_output_dir(config.output_dir, facts, resume=True)
+    hold_folder(config.output_dir)
     write_json(config.output_dir / RUN_CONFIG, facts)
     with progress_bar("fine-tuning", "steps", config.steps) as bar:
         trainer = make_trainer(config, bar)
@@ -190,11 +192,12 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     weights = load_file(adapter / ADAPTER_FILE)
     # the precision that they were trained against
     save_file({name: weight.bfloat16() for name, weight in weights.items()}, adapter / ADAPTER_FILE, {"format": "pt"})
-    settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    settings = read_json(adapter / ADAPTER_CONFIG)
     write_json(adapter / ADAPTER_CONFIG, {**settings, "base_model_name_or_path": SMOLLM2})
     held_out = held_out_accuracy(adapter, config.held_out, config.device)
     summary = {"config": facts, "tokens": trainer.state.num_input_tokens_seen, "held_out": held_out, **provenance()}
     write_json(adapter / "finetuning.json", summary)
+    free_folder(config.output_dir)
     return summary
 
 

@@ -41,9 +41,10 @@ from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, draw_length, draw_p
 from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.training.checkpoints import load_tensors, save_tensors
 from rlkv.utils.atomic import write_json
-from rlkv.utils.jsonl import read_log, write_jsonl
+from rlkv.utils.jsonl import append_line, read_log, write_jsonl
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import hardware_line
+from rlkv.utils.store import hold_folder
 
 MUON_LR, ADAMW_LR, MAX_GRAD_NORM = 5e-3, 3e-3, 1.0
 WARMUP_STEPS, FINAL_LR = 50, 0.02
@@ -237,10 +238,13 @@ def pretrain(
 
 def main() -> None:
     config = parse(PretrainConfig, __doc__)
+    summary_file = config.output_dir / "pretraining.json"
+    if (config.output_dir / "config.json").exists() and not summary_file.exists():
+        raise ValueError(f"{config.output_dir} holds a model that this program did not make: take another --output-dir")
+    hold_folder(config.work_dir)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, config.seed)
     torch.nn.Module.to(model, resolve_device(config.device))
-    config.work_dir.mkdir(parents=True, exist_ok=True)
     started, log = time.monotonic(), config.work_dir / "log.jsonl"
     with progress_bar("pretraining", "steps", config.total_steps) as bar:
 
@@ -250,8 +254,7 @@ def main() -> None:
                 # a killed run may have gone on beyond its checkpoint
                 write_jsonl(log, [known for known in read_log(log) if known["step"] < step] if log.exists() else [])
             bar.update(step + 1, note=f"loss {loss:.4f}")
-            with log.open("a") as file:
-                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+            append_line(log, {"step": step, "loss": loss})
 
         pretrain(model, tokenizer, config, on_step, config.work_dir / "checkpoint.pt")
     model.save_pretrained(config.output_dir)
@@ -263,7 +266,7 @@ def main() -> None:
         "seconds_of_last_run": round(time.monotonic() - started),
         "hardware": hardware_line(),
     }
-    write_json(config.output_dir / "pretraining.json", summary)
+    write_json(summary_file, summary)
     print(json.dumps(summary, indent=2))
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from rlkv.utils.numbers import check_whole
+
 VARIANTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments that change the result of attention
 
 
@@ -32,11 +34,8 @@ class LocalSizes:
     window: int
 
     def __post_init__(self) -> None:
-        if self.sink < 0 or self.window < 1:
-            raise ValueError(
-                f"sink is {self.sink} and window is {self.window}: they must be at least 0 and 1 tokens (the window "
-                "holds the current one)"
-            )
+        check_whole("sink", self.sink, 0)
+        check_whole("window", self.window, 1)
 
 
 class Rows:

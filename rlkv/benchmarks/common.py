@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,10 @@ class ProcessConfig(ABC):
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(LlamaSizes, ProcessConfig):
     """Options of a benchmark that runs a whole model in this process."""
+
+    def check(self) -> None:
+        super().check()
+        at_least(1, **{field.name: getattr(self, field.name) for field in fields(LlamaSizes)})
 
     def build_model(self, positions: int) -> PreTrainedModel:
         """The model in eval mode; about 100 M parameters with the default sizes.  Sets the threads."""

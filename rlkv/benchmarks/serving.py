@@ -132,11 +132,9 @@ def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
 def do_runs(config: ServingConfig, gates: HeadGates) -> list[dict[str, Any]]:
     """Do the runs that the folder does not hold yet; a result per run (:func:`rlkv.benchmarks.engine_run.run`)."""
     path, runs = config.output_dir / RUNS, config.runs()
-    if config.fresh:
-        path.unlink(missing_ok=True)
     keys = {(run.setting, run.mode, run.round): run for run in runs}
     with (
-        open_store(path, settings_of(config, gates), KEY, recorded=provenance()) as store,
+        open_store(path, settings_of(config, gates), KEY, provenance(), fresh=config.fresh) as store,
         progress_bar("serving", "runs", len(runs)) as bar,
     ):
         bar.resume(len(keys.keys() & store.done))

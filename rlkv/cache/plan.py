@@ -51,6 +51,17 @@ class CacheSettings(LocalSizes):
             raise ValueError(f"protect_prompt is {self.protect_prompt!r}: it must be True or False")
         switched_on()  # refuses a misspelt value before a model is loaded
 
+    def check_positions(self, positions: int) -> None:
+        """Raise ``ValueError`` if the heads would keep more than a model of ``positions`` reads.
+
+        Their entries are allocated from the start.
+        """
+        if self.eviction is None and max(self.sink, self.window) > positions:
+            raise ValueError(
+                f"sink is {self.sink} and window is {self.window}, but the model has {positions} positions: no head "
+                "can keep more tokens than that"
+            )
+
     def with_policy(self, policy: EvictionPolicy | None) -> CacheSettings:
         """These settings under ``policy``, which has a field of its own for protected prompts."""
         return replace(self, eviction=policy, protect_prompt=self.protect_prompt and policy is None)

@@ -44,6 +44,7 @@ from rlkv.benchmarks.serving_page import run_serving
 from rlkv.cli.errors import run_app
 from rlkv.cli.options import parse_command
 from rlkv.utils.extras import require
+from rlkv.utils.store import check_results
 
 COMMANDS = {
     "decode": DecodeConfig,
@@ -58,6 +59,8 @@ COMMANDS = {
 def run() -> None:
     """Parse the command line and run the benchmark that it names."""
     config = parse_command("rlkv-bench", COMMANDS, __doc__)
+    name = next(name for name, kind in COMMANDS.items() if type(config) is kind)
+    check_results(config.output_dir, f"{name}.json", (f"{name}.md", f"{name}.png"), {"results"})
     if isinstance(config, ServingConfig):
         return run_serving(config)
     if not isinstance(config, CheckConfig):

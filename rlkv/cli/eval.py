@@ -30,7 +30,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     done = evaluate(config)
     if done is not None:
         write_report(config.output_dir, done)
-        print((config.output_dir / "report.md").read_text())
+        print((config.output_dir / "report.md").read_text(encoding="utf-8"))
 
 
 def main() -> None:

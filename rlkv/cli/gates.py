@@ -28,6 +28,7 @@ from rlkv.cli.gates_share import Pull, Push
 from rlkv.cli.options import parse_command
 from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.utils.atomic import check_new
 
 Gates = Annotated[Positional[str], arg(metavar="GATES")]
 Out = Annotated[Positional[Path], arg(metavar="OUT")]
@@ -76,6 +77,11 @@ class Convert:
     """Gates file, folder or hub address."""
     out: Out
     """File that ends with .pt, .safetensors or .tsv, or a folder (PEFT)."""
+    overwrite: bool = False
+    """Replace OUT if it exists."""
+
+    def check(self) -> None:
+        check_new(self.out, self.overwrite)
 
     def run(self) -> None:
         loaded = HeadGates.load(self.gates)
@@ -99,6 +105,11 @@ class Plot:
     """Figure to write: .png, .pdf or .svg."""
     histogram: bool = False
     """A histogram instead of the heat map."""
+    overwrite: bool = False
+    """Replace OUT if it exists."""
+
+    def check(self) -> None:
+        check_new(self.out, self.overwrite)
 
     def run(self) -> None:
         from rlkv.gates.plots import plot_gates, plot_histogram  # matplotlib is slow to load

@@ -9,6 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from rlkv.gates.head_gates import HeadGates
+from rlkv.utils.atomic import check_new
 
 Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
 
@@ -48,10 +49,13 @@ class Pull:
     """Repository of the hub, with @REVISION if wanted."""
     out: Annotated[Positional[Path], arg(metavar="OUT")]
     """File that ends with .pt, .safetensors or .tsv, or a folder (PEFT)."""
+    overwrite: bool = False
+    """Replace OUT if it exists."""
 
     def check(self) -> None:
         if not self.address.startswith("hf://"):
             raise ValueError(f"{self.address}: not on the hub: give hf://owner/name, or use rlkv-gates convert")
+        check_new(self.out, self.overwrite)
 
     def run(self) -> None:
         loaded = HeadGates.load(self.address)

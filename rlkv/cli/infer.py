@@ -121,7 +121,10 @@ def _answer_file(session: InferSession) -> None:
             _say(f"{name}  {usage.summary()} (largest batch)" + ("" if field else f", {session.heads()}"))
         accuracy = report.accuracy("correct" + field)
         if accuracy is not None:
-            _say(f"{name}  accuracy {accuracy:.4f} over {len(report.rows)} problems")
+            share, graded = accuracy
+            without = len(report.rows) - graded
+            note = f", {without} more have no answer to compare with" if without else ""
+            _say(f"{name}  accuracy {share:.4f} over {graded} problems{note}")
 
 
 def _chat(session: InferSession) -> None:

@@ -12,6 +12,7 @@ from rlkv.models.builtin import SMOL, TINY
 from rlkv.smol.task import MAX_STEPS, MIN_STEPS
 from rlkv.smol.task import problems as smol_problems
 from rlkv.tiny.task import problems as tiny_problems
+from rlkv.utils.atomic import check_new
 from rlkv.utils.jsonl import write_jsonl
 
 
@@ -29,11 +30,14 @@ class DrawConfig(FilterConfig):
     """smol: take the names that fine-tuning never saw"""
     as_many_as: str | None = None
     """a curriculum: draw as many problems as it has"""
+    overwrite: bool = False
+    """replace --output if it exists"""
 
     def check(self) -> None:
         super().check()
         if self.output.suffix != ".jsonl":
             raise ValueError(f"--output {self.output} must end with .jsonl")
+        check_new(self.output, self.overwrite)
 
 
 def load_pool(config: DrawConfig) -> list[Problem]:

@@ -23,8 +23,10 @@ from rlkv.utils.extras import require
 from rlkv.utils.jsonl import write_jsonl
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.provenance import digest, hardware_line, provenance
-from rlkv.utils.store import Row
+from rlkv.utils.store import Row, check_results
 from rlkv.verifier.verifier import Verifier
+
+REPORT, CURRICULUM = "report.json", ("curriculum.jsonl", "curriculum.parquet")
 
 
 def problems_digest(problems: list[Problem]) -> str:
@@ -99,6 +101,7 @@ def run_filter(config: FilterConfig) -> FilterResult:
     assert config.input is not None
     assert config.output_dir is not None
     started = time.monotonic()
+    check_results(Path(config.output_dir), REPORT, ("report.md", *CURRICULUM), ("selected", "buckets"))
     choose_template(config.template, model=config.model)  # an unknown one fails before anything is loaded
     problems = load_problems(config.input, config.num_problems, config.seed, config.limit)
     shard, num_shards = parse_shard(config.shard)
@@ -136,7 +139,6 @@ def finish(config: FilterConfig, shards: Shards, problems: list[Problem], starte
         }
         for i, bucket in selection.chosen.items()
     ]
-    write_curriculum(shards.folder, rows)
     report = {
         "loaded": len(outcome.status),
         **outcome.counts,
@@ -148,7 +150,8 @@ def finish(config: FilterConfig, shards: Shards, problems: list[Problem], starte
         "seconds": round(time.monotonic() - started, 3),  # of the run that finished the job
         **provenance(),
     }
-    write_json(shards.folder / "report.json", report)
+    write_json(shards.folder / REPORT, report)  # first: by it the other files are known to be ours
+    write_curriculum(shards.folder, rows)
     write_text(shards.folder / "report.md", markdown(report))
     return report
 
@@ -156,11 +159,12 @@ def finish(config: FilterConfig, shards: Shards, problems: list[Problem], starte
 def write_curriculum(folder: Path, rows: list[Row]) -> None:
     """``curriculum.jsonl`` and ``curriculum.parquet``, with the same fields."""
     arrow, parquet = require("pyarrow", "train"), require("pyarrow.parquet", "train")
-    write_jsonl(folder / "curriculum.jsonl", rows)
+    as_lines, as_table = CURRICULUM
+    write_jsonl(folder / as_lines, rows)
     text, count = arrow.string(), arrow.int64()
     names = ("problem", "answer", "output", "output_tokens", "bucket", "template", "model")
     fields = {name: count if name == "output_tokens" else text for name in names}
-    with atomic_path(folder / "curriculum.parquet") as path:
+    with atomic_path(folder / as_table) as path:
         parquet.write_table(arrow.Table.from_pylist(rows, schema=arrow.schema(fields.items())), path)
 
 

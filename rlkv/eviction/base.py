@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
-from math import isfinite
+from math import inf
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlkv.utils.gpu import moved
+from rlkv.utils.numbers import MOST
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,8 @@ def check_type(what: str, value: Any, annotation: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     kinds = {
         "bool": (isinstance(value, bool), "true or false"),
-        "int": (number and isinstance(value, int), "a whole number"),
-        "float": (number and isfinite(value), "a number"),
+        "int": (number and isinstance(value, int) and abs(value) <= MOST, f"a whole number of at most {MOST}"),
+        "float": (number and -inf < value < inf, "a number"),
         "str": (isinstance(value, str), "a word"),
     }
     fits, word = kinds.get(kind, (True, ""))

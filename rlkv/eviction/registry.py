@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.utils.jsonl import parse_json
 
 P = TypeVar("P", bound=EvictionPolicy)
 _policies: dict[str, type[EvictionPolicy]] = {}
@@ -33,8 +33,8 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
         if field in fields:
             raise ValueError(f"option {field} is given twice")
         try:
-            fields[field] = json.loads(value.lower() if value.lower() in ("true", "false") else value)
-        except json.JSONDecodeError:
+            fields[field] = parse_json(value.lower() if value.lower() in ("true", "false") else value)
+        except ValueError:
             fields[field] = value  # a word
     return fields
 

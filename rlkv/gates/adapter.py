@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rlkv.models.shape import ModelShape
-from rlkv.utils.atomic import atomic_path, write_json
+from rlkv.utils.atomic import write_bytes, write_json
+from rlkv.utils.jsonl import parse_json, read_json
 
 FORMAT = "rlkv-gates"
 VERSION = 1
@@ -51,7 +52,7 @@ def from_header(header: Any, path: Path) -> dict[str, Any]:
         model = ModelShape(**header["model"]) if header["model"] is not None else None
         later = {name: header[name] for name in _LATER_FIELDS if name in header}
         return {name: header[name] for name in _FIELDS} | later | {"model": model}
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: damaged gates file, expected a field that is absent or wrong ({error})") from error
 
 
@@ -63,17 +64,16 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-        return tensors, json.loads(metadata.get(HEADER_KEY, "null"))
-    except (SafetensorError, json.JSONDecodeError) as error:
+        return tensors, parse_json(metadata.get(HEADER_KEY, "null"))
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: truncated, damaged or not a safetensors file ({error}), {EXPECTED}") from error
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Tensors with ``header`` in the file's metadata (and ``format: pt``, which PEFT and transformers look for)."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    with atomic_path(path) as partial:
-        save_file(tensors, partial, {"format": "pt", HEADER_KEY: json.dumps(header)})
+    write_bytes(path, save(tensors, {"format": "pt", HEADER_KEY: json.dumps(header)}))
 
 
 def is_peft_weights(tensors: dict[str, Tensor]) -> bool:
@@ -102,7 +102,7 @@ def read_peft(folder: Path) -> dict[str, Any]:
     """Arguments of ``HeadGates`` from an adapter folder; ValueError if it is damaged or another adapter."""
     weights, config_path = folder / ADAPTER_WEIGHTS, folder / ADAPTER_CONFIG
     try:
-        config = json.loads(config_path.read_text())
+        config = read_json(config_path)
         sizes = {name: config[name] for name in ("sink", "window")}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -115,6 +115,8 @@ def read_peft(folder: Path) -> dict[str, Any]:
     if header is not None:
         return {**from_header(header, weights), **sizes, "alpha": alpha, "mean_alpha": header.get("rank")}
     name = config.get("base_model_name_or_path")
+    if not isinstance(name, str | None):
+        raise ValueError(f"{config_path}: base_model_name_or_path is {name!r}, expected the name of a model")
     model = ModelShape(name, "", alpha.shape[0], alpha.shape[1], 0, 0) if name else None
     return {"alpha": alpha, "model": model, **sizes}
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import re
 import warnings
 from pathlib import Path
@@ -32,7 +32,8 @@ from rlkv.gates.adapter import (
 )
 from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.shape import ModelShape
-from rlkv.utils.atomic import atomic_path
+from rlkv.utils.atomic import atomic_path, write_bytes
+from rlkv.utils.jsonl import read_json
 
 SUFFIXES = (".pt", ".safetensors", ".tsv")
 _HUB = "hf://"
@@ -57,8 +58,9 @@ def write_gates(path: str | Path, payload: dict[str, Any]) -> None:
     if target.is_dir() or not target.suffix or str(path).endswith("/"):
         write_peft(target, payload)
     elif target.suffix == ".pt":
-        with atomic_path(target) as partial, partial.open("wb") as file:  # a path would put its name into the archive
-            torch.save({**to_header(payload), **_tensors(payload)}, file)
+        buffer = io.BytesIO()  # torch would put a path's name into the archive, and report a full disk in its own way
+        torch.save({**to_header(payload), **_tensors(payload)}, buffer)
+        write_bytes(target, buffer.getvalue())
     elif target.suffix == ".safetensors":
         write_safetensors(target, _tensors(payload), to_header(payload))
     elif target.suffix == ".tsv":
@@ -167,7 +169,7 @@ def _stored_tensors(content: dict[str, Any], path: Path) -> dict[str, Tensor]:
 
 def _read_tsv(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a text file, expected one row of tab-separated numbers per layer") from error
     if not text.endswith("\n"):  # a number that is cut in half is still a number
@@ -194,7 +196,7 @@ def _read_sibling_config(path: Path, num_layers: int, num_kv_heads: int) -> dict
     if not path.exists():
         return {}
     try:
-        config = json.loads(path.read_text())
+        config = read_json(path)
         if not isinstance(config, dict):
             raise ValueError("it does not hold an object")
     except ValueError as error:

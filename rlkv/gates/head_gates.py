@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlkv.gates.formats import read_gates, write_gates
 from rlkv.models.shape import ModelShape
+from rlkv.utils.numbers import check_whole
 
 # published gates reach 0.0106 below 0 and 0.0078 above 1, which is one optimizer step; more is clipped with a warning
 ROUNDING = 0.02
@@ -20,7 +21,17 @@ ROUNDING = 0.02
 
 def _matrix(values: Any, name: str, source: str) -> Tensor:
     """``values`` as a float32 CPU matrix, clipped to [0, 1]."""
-    matrix = torch.as_tensor(values).detach().to("cpu", torch.float32, copy=True).contiguous()
+    try:
+        found = torch.as_tensor(values)
+        if found.is_complex():
+            raise TypeError("its numbers are complex")
+        matrix = found.detach().to("cpu", torch.float32, copy=True).contiguous()
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # also of tensors that are sparse, quantized or far too large
+        raise ValueError(f"{source}: {name} is no matrix of numbers ({str(error).splitlines()[0]})") from error
     if matrix.dim() != 2 or matrix.numel() == 0:
         raise ValueError(f"{source}: {name} has shape {list(matrix.shape)}, expected [num_layers, num_kv_heads]")
     wrong = (~matrix.isfinite()).nonzero().tolist()
@@ -81,9 +92,7 @@ class HeadGates:
                 f"{list(self.alpha.shape)}"
             )
         for name, least in (("sink", 0), ("window", 1), ("deploy_sink", 0), ("deploy_window", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{self.source}: {name} is {value!r}, expected a whole number of tokens >= {least}")
+            check_whole(f"{self.source}: {name}", getattr(self, name), least)
         if not isinstance(self.deploy_protect_prompt, bool):
             raise ValueError(
                 f"{self.source}: deploy_protect_prompt is {self.deploy_protect_prompt!r}, expected true or false"
@@ -93,9 +102,14 @@ class HeadGates:
                 f"{self.source}: alpha is {self.alpha.shape[0]} layers x {self.alpha.shape[1]} KV heads, expected "
                 f"{self.model.num_layers} x {self.model.num_kv_heads} of {self.model.model_id}"
             )
+        if not isinstance(self.training, dict):
+            raise ValueError(f"{self.source}: training is {self.training!r}, expected names with values")
+        template = self.training.get("template")
+        if not isinstance(template, str | None):
+            raise ValueError(f"{self.source}: the prompt template of the training is {template!r}, expected a name")
         try:  # what every format gives back: tuples become lists here, not on the way through a file
             self.training = json.loads(json.dumps(self.training))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{self.source}: the training summary cannot be written as JSON ({error})") from error
 
     @property

@@ -17,6 +17,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.plots import plot_gates
 from rlkv.models.loading import is_path
 from rlkv.utils.atomic import write_text
+from rlkv.utils.jsonl import read_json
 
 CARD, HEAT_MAP = "README.md", "heat_map.png"
 HELD_OUT = "held_out_figures"  # of the training summary: figures on problems that were not trained on
@@ -110,7 +111,7 @@ def _cell(value: Any) -> str:
 
 def _evaluated(path: Path) -> list[dict[str, Any]]:
     try:
-        rows = json.loads(path.read_text())["results"]
+        rows = read_json(path)["results"]
         if all(row.keys() >= _EVALUATED for row in rows):
             return rows
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -27,10 +27,10 @@ class BatchReport:
     usage: Usage
     usage_full: Usage
 
-    def accuracy(self, field: str = "correct") -> float | None:
-        """Share of right answers (``correct`` or ``correct_full``); None if the input has no answers."""
+    def accuracy(self, field: str = "correct") -> tuple[float, int] | None:
+        """Share of right answers (``correct`` or ``correct_full``), and of how many; None if the input has none."""
         judged = [row[field] for row in self.rows if field in row]
-        return sum(judged) / len(judged) if judged else None
+        return (sum(judged) / len(judged), len(judged)) if judged else None
 
 
 def run_batches(session: InferSession) -> BatchReport:
@@ -89,7 +89,7 @@ def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> di
         "output_tokens": len(completion.token_ids),
         "finish_reason": completion.finish_reason,
     }
-    if "answer" in problem:
+    if problem.get("answer") is not None:
         from rlkv.verifier.verifier import is_correct
 
         outcome["correct"] = is_correct(completion.text, problem["answer"])

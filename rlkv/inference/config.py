@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
 from rlkv.models.builtin import PACKAGED_GATES
+from rlkv.utils.jsonl import is_text
 
 FILE_TOKENS = 8192  # of an answer in a file; the paper's evaluation
 
@@ -84,6 +85,8 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             raise ValueError("--input and --output belong together: the problems, and where their answers go")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("--prompt is empty: there is nothing to answer")
+        if self.prompt is not None and not is_text(self.prompt):
+            raise ValueError("--prompt holds bytes that are no UTF-8: write it in UTF-8")
         if self.compare_full and self.is_chat:
             raise ValueError("--compare-full needs --prompt or --input: a chat continues with one cache only")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from rlkv.cache import HeadReallocationCache
+from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import CompressedSession, compress
@@ -75,6 +75,7 @@ class InferenceEngine(HFEngine):
         protect_prompt: bool = False,
     ) -> None:
         super().__init__(model, tokenizer, batch_size)
+        CacheSettings(sink, window, prefill, eviction, protect_prompt).check_positions(self.max_positions)
         self.allocation, self.eviction, self.record = allocation, eviction, record
         self._session: CompressedSession | None = None
         self._planned: torch.Tensor | None = None
@@ -199,8 +200,10 @@ class InferenceEngine(HFEngine):
 
     @staticmethod
     def _usage(tokens: int, seconds: float, cache: Cache) -> Usage:
+        if isinstance(cache, HeadReallocationCache):
+            return Usage(tokens, seconds, cache.used_nbytes(), cache.full_nbytes())
         held = cache_nbytes(cache)
-        return Usage(tokens, seconds, held, cache.full_nbytes() if isinstance(cache, HeadReallocationCache) else held)
+        return Usage(tokens, seconds, held, held)
 
 
 class Chat:

@@ -13,9 +13,10 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.config import InferConfig
 from rlkv.inference.engine import InferenceEngine
 from rlkv.models.prompts import choose_template, render_prompt
-from rlkv.rollout.base import SamplingParams
-from rlkv.utils.jsonl import read_jsonl
+from rlkv.rollout.base import SamplingParams, check_length
+from rlkv.utils.jsonl import is_text, read_jsonl
 from rlkv.utils.provenance import digest
+from rlkv.utils.store import check_output
 
 DEFAULT_SPARSITY = 0.5
 
@@ -31,6 +32,10 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
         for where, row in read_jsonl(path):
             if not isinstance(row.get("problem"), str) or not row["problem"]:
                 raise ValueError(f"{where} has no text field 'problem'")
+            if isinstance(row.get("answer"), dict | list):
+                raise ValueError(f"{where}: field 'answer' is a {type(row['answer']).__name__}, expected text")
+            if not is_text(row["problem"]):
+                raise ValueError(f"{where}: its problem holds half a surrogate pair, which is no text: correct it")
             problems.append(row)
     except OSError as error:
         raise ValueError(f"cannot read the problems from {path}: {error}") from None
@@ -60,6 +65,8 @@ class InferSession:
     def open(cls, config: InferConfig) -> InferSession:
         """Load the model; whatever does not depend on it is checked before."""
         config.check()
+        if config.output is not None:
+            check_output(config.output)
         policy, sampling = config.policy(), config.sampling_params(config.max_new_tokens or 1)
         problems = read_problems(config.input) if config.input else []
         gates = None if config.gates_source is None else HeadGates.load(config.gates_source)
@@ -81,8 +88,11 @@ class InferSession:
             engine: Any = _open_vllm(config, model, gates, allocation, cache, texts, template)
         else:
             engine = _open_hf(config, model, gates, allocation, cache)
-        longest = max(engine.prompt_lengths([render_prompt(engine.tokenizer, text, template) for text in texts]))
+        lengths = engine.prompt_lengths([render_prompt(engine.tokenizer, text, template) for text in texts])
+        longest = max(lengths)
         sampling = replace(sampling, max_new_tokens=config.longest_answer(engine.max_positions, longest))
+        if not config.is_chat:  # a chat's turns end at the last position
+            check_longest(lengths, sampling.max_new_tokens, engine.max_positions)
         settings = {
             "model": model,
             "allocation": digest(bytes(engine.allocation.full.flatten().tolist())),
@@ -100,6 +110,13 @@ class InferSession:
 
     def render(self, problem: str) -> str:
         return render_prompt(self.engine.tokenizer, problem, self.template)
+
+
+def check_longest(lengths: list[int], max_new_tokens: int, positions: int) -> None:
+    """Raise ``ValueError`` if the longest prompt does not fit, before anything is decoded or written."""
+    number = max(range(len(lengths)), key=lengths.__getitem__)
+    name = f"problem {number + 1}" if len(lengths) > 1 else "the prompt"
+    check_length(name, lengths[number], max_new_tokens, positions)
 
 
 def _open_hf(
@@ -142,8 +159,11 @@ def _open_vllm(
     model_config = load_config(name)
     gates.check_model(model_config)
     texts = [render_prompt(tokenizer, problem, template) for problem in problems]
-    longest = max(map(len, tokenizer(texts, add_special_tokens=False).input_ids))
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    longest = max(lengths)
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    cache.check_positions(limit)
+    check_longest(lengths, config.longest_answer(limit, longest), limit)
     # room for the longest text and no more; what the model does not take is refused with its prompt
     positions = longest + config.longest_answer(limit, longest)
     return ServingEngine(name, settings, config.batch_size, dtype=config.dtype, max_positions=positions)

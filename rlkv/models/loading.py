@@ -34,6 +34,13 @@ def resolve_device(device: str = "auto") -> torch.device:
         raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA GPU: use --device cpu")
+    if resolved.index is not None and resolved.type == "cuda" and resolved.index >= torch.cuda.device_count():
+        raise ValueError(f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs")
+    if resolved.type not in ("cpu", "cuda"):
+        try:
+            torch.zeros(1, device=resolved).item()
+        except (RuntimeError, NotImplementedError, AssertionError):
+            raise ValueError(f"torch cannot compute on device {device!r} here: use auto, cpu, cuda or cuda:N") from None
     leave_cudnn_out(resolved)
     return resolved
 

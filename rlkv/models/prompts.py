@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlkv.models.builtin import SMOL
+from rlkv.utils.jsonl import is_text
 
 RLKV_INSTRUCTION = (
     "Solve the following math problem efficiently and clearly. The last line of your response should be of "
@@ -38,7 +39,13 @@ def choose_template(*names: str | None, model: str | None) -> str:
 
 
 def fill_template(problem: str, template: str = DEFAULT_TEMPLATE) -> str:
-    """The user's message for ``problem``; ValueError unless ``template`` is a name in :data:`TEMPLATES`."""
+    """The user's message for ``problem``.
+
+    Raises:
+        ValueError: if ``template`` is no name in :data:`TEMPLATES`, or ``problem`` cannot be written as UTF-8.
+    """
+    if not is_text(problem):
+        raise ValueError("the problem is no text: it holds half a surrogate pair or bytes that are no UTF-8")
     if template not in TEMPLATES:
         raise ValueError(f"unknown prompt template {template!r}: choose one of {', '.join(sorted(TEMPLATES))}")
     # replace, not format: problems and instructions are full of braces

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlkv.utils.jsonl import is_text
+from rlkv.utils.numbers import check_whole
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -16,6 +19,15 @@ class ModelShape:
     num_kv_heads: int
     num_query_heads: int
     head_dim: int
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for fields of other types, which a damaged or foreign file may hold."""
+        for name in ("model_id", "model_type"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not is_text(value):
+                raise ValueError(f"{name} is {value!r}: it must be text")
+        for name in ("num_layers", "num_kv_heads", "num_query_heads", "head_dim"):
+            check_whole(name, getattr(self, name), 0)
 
     @classmethod
     def from_config(cls, config: Any, model_id: str | None = None) -> ModelShape:

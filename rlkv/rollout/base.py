@@ -7,12 +7,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlkv.utils.numbers import check_number, check_whole
+
+TEMPERATURES = (1e-6, 1e6)  # beyond them float32 logits are infinite or all the same
+LEAST_TOP_P = 1e-6
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to decode; ``temperature`` 0: greedy; ``top_k`` 0: no limit.
 
     ``seed`` fixes the draws of every prompt, whatever is decoded next to it.
+
+    Raises:
+        ValueError: for values of other types, or that no sampler can use, such as NaN or a temperature that makes
+            every logit infinite.
     """
 
     max_new_tokens: int
@@ -22,16 +31,12 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 (greedy) or larger, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (no limit) or larger, got {self.top_k}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must lie in [0, 2**63), got {self.seed}")
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
+        if self.temperature != 0 or isinstance(self.temperature, bool):
+            check_number("temperature, if not 0 (greedy),", self.temperature, *TEMPERATURES)
+        check_number("top_p", self.top_p, LEAST_TOP_P, 1)
+        check_whole("top_k (0: no limit)", self.top_k, 0)
+        check_whole("seed", self.seed, 0, 2**63 - 1)
 
     @property
     def greedy(self) -> bool:
@@ -94,11 +99,16 @@ class RolloutEngine(ABC):
             name = f"prompt {index}" if len(prompts) > 1 else "the prompt"
             if not ids:
                 raise ValueError(f"{name} is empty: there is nothing to complete")
-            if len(ids) + sampling.max_new_tokens > self.max_positions:
-                raise ValueError(
-                    f"{name} has {len(ids)} tokens, which with max_new_tokens={sampling.max_new_tokens} "
-                    f"exceeds the model's {self.max_positions} positions: shorten the prompt or lower max_new_tokens"
-                )
+            check_length(name, len(ids), sampling.max_new_tokens, self.max_positions)
+
+
+def check_length(name: str, tokens: int, max_new_tokens: int, positions: int) -> None:
+    """Raise ``ValueError`` unless a prompt of ``tokens`` and its completion fit into a model's positions."""
+    if tokens + max_new_tokens > positions:
+        raise ValueError(
+            f"{name} has {tokens} tokens, which with max_new_tokens={max_new_tokens} exceeds the model's {positions} "
+            "positions: shorten the prompt or lower max_new_tokens"
+        )
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
@@ -117,7 +127,7 @@ class Usage:
     Attributes:
         tokens: new tokens, of all completions together.
         seconds: wall time, prompt included.
-        kv_bytes: bytes held by the cache at the end.
+        kv_bytes: bytes of KV in use at the end, without the headroom of growing buffers and entries that are empty.
         kv_bytes_full: bytes of the full cache for the same tokens.
     """
 
@@ -138,7 +148,7 @@ class Usage:
     def summary(self) -> str:
         share = self.kv_bytes / self.kv_bytes_full if self.kv_bytes_full else 1.0
         return (
-            f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, bytes of KV held / bytes the full cache "
+            f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, bytes of KV in use / bytes the full cache "
             f"would hold: {self.kv_bytes:,} / {self.kv_bytes_full:,} ({share:.1%})"
         )
 

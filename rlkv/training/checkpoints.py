@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import os
 import re
 import shutil
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from rlkv.utils.atomic import atomic_path, write_json
+from rlkv.utils.atomic import write_bytes, write_json
+from rlkv.utils.jsonl import read_json
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL = ".partial"  # where a checkpoint is written until it is complete
@@ -74,8 +75,9 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def save_tensors(path: Path, content: dict[str, Any]) -> None:
-    with atomic_path(path) as partial:
-        torch.save(content, partial)
+    buffer = io.BytesIO()  # torch reports a full disk as an error of its own, without the file's name
+    torch.save(content, buffer)
+    write_bytes(path, buffer.getvalue())
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
@@ -118,7 +120,7 @@ def _damaged(folder: Path) -> str | None:
     if not noted.exists():
         return None
     try:
-        sums = json.loads(noted.read_text()).items()
+        sums = read_json(noted).items()
     except (ValueError, AttributeError, OSError):
         return f"{CHECKSUMS} is not readable"
     for name, wanted in sums:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlkv.utils.jsonl import read_log
+from rlkv.utils.jsonl import append_line, read_json, read_log
 
 LOG = "log.jsonl"  # a record per step
 GATES_LOG = "gates.jsonl"  # all gates after every step
@@ -22,8 +21,7 @@ EXPORTED = "gates.pt"  # written last
 
 def append_record(path: Path, step: int, record: Mapping[str, Any]) -> None:
     """Add a line to a log."""
-    with path.open("a") as out:
-        out.write(json.dumps({"step": step, **record}) + "\n")
+    append_line(path, {"step": step, **record})
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,16 @@ class RunLogs:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return read_log(path) if path.exists() else []
+    records = read_log(path) if path.exists() else []
+    if not all(isinstance(record, dict) and "step" in record for record in records):
+        raise ValueError(f"{path} is not the log of a run: a line of it names no step")
+    return records
 
 
 def _object(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    content = read_json(path) if path.exists() else {}
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds a {type(content).__name__}: give the output folder of rlkv-train or rlkv-distill"
+        )
+    return content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +18,14 @@ from rlkv.models.shape import ModelShape
 from rlkv.training.checkpoints import last_checkpoint
 from rlkv.training.head_gate import gate_shares, gates_matrix
 from rlkv.training.loggers import CollapseWatch, GateImages, JsonlLog, SampleLog
-from rlkv.training.logs import EXPORTED, HELD_OUT, LOG, RUN_CONFIG, SUMMARY
+from rlkv.training.logs import EXPORTED, HELD_OUT, LOG, LOGS, RUN_CONFIG, SUMMARY
 from rlkv.training.run_settings import RunSettings
 from rlkv.training.wandb_log import WandbLog
 from rlkv.utils.atomic import write_json
 from rlkv.utils.figures import TEXT_SIZE, curve_figure, save_figure
-from rlkv.utils.jsonl import read_log
+from rlkv.utils.jsonl import read_json, read_log
 from rlkv.utils.provenance import provenance
+from rlkv.utils.store import StoreInUseError, check_free, free_folder, hold_folder
 
 # what may differ between a run and its continuation; the problems themselves are compared by their digest
 RESUMABLE_KEYS = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit"}
@@ -40,21 +40,40 @@ UNPUBLISHED_KEYS |= {"rollout_servers", "save_steps", "image_steps", "sample_ste
 UNPUBLISHED_KEYS |= {"plan", "plan_gpus"}
 UNPUBLISHED_KEYS |= {"rollout_kv_gib", "rollout_rows", "allow_foreign_curriculum", "forward_rows"}
 UNPUBLISHED_KEYS |= {"rollout_patience", "rollout_eager", "save_total_limit", "held_out_steps"}
+# what a run leaves in its folder besides checkpoints
+GATES_FILES = ("gates.safetensors", "adapter_weights.tsv", "adapter")
+FIGURES = ("heat_map.png", "histogram.png", "training_curves.png")
+WRITTEN = (EXPORTED, *GATES_FILES, *FIGURES, *LOGS, SUMMARY)
 SHARED_SECONDS = 60  # in which a network disk shows what another machine wrote
 
 
 def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path | None:
-    """Checkpoint to resume from; ``ValueError`` if the folder holds another run, or this one and ``resume`` is off."""
+    """The checkpoint to resume from, None if there is none yet.
+
+    Raises:
+        ValueError: if the folder holds another run, files that no run wrote, or this run and ``resume`` is off.
+        StoreInUseError: if another process is writing it.
+    """
     noted = folder / RUN_CONFIG
-    newest = last_checkpoint(folder)
-    if noted.exists() and not resume:
+    check_free(folder)
+    if not noted.exists():
+        found = [name for name in WRITTEN if (folder / name).exists()]
+        if found or last_checkpoint(folder) is not None:
+            names = ", ".join(found) or "checkpoints"
+            raise ValueError(
+                f"{folder} holds {names}, but no {RUN_CONFIG}, which every run notes first: take another --output_dir"
+            )
+        return None
+    if not resume:
         raise ValueError(f"{folder} holds a run already: continue it with --resume true, or take another --output_dir")
+    before = read_json(noted)
+    # another version has a few settings more or less, another program has others
+    if not isinstance(before, dict) or 2 * len(before.keys() ^ config.keys()) > len(before.keys() | config.keys()):
+        raise ValueError(f"{folder} holds a run of another command: take another --output_dir")
+    newest = last_checkpoint(folder)
     log = folder / LOG
     if newest is None and not (folder / EXPORTED).exists() and not (log.exists() and log.stat().st_size):
         return None  # nothing that a new run would overwrite
-    if not noted.exists():
-        raise ValueError(f"{folder} holds a run of unknown origin: take another --output_dir")
-    before = json.loads(noted.read_text())
     differing = [key for key in config if key not in RESUMABLE_KEYS and before.get(key, config[key]) != config[key]]
     if differing:
         changes = ", ".join(f"{key} {before[key]!r} -> {config[key]!r}" for key in differing)
@@ -88,13 +107,20 @@ class RunFolder:
         self.wandb_log: WandbLog | None = None
 
     def write_config(self) -> None:
-        """Record the settings, for the comparison when the run is resumed."""
+        """Take the folder for this process, and record the settings, for the comparison when the run is resumed.
+
+        Raises:
+            StoreInUseError: if another process is writing the folder, or has since this one looked.
+        """
+        hold_folder(self.path)
+        if check_output_dir(self.path, self.config, self.settings.resume) != self.checkpoint:
+            raise StoreInUseError(f"{self.path} was written by another process meanwhile: run the command again")
         write_json(self.path / RUN_CONFIG, self.config)
 
     def check_shared(self) -> None:
         """Raise ValueError unless this process sees the settings that the main one has recorded."""
         for _ in range(SHARED_SECONDS):
-            if (self.path / RUN_CONFIG).exists() and json.loads((self.path / RUN_CONFIG).read_text()) == self.config:
+            if (self.path / RUN_CONFIG).exists() and read_json(self.path / RUN_CONFIG) == self.config:
                 return
             time.sleep(1)
         else:
@@ -151,7 +177,7 @@ class RunFolder:
         figures = [{k.removeprefix(HELD_OUT): v for k, v in r.items() if k.startswith(HELD_OUT)} for r in records]
         if last := [found for found in figures if found][-1:]:
             gates.training[share.HELD_OUT] = last[0]
-        for name in ("gates.safetensors", "adapter_weights.tsv", "adapter"):
+        for name in GATES_FILES:
             gates.save(self.path / name)
         plot_gates(gates, self.path / "heat_map.png")
         plot_histogram(gates, self.path / "histogram.png")
@@ -164,6 +190,7 @@ class RunFolder:
         summary = {"training": gates.training, "config": self.config, **provenance()}
         write_json(self.path / SUMMARY, summary)
         gates.save(self.path / EXPORTED)
+        free_folder(self.path)
         if self.settings.gates_link is not None:
             link(Path(self.settings.gates_link), self.path / EXPORTED)
         if self.wandb_log is not None:

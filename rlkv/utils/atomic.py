@@ -1,11 +1,11 @@
-"""Files that are either the old one or the complete new one, whenever the process dies."""
+"""Files that are either the old one or the complete new one, and lines that are appended whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,84 @@ from typing import Any
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary file next to ``path`` to write to; it is renamed to ``path`` when the block ends without error.
 
-    Missing folders are made. After an error in the block an earlier ``path`` is as it was.
+    Missing folders are made, and a symbolic link stays one.  After an error in the block an earlier ``path`` is as it
+    was.
+
+    Raises:
+        ValueError: if ``path`` is a folder, a device or a pipe.
+        OSError: if the disk refuses, always with ``path`` as the name of the file.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{path} is a {'folder' if target.is_dir() else 'device or pipe'}: give the name of a file")
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
+        make_folder(target.parent)
         yield partial
         with partial.open("rb") as written:
             os.fsync(written.fileno())  # the rename must not reach the disk before the content
         partial.replace(target)
+    except OSError as error:
+        if error.filename not in (None, str(partial)):
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder is a file, or cannot be changed: nothing was written
+            partial.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder and those above it; ``ValueError`` as of :func:`check_folder`."""
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ``ValueError`` if the folder cannot be made, since a file has its name or that of one above it."""
+    there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    if there.exists() and not there.is_dir():
+        raise ValueError(f"{there} is no folder: take another name for the output")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 text file atomically."""
+    """Write a UTF-8 text file atomically; what UTF-8 cannot say, such as bytes of a file's name, is escaped."""
     with atomic_path(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Write a binary file atomically."""
+    with atomic_path(path) as partial:
+        partial.write_bytes(content)
 
 
 def write_json(path: str | Path, content: Any) -> None:
     """Write an indented JSON file atomically; what JSON does not know (paths, dtypes) as ``str``."""
     write_text(path, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def append_whole(descriptor: int, content: bytes, path: str | Path) -> None:
+    """Append to the open file ``path``; on the disk when this returns, and after an error the file is as it was.
+
+    Raises:
+        OSError: if the disk refuses, such as a full one; names ``path``.
+    """
+    size = os.fstat(descriptor).st_size
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    except BaseException as error:
+        os.ftruncate(descriptor, size)
+        if not isinstance(error, OSError):
+            raise
+        text = f"{error.strerror}; what was there before is kept, and the same command goes on from it"
+        raise OSError(error.errno, text, str(path)) from error
+
+
+def check_new(path: Path, overwrite: bool) -> None:
+    """Raise ``ValueError`` if ``path``, a file or folder to write, holds something and ``overwrite`` is off."""
+    if overwrite or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    raise ValueError(f"{path} exists: take another name, or pass --overwrite to replace it")

@@ -39,8 +39,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} is not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"--config {path} holds a {type(values).__name__}: write name: value on each line")

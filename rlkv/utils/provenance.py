@@ -40,7 +40,8 @@ def versions() -> dict[str, str]:
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    named = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     return named[1].strip() if named else platform.processor() or platform.machine()
 
 

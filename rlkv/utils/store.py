@@ -1,7 +1,10 @@
 """Rows in a JSONL file that outlive a kill: the one resumable format of every job that measures or decodes.
 
 ``NAME.settings.json`` next to it says what the rows depend on (compared when a job resumes) and what they come from
-(recorded only, such as the commit).  A line torn by a kill is cut off by the next start.
+(recorded only, such as the commit).  It is written before the first row, and a file that holds something without it is
+somebody else's: nothing is changed there.  A line torn by a kill is cut off by the next start.
+
+Here too: how a command tells its own folder of results or of a run from somebody else's.
 """
 
 from __future__ import annotations
@@ -9,18 +12,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlkv.utils.atomic import write_json
+from rlkv.utils.atomic import append_whole, check_folder, make_folder, write_json
+from rlkv.utils.jsonl import parse_json, read_json
 
 Row = dict[str, Any]
 BLOCK_BYTES = 1 << 20
 MOST_NAMED = 8  # differences that a refusal lists
 SHORT = 48  # characters up to which it shows values
 ABSENT = object()
+ROW_BEGIN = b'{"'
+LOCK = ".lock"  # in the folder of a run
+_LOCKS: dict[Path, int] = {}  # folders that this process holds, and the descriptors of their locks
 
 
 class StoreInUseError(ValueError):
@@ -35,21 +42,24 @@ class ResultStore:
         done: the keys of all rows, one value or a tuple each.
     """
 
-    def __init__(self, path: Path, key: Sequence[str], keep_rows: bool, out: Any) -> None:
-        self.path, self.key, self._keep_rows, self._out = path, tuple(key), keep_rows, out
+    def __init__(self, path: Path, key: Sequence[str], keep_rows: bool, descriptor: int) -> None:
+        self.path, self.key, self._keep_rows, self._descriptor = path, tuple(key), keep_rows, descriptor
         self.rows: list[Row] = []
         self.done: set[Hashable] = set()
         for row in iter_rows(path, key):
             self._add(row)
 
     def append(self, *rows: Row) -> None:
-        """Add rows, on the disk when this returns; ``ValueError``, and nothing written, if the key of one is there."""
+        """Add rows, on the disk when this returns.
+
+        Raises:
+            ValueError: if the key of one is there already; nothing is written.
+            OSError: if the disk is full; the file holds what it held before.
+        """
         keys = [key_of(row, self.key) for row in rows]
         if len(set(keys)) < len(keys) or self.done & set(keys):
             raise ValueError(f"{self.path} has a row for {', '.join(map(str, keys))} already")
-        self._out.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
-        self._out.flush()
-        os.fsync(self._out.fileno())
+        append_whole(self._descriptor, b"".join(map(_line, rows)), self.path)
         for row in rows:
             self._add(row)
 
@@ -76,34 +86,72 @@ def open_store(
     key: Sequence[str],
     recorded: dict[str, Any] | None = None,
     keep_rows: bool = True,
+    fresh: bool = False,
 ) -> Iterator[ResultStore]:
     """Start or resume the file, for this process alone.
+
+    What is refused is left as it was, and a file that has no row when an error ends the block is removed again.
 
     Args:
         settings: what the rows depend on, JSON-able.
         key: fields that make a row unique.
         recorded: written next to the settings by the first run, never compared.
         keep_rows: False for rows too large to hold in memory: read them with :func:`iter_rows`.
+        fresh: drop the rows of an earlier run, whatever its settings.
 
     Raises:
-        ValueError: if the rows were made with other or unknown settings, a line is damaged or a row appears twice.
+        ValueError: if the file was not written by a job like this one, the rows were made with other settings, a line
+            is damaged or a row appears twice.
         StoreInUseError: if another process is writing the file.
+        OSError: if the disk refuses; names the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as out:
-        _lock(out, path, fcntl.LOCK_EX)
-        _cut_torn_line(path)
-        if path.stat().st_size:
+    check_output(path)
+    make_folder(path.parent)
+    descriptor = _open_locked(path)
+    is_new = not os.fstat(descriptor).st_size and not settings_path(path).exists()
+    try:
+        if fresh:
+            os.ftruncate(descriptor, 0)
+        if os.fstat(descriptor).st_size:
             check_settings(path, settings)
+            store = ResultStore(path, key, keep_rows, descriptor)
+            _cut_torn_line(path, descriptor)
         else:
+            store = ResultStore(path, key, keep_rows, descriptor)
             write_json(settings_path(path), {"settings": settings, "recorded": recorded or {}})
-        yield ResultStore(path, key, keep_rows, out)
+        yield store
+    except BaseException:
+        if is_new and not os.fstat(descriptor).st_size:
+            settings_path(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def check_output(path: Path) -> None:
+    """Raise ``ValueError`` if ``path`` cannot be a store, as far as that is seen without the settings.
+
+    A command calls this before it loads a model; :func:`open_store` does so too.
+    """
+    check_folder(path.parent)
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "device or pipe"
+        raise ValueError(f"{path} is a {kind}: give the name of a file, which a stopped run can go on from")
+    noted = settings_path(path)
+    if noted.exists() and not _is_noted(noted):
+        raise ValueError(f"{noted} exists and is damaged or somebody else's: take another file for the output")
+    if path.exists() and path.stat().st_size and not noted.exists():
+        raise ValueError(
+            f"{path} exists, but {noted.name}, which says how its rows were made, does not: it is left as it is; take "
+            "another file or folder for the output, or remove it to start over"
+        )
 
 
 def read_store(path: Path, key: Sequence[str], settings: dict[str, Any] | None = None) -> list[Row]:
     """The rows of a file that is not written to, made with ``settings`` if given; errors as in :func:`open_store`."""
     with path.open("rb") as file:
-        _lock(file, path, fcntl.LOCK_SH)
+        _lock(file.fileno(), path, fcntl.LOCK_SH)
         rows = list(iter_rows(path, key))
         if settings is not None and rows:
             check_settings(path, settings)
@@ -122,8 +170,9 @@ def iter_rows(path: Path, key: Sequence[str]) -> Iterator[Row]:
             if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 found = key_of(row, key)
+                hash(found)
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{path}, line {number} is damaged: remove that line to have its row again") from None
             if found in seen:
@@ -134,13 +183,8 @@ def iter_rows(path: Path, key: Sequence[str]) -> Iterator[Row]:
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
     """Raise ``ValueError`` if the rows of ``path`` were made with other settings; the differences are named."""
-    try:
-        before = json.loads(settings_path(path).read_text())["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"{path} exists, but {settings_path(path).name}, which says how its rows were made, does not or is "
-            "damaged: take another output folder, or remove both files to start over"
-        ) from None
+    check_output(path)
+    before = read_json(settings_path(path))["settings"]
     changes = differences(before, json.loads(json.dumps(settings)))
     if changes:
         more = f" and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
@@ -168,26 +212,112 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
     return found
 
 
-def _lock(file: Any, path: Path, kind: int) -> None:
+def _is_noted(path: Path) -> bool:
+    """Whether the file holds settings as :func:`open_store` writes them."""
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)  # the kernel frees it however the process ends
+        content = read_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.keys() == {"settings", "recorded"}
+
+
+def _line(row: Row) -> bytes:
+    try:
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half a surrogate pair, which UTF-8 has only as an escape
+        return json.dumps(row).encode() + b"\n"
+
+
+def _open_locked(path: Path) -> int:
+    """A descriptor of the file, which is made if it is absent, locked for this process."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor, path, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # removed since it was opened
+
+
+def _lock(descriptor: int, path: Path, kind: int) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)  # the kernel frees it however the process ends
     except BlockingIOError:
         raise StoreInUseError(
             f"{path} is being written by another process: wait for it, or take another output folder"
         ) from None
+    except OSError as error:  # a network disk without locks
+        raise OSError(error.errno, f"cannot be locked: {error.strerror}", str(path)) from error
 
 
-def _cut_torn_line(path: Path) -> None:
-    size = end = path.stat().st_size
-    with path.open("rb") as file:
-        newline = -1
-        while end > 0 and newline < 0:  # from the back: only the last lines can be torn
-            start = max(0, end - BLOCK_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            end = start + newline + 1
-        file.seek(0)
-        if file.read(1) not in (b"", b"{") and not settings_path(path).exists():
-            raise ValueError(f"{path} does not begin with a row: take another file for the output")
+def _cut_torn_line(path: Path, descriptor: int) -> None:
+    size = end = os.fstat(descriptor).st_size
+    newline = -1
+    while end > 0 and newline < 0:  # from the back: only the last lines can be torn
+        start = max(0, end - BLOCK_BYTES)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        end = start + newline + 1
+    begin = os.pread(descriptor, len(ROW_BEGIN), end).rstrip(b"\0")  # a machine that lost its power leaves zeros
+    if not ROW_BEGIN.startswith(begin):
+        raise ValueError(f"{path} ends with something that is no row: remove its last line to go on")
     if end < size:
-        os.truncate(path, end)
+        os.ftruncate(descriptor, end)
+
+
+def check_results(folder: Path, main: str, others: Collection[str], keys: Collection[str]) -> None:
+    """Raise ``ValueError`` if results would replace files of somebody else; called before anything is measured.
+
+    Args:
+        main: the JSON file that a run writes before ``others``, with where it comes from
+            (:func:`rlkv.utils.provenance.provenance`), and by which they are known.
+        keys: what it holds besides, by which one command's results are told from another's.
+    """
+    check_folder(folder)
+    found = [name for name in (main, *others) if (folder / name).exists()]
+    if not found:
+        return
+    try:
+        content = read_json(folder / main)
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict) or not content.keys() >= {"command", "versions", *keys}:
+        raise ValueError(
+            f"{folder} holds {', '.join(found)}, and no {main} that an earlier run of this command wrote: take another "
+            "output folder, or move them away"
+        )
+
+
+def check_free(folder: Path) -> None:
+    """Raise :class:`StoreInUseError` if another process holds the folder (:func:`hold_folder`)."""
+    if folder.resolve() in _LOCKS or not (folder / LOCK).is_file():
+        return
+    with (folder / LOCK).open("rb") as file:
+        _lock(file.fileno(), folder, fcntl.LOCK_SH)
+
+
+def hold_folder(folder: Path) -> None:
+    """Keep other processes out of the folder of a run until :func:`free_folder`, or the end of this process.
+
+    Raises:
+        StoreInUseError: if another process holds it.
+    """
+    make_folder(folder)
+    place = folder.resolve()
+    if place not in _LOCKS:
+        descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor, folder, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        _LOCKS[place] = descriptor
+
+
+def free_folder(folder: Path) -> None:
+    """Let other processes into a folder that :func:`hold_folder` may hold."""
+    descriptor = _LOCKS.pop(folder.resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)

@@ -47,7 +47,7 @@ def test_a_chat_evicts_from_turn_to_turn() -> None:
     for _ in range(3):
         reply = chat.say(PROBLEM)
         assert 20 <= int(reply.cache.state.row_counts.held[0]) < 24
-        assert reply.usage.kv_bytes == reply.cache.nbytes() < reply.usage.kv_bytes_full
+        assert reply.usage.kv_bytes == reply.cache.used_nbytes() < reply.usage.kv_bytes_full
     assert reply.cache.get_seq_length() > 150
     assert chat.restarted == 0
 

@@ -106,6 +106,7 @@ def raising(error: BaseException) -> object:
             2,
             "error: a.jsonl: No such file or directory\n",
         ),
+        (OSError(28, "No space left on device"), 2, "error: the output: No space left on device\n"),
         (KeyboardInterrupt(), 130, None),
     ],
 )
@@ -152,6 +153,26 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     child.stdout.close()
     assert child.stderr.read() == b""
     assert child.wait() == 141
+
+
+PRINTS = "from rlkv.cli.errors import run_app; run_app(lambda: print('\\u221a\\ud800' * {times}))"
+
+
+@pytest.mark.parametrize("times", [1, 9999])
+def test_a_full_disk_below_stdout_is_one_sentence(times: int) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", PRINTS.format(times=times)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: the output: No space left on device\n")
+
+
+@pytest.mark.parametrize("utf8", ["0", "1"])
+def test_a_locale_without_the_letters_is_no_error(utf8: str) -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": utf8}
+    command = [sys.executable, "-c", PRINTS.format(times=1)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False)
+    letters = "√" if utf8 == "1" else "\\u221a"
+    assert (done.returncode, done.stdout.decode(), done.stderr) == (0, f"{letters}\\ud800\n", b"")
 
 
 def test_another_broken_pipe_is_an_error() -> None:

@@ -50,6 +50,22 @@ def test_inspect(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "scope layer" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["mine.pt", "mine.tsv", "mine.png", "folder"])
+def test_what_exists_is_replaced_only_if_asked_for(
+    gates_file: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = gates_file.parent / name
+    mine = out / "adapter_model.safetensors" if name == "folder" else out
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    command = "plot" if name.endswith(".png") else "convert"
+    assert run(command, gates_file, out) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert mine.read_text() == "mine"
+    assert run(command, gates_file, out, "--overwrite") == 0
+    assert mine.read_bytes() != b"mine"
+
+
 @pytest.mark.parametrize("name", ["out.safetensors", "out.tsv", "adapter", "sub/out.pt"])
 def test_convert(gates_file: Path, name: str) -> None:
     out = gates_file.parent / name

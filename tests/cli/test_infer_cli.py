@@ -25,6 +25,8 @@ from tests.helpers import warm
 from tests.helpers.infer import infer
 from tests.helpers.models import make_tiny_model
 
+ENTRY = 2 * 16 * 4  # bytes of a token in one of the 12 KV heads
+
 
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -65,19 +67,23 @@ def problems_file(tmp_path: Path) -> Path:
     return path
 
 
+def in_use(err: str) -> tuple[int, int]:
+    """Bytes of KV in use, and of the full cache, that the command reports."""
+    held, full = re.search(r"full cache would hold: ([\d,]+) / ([\d,]+)", err).groups()
+    return int(held.replace(",", "")), int(full.replace(",", ""))
+
+
 def test_one_prompt(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
     infer("--gates", gates_file, "--sparsity", 0.5, "--prompt", "a=7 . b=2 . find b ?", "--max-new-tokens", 30)
     out, err = capsys.readouterr()
     assert len(out.split()) > 5
     assert "<pad>" not in out
     tokens = int(re.search(r"^(\d+) tokens", err, re.MULTILINE)[1])
-    held, full = (
-        int(n.replace(",", "")) for n in re.search(r"full cache would hold: ([\d,]+) / ([\d,]+)", err).groups()
-    )
+    held, full = in_use(err)
     assert held < full
-    assert held % (2 * 16 * 4) == full % (2 * 16 * 4 * 12) == 0
+    assert held % ENTRY == full % (12 * ENTRY) == 0
     prompt_tokens = 11  # <bos> <user> instruction a=7 . b=2 . find b ? <assistant>
-    assert full // (2 * 16 * 4 * 12) == prompt_tokens + tokens - 1
+    assert full // (12 * ENTRY) == prompt_tokens + tokens - 1
     assert "tokens/s" in err
     assert "heads: 6 full, 6 compressible" in err
 
@@ -87,12 +93,18 @@ def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
 ) -> None:
     protecting = tmp_path / "gates.pt"
     replace(HeadGates.load(gates_file), deploy_protect_prompt=True).save(protecting)
-    held = []
-    for gates, *flags in ((gates_file, "--protect-prompt"), (protecting,), (protecting, "--no-protect-prompt")):
+    options = [(gates_file, "--protect-prompt"), (protecting,), (protecting, "--no-protect-prompt")]
+    for (gates, *flags), first in zip(options, (11, 11, 2), strict=True):  # of the prompt, or sinks
         infer("--gates", gates, *flags, "--prompt", "a=7 . b=2 . find b ?", "--max-new-tokens", 30)
-        held.append(int(re.search(r"full cache would hold: ([\d,]+)", capsys.readouterr().err)[1].replace(",", "")))
-    # 6 compressible heads, 11 tokens of prompt in place of 2 sinks, entries of 2 x 16 floats
-    assert held[0] == held[1] == held[2] + 6 * (11 - 2) * 2 * 16 * 4
+        held, full = in_use(capsys.readouterr().err)
+        tokens = full // (12 * ENTRY)
+        assert held == 6 * (tokens + first + 6) * ENTRY
+
+
+def test_a_short_text_takes_no_more_than_the_full_cache(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
+    infer("--gates", gates_file, "--window", 200, "--prompt", "a=7 . find a ?", "--max-new-tokens", 2)
+    held, full = in_use(capsys.readouterr().err)
+    assert held == full > 0, "empty entries and headroom are not in use"
 
 
 def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(
@@ -145,6 +157,9 @@ def test_batch_with_answers(
 ) -> None:
     pytest.importorskip("math_verify")
     output = tmp_path / "out.jsonl"
+    first, second, *others = read_lines(problems_file)
+    ungraded = [{"problem": first["problem"]}, {**second, "answer": None}]
+    problems_file.write_text("".join(json.dumps(row) + "\n" for row in [*ungraded, *others]))
     infer(*batch_arguments(gates_file, problems_file, output, "--sparsity", 0, "--compare-full"))
     rows = read_lines(output)
     given = read_lines(problems_file)
@@ -152,10 +167,11 @@ def test_batch_with_answers(
     assert [row["problem"] for row in rows] == [row["problem"] for row in given]
     assert all(row["output"] == row["output_full"] for row in rows)
     assert all(row["output_tokens"] <= 12 for row in rows)
-    assert {row["correct"] for row in rows} <= {True, False}
+    assert ["correct" in row for row in rows] == [False] * 2 + [True] * 8
     err = capsys.readouterr().err
-    assert re.search(r"compressed  accuracy \d\.\d{4} over 10 problems", err)
-    assert re.search(r"full cache  accuracy \d\.\d{4} over 10 problems", err)
+    graded = r"accuracy \d\.\d{4} over 8 problems, 2 more have no answer"
+    assert re.search(f"compressed  {graded}", err)
+    assert re.search(f"full cache  {graded}", err)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -216,10 +232,13 @@ def test_other_settings_are_refused_by_name(gates_file: Path, problems_file: Pat
     assert output.read_bytes() == before
 
 
-def test_a_file_of_someone_else_is_never_touched(gates_file: Path, problems_file: Path, tmp_path: Path) -> None:
+def test_a_file_of_someone_else_is_never_touched(
+    gates_file: Path, problems_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text("my notes")
-    with pytest.raises(ValueError, match=r"out\.jsonl .*begin.* row\b"):
+    monkeypatch.setattr("rlkv.models.loading.load_model", lambda *_, **__: pytest.fail("refused late"))
+    with pytest.raises(ValueError, match=r"out\.jsonl exists.*left as it is"):
         infer(*batch_arguments(gates_file, problems_file, output))
     assert output.read_text() == "my notes"
 
@@ -236,6 +255,9 @@ def test_two_writers(gates_file: Path, problems_file: Path, tmp_path: Path) -> N
         ("", "in.jsonl .*field 'problem'"),
         ('{"problem": "x"}\n{"problem"\n', "line 2.*JSON"),
         ('{"question": "x"}\n', "line 1.*'problem'"),
+        ('{"problem": "a\\ud800b"}\n', "line 1.*surrogate"),
+        ('{"problem": "a", "answer": [1]}\n', "line 1.*'answer'.*list"),
+        ('{"problem": "a", "b": ' + "[" * 99999 + "\n", "line 1.*nested too deeply"),
     ],
 )
 def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, message: str) -> None:
@@ -264,6 +286,17 @@ def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, mes
         (["--gates", "GATES", "--dtype", "int1"], "unknown dtype 'int1'"),
         (["--gates", "GATES", "--prompt", "x", "--max-new-tokens", "9999"], "max_new_tokens"),
         (["--gates", "GATES", "--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["--gates", "GATES", "--prompt", "x", "--temperature", "1e-320"], "temperature"),
+        (["--gates", "GATES", "--prompt", "x", "--window", "1000000000"], "the model has 512 positions"),
+        (["--gates", "GATES", "--prompt", "x", "--sink", "9" * 31], "sink is 9999"),
+        (["--gates", "GATES", "--prompt", "a\udcff"], "--prompt holds bytes that are no UTF-8"),
+        (["--gates", "GATES", "--prompt", "x", "--device", "meta"], "'meta'"),
+        (["--config", "DEEP"], "not readable as YAML"),
+        (["--model", "tiny", "--prompt", "x", "--eviction", "rkv", "--budget", "9" * 400], "rkv: budget"),
+        (["--gates", "GATES", "--input", "IN", "--output", "/dev/null"], "/dev/null is a device"),
+        (["--gates", "GATES", "--input", "IN", "--output", "IN"], "left as it is"),
+        (["--gates", "GATES", "--input", "IN", "--output", "IN/out.jsonl"], "is no folder"),
+        (["--gates", "GATES", "--input", "IN", "--output", "OUT", "--max-new-tokens", "1000000000"], "512 positions"),
         (["--gates", "GATES", "--input", "absent.jsonl", "--output", "OUT"], "absent.jsonl"),
     ],
 )
@@ -275,7 +308,11 @@ def test_user_errors_are_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = {"GATES": str(gates_file), "OUT": str(tmp_path / "out.jsonl")}
+    (tmp_path / "deep.yaml").write_text("a: " + "[" * 5000)
+    (tmp_path / "in.jsonl").write_text('{"problem": "a=7 . find a ?"}\n' * 2)
+    before = sorted(tmp_path.iterdir())
+    names = {"OUT": "out.jsonl", "IN": "in.jsonl", "DEEP": "deep.yaml", "IN/out.jsonl": "in.jsonl/out.jsonl"}
+    names = {name: str(tmp_path / file) for name, file in names.items()} | {"GATES": str(gates_file)}
     monkeypatch.setattr("sys.argv", ["rlkv-infer", *(names.get(a, a) for a in arguments)])
     with pytest.raises(SystemExit) as exit_info:
         main()
@@ -283,6 +320,7 @@ def test_user_errors_are_one_line_and_exit_code_2(
     assert exit_info.value.code == 2
     assert message in err
     assert "Traceback" not in err
+    assert sorted(tmp_path.iterdir()) == before, "nothing is written"
     lines = re.split(r"[\r\n]+", err.strip())
     assert [line.startswith("error: ") for line in lines if "Loading weights" not in line] == [True]
 

@@ -40,7 +40,10 @@ def test_a_test_set_of_smol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     options = ["--model", "smol", "--num-problems", "5", "--steps", "4-10", "--seed", "2"]
     assert draw(monkeypatch, output, *options) == 0
     assert read(output) == smol_problems(5, 2, 4, 10)
-    assert draw(monkeypatch, output, *options, "--held-out-names") == 0
+    before = output.read_bytes()
+    assert draw(monkeypatch, output, *options, "--held-out-names") == 2
+    assert output.read_bytes() == before
+    assert draw(monkeypatch, output, *options, "--held-out-names", "--overwrite") == 0
     assert read(output) == smol_problems(5, 2, 4, 10, held_out_names=True)
 
 

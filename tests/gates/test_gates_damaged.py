@@ -127,6 +127,49 @@ def test_absent_fields_are_named(tmp_path: Path) -> None:
         HeadGates.load(path)
 
 
+HUGE = 10**30
+ODD = {
+    "training": [5, "x", [1], None, {"template": 5}, {"template": ["x"]}],
+    "model": [5, "x", [1], {}],
+    "model_id": [5, None, ["x"], "\ud800", {"a": 1}],
+    "num_query_heads": [HUGE, -1, 2.5, "4", None, True],
+    **{
+        name: [HUGE, 10**12, -1, 2.5, "4", None, True, float("nan")]
+        for name in ("sink", "deploy_sink", "deploy_window")
+    },
+    "deploy_protect_prompt": ["yes", 1],
+    "version": [HUGE, "1", float("nan")],
+    "alpha": [
+        torch.zeros(2, 3).to_sparse(),
+        torch.zeros(2, 3, dtype=torch.complex64),
+        torch.zeros(1).expand(10**7, 10**7),
+        torch.zeros(2, 3).fill_(float("inf")),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ODD.items() for value in values])
+def test_odd_fields_are_refused_in_one_sentence(tmp_path: Path, name: str, value: object) -> None:
+    make_gates().save(tmp_path / "gates.pt")
+    content = torch.load(tmp_path / "gates.pt", weights_only=True)
+    place = content["model"] if name in content["model"] else content
+    place[name] = value
+    torch.save(content, tmp_path / "gates.pt")
+    with pytest.raises(ValueError, match=rf"gates\.pt.*{name.removeprefix('num_')}") as raised:
+        HeadGates.load(tmp_path / "gates.pt")
+    assert "\n" not in str(raised.value)
+
+
+def test_headers_and_configs_that_are_nested_too_deeply(tmp_path: Path) -> None:
+    tensors = {"alpha": torch.zeros(2, 3), "rank": torch.zeros(2, 3)}
+    save_file(tensors, tmp_path / "gates.safetensors", {adapter.HEADER_KEY: "[" * 99999})
+    make_gates().save(tmp_path / "adapter")
+    (tmp_path / "adapter" / adapter.ADAPTER_CONFIG).write_text("[" * 99999)
+    for name in ("gates.safetensors", "adapter"):
+        with pytest.raises(ValueError, match=f"{name}.*nested too deeply"):
+            HeadGates.load(tmp_path / name)
+
+
 def test_nan_in_a_file_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "gates.tsv"
     path.write_text("0.5\tnan\n0.5\t0.5\n")

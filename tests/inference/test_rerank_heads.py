@@ -40,7 +40,10 @@ def test_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert result.alpha[kept].equal(gates.alpha[kept])
     facts = result.training["reranked"]
     assert (facts["low"], facts["high"], facts["traces"], facts["seed"]) == (0.9, 1.0, 3, 0)
-    assert run_program(monkeypatch, *options, "--num-traces", "4", "--model", "tiny") == 2
+    assert run_program(monkeypatch, *options, "--num-traces", "3", "--model", "tiny") == 2
+    assert "out.pt exists" in capsys.readouterr().err
+    assert HeadGates.load(tmp_path / "out.pt") == result
+    assert run_program(monkeypatch, *options, "--num-traces", "4", "--model", "tiny", "--overwrite") == 2
     assert "has only 3" in capsys.readouterr().err
     assert run_program(monkeypatch, *options[:3], str(tmp_path / "out.csv"), *options[4:]) == 2
     assert "out.csv" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """HFEngine: batches equal single rows, ends are trimmed, limits are named."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -123,8 +125,15 @@ def test_empty_inputs(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_new_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -1}]
+    "bad",
+    [
+        *({"max_new_tokens": value} for value in (0, 10**30, 7.0, True, None)),
+        *({"temperature": value} for value in (-1, float("nan"), float("inf"), 1e-320, 1e-7, 1e38, "1", False, None)),
+        *({"top_p": value} for value in (0, 1e-320, 1.0000001, float("nan"), True, "1")),
+        *({"top_k": value} for value in (-1, 10**30, 1.0)),
+        *({"seed": value} for value in (-1, 2**63, 1.0, None)),
+    ],
 )
-def test_impossible_sampling_is_refused(bad: dict[str, float]) -> None:
+def test_impossible_sampling_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
-        SamplingParams(**{"max_new_tokens": 4, **bad})  # type: ignore[arg-type]
+        SamplingParams(**{"max_new_tokens": 4, **bad})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlkv.training.config import RLKVSettings
 from rlkv.training.run_folder import RunFolder
+from rlkv.utils.store import StoreInUseError
 
 
 def test_a_folder_that_machines_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,5 +38,42 @@ def test_results_of_other_settings_are_not_overwritten_where_there_is_no_checkpo
         (tmp_path / "log.jsonl").unlink(missing_ok=True)
         (tmp_path / "gates.pt").touch()
     (tmp_path / "run_config.json").unlink()
-    with pytest.raises(ValueError, match="unknown origin"):
+    with pytest.raises(ValueError, match=r"holds gates\.pt, but no run_config"):
         RunFolder(tmp_path, RLKVSettings(), {"seed": 1})
+
+
+@pytest.mark.parametrize("name", ["summary.json", "samples.jsonl", "heat_map.png", "adapter", "gates.safetensors"])
+def test_files_of_somebody_else_are_not_overwritten(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"holds {name}, but no run_config"):
+        RunFolder(tmp_path, RLKVSettings(), {"seed": 1})
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("config", ["[]", "[" * 99999, "é".encode("latin-1"), '{"data": 1, "loss": 2, "seed": 1}'])
+def test_a_run_of_another_command_is_not_resumed(tmp_path: Path, config: str | bytes) -> None:
+    (tmp_path / "run_config.json").write_bytes(config if isinstance(config, bytes) else config.encode())
+    with pytest.raises(ValueError, match=r"another command|is not JSON"):
+        RunFolder(tmp_path, RLKVSettings(), {"seed": 1})
+
+
+def _train(folder: Path, ready: Any, end: Any) -> None:
+    RunFolder(folder, RLKVSettings(), {"seed": 1}).write_config()
+    ready.set()
+    end.wait(60)
+
+
+def test_two_commands_in_one_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, end = context.Event(), context.Event()
+    other = context.Process(target=_train, args=(tmp_path, ready, end))
+    late = RunFolder(tmp_path, RLKVSettings(), {"seed": 1})  # both have looked before one of them writes
+    other.start()
+    assert ready.wait(120)
+    for start in (lambda: RunFolder(tmp_path, RLKVSettings(), {"seed": 1}), late.write_config):
+        with pytest.raises(StoreInUseError, match="another process"):
+            start()
+    end.set()
+    other.join()
+    (tmp_path / "log.jsonl").write_text("{}\n")
+    late.write_config()

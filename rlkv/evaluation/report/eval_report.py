@@ -11,7 +11,7 @@ from rlkv.evaluation.report.eval_summary import Summary, summarize
 from rlkv.evaluation.report.page import MARKS_LEGEND, Cell, Page, provenance_facts, sign_of
 from rlkv.evaluation.report.plots import FULL_CACHE
 from rlkv.evaluation.report.published import write_published
-from rlkv.evaluation.run.evaluation import Evaluation
+from rlkv.evaluation.run.evaluation import RESULTS, Evaluation
 from rlkv.evaluation.run.methods import FULL, RANDOM_HEADS, CompressionMethod
 from rlkv.evaluation.stats.metrics import FEW_CHANGED, MODES, NGRAMS
 from rlkv.utils.atomic import write_json
@@ -38,7 +38,7 @@ def write_report(folder: Path, done: Evaluation) -> None:
         for (task, method), rows in done.rows.items()
     ]
     origin = provenance()
-    write_json(folder / "results.json", {"config": done.config, **origin, "results": summaries})
+    write_json(folder / RESULTS, {"config": done.config, **origin, "results": summaries})
     evaluation_page(done.methods, summaries, origin, done.config).write_report(folder)
 
 

@@ -45,7 +45,7 @@ class PublishedNumber:
 @cache
 def published_numbers() -> tuple[PublishedNumber, ...]:
     """All of them, in the order of the file."""
-    content = json.loads((files("rlkv.evaluation.report") / "published.json").read_text())
+    content = json.loads((files("rlkv.evaluation.report") / "published.json").read_text(encoding="utf-8"))
     sources = {name: Source(**fields) for name, fields in content["sources"].items()}
     return tuple(
         PublishedNumber(

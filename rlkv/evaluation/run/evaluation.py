@@ -22,8 +22,9 @@ from rlkv.evaluation.tasks.base import EvalTask
 from rlkv.eviction import POLICIES
 from rlkv.inference.options import SamplingOptions
 from rlkv.utils.progress import ProgressBar, progress_bar
-from rlkv.utils.store import Row, iter_rows
+from rlkv.utils.store import Row, check_results, iter_rows
 
+RESULTS, REPORTS = "results.json", ("report.html", "report.md")
 _ROWS = re.compile(r"rows-\d+-of-(\d+)\.jsonl")
 
 
@@ -67,6 +68,7 @@ class Evaluation:
 
 def evaluate(config: EvalConfig) -> Evaluation | None:
     """Decode and grade what the output folder does not hold yet; None in all processes of a run but the first."""
+    check_results(config.output_dir, RESULTS, REPORTS, ("config", "results"))
     rankings = named_gates(config.gates, (FULL, RANDOM_HEADS, *POLICIES))
     methods = parse_methods(config.methods, list(rankings))
     names = [method.name for method in methods]

@@ -12,8 +12,10 @@ from rlkv.evaluation.run.options import TaskOptions
 from rlkv.evaluation.study.rankings import RESERVED, group_by_name
 from rlkv.eviction import POLICIES
 from rlkv.inference.options import check_positive
+from rlkv.utils.numbers import check_whole
 
 MIN_EXTRA = 5
+MOST_DRAWS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +80,7 @@ class StudyConfig(TaskOptions):
         for name, share in (("margin", self.margin), ("head-share", self.head_share)):
             if not 0 <= share <= 1:
                 raise ValueError(f"--{name} is {share}: it is a share, from 0 to 1")
-        if self.random_draws < 0:
-            raise ValueError(f"--random-draws must be at least 0, got {self.random_draws}")
+        check_whole("--random-draws", self.random_draws, 0, MOST_DRAWS)
         check_positive(self, "buffer", "observation")
         if self.extra is not None and self.extra < MIN_EXTRA:
             raise ValueError(f"--extra is {self.extra}: policies need {MIN_EXTRA} or more entries besides the ratio")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,6 +18,7 @@ from rlkv.evaluation.report.plots import FULL_CACHE, ORACLE, RANDOM
 from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
+from rlkv.utils.jsonl import read_json
 
 Order = tuple[tuple[int, int], ...]
 RESERVED = (ORACLE, RANDOM, FULL_CACHE)
@@ -106,7 +106,7 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
             for the accuracy lost by each head.
     """
     try:
-        truth: dict[str, Any] = json.loads(path.read_text())
+        truth: dict[str, Any] = read_json(path)
         order = elimination_order(truth)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--oracle {path} is not a ground-truth file with an elimination order ({error})") from None

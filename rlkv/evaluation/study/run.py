@@ -26,6 +26,7 @@ from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.models.shape import ModelShape
 from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import provenance
+from rlkv.utils.store import check_results
 
 _KINDS = (Sweep, Comparison, NearLossless, Sensitivity, ErrorModes, Lengths, Budget, GateDistribution, Ablations)
 ANALYSES: dict[str, type[Analysis]] = {kind.name: kind for kind in _KINDS}  # in the order of the report
@@ -78,6 +79,8 @@ def load_study(config: StudyConfig) -> Study:
 def run_study(config: StudyConfig) -> list[str] | None:
     """Measure and report; the findings, or None with ``measure_only``."""
     started = time.monotonic()
+    check_results(config.output_dir, "results.json", ("report.html", "report.md", "table.md"), ("analyses",))
+    check_results(config.output_dir, "measured.json", (), ("conditions",))
     analyses = choose_analyses(config.analyses, bool(config.ablation))
     study = load_study(config)
     # the full cache first: matched budgets need its texts

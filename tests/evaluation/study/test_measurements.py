@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,13 @@ def test_a_condition_in_use_is_left_for_later(measurements: Measurements, monkey
         order.append(title)
 
     monkeypatch.setattr(ProgressBar, "update", update)
-    with open_store(measurements.folder / f"rows-{conditions[0].key}.jsonl", {}, KEY) as log:
+    with ExitStack() as other:
+        other.enter_context(open_store(measurements.folder / f"rows-{conditions[0].key}.jsonl", {}, KEY))
 
         def wait(seconds: float) -> None:
             waits.append(seconds)
             if len(waits) == 2:
-                log._out.close()  # the other process is done
+                other.close()  # the other process is done
 
         monkeypatch.setattr(module.time, "sleep", wait)
         measurements.measure("t", [(f"number {number}", of) for number, of in enumerate(conditions)])

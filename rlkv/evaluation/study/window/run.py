@@ -23,6 +23,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from rlkv.utils.atomic import write_json
 from rlkv.utils.provenance import provenance
+from rlkv.utils.store import check_results
 
 
 def load_grid(config: WindowConfig) -> Grid:
@@ -55,6 +56,7 @@ def run_window_study(config: WindowConfig) -> list[str]:
         ValueError: if gates are to be written but no setting is recommended; the report is there by then.
     """
     started = time.monotonic()
+    check_results(config.output_dir, "results.json", ("report.html", "report.md"), ("recommendation",))
     grid = load_grid(config)
     measurements, tasks = grid.measurements, list(grid.measurements.tasks)
     # the full cache first: bytes are counted on its texts
