@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
 
 Gates = HeadGates | HeadAllocation | str | Path | None
+_TRIED: WeakSet[PreTrainedModel] = WeakSet()  # models of which compress(...) has read two tokens
 
 
 @dataclass
@@ -200,8 +202,10 @@ def compress(
     session = CompressedSession(allocation, settings, record, partial(default_layers, base.config, sliding))
     with ExitStack() as undo:
         _hook(base, session, undo)
-        # what its attention cannot be served with is refused before any text
-        try_forward(base, past_key_values=session.new_cache(), use_cache=True)
+        if base not in _TRIED:
+            # what its attention cannot be served with is refused before any text
+            try_forward(base, past_key_values=session.new_cache(), use_cache=True)
+            _TRIED.add(base)
         yield session
 
 

@@ -155,3 +155,12 @@ def test_copies_of_a_cache_branch_the_text_and_do_not_hold_the_model(family: str
         texts = [model.generate(more, attention_mask=ones, past_key_values=c, **GREEDY) for c in (cache, saved, copied)]
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
+
+
+def test_a_model_is_tried_once() -> None:
+    model, calls = make_tiny_model("llama"), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    for _ in range(3):
+        with rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)):
+            pass
+    assert len(calls) == 1
