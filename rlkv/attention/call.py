@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,14 +16,80 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rlkv.utils.numbers import check_whole
 
-VARIANTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments that change the result of attention
+# keyword arguments of an attention call that do not change its result: they are meant for other parts of the model
+UNDERSTOOD = frozenset(
+    {
+        "cache_position",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "use_cache",
+    }
+)
+# what transformers' own attention "sdpa" heeds as well, in layers that are left to it
+OF_SDPA = frozenset({"is_causal", "position_bias"})
+# a prepared mask already leaves the tokens outside of the window out
+OF_MASKED_SDPA = OF_SDPA | {"sliding_window"}
 
 
-def refuse_variants(arguments: dict[str, Any], who: str) -> None:
-    """Raise ``ValueError`` if the keyword arguments of an attention call ask for a variant that ``who`` ignores."""
-    given = [name for name in VARIANTS if arguments.get(name) is not None]
-    if given:
-        raise ValueError(f"{who} does not support attention with {', '.join(given)}: use another model")
+def refuse_variants(arguments: dict[str, Any], who: str, also: frozenset[str] = frozenset()) -> None:
+    """Raise ``ValueError`` if an attention call has a keyword argument that ``who`` would ignore.
+
+    Whatever is not known to be harmless may change the result (learned sinks, soft-capped logits, position biases,
+    packed sequences), so it is refused unless its value is None or False.
+
+    Args:
+        arguments: the keyword arguments of the call.
+        who: what computes the attention, as errors name it.
+        also: names that ``who`` heeds.
+    """
+    ignored = []
+    for name, value in arguments.items():
+        if name in UNDERSTOOD or name in also or value is None:
+            continue
+        if name == "is_causal":
+            if value:
+                continue
+            name = "is_causal=False"
+        elif value is False:
+            continue
+        ignored.append(name)
+    if "output_attentions" in ignored:
+        raise ValueError(f"{who} does not compute attention weights: leave output_attentions out")
+    if ignored:
+        raise ValueError(
+            f"{who} does not support attention with {', '.join(sorted(ignored))}, which this model or call asks for: "
+            "use a model with plain causal softmax attention, without packed sequences"
+        )
+
+
+class Unread:
+    """What a mask function or a cache gives to an attention function through a model that must not look into it.
+
+    Raises:
+        ValueError: for any use as a tensor.
+    """
+
+    what: ClassVar[str]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # Python's own protocols, such as copying
+            raise AttributeError(name)
+        self._refuse(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        cls._refuse(getattr(function, "__name__", str(function)))
+
+    @classmethod
+    def _refuse(cls, operation: str) -> NoReturn:
+        raise ValueError(
+            f"the attention modules of this model compute with the {cls.what} themselves ({operation}) before they "
+            "call the attention function, so its heads cannot be served or gated one by one: use a model that hands "
+            "them on unchanged, such as Llama, Qwen or Mistral"
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +158,7 @@ def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, A
 
 
 @dataclass(eq=False)
-class MixedCall:
+class MixedCall(Unread):
     """One forward call: ``q_length`` queries that start at position ``q_offset``, over ``kv_length`` keys.
 
     ``padding_BK`` is the 2D mask; ``make_stock_mask`` makes the mask of the implementation ``sdpa``.  ``sink`` and
@@ -106,6 +172,7 @@ class MixedCall:
     padding_BK: Tensor | None
     causal: bool
     make_stock_mask: Callable[[], Tensor | None]
+    what: ClassVar[str] = "attention mask"
     _made: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -18,10 +18,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlkv.attention.branches import full_attention, local_attention
-from rlkv.attention.call import VARIANTS, MixedCall, mixed_mask, refuse_variants
+from rlkv.attention.call import OF_MASKED_SDPA, OF_SDPA, UNDERSTOOD, MixedCall, mixed_mask, refuse_variants
 from rlkv.utils.gpu import leave_cudnn_out
 
 IMPLEMENTATION = "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
+PLAIN = "rlkv_plain"  # the same without gates
 GATE = "rlkv_gate"  # the attribute of an attention module that holds its gate
 
 
@@ -85,24 +86,27 @@ def mixed_attention(
     """The attention function: query ``[B, H * G, Q, D]``, key, value ``[B, H, K, D]`` -> ``([B, Q, H * G, D], None)``.
 
     Raises:
-        ValueError: if a gated layer gets a call that would bypass its gate: a prepared 4D mask, packed sequences,
-            dropout, or another attention variant.
+        ValueError: if a layer, gated or not, gets an argument that would be ignored, or a gated layer a call that
+            would bypass its gate: a prepared 4D mask, packed sequences, or dropout.
     """
     holder = getattr(module, GATE, None)
     gate: Gate | None = holder.current() if holder is not None else None
-    if gate is None and _is_one_causal_query(attention_mask, dropout, kwargs):
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return full_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
+    is_ours = isinstance(attention_mask, MixedCall)
     if gate is None:
-        mask = attention_mask.stock_mask() if isinstance(attention_mask, MixedCall) else attention_mask
-        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    if not isinstance(attention_mask, MixedCall):
+        refuse_variants(kwargs, "a model with head gates", also=OF_SDPA if is_ours else OF_MASKED_SDPA)
+        return plain_attention(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+    refuse_variants(kwargs, "gated attention")
+    if not is_ours:
         raise ValueError("a gated model takes a 2D attention_mask [rows, tokens], not a prepared 4D one")
     if not attention_mask.causal:
         raise ValueError("a gated model takes plain causal attention: no packed sequences, no image or prefix masks")
     if dropout:
         raise ValueError(f"gated attention has no dropout: set attention_dropout to 0 (it is {dropout})")
-    refuse_variants(kwargs, "gated attention")
+    if key.shape[1] != len(gate.alpha_H):
+        raise ValueError(
+            f"layer {getattr(module, 'layer_idx', '')} has {key.shape[1]} KV heads, but gates for "
+            f"{len(gate.alpha_H)}, as its config says: gates need a model with one number of KV heads in all layers"
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     full = partial(full_attention, call=attention_mask, scale=scale)
     local = partial(local_attention, call=attention_mask, sink=gate.sink, window=gate.window, scale=scale)
@@ -113,21 +117,39 @@ def mixed_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def plain_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of layers without a gate: what ``sdpa`` computes, faster where each row has one query."""
+    if _is_one_causal_query(attention_mask, dropout, kwargs):
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        return full_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
+    mask = attention_mask.stock_mask() if isinstance(attention_mask, MixedCall) else attention_mask
+    return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
 def _is_one_causal_query(mask: Any, dropout: float, arguments: dict[str, Any]) -> bool:
     """Whether each row has one query that sees all its tokens: sdpa would copy keys and values per query head."""
     is_plain = isinstance(mask, MixedCall) and mask.causal and mask.q_length == 1 and not dropout
-    return is_plain and all(arguments.get(name) is None for name in VARIANTS)
+    return is_plain and all(name in UNDERSTOOD or value is None for name, value in arguments.items())
 
 
 @contextmanager
 def fast_decoding(model: Any) -> Iterator[None]:
-    """Inside, a model with the attention ``sdpa`` decodes with this implementation; others are left as they are."""
+    """Inside, a model with the attention ``sdpa`` decodes faster (``rlkv_plain``); others are left as they are."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     leave_cudnn_out(base.device)
     if base.config._attn_implementation != "sdpa":
         yield
         return
-    base.set_attn_implementation(IMPLEMENTATION)
+    base.set_attn_implementation(PLAIN)
     try:
         yield
     finally:
@@ -136,3 +158,5 @@ def fast_decoding(model: Any) -> Iterator[None]:
 
 AttentionInterface.register(IMPLEMENTATION, mixed_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, mixed_mask)
+AttentionInterface.register(PLAIN, plain_attention)
+AttentionMaskInterface.register(PLAIN, mixed_mask)

@@ -7,7 +7,7 @@ mask function passes the 2D padding mask.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from rlkv.attention.call import refuse_variants
+from rlkv.attention.call import OF_MASKED_SDPA, Unread, refuse_variants
 from rlkv.cache.layer import NewStates
 from rlkv.cache.plan import CacheState, CallLayout, CallPart
 
@@ -23,13 +23,14 @@ IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it:
 
 
 @dataclass(eq=False)
-class CachedCall:
+class CachedCall(Unread):
     """One forward call, as the mask function sees it; its layers share the layouts of its parts on each device."""
 
     attention_mask: Tensor | None
     start: int
     length: int
     rows: int
+    what: ClassVar[str] = "attention mask"
     _plans: dict[torch.device, list[CallLayout]] = field(default_factory=dict)
     _parts: list[CallPart] = field(default_factory=list)
 
@@ -62,15 +63,18 @@ def realloc_attention(
     """The attention function: query ``[B, H * G, n, D]`` -> ``([B, n, H * G, D], None)``.
 
     Raises:
-        ValueError: if the call would bypass the allocation: no cache or another cache, a 4D mask, dropout, or another
-            attention variant.
+        ValueError: if a layer, changed or not, gets an argument that would be ignored, or if the call would bypass the
+            allocation: no cache or another cache, a 4D mask, or dropout.
     """
-    if not isinstance(key, NewStates) and kwargs.get("sliding_window") is not None:
+    if isinstance(key, NewStates):
+        refuse_variants(kwargs, IMPLEMENTATION)
+    elif kwargs.get("sliding_window") is not None and not isinstance(attention_mask, CachedCall):
         # a layer that is not changed: the cache gave its own states, the mask function its own mask
+        refuse_variants(kwargs, IMPLEMENTATION, also=OF_MASKED_SDPA)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if not isinstance(key, NewStates):
+    else:
         raise ValueError(
             f"{IMPLEMENTATION} needs a HeadReallocationCache as past_key_values: call the model under "
             "rlkv.compress(...), which provides it"
@@ -82,9 +86,13 @@ def realloc_attention(
         )
     if dropout:
         raise ValueError(f"{IMPLEMENTATION} is for inference: call model.eval() first")
-    refuse_variants(kwargs, IMPLEMENTATION)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     plan = attention_mask.plan(key.layer.state, query.device)
+    if key.layer.length != attention_mask.start:
+        raise ValueError(
+            f"layer {getattr(module, 'layer_idx', '')} attends to keys and values of another layer, which are in the "
+            f"cache already: {IMPLEMENTATION} needs a model in which every layer has its own"
+        )
     return key.layer.attend_and_store(query, key.states, value.states, plan, scale), None
 
 

@@ -6,22 +6,26 @@ Shapes: B rows, H KV heads, G query heads per KV head, n new tokens, D size of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from rlkv.attention.call import Unread
 from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 from rlkv.cache.stores import FullStore, PlainStore, Store, attend
 from rlkv.kernels.step import serves
 
 
-class NewStates(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class NewStates(Unread):
     """What :meth:`ReallocationLayer.update` hands to the attention function instead of one tensor."""
 
     layer: ReallocationLayer
     states: Tensor  # [B, H, n, D], the new tokens only
+    what: ClassVar[str] = "keys and values that the cache returns"
 
 
 class ReallocationLayer(CacheLayerMixin):
@@ -61,7 +65,11 @@ class ReallocationLayer(CacheLayerMixin):
         """Allocate for the batch, device and dtype of the first states ``[B, H, n, D]``."""
         found = key_states.shape[1]
         if found != self.num_heads:
-            raise ValueError(f"the allocation has {self.num_heads} KV heads a layer but the model has {found}")
+            raise ValueError(
+                f"the allocation has {self.num_heads} KV heads a layer but the model has {found} in one with a full "
+                "cache: the allocation must be of this model, and all of its layers must have as many KV heads as its "
+                "config says"
+            )
         self.device, self.dtype, self.batch_size = key_states.device, key_states.dtype, key_states.shape[0]
         self.order, self.restore = self.order.to(self.device), self.restore.to(self.device)
         self.places = self.places.to(self.device)

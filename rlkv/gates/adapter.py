@@ -133,5 +133,7 @@ def write_peft(folder: Path, payload: dict[str, Any]) -> None:
         "inference_mode": True,
         "sink": payload["sink"],
         "window": payload["window"],
+        "num_layers": payload["alpha"].shape[0],
+        "num_kv_heads": payload["alpha"].shape[1],
     }
     write_json(folder / ADAPTER_CONFIG, config)

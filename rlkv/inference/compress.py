@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
@@ -25,19 +27,21 @@ from rlkv.inference.servable import (
     check_servable,
     default_layers,
     exclude_sliding_layers,
+    refuse_attentions,
     refuse_continuous_batching,
+    refuse_packed,
     warn_without_rope,
 )
+from rlkv.models.dry_run import try_forward
 from rlkv.models.shape import ModelShape
 from rlkv.utils.gpu import leave_cudnn_out
 from rlkv.utils.shadow import shadow
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from rlkv.eviction.base import EvictionPolicy
 
 Gates = HeadGates | HeadAllocation | str | Path | None
+_TRIED: WeakSet[PreTrainedModel] = WeakSet()  # models of which compress(...) has read two tokens
 
 
 @dataclass
@@ -173,6 +177,7 @@ def compress(
     if hasattr(base, "get_base_model"):  # a PEFT model
         base = base.get_base_model()
     sliding = check_servable(base)
+    refuse_attentions(base.config.output_attentions)
     if gates is None and eviction is None:
         raise ValueError(
             "gates and eviction are both missing: pass gates (which heads stay full), an eviction policy such as "
@@ -195,9 +200,13 @@ def compress(
         allocation = exclude_sliding_layers(allocation, sliding, ranked=sparsity is not None)
     if eviction is not None:
         warn_without_rope(base)
-    session = CompressedSession(allocation, settings, record, partial(default_layers, base, sliding))
+    session = CompressedSession(allocation, settings, record, partial(default_layers, base.config, sliding))
     with ExitStack() as undo:
         _hook(base, session, undo)
+        if base not in _TRIED:
+            # what its attention cannot be served with is refused before any text
+            try_forward(base, past_key_values=session.new_cache(), use_cache=True)
+            _TRIED.add(base)
         yield session
 
 
@@ -216,7 +225,12 @@ def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
     for name in ("generate_batch", "init_continuous_batching"):
         if hasattr(model, name):
             shadow(model, name, refuse_continuous_batching, undo)
-    undo.callback(decoder.register_forward_pre_hook(_forward_hook(decoder, session), with_kwargs=True).remove)
+    hooked = [decoder]
+    inner = model.get_decoder()
+    if inner is not decoder and isinstance(inner, PreTrainedModel):  # some models call it without its wrapper
+        hooked.append(inner)
+    for module in hooked:
+        undo.callback(module.register_forward_pre_hook(_forward_hook(module, session), with_kwargs=True).remove)
 
 
 def _cache_preparation(model: Any, session: CompressedSession) -> Any:
@@ -245,6 +259,8 @@ def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
             raise ValueError("compress(...) is for inference: call model.eval() first")
         # all by keyword: transformers' wrappers around forward add keywords that must not meet positions
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        refuse_attentions(given.get("output_attentions"))
+        refuse_packed(given.get("position_ids"), given.get("attention_mask"))
         if given.get("past_key_values") is not None:
             session.check(given["past_key_values"])
         else:

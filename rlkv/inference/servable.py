@@ -5,12 +5,17 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings
 from rlkv.gates.allocation import HeadAllocation
+from rlkv.models.dry_run import refuse_latent_attention
+
+ATTENTION = frozenset({"full_attention", "sliding_attention"})
+KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def check_servable(model: Any) -> list[int]:
@@ -20,27 +25,34 @@ def check_servable(model: Any) -> list[int]:
         raise ValueError("this model is compressed already: leave the first compress(...) before entering another")
     if any("rlkv_gate" in name for name, _ in model.named_parameters()):
         raise ValueError("this model has trainable gates attached, which compress(...) would bypass: unload them first")
+    if not hasattr(model, "_prepare_cache_for_generation"):
+        raise ValueError(
+            f"a {type(model).__name__} cannot generate: load the model with AutoModelForCausalLM for compress(...)"
+        )
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type} is an encoder-decoder: compress(...) serves decoders only")
-    layers = _own_layers(model)
-    known = (DynamicLayer, DynamicSlidingWindowLayer)
-    other = sorted({type(layer).__name__ for layer in layers if type(layer) not in known})
-    if other:
+    refuse_latent_attention(model)
+    layers = _own_layers(config)
+    kinds = sorted(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or []) - ATTENTION)
+    other = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
+    if other or kinds:
+        found = f"layers of kind {', '.join(kinds)}" if kinds else f"layers that are cached as {', '.join(other)}"
         raise ValueError(
-            f"{config.model_type} has layers without attention to cached tokens (cached as {', '.join(other)}): "
-            "compress(...) serves models in which every layer has full or sliding attention"
+            f"{config.model_type} has {found}: compress(...) serves models in which every layer has full or sliding "
+            "attention over plain keys and values, such as Llama, Qwen3 or Gemma 3"
         )
     sliding = [number for number, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer]
     if len(sliding) == len(layers):
         raise ValueError(
-            f"every layer of this {config.model_type} has a sliding window: there is no full KV cache to compress"
+            f"every layer of this {config.model_type} that attends has a sliding window: there is no full KV cache to "
+            "compress, so use a model with full attention in some layers"
         )
     return sliding
 
 
-def default_layers(model: Any, numbers: list[int]) -> dict[int, DynamicSlidingWindowLayer]:
-    """New layers of transformers' own cache for the layers ``numbers`` of the model."""
-    layers = _own_layers(model)
+def default_layers(config: Any, numbers: list[int]) -> dict[int, DynamicSlidingWindowLayer]:
+    """New layers of transformers' own cache for the layers ``numbers`` of the model of ``config``."""
+    layers = _own_layers(config)
     return {number: layers[number] for number in numbers}
 
 
@@ -75,9 +87,27 @@ def warn_without_rope(model: Any) -> None:
         )
 
 
+def refuse_attentions(asked: bool | None) -> None:
+    """Raise ``ValueError`` if attention weights are asked for, which would be None."""
+    if asked:
+        raise ValueError("output_attentions=True: compress(...) computes no attention weights to return: leave it out")
+
+
+def refuse_packed(position_ids: Tensor | None, attention_mask: Any) -> None:
+    """Raise ``ValueError`` for several texts in one row, which transformers keeps apart only without a cache."""
+    if position_ids is None or attention_mask is not None or position_ids.ndim != 2:
+        return
+    if bool((position_ids.diff(dim=-1) != 1).any()):
+        raise ValueError(
+            "position_ids start again within a row: compress(...) takes one text per row, so give each packed text a "
+            "row of its own, or an attention_mask if the row is padded"
+        )
+
+
 def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings) -> None:
     """Raise ``ValueError`` for a generation that would bypass the cache or break it."""
     protects, in_chunks = (settings.eviction or settings).protect_prompt, config.prefill_chunk_size is not None
+    refuse_attentions(config.output_attentions)
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} would replace the compressed cache: leave it out "
@@ -100,6 +130,6 @@ def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
     raise ValueError("continuous batching brings its own paged cache: use model.generate under compress(...)")
 
 
-def _own_layers(model: Any) -> list[Any]:
+def _own_layers(config: Any) -> list[Any]:
     # what transformers' own cache makes of each layer is the one description that all models share
-    return list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)

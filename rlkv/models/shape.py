@@ -33,7 +33,12 @@ class ModelShape:
     def from_config(cls, config: Any, model_id: str | None = None) -> ModelShape:
         """Read the shape off a transformers config; ``model_id`` defaults to the name it was loaded from."""
         text = config.get_text_config()
-        query_heads = text.num_attention_heads
+        query_heads = getattr(text, "num_attention_heads", None)
+        if query_heads is None:
+            raise ValueError(
+                f"{text.model_type} has no attention heads (its config has no num_attention_heads): use a model with "
+                "attention"
+            )
         return cls(
             model_id=model_id or getattr(config, "_name_or_path", "") or "unknown",
             model_type=text.model_type,

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from rlkv.attention import IMPLEMENTATION, Gate
 from rlkv.attention.mixed import GATE
+from rlkv.models.dry_run import refuse_latent_attention, try_forward
+from rlkv.models.shape import ModelShape
 from rlkv.utils.gpu import leave_cudnn_out
 
 
@@ -34,6 +36,9 @@ class _PeftName(str):
 
 
 HEAD_GATE = _PeftName("HEAD_GATE")
+# What stands before an adapter's name in the names of parameters.  peft and transformers put that name behind it when
+# they load a file, and peft takes a module for a part of an adapter if its name contains it.
+PREFIX = f"{GATE}.alpha"
 
 
 @dataclass
@@ -47,6 +52,8 @@ class HeadGateConfig(PeftConfig):
         target_modules: names of the gated attention modules; None: every layer with full attention.
         exclude_modules: names of attention modules without gates.
         modules_to_save: not used: only gates are trained.
+        num_layers, num_kv_heads: shape of the model that the gates are for; None: that of the first one they are put
+            on.
     """
 
     sink: int = 128
@@ -55,6 +62,8 @@ class HeadGateConfig(PeftConfig):
     target_modules: list[str] | None = None
     exclude_modules: list[str] | None = None
     modules_to_save: list[str] | None = None
+    num_layers: int | None = None
+    num_kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,6 +142,8 @@ _BATCHING_METHODS = ("generate_batch", "init_continuous_batching", "continuous_b
 
 def _refuse_bypass(module: Any, args: Any) -> None:
     """Before every gated layer: the attention implementation must still be ours."""
+    if module.config.output_attentions:
+        raise ValueError("output_attentions=True: a model with head gates computes no attention weights to return")
     found = module.config._attn_implementation
     if found != IMPLEMENTATION and getattr(module, GATE).current() is not None:
         raise ValueError(
@@ -151,29 +162,98 @@ def full_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if layer_types is not None:
             is_full = layer_types[module.layer_idx] == "full_attention"
         else:
-            uses_window = getattr(config, "use_sliding_window", True)
-            is_full = not (uses_window and getattr(config, "sliding_window", None))
-        if is_full and getattr(module, "sliding_window", None) is None:
+            uses_window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+            is_full = not uses_window and getattr(module, "sliding_window", None) is None
+        if is_full:
             yield name, module
+
+
+def _why_no_gates(model: Any) -> str:
+    """Why :func:`full_attention_modules` finds none in ``model``."""
+    config = model.config.get_text_config()
+    name = config.model_type
+    if not model._can_set_attn_implementation():
+        return f"{name} computes attention in its own code, not through transformers' attention interface"
+    if getattr(config, "num_attention_heads", None) is None:
+        return f"{name} has no attention heads (its config has no num_attention_heads)"
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if kinds and "full_attention" not in kinds:
+        return (
+            f"{name} has no layer with full attention to put gates on, only layers of kind {', '.join(sorted(kinds))}"
+        )
+    if not any(hasattr(module, "num_key_value_groups") for module in model.modules()):
+        return f"the attention modules of {name} have no num_key_value_groups, which says what query heads share"
+    return f"{name} has no layer with full attention to put gates on, as all that attend have a sliding window"
+
+
+def _check_shape(config: HeadGateConfig, shape: ModelShape) -> None:
+    """Note the shape in ``config``; ``ValueError`` if it is of gates for another one."""
+    stated = (config.num_layers or shape.num_layers, config.num_kv_heads or shape.num_kv_heads)
+    if stated != (shape.num_layers, shape.num_kv_heads):
+        raise ValueError(
+            f"these gates are for {stated[0]} layers x {stated[1]} KV heads, but the model {shape.model_id} has "
+            f"{shape.num_layers} x {shape.num_kv_heads}: use the gates that were trained for this model"
+        )
+    config.num_layers, config.num_kv_heads = stated
 
 
 class HeadGateModel(BaseTuner):
     """Attaches a :class:`HeadGateLayer` to every full-attention module and switches to mixed attention."""
 
-    prefix = GATE
+    prefix = PREFIX
     tuner_layer_cls = HeadGateLayer
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012  (peft reads it off the class)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+        refuse_latent_attention(self.model)
         available = [name for name, _ in full_attention_modules(self.model)]
         if not available:
             raise ValueError(
-                f"model type {model_config.get('model_type')!r} has no layer with full attention to put gates on "
-                "(sliding-window and linear layers are not changed)"
+                f"{_why_no_gates(self.model)}: use a model with full attention and grouped heads, such as Llama, Qwen3 "
+                "or Gemma 3"
             )
+        _check_shape(peft_config, ModelShape.from_config(self.model.config))
         if peft_config.target_modules is None:
             peft_config.target_modules = available
+        peft_config.target_modules = self._present(peft_config.target_modules, available)
         return peft_config
+
+    def _present(self, targets: list[str], available: list[str]) -> list[str]:
+        """The modules ``available`` that ``targets`` name, by their whole names or by the last parts of them.
+
+        A model without a head for its vocabulary has no prefix for its decoder, so it may be missing on either side.
+        """
+        prefix = f"{cast(Any, self.model).base_model_prefix}."
+        found: dict[str, None] = {}
+        for target in targets:
+            short = target.removeprefix(prefix)
+            names = [name for name in available if name.removeprefix(prefix) == short]
+            names = names or [name for name in available if name.endswith(f".{short}")]
+            if not names:
+                raise ValueError(
+                    f"the gates are for {target}, which is not a layer with full attention of this model: gates do not "
+                    "work there, so use the gates of this model, or other target_modules"
+                )
+            found.update(dict.fromkeys(names))
+        return list(found)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        if len(self.peft_config) > 1:
+            return
+        try:
+            try_forward(model, use_cache=False)  # what gates cannot work with is refused before any training
+        except ValueError:
+            self._unload_and_optionally_merge(merge=False)
+            raise
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete the gates ``adapter_name``; ``ValueError`` if they are the only ones, which ``unload()`` takes off."""
+        if list(self.peft_config) == [adapter_name]:
+            raise ValueError(
+                f"{adapter_name!r} is the only set of gates of this model: use unload() for the untouched model"
+            )
+        super().delete_adapter(adapter_name)
 
     def _prepare_model(self, peft_config: Any, model: Any) -> None:
         if not hasattr(self, "_implementation_before"):
@@ -269,4 +349,4 @@ def gate_shares(alpha_LH: Tensor) -> dict[str, float]:
 # peft's registration function wants a member of its enum; these tables are what it fills
 cast(dict[Any, Any], PEFT_TYPE_TO_CONFIG_MAPPING)[HEAD_GATE] = HeadGateConfig
 cast(dict[Any, Any], PEFT_TYPE_TO_TUNER_MAPPING)[HEAD_GATE] = HeadGateModel
-cast(dict[Any, Any], PEFT_TYPE_TO_PREFIX_MAPPING)[HEAD_GATE] = GATE
+cast(dict[Any, Any], PEFT_TYPE_TO_PREFIX_MAPPING)[HEAD_GATE] = PREFIX

@@ -1,26 +1,37 @@
-"""Attention variants that would be ignored are refused by name."""
+"""Arguments of an attention call that would be ignored are refused by name, before any fallback."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from rlkv.attention.call import VARIANTS, MixedCall, refuse_variants
+from rlkv.attention.call import OF_SDPA, MixedCall, refuse_variants
 from rlkv.attention.mixed import GATE, Gate, mixed_attention
+from rlkv.cache.attention import realloc_attention
+from rlkv.cache.layer import NewStates
+
+NAMES = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask", "alibi", "cu_seq_lens_q", "never_heard_of")
+STATES = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+CALL = MixedCall(1, 5, 5, 0, None, True, lambda: None)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_each_variant_is_named(name: str) -> None:
-    refuse_variants({name: None, "is_causal": True, "position_ids": torch.zeros(1)}, "this")
-    for value in (0, 8, 30.0, torch.zeros(4)):  # 0 is asked for as well
-        with pytest.raises(ValueError, match=rf"^this .* {name}:"):
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_named(name: str) -> None:
+    harmless = {name: None, "is_causal": True, "position_ids": torch.zeros(1), "use_cache": True}
+    refuse_variants({**harmless, "output_attentions": False}, "this")
+    for value in (0, 8, 30.0, True, torch.zeros(4)):  # 0 is asked for as well
+        with pytest.raises(ValueError, match=rf"^this .* {name},"):
             refuse_variants({"is_causal": True, name: value}, "this")
 
 
 def test_several_are_all_named() -> None:
-    with pytest.raises(ValueError, match="sliding_window, s_aux"):
-        refuse_variants({"s_aux": 1, "sliding_window": 8}, "this")
+    with pytest.raises(ValueError, match=r"is_causal=False, s_aux, sliding_window"):
+        refuse_variants({"s_aux": 1, "sliding_window": 8, "is_causal": False}, "this")
+    with pytest.raises(ValueError, match="attention weights"):
+        refuse_variants({"output_attentions": True}, "this")
 
 
 class Holder(nn.Module):
@@ -28,14 +39,43 @@ class Holder(nn.Module):
         return Gate(torch.full((2,), 0.5), 1, 2)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_gated_layers_refuse_them(name: str) -> None:
-    states = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
-    layer = nn.Module()
-    layer.is_causal, layer.num_key_value_groups = True, 1
-    call = MixedCall(1, 5, 5, 0, None, True, lambda: None)
-    mixed_attention(layer, *states, call, **{name: None})
-    setattr(layer, GATE, Holder())
-    mixed_attention(layer, *states, call, **{name: None})
-    with pytest.raises(ValueError, match=f"gated attention.*{name}"):
-        mixed_attention(layer, *states, call, **{name: 4})
+def layer(gated: bool) -> Any:
+    module = nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 1
+    if gated:
+        setattr(module, GATE, Holder())
+    return module
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_layers_of_a_gated_model_refuse_them(name: str, gated: bool) -> None:
+    mixed_attention(layer(gated), *STATES, CALL, **{name: None})
+    if not gated and name in OF_SDPA:
+        return
+    with pytest.raises(ValueError, match=name):
+        mixed_attention(layer(gated), *STATES, CALL, **{name: 4})
+
+
+@pytest.mark.parametrize("attention", [mixed_attention, realloc_attention])
+def test_a_layer_with_a_window_keeps_it_and_nothing_else(attention: Any) -> None:
+    window = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril().triu(-1)
+    expected = mixed_attention(layer(False), *STATES, window)[0]
+    assert torch.equal(attention(layer(False), *STATES, window, sliding_window=2)[0], expected)
+    with pytest.raises(ValueError, match="s_aux"):
+        attention(layer(False), *STATES, window, sliding_window=2, s_aux=torch.zeros(2))
+
+
+def test_a_gate_for_another_number_of_heads_is_refused() -> None:
+    query, key, value = STATES
+    with pytest.raises(ValueError, match="1 KV heads, but gates for 2"):
+        mixed_attention(layer(True), query, key[:, :1], value[:, :1], CALL)
+
+
+def test_what_models_must_not_look_into_says_so() -> None:
+    new: Any = NewStates(None, STATES[0])  # type: ignore[arg-type]
+    for use in (lambda: new.shape, lambda: torch.chunk(new, 2), lambda: torch.cat([new, new])):
+        with pytest.raises(ValueError, match="keys and values that the cache returns"):
+            use()
+    with pytest.raises(ValueError, match=r"attention mask.*dtype"):
+        _ = CALL.dtype

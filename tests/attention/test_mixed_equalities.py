@@ -70,9 +70,9 @@ def test_a_mask_of_heads_computes_each_head_once(
 ) -> None:
     """Without gradients, one branch per head; with them, both, of which the gates take one."""
     heads = []
+    gated = make_gated(family, 1.0)
     for branch in ("full_attention", "local_attention"):
         monkeypatch.setattr(mixed, branch, counting_heads(getattr(mixed, branch), heads))
-    gated = make_gated(family, 1.0)
     parameters = [parameter for _, parameter in gate_parameters(gated)]
     for layer, parameter in enumerate(parameters):
         parameter.data[layer % len(parameter)] = 0.0

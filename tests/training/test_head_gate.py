@@ -10,8 +10,17 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
 from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
 from tests.helpers.models import make_tiny_model
 
@@ -97,6 +106,64 @@ def test_a_second_adapter_has_its_own_gates_and_sizes() -> None:
     assert (logits(model) - first).abs().max() > 0.01
     model.set_adapter("default")
     model.delete_adapter("other")
+    assert torch.equal(logits(model), first)
+
+
+@pytest.mark.parametrize("kind", ["peft", "gates"])
+@pytest.mark.parametrize("head", [True, False])
+def test_transformers_own_loading_reads_the_gates(kind: str, head: bool, tmp_path: Path) -> None:
+    make_tiny_model("qwen3").save_pretrained(tmp_path / "base")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), HeadGateConfig(sink=2, window=8))
+    randomize(model)
+    matrix = gates_matrix(model)
+    if kind == "peft":
+        model.save_pretrained(tmp_path / "gates", save_embedding_layers=False)
+    else:
+        shape = ModelShape.from_config(model.config, str(tmp_path / "base"))
+        HeadGates(matrix, model=shape, sink=2, window=8).save(tmp_path / "gates")
+    auto = AutoModelForCausalLM if head else AutoModel
+    by_folder = auto.from_pretrained(tmp_path / "gates")
+    by_adapter = auto.from_pretrained(tmp_path / "base")
+    by_adapter.load_adapter(tmp_path / "gates")
+    for loaded in (by_folder, by_adapter):
+        assert torch.equal(gates_matrix(loaded), matrix)
+        if head:
+            assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("other", [{"num_hidden_layers": 2}, {"num_hidden_layers": 4}, {"num_key_value_heads": 2}])
+@pytest.mark.parametrize("kind", ["peft", "gates"])
+def test_gates_of_another_shape_are_refused(kind: str, other: dict[str, int], tmp_path: Path) -> None:
+    if kind == "peft":
+        model = get_peft_model(make_tiny_model("llama"), HeadGateConfig(sink=2, window=8))
+        model.save_pretrained(tmp_path, save_embedding_layers=False)
+    else:
+        HeadGates(torch.full((3, 4), 0.5)).save(tmp_path)
+    with pytest.raises(ValueError, match=r"3 layers x 4 KV heads, but .* has \d x \d"):
+        PeftModel.from_pretrained(make_tiny_model("llama", **other), tmp_path)
+    with pytest.raises(ValueError, match="3 layers x 4 KV heads"):
+        make_tiny_model("llama", **other).load_adapter(tmp_path)
+
+
+def test_target_modules_that_are_not_there_are_refused() -> None:
+    names = ["layers.0.self_attn", "layers.7.self_attn"]
+    with pytest.raises(ValueError, match=r"layers\.7\.self_attn, which is not"):
+        get_peft_model(make_tiny_model("llama"), HeadGateConfig(target_modules=names))
+    one = get_peft_model(make_tiny_model("llama"), HeadGateConfig(target_modules=names[:1]))
+    assert [layer for layer, _ in gate_parameters(one)] == [0]
+
+
+def test_deleting_the_active_gates_leaves_the_others_and_the_last_ones_are_unloaded() -> None:
+    model = get_peft_model(make_tiny_model("llama"), HeadGateConfig(sink=2, window=8, init_value=0.0))
+    first = logits(model)
+    model.add_adapter("other", HeadGateConfig(sink=4, window=30))
+    model.set_adapter("other")
+    with pytest.warns(UserWarning, match="default"):
+        model.delete_adapter("other")
+    assert torch.equal(logits(model), first)
+    assert not [name for name, _ in model.named_parameters() if "other" in name]
+    with pytest.raises(ValueError, match=r"'default' is the only set.*unload"):
+        model.delete_adapter("default")
     assert torch.equal(logits(model), first)
 
 

@@ -1,0 +1,166 @@
+"""Families of models: each works exactly, or is refused in one true sentence before any text is read."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+import rlkv
+from rlkv import HeadAllocation
+from rlkv.eviction import RKV
+from rlkv.models.shape import ModelShape
+from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
+from tests.helpers.families import make_family
+from tests.helpers.models import make_tiny_model
+
+peft = pytest.importorskip("peft")
+IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(1))
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+WORKS = None
+LATENT = "multi-head latent attention.*8 numbers"
+TOUCHED = "attention modules of this model compute with the keys and values that the cache returns"
+OWN_CODE = "computes attention in its own code"
+# what compress(...) and what gates say; WORKS: they compute what the model does
+FAMILIES: dict[str, tuple[str | None, str | None]] = {
+    "bloom": ("does not let its attention implementation be set", OWN_CODE),
+    "deepseek_v3": (LATENT, LATENT),
+    "diffllama": (TOUCHED, WORKS),
+    "doge": (TOUCHED, "compute with the attention mask"),
+    "exaone4": (WORKS, WORKS),
+    "gemma2": ("softcap", "softcap"),
+    "gemma3_text": (WORKS, WORKS),
+    "gemma3n_text": (TOUCHED, WORKS),
+    "glm4_moe_lite": (LATENT, LATENT),
+    "gpt2": (WORKS, "no num_key_value_groups"),
+    "gpt_neox": (WORKS, "no num_key_value_groups"),
+    "gpt_oss": ("s_aux", "s_aux"),
+    "jetmoe": (TOUCHED, "4 KV heads, but gates for 2"),
+    "llama4_text": ("chunked_attention", WORKS),
+    "mamba": ("linear_attention", "no attention heads"),
+    "mimo_v2_flash": ("s_aux", "s_aux"),
+    "minicpm3": (LATENT, LATENT),
+    "minimax": ("linear_attention", WORKS),
+    "opt": (WORKS, "no num_key_value_groups"),
+    "qwen3_next": ("linear_attention", WORKS),
+    "rwkv": ("no attention heads", OWN_CODE),
+}
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def largest(difference: torch.Tensor) -> float:
+    return difference.abs().max().item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compress(family: str) -> None:
+    model, refusal = make_family(family), FAMILIES[family][0]
+    before = model.config._attn_implementation
+    if refusal is not WORKS:
+        entered = False
+        allocation = HeadAllocation(torch.ones(_heads(model)) > 0)
+        with pytest.raises(ValueError, match=refusal) as raised, rlkv.compress(model, allocation):
+            entered = True
+        assert not entered
+        assert "\n" not in str(raised.value)
+        assert model.config._attn_implementation == before
+        return
+    expected, text = logits(model), model.generate(IDS, **GREEDY)
+    for full, sizes in ((True, {}), (False, {"sink": 0, "window": 64})):
+        allocation = HeadAllocation(torch.full(_heads(model), full))
+        with rlkv.compress(model, allocation, prefill="local", **sizes):
+            assert largest(logits(model) - expected) < 1e-4
+            assert torch.equal(model.generate(IDS, **GREEDY), text)
+    with rlkv.compress(model, HeadAllocation(torch.zeros(_heads(model)) > 0), sink=1, window=2, prefill="local"):
+        assert largest(logits(model) - expected) > 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gates(family: str) -> None:
+    model, refusal = make_family(family), FAMILIES[family][1]
+    before = model.config._attn_implementation
+    config = HeadGateConfig(sink=1, window=2)
+    if refusal is not WORKS:
+        with pytest.raises(ValueError, match=refusal) as raised:
+            peft.get_peft_model(model, config)
+        assert "\n" not in str(raised.value)
+        assert model.config._attn_implementation == before
+        assert not any("rlkv" in name for name, _ in model.named_parameters())
+        return
+    expected = logits(model)
+    gated = peft.get_peft_model(model, config)
+    assert largest(logits(gated) - expected) < 1e-4
+    set_gates(gated, torch.zeros_like(gates_matrix(gated)))
+    assert largest(logits(gated) - expected) > 1e-4
+
+
+def _heads(model: Any) -> tuple[int, int]:
+    shape = ModelShape.from_config(model.config) if hasattr(model.config, "num_attention_heads") else None
+    return (2, 2) if shape is None else (shape.num_layers, shape.num_kv_heads)
+
+
+def test_weights_of_attention_are_refused() -> None:
+    model, options = make_tiny_model("llama"), {"output_attentions": True}
+    with rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)), pytest.raises(ValueError, match="output_attent"):
+        model(IDS, **options)
+    with rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)), pytest.raises(ValueError, match="output_attent"):
+        model.generate(IDS, **GREEDY, **options, return_dict_in_generate=True)
+    eager = make_tiny_model("llama", attn_implementation="eager")
+    eager.config.output_attentions = True
+    with pytest.raises(ValueError, match="output_attent"), rlkv.compress(eager, HeadAllocation(torch.ones(3, 4) > 0)):
+        pass
+    with pytest.raises(ValueError, match="output_attent"):
+        peft.get_peft_model(eager, HeadGateConfig())
+    gated = peft.get_peft_model(model, HeadGateConfig())
+    with pytest.raises(ValueError, match="output_attent"):
+        gated(IDS, **options)
+
+
+def test_packed_texts_and_models_without_a_head_are_refused() -> None:
+    model, allocation = make_tiny_model("llama"), HeadAllocation(torch.ones(3, 4) > 0)
+    packed = torch.cat([torch.arange(8), torch.arange(12)]).expand(2, -1)
+    expected = model(IDS).logits
+    with rlkv.compress(model, allocation):
+        assert largest(model(IDS, position_ids=torch.arange(20).expand(2, -1)).logits - expected) < 1e-5
+        for use_cache in (True, False):
+            with pytest.raises(ValueError, match="start again"):
+                model(IDS, position_ids=packed, use_cache=use_cache)
+    with pytest.raises(ValueError, match="AutoModelForCausalLM"), rlkv.compress(model.base_model, allocation):
+        pass
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("eviction", [None, RKV(budget=6, buffer=2, observation=2)])
+def test_copies_of_a_cache_branch_the_text_and_do_not_hold_the_model(family: str, eviction: Any) -> None:
+    model = make_tiny_model(family) if family == "llama" else make_family(family)
+    with rlkv.compress(model, HeadAllocation(torch.zeros(_heads(model)) > 0), eviction=eviction) as session:
+        first = model.generate(IDS, **GREEDY)
+        cache, file = session.cache, io.BytesIO()
+        torch.save(cache, file)
+        assert file.tell() < 500_000
+        file.seek(0)
+        saved, copied = torch.load(file, weights_only=False), copy.deepcopy(cache)
+        more, other = torch.cat([first, IDS], dim=1), torch.cat([first, IDS + 1], dim=1)
+        ones = torch.ones_like(more)
+        states = cache.used_nbytes()
+        model.generate(other, attention_mask=ones, past_key_values=copy.deepcopy(cache), **GREEDY)
+        assert cache.used_nbytes() == states  # not touched by the other branch
+        texts = [model.generate(more, attention_mask=ones, past_key_values=c, **GREEDY) for c in (cache, saved, copied)]
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+
+
+def test_a_model_is_tried_once() -> None:
+    model, calls = make_tiny_model("llama"), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    for _ in range(3):
+        with rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)):
+            pass
+    assert len(calls) == 1
