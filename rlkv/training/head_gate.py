@@ -243,7 +243,7 @@ class HeadGateModel(BaseTuner):
             return
         try:
             try_forward(model, use_cache=False)  # what gates cannot work with is refused before any training
-        except ValueError:
+        except BaseException:
             self._unload_and_optionally_merge(merge=False)
             raise
 

@@ -153,6 +153,20 @@ def test_target_modules_that_are_not_there_are_refused() -> None:
     assert [layer for layer, _ in gate_parameters(one)] == [0]
 
 
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])
+def test_a_failed_trial_leaves_no_gates_on_the_model(error: type[BaseException]) -> None:
+    def fail(*_: object) -> None:
+        raise error("two tokens")
+
+    model = make_tiny_model("llama")
+    state = (list(dict(model.named_parameters())), model.config._attn_implementation)
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(error, match="two tokens"):
+        get_peft_model(model, HeadGateConfig())
+    hook.remove()
+    assert (list(dict(model.named_parameters())), model.config._attn_implementation) == state
+
+
 def test_deleting_the_active_gates_leaves_the_others_and_the_last_ones_are_unloaded() -> None:
     model = get_peft_model(make_tiny_model("llama"), HeadGateConfig(sink=2, window=8, init_value=0.0))
     first = logits(model)

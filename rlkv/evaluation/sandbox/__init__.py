@@ -109,6 +109,9 @@ class Isolation:
             binds += ["--ro-bind-try", path, path]
         for path in DEVICES:
             binds += ["--dev-bind", path, path]
+        # there is no /proc, to which these names lead elsewhere: the files that the worker makes
+        for path in ("/tmp/stdin /dev/stdin", "/tmp/stdout /dev/stdout", "/dev/null /dev/stderr"):
+            binds += ["--symlink", *path.split()]
         python = self._python("/", "/tmp", limits)
         return [self.bubblewrap, *alone, *own_files, *binds, "--remount-ro", "/", "--", *python]
 

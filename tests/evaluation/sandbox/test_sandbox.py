@@ -102,8 +102,8 @@ def test_plain_data_comes_back_as_it_was(value: object) -> None:
 @pytest.mark.parametrize(
     ("machine", "architecture", "numbers"),
     [
-        ("x86_64", 0xC000003E, (0, 231, 62, 41, 56, 257, 72, 16, 53)),
-        ("aarch64", 0xC00000B7, (63, 94, 129, 198, 220, 56, 25, 29, 199)),
+        ("x86_64", 0xC000003E, (0, 231, 62, 41, 56, 257, 72, 16, 53, 302)),
+        ("aarch64", 0xC00000B7, (63, 94, 129, 198, 220, 56, 25, 29, 199, 261)),
     ],
 )
 def test_filter(machine: str, architecture: int, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_filter(machine: str, architecture: int, numbers: tuple[int, ...], monke
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("", "", "", "", machine)))
     worker.filter_calls()
     assert len(steps) < 4096  # the kernel's limit
-    read, exit_group, kill, socket, clone, openat, fcntl, ioctl, socketpair = numbers
+    read, exit_group, kill, socket, clone, openat, fcntl, ioctl, socketpair, prlimit = numbers
     assert {decide(number) for number in (read, exit_group)} == {0}
     assert {decide(number) for number in (kill, socket)} == {1}
     assert {decide(number, machine=0x40000003) for number in (read, exit_group)} == {1}  # other numbers: 32-bit
@@ -143,6 +143,7 @@ def test_filter(machine: str, architecture: int, numbers: tuple[int, ...], monke
     assert [decide(ioctl, 0, command) for command in (0x5401, 0x5412, 0x8901)] == [0, 1, 1]
     assert [decide(socketpair, 1, kind) for kind in (1, 0o2004001, 2, 5)] == [0, 0, 1, 1]
     assert decide(socketpair, 30, 1) == 1  # of another family
+    assert [decide(prlimit, process) for process in (0, 7)] == [0, 1]
     assert {decide(number) for number in (435, 437, 500, 1 << 30 | read)} == {38}  # newer calls and x32
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlkv.evaluation.sandbox import Limits, run_tests
+from rlkv.evaluation.sandbox import Isolation, Limits, run_tests
 from rlkv.evaluation.sandbox.inside.judge import same_output, same_value
 
 SETUP = "from inside.judge import same_output"
@@ -25,9 +25,13 @@ def reason(program: str, stdin: str = "3 4\n5\n", expected: str = "12") -> str:
         "import os\nos.write(1, b'%d' % sum(map(int, open(0).read().split())))",
         "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(5 + sum(map(int, input().split())))",
         "def main():\n    print(sum(map(int, open(0).read().split())))\nif __name__ == '__main__':\n    main()",
+        "print(sum(map(int, open('/dev/stdin').read().split())), file=open('/dev/stdout', 'w'))",
+        "import sys\nsys.stderr = open('/dev/stderr', 'w')\nprint('read', file=sys.stderr)\nprint(12)",
+        "import resource as r\nr.setrlimit(r.RLIMIT_STACK, (r.getrlimit(r.RLIMIT_STACK)[1],) * 2)\nprint(12)",
     ],
 )
-def test_right_programs(program: str) -> None:
+@pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock"], indirect=True)
+def test_right_programs(program: str, isolation: Isolation) -> None:
     assert reason(program) == "passed"
 
 

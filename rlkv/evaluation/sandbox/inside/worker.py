@@ -60,6 +60,7 @@ WITH_ARGUMENTS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
     "fcntl:72:25": [(1, WORD, (0, 1, 2, 3, 4, 5, 6, 7, 1030))],  # copies, flags and locks; not owners and signals
     "ioctl:16:29": [(1, WORD, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))],  # what isatty and asyncio ask
     "prctl:157:167": [(0, WORD, (15, 16))],  # names of threads
+    "prlimit64:302:261": [(0, WORD, (0,))],  # the own limits, which cannot be raised: programs ask for a larger stack
     "socketpair:53:199": [(0, WORD, (1,)), (1, 0xF, (1,))],  # a stream: datagrams could be sent to other sockets
 }
 NEWER_CALLS = 435  # do not exist, so that the C library takes the older ones
