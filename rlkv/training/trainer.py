@@ -78,6 +78,9 @@ class RLKVTrainer(GateLossTrainer):
                 f"the curriculum has {len(train_dataset)} problems, but one step takes {prompts}: lower "
                 "prompts_per_step or add problems"
             )
+        dropout = getattr(model.config.get_text_config(), "attention_dropout", 0)
+        if dropout:
+            raise ValueError(f"gated attention has no dropout: set attention_dropout to 0 (it is {dropout})")
         self.sharding, self.release_weights = take_sharding(args), nothing
         self.settings = settings
         self.reward = reward

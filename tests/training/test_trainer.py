@@ -199,6 +199,19 @@ def test_too_few_problems_are_named(tmp_path: Path) -> None:
         random_run.run(tmp_path / "run")
 
 
+def test_dropout_in_attention_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = random_run.make_policy()
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    monkeypatch.setattr(random_run, "make_policy", lambda: (model, tokenizer))
+    with pytest.raises(ValueError, match="attention_dropout"):
+        random_run.run(tmp_path / "run", ["--max_steps", "1"])
+    assert not (tmp_path / "run" / "run_config.json").exists()
+
+
 def test_more_epochs_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     for epochs, steps in ((1, 2), (2, 4)):  # of 10 problems, 4 a step
         random_run.run(tmp_path / "run", ["--max_steps", "-1", "--num_train_epochs", str(epochs)])
