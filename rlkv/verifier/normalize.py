@@ -28,7 +28,7 @@ _SIGNS = {
     **dict.fromkeys("≤⩽", r"\le "),
     **dict.fromkeys("≥⩾", r"\ge "),
     **dict.fromkeys("·⋅∗∙", r"\cdot "),
-    **dict.fromkeys("°º", r"^{\circ}"),
+    **dict.fromkeys("°º˚", r"^{\circ}"),
     **dict.fromkeys("÷\u2044", "/"),
     "×": r"\times ",
     "≠": r"\ne ",
@@ -55,6 +55,7 @@ _SIGNS = {
     "ℕ": r"\mathbb{N}",
     "√": r"\sqrt",
     "∛": r"\sqrt[3]",
+    "¢": r"\text{cent}",
     "€": r"\text{euro}",
     "£": r"\text{gbp}",
     "¥": r"\text{yen}",
@@ -128,11 +129,13 @@ _DRESS: list[Rule] = [
     (r"^\s*(\*\*|\*|__|`|\")(.*)\1\s*$", r"\2"),
     (r"\\+\s*$", ""),
     (r"(?<!\\)\\[()\[\]]", " "),
-    (r"\\\$", r" \\text{dollar} "),
+    (r"(?:\bUSD?\s*)?\\\$", r" \\text{dollar} "),
     (r"\\pounds", r"\\text{gbp}"),
     # groups of digits, then the spaces that are left
     (r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3}(?!\d))|(?<=\d)(?:\\!|'|_)(?=\d{3}(?!\d))", ""),
     (r"(?<=\d)\{[.,]\}(?=\d)", "."),
+    (r"(?<=\d)\{:\}(?=\d)", ":"),
+    (r"\\(?:checkmark|blacksquare|square|qed)(?![A-Za-z])", " "),
     (r"(?<!\\)\\!", ""),
     (rf"(?<!\\)\\[,;:> \n]|~|\\(?:quad|qquad|thinspace|space|enspace){_END}", " "),
     (r"\\(?:tag|label|hspace|vspace|[hv]?phantom)\*?\s*\{[^{}]*\}", " "),
@@ -148,7 +151,7 @@ _DRESS: list[Rule] = [
     (r"\\overline\s*\{([A-Z]+)\}", r"\1"),
     (rf"\\[dtc]frac{_END}", r"\\frac"),
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-    (rf"\\sqrt\s*(\[\d+\])?\s*([\dA-Za-z]){_END}", r"\\sqrt\1{\2}"),
+    (rf"\\(sqrt|bar|overline)\s*(\[\d+\])?\s*([\dA-Za-z]){_END}", r"\\\1\2{\3}"),
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
 ]
 _SYMBOLS: list[Rule] = [
@@ -185,6 +188,7 @@ _PROGRAM: list[Rule] = [
     (rf"{_START}(?:binomial|binom|comb)\(([^(),]*),([^(),]*)\)", r"\\binom{\1}{\2}"),
     (rf"{_START}abs\(([^()]*)\)", r"|\1|"),
     (rf"{_START}factorial\(([^()]*)\)", r"(\1)!"),
+    (r"\\?(?:operatorname|text|mathrm)?\{?\bcis\b\s*\}?\s*(.*)$", r"e^{i(\1)}"),
     (rf"{_START}cbrt{_END}", r"\\sqrt[3]"),
     (rf"{_START}a(?=(?:sin|cos|tan){_END})", "arc"),
     (
@@ -226,7 +230,7 @@ _NUMBERS: list[Rule] = [
 _PROSE: list[Rule] = [
     (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
     (r"(?i)o'clock", "oclock"),
-    (r"(?<=\d)\s+to\s+(?=\d)", ":"),
+    (r"(?<=\d)\s*(?:\s|\\text\{)\s*to\s*[\s}]\s*(?=\d)", ":"),
     (r"\(e?s\)", "s"),
     (r"(?i)\\%|\bper\s?cent\b", "%"),
 ]
@@ -308,7 +312,7 @@ _SINGULARS = {
     **{"gram": "g", "kilogram": "kg", "milligram": "mg", "liter": "litre", "milliliter": "ml"},
     **{"sec": "second", "min": "minute", "hr": "hour", "yr": "year", "mi": "mile", "yd": "yard"},
     **{"lb": "pound", "ounce": "oz", "usd": "dollar", "eur": "euro", "rs": "rupee"},
-    **{"deg": "degree", "fahrenheit": "F", "celsiu": "C", "sq": "square", "cu": "cubic"},
+    **{"deg": "degree", "fahrenheit": "F", "celsius": "C", "sq": "square", "cu": "cubic"},
     **{"mph": "mile/hour", "kmh": "km/hour", "halve": "half", "men": "man", "women": "woman"},
     **{"children": "child", "people": "person"},
 }
@@ -337,7 +341,7 @@ def mark_words(text: str, every: bool) -> str:
         if not run[0].isalpha():
             return run
         low = run.lower()
-        if low == "a" and re.match(r"\s+[a-z]{3}", text[match.end() :]):
+        if low == "a" and re.match(r"\s+(?!and\b)[a-z]{3}", text[match.end() :]):
             return r"\text{an}"
         # no variable is called o, and e is a number
         is_word = len(run) > 3 or low in _SHORT_WORDS

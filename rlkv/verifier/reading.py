@@ -73,9 +73,7 @@ def _number(words: list[str]) -> tuple[Fraction | None, int]:
             return part, used + 1
         elif word == "an" and current is None and following[0] in (*_SCALES, *_PARTS):
             current = Fraction(1)
-        elif word == "and" and current is not None and following[0] == "an":
-            if following[1] not in _PARTS:
-                break
+        elif word == "and" and current is not None and following[0] in ("an", "one") and following[1] in _PARTS:
             return total + current + Fraction(1, _PARTS[following[1]]), used + 3
         elif word != "and" or current is None or current % 100 or following[0] not in _NUMBERS:
             break
@@ -248,14 +246,17 @@ _ORNAMENT = (
     r"\\(?:angle|measuredangle|triangle|overline|overrightarrow|vec|hat|bar|widehat|sin|cos|tan)"
     rf"(?![A-Za-z])|{_WORD}"
 )
+_OPERATOR = r"\\(?:det|deg|dim|lim|int|sum|prod|max|min)(?![A-Za-z])|\|[A-Z]\|$|\\#"
 _PRODUCT = rf"(?!\s*-)(?:{_LETTER}|\\frac|\\cdot|\\times|[-+/|(){{}},\s]|\^\{{[23]\}})+"
-_ARITHMETIC = r"\\(?:frac|binom|sqrt|cdot|times|pi|sin|cos|tan|log|ln)(?![A-Za-z])"
+_ARITHMETIC = r"\\(?:[lr]floor|[lr]ceil|frac|binom|sqrt|cdot|times|pi|sin|cos|tan|log|ln)(?![A-Za-z])"
 
 
 def _is_name(text: str) -> bool:
     """Whether ``text = 5`` says that something is 5, rather than leave an equation to be solved."""
     if re.fullmatch(_APPLIED, text):
         return not re.match(r"\\(?:log|ln|sqrt|exp)", text)
+    if re.match(_OPERATOR, text):
+        return True
     bare = re.sub(_ORNAMENT, "", text)
     if not bare.strip(" {}") or re.fullmatch(rf"[ {{}}]*{_LETTER}[ {{}}]*", bare):
         return True
@@ -286,16 +287,18 @@ _BASE = re.compile(
     r"\(?\s*(?:\\text\{inch\}\s*)?\\text\{base\}\s*(?:-\s*)?(\d{1,2})\s*\)?)"
 )
 # math-verify adds numbers with a space between them, and ignores an index
-_TWO_NUMBERS = re.compile(r"\d\)? +\(?\d|\d\s*_\{|'\s*\d")
+_TWO_NUMBERS = re.compile(r"\\frac\{[^{}]*\}\{[^{}]*\}\d|\d\)? +\(?\d|\d\s*_\{|'\s*\d")
 _GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
+_TUPLE = re.compile(r"\([^()]*,[^()]*\)")
+_SET = re.compile(r"\\\{[^{}()]*,[^{}()]*\\\}")
 _SET_BUILDER = re.compile(rf"\\\{{\s*{_LETTER}[^:|]*(?::|\||\\mid)(.*)\\\}}")
 
 
 def _unlabelled(text: str, other: str) -> str:
     """``text`` as ``other`` asks: the option or content of ``(A) 5``, the metres of ``5 m``."""
-    option = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).:] ) *([\w\\$.-].*)", text)
+    option = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).:] ) *([\w\\$.-].*)?", text)
     if option:
-        return option[1] or option[2] if re.fullmatch(r"\(?[A-J]\)?", other) else option[3]
+        return option[1] or option[2] if re.fullmatch(r"\(?[A-J]\)?", other) else option[3] or text
     if not re.search("[A-Za-z]", re.sub(_WORD, "", other)):
         text = re.sub(r"(?<=\d) ([mgLshKNJWV])(?=$|/|\^| \d)", r" \\text{\1}", text)
         text = re.sub(r"(?<=\})/([smh])(?![A-Za-z])", r"/\\text{\1}", text)
@@ -402,7 +405,7 @@ def _words(words: list[str]) -> Reading:
         return Reading(r"\emptyset")
     if "all" in words and re.fullmatch("real(?: number)?", kept):
         return Reading(r"\mathbb{R}")
-    return Reading("", words=kept)
+    return Reading("", words=kept.removesuffix(" solution"))
 
 
 # --- what must be equal
@@ -434,9 +437,11 @@ def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
 def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
     """As :func:`pairs_to_compare`, of two values with their units."""
     pair = (gold.value, found.value)
+    if _TUPLE.fullmatch(pair[0]) and _SET.fullmatch(pair[1]) or _SET.fullmatch(pair[0]) and _TUPLE.fullmatch(pair[1]):
+        return False
     if gold.units == found.units:
         if all(re.fullmatch(r"\d{1,2}:\d\d", value) for value in pair):
-            return pair[0] == pair[1]  # 3:30 and 2:20 are times, not ratios
+            return pair[0].lstrip("0") == pair[1].lstrip("0")  # 3:30 and 2:20 are times, not ratios
         return pair[0].replace(" ", "") == pair[1].replace(" ", "") or [pair]
     if not gold.units or not found.units:
         if gold.is_compound or found.is_compound or _KEPT.intersection(gold.units):
