@@ -110,9 +110,11 @@ def _matrix(match: re.Match[str]) -> str:
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]
 _END = r"(?![A-Za-z])"  # of a command
 _START = r"(?<![A-Za-z\\])"  # of a word that is no command
+_SWITCHES = (
+    "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle|boldmath"
+)
 _SIZES = (
-    "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle|"
-    "boldmath|limits|left|right|middle|mleft|mright|(?:big|Big|bigg|Bigg)[lrm]?|mathstrut|strut"
+    rf"{_SWITCHES}|limits|left|right|middle|mleft|mright|(?:big|Big|bigg|Bigg)[lrm]?|mathstrut|strut"
 )
 _FONTS = (
     "mathbf|mathit|mathsf|mathtt|mathnormal|mathcal|boldsymbol|bm|pmb|underline|underbar|uline|ensuremath|smash|mathord"
@@ -140,6 +142,7 @@ _DRESS: list[Rule] = [
     (rf"(?<!\\)\\[,;:> \n]|~|\\(?:quad|qquad|thinspace|space|enspace){_END}", " "),
     (r"\\(?:tag|label|hspace|vspace|[hv]?phantom)\*?\s*\{[^{}]*\}", " "),
     (r"\\fcolorbox\s*\{[^{}]*\}", r"\\colorbox"),
+    (rf"(?<![\\\w}}\]^_])\{{\s*(?:{_COLOUR}(?!\s*\{{)|\\(?:{_SWITCHES}){_END})", r"\\mathbf{"),
     (rf"{_COLOUR}\s*(?=\{{)", r"\\mathbf"),
     (_COLOUR, " "),
     (rf"\\(?:{_SIZES}){_END}\.?", " "),
@@ -292,9 +295,9 @@ def _close(out: list[str], kind: str, start: int) -> None:
             content = f" {mark_words(content, every=True)}"
     elif kind == "argument" or (kind == "font" and out and out[-1].rstrip()[-1:] in ("^", "_")):
         content = f"{{{content}}}"
-    elif kind == "{" and re.search("[,|:]", content):
+    elif kind == "{" and re.search("[,|:]", re.sub(r"[(\[][^()\[\]]*[)\]]", "", content)):
         content = rf"\{{{content}\}}"
-    elif kind == "{" and re.search(".[-+]", content):
+    elif kind == "{" and re.search("^[^=]+[-+][^=]*$", content):
         content = f"({content})"
     out.append(content)
 

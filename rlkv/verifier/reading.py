@@ -296,7 +296,7 @@ _SET_BUILDER = re.compile(rf"\\\{{\s*{_LETTER}[^:|]*(?::|\||\\mid)(.*)\\\}}")
 
 def _unlabelled(text: str, other: str) -> str:
     """``text`` as ``other`` asks: the option or content of ``(A) 5``, the metres of ``5 m``."""
-    option = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).:] ) *([\w\\$.-].*)?", text)
+    option = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *([\w\\$.-].*)?", text)
     if option:
         return option[1] or option[2] if re.fullmatch(r"\(?[A-J]\)?", other) else option[3] or text
     if not re.search("[A-Za-z]", re.sub(_WORD, "", other)):
