@@ -296,7 +296,7 @@ _SET_BUILDER = re.compile(rf"\\\{{\s*{_LETTER}[^:|]*(?::|\||\\mid)(.*)\\\}}")
 
 def _unlabelled(text: str, other: str) -> str:
     """``text`` as ``other`` asks: the option or content of ``(A) 5``, the metres of ``5 m``."""
-    option = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *([\w\\$.-].*)?", text)
+    option = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *((?!\\text\{(?:and|or)\})[\w\\$.-].*)?", text)
     if option:
         return option[1] or option[2] if re.fullmatch(r"\(?[A-J]\)?", other) else option[3] or text
     if not re.search("[A-Za-z]", re.sub(_WORD, "", other)):
@@ -309,6 +309,7 @@ def read(text: str) -> Reading:
     """Take a normalized answer apart."""
     text = re.sub(rf"{_WORD}(?:[\s-]*{_WORD})*", _with_digits, text)
     text = re.sub(r"\s+", " ", text).strip(" .")
+    text = re.sub(r"^(?:\\text\{(?:the|final|correct)\} ?)*\\text\{answer\} ?(?::|=|\\text\{is\}) ?(?=.)", "", text)
     if base := _BASE.fullmatch(text):
         return Reading("", words=f"{base[1].lstrip('0').lower()} base {base[2] or base[3]}")
     words = re.findall(_WORD, text)
@@ -318,6 +319,8 @@ def read(text: str) -> Reading:
     text = re.sub(r"\\text\{(?:is|are|be|equal|was)\}(?:\s*\\text\{to\})?", "=", text)
     text = text.removeprefix("=").strip()
     text = re.sub(r"\\text\{(?:negative|minus)\}\s*(?=[\d\\])", "-", text)
+    if (first := re.match(_WORD, text)) and first[1] in _ANOTHER:  # not 5, more than 5
+        return Reading("", words=text)
     excepted = rf"((?:{_WORD} ?)+)\\text\{{except\}}(?: \\text\{{for\}})? (?:[a-z] = )?(.*)"
     if match := re.fullmatch(excepted, text):
         whole = _words(re.findall(_WORD, match[1])).value
