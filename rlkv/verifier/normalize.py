@@ -110,12 +110,8 @@ def _matrix(match: re.Match[str]) -> str:
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]
 _END = r"(?![A-Za-z])"  # of a command
 _START = r"(?<![A-Za-z\\])"  # of a word that is no command
-_SWITCHES = (
-    "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle|boldmath"
-)
-_SIZES = (
-    rf"{_SWITCHES}|limits|left|right|middle|mleft|mright|(?:big|Big|bigg|Bigg)[lrm]?|mathstrut|strut"
-)
+_SWITCHES = "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle|boldmath"
+_SIZES = rf"{_SWITCHES}|limits|left|right|middle|mleft|mright|(?:big|Big|bigg|Bigg)[lrm]?|mathstrut|strut"
 _FONTS = (
     "mathbf|mathit|mathsf|mathtt|mathnormal|mathcal|boldsymbol|bm|pmb|underline|underbar|uline|ensuremath|smash|mathord"
 )
@@ -132,7 +128,6 @@ _DRESS: list[Rule] = [
     (r"\\+\s*$", ""),
     (r"(?<!\\)\\[()\[\]]", " "),
     (r"(?:\bUSD?\s*)?\\\$", r" \\text{dollar} "),
-    (r"\\pounds", r"\\text{gbp}"),
     # groups of digits, then the spaces that are left
     (r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3}(?!\d))|(?<=\d)(?:\\!|'|_)(?=\d{3}(?!\d))", ""),
     (r"(?<=\d)\{[.,]\}(?=\d)", "."),
@@ -146,7 +141,6 @@ _DRESS: list[Rule] = [
     (rf"{_COLOUR}\s*(?=\{{)", r"\\mathbf"),
     (_COLOUR, " "),
     (rf"\\(?:{_SIZES}){_END}\.?", " "),
-    (rf"\\(?:{_FONTS})\s+(?=\w)", ""),
     (r"[(\[]\s*(\\begin\{(?:small)?(?:matrix|array)\})", r"\1"),
     (r"(\\end\{(?:small)?(?:matrix|array)\})\s*[)\]]", r"\1"),
     (r"\\begin\{(?:[bpB]|small)?(?:matrix|array)\}(?:\{[lcr|\s]*\})?", r"\\begin{pmatrix}"),
@@ -163,21 +157,15 @@ _SYMBOLS: list[Rule] = [
     (rf"\\neq{_END}|\\not\s*=|(?<![\d)])!=", r"\\ne "),
     (rf"\\lt{_END}", "<"),
     (rf"\\gt{_END}", ">"),
-    (r"==|:=|\\coloneqq|\\equiv", "="),
     (rf"\\varnothing{_END}|\\\{{\s*\\\}}|^\s*\{{\s*\}}$", r"\\emptyset "),
-    (r"\\lbrace", r"\\{"),
-    (r"\\rbrace", r"\\}"),
     (rf"\\[lr]?vert{_END}", "|"),
     (r"\\langle", "("),
     (r"\\rangle", ")"),
     (rf"\\(?:lor|vee){_END}", r" \\text{or} "),
-    (rf"\\(?:land|wedge){_END}", r" \\text{and} "),
     (
         rf"\\(?:Bbb|mathbb)\s*\{{?\s*([RZQNC])(?:\s*\}})?|\\([RZQN]){_END}",
         r"\\mathbb{\1\2}",
     ),
-    (r"\\backslash", r"\\setminus "),
-    (r"(\\mathbb\{[RZQNC]\})\s*-", r"\1\\setminus "),
     (rf"\\degrees?{_END}|\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)", r"^{\\circ}"),
     (rf"\^\{{\\circ\}}\s*([FC]){_END}", r"^{\\circ}\\text{\1}"),
     (r"\\(?:ldots|dots|cdots|dotsc)|\.\.\.", r"\\ldots "),
@@ -190,7 +178,6 @@ _PROGRAM: list[Rule] = [
     (rf"{_START}floor\(([^()]*)\)", r"\\lfloor \1\\rfloor "),
     (rf"{_START}(?:binomial|binom|comb)\(([^(),]*),([^(),]*)\)", r"\\binom{\1}{\2}"),
     (rf"{_START}abs\(([^()]*)\)", r"|\1|"),
-    (rf"{_START}factorial\(([^()]*)\)", r"(\1)!"),
     (r"\\?(?:operatorname|text|mathrm)?\{?\bcis\b\s*\}?\s*(.*)$", r"e^{i(\1)}"),
     (rf"{_START}cbrt{_END}", r"\\sqrt[3]"),
     (rf"{_START}a(?=(?:sin|cos|tan){_END})", "arc"),
@@ -212,7 +199,6 @@ _NUMBERS: list[Rule] = [
     (rf"(?<=\d)\s*\^\s*\{{\s*(?:{_ORDINAL_TEXT}|{_ORDINAL})\s*\}}", ""),
     (r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}"),
     (r"_\s*(\d+)", r"_{\1}"),
-    (r"(?<=\d),(?=\d*\\(?:overline|bar|dot))", "."),
     (
         rf"{_DECIMAL}\\dot\s*\{{?(\d)\}}?(?:(\d*)\\dot\s*\{{?(\d)\}}?)?",
         r"\g<whole>.\g<fixed>(\3\4\5)",
@@ -232,9 +218,7 @@ _NUMBERS: list[Rule] = [
 ]
 _PROSE: list[Rule] = [
     (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
-    (r"(?i)o'clock", "oclock"),
     (r"(?<=\d)\s*(?:\s|\\text\{)\s*to\s*[\s}]\s*(?=\d)", ":"),
-    (r"\(e?s\)", "s"),
     (r"(?i)\\%|\bper\s?cent\b", "%"),
 ]
 _RULES = [

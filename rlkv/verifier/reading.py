@@ -440,8 +440,9 @@ def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
 def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
     """As :func:`pairs_to_compare`, of two values with their units."""
     pair = (gold.value, found.value)
-    if _TUPLE.fullmatch(pair[0]) and _SET.fullmatch(pair[1]) or _SET.fullmatch(pair[0]) and _TUPLE.fullmatch(pair[1]):
-        return False
+    for one, other in (pair, pair[::-1]):
+        if _TUPLE.fullmatch(one) and _SET.fullmatch(other):
+            return False
     if gold.units == found.units:
         if all(re.fullmatch(r"\d{1,2}:\d\d", value) for value in pair):
             return pair[0].lstrip("0") == pair[1].lstrip("0")  # 3:30 and 2:20 are times, not ratios
