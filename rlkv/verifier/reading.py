@@ -300,7 +300,8 @@ def _unlabelled(text: str, other: str) -> str:
     if option:
         return option[1] or option[2] if re.fullmatch(r"\(?[A-J]\)?", other) else option[3] or text
     if not re.search("[A-Za-z]", re.sub(_WORD, "", other)):
-        text = re.sub(r"(?<=\d) ([mgLshKNJWV])(?=$|/|\^| \d)", r" \\text{\1}", text)
+        space = " ?" if "text" in other else " "
+        text = re.sub(rf"(?<=\d){space}([mgLshKNJWV])(?=$|/|\^| \d)", r" \\text{\1}", text)
         text = re.sub(r"(?<=\})/([smh])(?![A-Za-z])", r"/\\text{\1}", text)
     return text
 
@@ -447,6 +448,12 @@ def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
         if all(re.fullmatch(r"\d{1,2}:\d\d", value) for value in pair):
             return pair[0].lstrip("0") == pair[1].lstrip("0")  # 3:30 and 2:20 are times, not ratios
         return pair[0].replace(" ", "") == pair[1].replace(" ", "") or [pair]
+    if {gold.units, found.units} == {("degree",), ("radian",)}:
+        values = [
+            v if side.units == ("radian",) else rf"({v})\cdot\frac{{\pi}}{{180}}"
+            for v, side in zip(pair, (gold, found), strict=True)
+        ]
+        return [(values[0], values[1])]
     if not gold.units or not found.units:
         if gold.is_compound or found.is_compound or _KEPT.intersection(gold.units):
             return False

@@ -121,6 +121,8 @@ KINDS = {
         + \sin 15^\circ :: \frac{\sqrt6-\sqrt2}{4}
         + 45 degrees :: 45^\circ
         + \frac{\pi}{4} :: 45^\circ
+        + \frac{\pi}{4}\text{ radians} :: 45^\circ
+        - 45\text{ radians} :: 45^\circ
         + \angle A = 40^\circ :: 40
         + 2\operatorname{cis} 60^\circ :: 1+i\sqrt3
         + 20\text{ degrees Celsius} :: 20^\circ\text{C}
@@ -190,6 +192,7 @@ KINDS = {
         + 5 ft 6 in :: 66\text{ inches}
         + 2 m 30 cm :: 230\text{ cm}
         + 7 days :: 1\text{ week}
+        + 3h :: 180\text{ minutes}
         + 8:30 AM :: 8\!:\!30\text{ a.m.}
         + 8{:}30 AM :: 08:30 am
         + \text{The answer is } 101_2 :: 101_2
