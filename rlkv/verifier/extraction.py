@@ -31,7 +31,7 @@ _LAST_LINE = re.compile(r"(?:\W*|.*\b)answer\W{0,4}(?:\bis\b|:)|.*####\s", re.IG
 _HEADING = re.compile(r"\W*answer\W*", re.IGNORECASE)
 _BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*")
 _FORMULA = re.compile(r"(\$\$?|\\\(|\\\[)(.*?)(\$\$?|\\\)|\\\])", re.DOTALL)
-_REASON = re.compile(r"\n|[.!](?:\s|$)|,?\s(?:which|because|since|where|as)\s|I hope")
+_REASON = re.compile(r"\n|(?<!\\)[.!](?:\s|$)|,?\s(?:which|because|since|where|as)\s|I hope")
 
 
 class _Box(NamedTuple):

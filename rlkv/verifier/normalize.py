@@ -28,7 +28,7 @@ _SIGNS = {
     **dict.fromkeys("≤⩽", r"\le "),
     **dict.fromkeys("≥⩾", r"\ge "),
     **dict.fromkeys("·⋅∗∙", r"\cdot "),
-    **dict.fromkeys("°º", r"^{\circ}"),
+    **dict.fromkeys("°º˚", r"^{\circ}"),
     **dict.fromkeys("÷\u2044", "/"),
     "×": r"\times ",
     "≠": r"\ne ",
@@ -55,6 +55,7 @@ _SIGNS = {
     "ℕ": r"\mathbb{N}",
     "√": r"\sqrt",
     "∛": r"\sqrt[3]",
+    "¢": r"\text{cent}",
     "€": r"\text{euro}",
     "£": r"\text{gbp}",
     "¥": r"\text{yen}",
@@ -109,10 +110,8 @@ def _matrix(match: re.Match[str]) -> str:
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]
 _END = r"(?![A-Za-z])"  # of a command
 _START = r"(?<![A-Za-z\\])"  # of a word that is no command
-_SIZES = (
-    "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle|"
-    "boldmath|limits|left|right|middle|mleft|mright|(?:big|Big|bigg|Bigg)[lrm]?|mathstrut|strut"
-)
+_SWITCHES = "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle|boldmath"
+_SIZES = rf"{_SWITCHES}|limits|left|right|middle|mleft|mright|(?:big|Big|bigg|Bigg)[lrm]?|mathstrut|strut"
 _FONTS = (
     "mathbf|mathit|mathsf|mathtt|mathnormal|mathcal|boldsymbol|bm|pmb|underline|underbar|uline|ensuremath|smash|mathord"
 )
@@ -128,19 +127,20 @@ _DRESS: list[Rule] = [
     (r"^\s*(\*\*|\*|__|`|\")(.*)\1\s*$", r"\2"),
     (r"\\+\s*$", ""),
     (r"(?<!\\)\\[()\[\]]", " "),
-    (r"\\\$", r" \\text{dollar} "),
-    (r"\\pounds", r"\\text{gbp}"),
+    (r"(?:\bUSD?\s*)?\\\$", r" \\text{dollar} "),
     # groups of digits, then the spaces that are left
     (r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3}(?!\d))|(?<=\d)(?:\\!|'|_)(?=\d{3}(?!\d))", ""),
     (r"(?<=\d)\{[.,]\}(?=\d)", "."),
+    (r"(?<=\d)\{:\}(?=\d)", ":"),
+    (r"\\(?:checkmark|blacksquare|square|qed)(?![A-Za-z])", " "),
     (r"(?<!\\)\\!", ""),
     (rf"(?<!\\)\\[,;:> \n]|~|\\(?:quad|qquad|thinspace|space|enspace){_END}", " "),
     (r"\\(?:tag|label|hspace|vspace|[hv]?phantom)\*?\s*\{[^{}]*\}", " "),
     (r"\\fcolorbox\s*\{[^{}]*\}", r"\\colorbox"),
+    (rf"(?<![\\\w}}\]^_])\{{\s*(?:{_COLOUR}(?!\s*\{{)|\\(?:{_SWITCHES}){_END})", r"\\mathbf{"),
     (rf"{_COLOUR}\s*(?=\{{)", r"\\mathbf"),
     (_COLOUR, " "),
     (rf"\\(?:{_SIZES}){_END}\.?", " "),
-    (rf"\\(?:{_FONTS})\s+(?=\w)", ""),
     (r"[(\[]\s*(\\begin\{(?:small)?(?:matrix|array)\})", r"\1"),
     (r"(\\end\{(?:small)?(?:matrix|array)\})\s*[)\]]", r"\1"),
     (r"\\begin\{(?:[bpB]|small)?(?:matrix|array)\}(?:\{[lcr|\s]*\})?", r"\\begin{pmatrix}"),
@@ -148,7 +148,7 @@ _DRESS: list[Rule] = [
     (r"\\overline\s*\{([A-Z]+)\}", r"\1"),
     (rf"\\[dtc]frac{_END}", r"\\frac"),
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-    (rf"\\sqrt\s*(\[\d+\])?\s*([\dA-Za-z]){_END}", r"\\sqrt\1{\2}"),
+    (rf"\\(sqrt|bar|overline)\s*(\[\d+\])?\s*([\dA-Za-z]){_END}", r"\\\1\2{\3}"),
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
 ]
 _SYMBOLS: list[Rule] = [
@@ -157,21 +157,15 @@ _SYMBOLS: list[Rule] = [
     (rf"\\neq{_END}|\\not\s*=|(?<![\d)])!=", r"\\ne "),
     (rf"\\lt{_END}", "<"),
     (rf"\\gt{_END}", ">"),
-    (r"==|:=|\\coloneqq|\\equiv", "="),
     (rf"\\varnothing{_END}|\\\{{\s*\\\}}|^\s*\{{\s*\}}$", r"\\emptyset "),
-    (r"\\lbrace", r"\\{"),
-    (r"\\rbrace", r"\\}"),
     (rf"\\[lr]?vert{_END}", "|"),
     (r"\\langle", "("),
     (r"\\rangle", ")"),
     (rf"\\(?:lor|vee){_END}", r" \\text{or} "),
-    (rf"\\(?:land|wedge){_END}", r" \\text{and} "),
     (
         rf"\\(?:Bbb|mathbb)\s*\{{?\s*([RZQNC])(?:\s*\}})?|\\([RZQN]){_END}",
         r"\\mathbb{\1\2}",
     ),
-    (r"\\backslash", r"\\setminus "),
-    (r"(\\mathbb\{[RZQNC]\})\s*-", r"\1\\setminus "),
     (rf"\\degrees?{_END}|\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)", r"^{\\circ}"),
     (rf"\^\{{\\circ\}}\s*([FC]){_END}", r"^{\\circ}\\text{\1}"),
     (r"\\(?:ldots|dots|cdots|dotsc)|\.\.\.", r"\\ldots "),
@@ -184,7 +178,7 @@ _PROGRAM: list[Rule] = [
     (rf"{_START}floor\(([^()]*)\)", r"\\lfloor \1\\rfloor "),
     (rf"{_START}(?:binomial|binom|comb)\(([^(),]*),([^(),]*)\)", r"\\binom{\1}{\2}"),
     (rf"{_START}abs\(([^()]*)\)", r"|\1|"),
-    (rf"{_START}factorial\(([^()]*)\)", r"(\1)!"),
+    (r"\\?(?:operatorname|text|mathrm)?\{?\bcis\b\s*\}?\s*(.*)$", r"e^{i(\1)}"),
     (rf"{_START}cbrt{_END}", r"\\sqrt[3]"),
     (rf"{_START}a(?=(?:sin|cos|tan){_END})", "arc"),
     (
@@ -205,7 +199,6 @@ _NUMBERS: list[Rule] = [
     (rf"(?<=\d)\s*\^\s*\{{\s*(?:{_ORDINAL_TEXT}|{_ORDINAL})\s*\}}", ""),
     (r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}"),
     (r"_\s*(\d+)", r"_{\1}"),
-    (r"(?<=\d),(?=\d*\\(?:overline|bar|dot))", "."),
     (
         rf"{_DECIMAL}\\dot\s*\{{?(\d)\}}?(?:(\d*)\\dot\s*\{{?(\d)\}}?)?",
         r"\g<whole>.\g<fixed>(\3\4\5)",
@@ -225,9 +218,7 @@ _NUMBERS: list[Rule] = [
 ]
 _PROSE: list[Rule] = [
     (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
-    (r"(?i)o'clock", "oclock"),
-    (r"(?<=\d)\s+to\s+(?=\d)", ":"),
-    (r"\(e?s\)", "s"),
+    (r"(?<=\d)\s*(?:\s|\\text\{)\s*to\s*[\s}]\s*(?=\d)", ":"),
     (r"(?i)\\%|\bper\s?cent\b", "%"),
 ]
 _RULES = [
@@ -288,9 +279,9 @@ def _close(out: list[str], kind: str, start: int) -> None:
             content = f" {mark_words(content, every=True)}"
     elif kind == "argument" or (kind == "font" and out and out[-1].rstrip()[-1:] in ("^", "_")):
         content = f"{{{content}}}"
-    elif kind == "{" and re.search("[,|:]", content):
+    elif kind == "{" and re.search("[,|:]", re.sub(r"[(\[][^()\[\]]*[)\]]", "", content)):
         content = rf"\{{{content}\}}"
-    elif kind == "{" and re.search(".[-+]", content):
+    elif kind == "{" and re.search("^[^=]+[-+][^=]*$", content):
         content = f"({content})"
     out.append(content)
 
@@ -308,7 +299,7 @@ _SINGULARS = {
     **{"gram": "g", "kilogram": "kg", "milligram": "mg", "liter": "litre", "milliliter": "ml"},
     **{"sec": "second", "min": "minute", "hr": "hour", "yr": "year", "mi": "mile", "yd": "yard"},
     **{"lb": "pound", "ounce": "oz", "usd": "dollar", "eur": "euro", "rs": "rupee"},
-    **{"deg": "degree", "fahrenheit": "F", "celsiu": "C", "sq": "square", "cu": "cubic"},
+    **{"deg": "degree", "fahrenheit": "F", "celsius": "C", "sq": "square", "cu": "cubic"},
     **{"mph": "mile/hour", "kmh": "km/hour", "halve": "half", "men": "man", "women": "woman"},
     **{"children": "child", "people": "person"},
 }
@@ -337,7 +328,7 @@ def mark_words(text: str, every: bool) -> str:
         if not run[0].isalpha():
             return run
         low = run.lower()
-        if low == "a" and re.match(r"\s+[a-z]{3}", text[match.end() :]):
+        if low == "a" and re.match(r"\s+(?!and\b)[a-z]{3}", text[match.end() :]):
             return r"\text{an}"
         # no variable is called o, and e is a number
         is_word = len(run) > 3 or low in _SHORT_WORDS

@@ -73,9 +73,7 @@ def _number(words: list[str]) -> tuple[Fraction | None, int]:
             return part, used + 1
         elif word == "an" and current is None and following[0] in (*_SCALES, *_PARTS):
             current = Fraction(1)
-        elif word == "and" and current is not None and following[0] == "an":
-            if following[1] not in _PARTS:
-                break
+        elif word == "and" and current is not None and following[0] in ("an", "one") and following[1] in _PARTS:
             return total + current + Fraction(1, _PARTS[following[1]]), used + 3
         elif word != "and" or current is None or current % 100 or following[0] not in _NUMBERS:
             break
@@ -248,14 +246,17 @@ _ORNAMENT = (
     r"\\(?:angle|measuredangle|triangle|overline|overrightarrow|vec|hat|bar|widehat|sin|cos|tan)"
     rf"(?![A-Za-z])|{_WORD}"
 )
+_OPERATOR = r"\\(?:det|deg|dim|lim|int|sum|prod|max|min)(?![A-Za-z])|\|[A-Z]\|$|\\#"
 _PRODUCT = rf"(?!\s*-)(?:{_LETTER}|\\frac|\\cdot|\\times|[-+/|(){{}},\s]|\^\{{[23]\}})+"
-_ARITHMETIC = r"\\(?:frac|binom|sqrt|cdot|times|pi|sin|cos|tan|log|ln)(?![A-Za-z])"
+_ARITHMETIC = r"\\(?:[lr]floor|[lr]ceil|frac|binom|sqrt|cdot|times|pi|sin|cos|tan|log|ln)(?![A-Za-z])"
 
 
 def _is_name(text: str) -> bool:
     """Whether ``text = 5`` says that something is 5, rather than leave an equation to be solved."""
     if re.fullmatch(_APPLIED, text):
         return not re.match(r"\\(?:log|ln|sqrt|exp)", text)
+    if re.match(_OPERATOR, text):
+        return True
     bare = re.sub(_ORNAMENT, "", text)
     if not bare.strip(" {}") or re.fullmatch(rf"[ {{}}]*{_LETTER}[ {{}}]*", bare):
         return True
@@ -286,18 +287,21 @@ _BASE = re.compile(
     r"\(?\s*(?:\\text\{inch\}\s*)?\\text\{base\}\s*(?:-\s*)?(\d{1,2})\s*\)?)"
 )
 # math-verify adds numbers with a space between them, and ignores an index
-_TWO_NUMBERS = re.compile(r"\d\)? +\(?\d|\d\s*_\{|'\s*\d")
+_TWO_NUMBERS = re.compile(r"\\frac\{[^{}]*\}\{[^{}]*\}\d|\d\)? +\(?\d|\d\s*_\{|'\s*\d")
 _GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
+_TUPLE = re.compile(r"\([^()]*,[^()]*\)")
+_SET = re.compile(r"\\\{[^{}()]*,[^{}()]*\\\}")
 _SET_BUILDER = re.compile(rf"\\\{{\s*{_LETTER}[^:|]*(?::|\||\\mid)(.*)\\\}}")
 
 
 def _unlabelled(text: str, other: str) -> str:
     """``text`` as ``other`` asks: the option or content of ``(A) 5``, the metres of ``5 m``."""
-    option = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).:] ) *([\w\\$.-].*)", text)
+    option = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *((?!\\text\{(?:and|or)\})[\w\\$.-].*)?", text)
     if option:
-        return option[1] or option[2] if re.fullmatch(r"\(?[A-J]\)?", other) else option[3]
+        return option[1] or option[2] if re.fullmatch(r"\(?[A-J]\)?", other) else option[3] or text
     if not re.search("[A-Za-z]", re.sub(_WORD, "", other)):
-        text = re.sub(r"(?<=\d) ([mgLshKNJWV])(?=$|/|\^| \d)", r" \\text{\1}", text)
+        space = " ?" if "text" in other else " "
+        text = re.sub(rf"(?<=\d){space}([mgLshKNJWV])(?=$|/|\^| \d)", r" \\text{\1}", text)
         text = re.sub(r"(?<=\})/([smh])(?![A-Za-z])", r"/\\text{\1}", text)
     return text
 
@@ -306,6 +310,7 @@ def read(text: str) -> Reading:
     """Take a normalized answer apart."""
     text = re.sub(rf"{_WORD}(?:[\s-]*{_WORD})*", _with_digits, text)
     text = re.sub(r"\s+", " ", text).strip(" .")
+    text = re.sub(r"^(?:\\text\{(?:the|final|correct)\} ?)*\\text\{answer\} ?(?::|=|\\text\{is\}) ?(?=.)", "", text)
     if base := _BASE.fullmatch(text):
         return Reading("", words=f"{base[1].lstrip('0').lower()} base {base[2] or base[3]}")
     words = re.findall(_WORD, text)
@@ -315,6 +320,8 @@ def read(text: str) -> Reading:
     text = re.sub(r"\\text\{(?:is|are|be|equal|was)\}(?:\s*\\text\{to\})?", "=", text)
     text = text.removeprefix("=").strip()
     text = re.sub(r"\\text\{(?:negative|minus)\}\s*(?=[\d\\])", "-", text)
+    if (first := re.match(_WORD, text)) and first[1] in _ANOTHER:  # not 5, more than 5
+        return Reading("", words=text)
     excepted = rf"((?:{_WORD} ?)+)\\text\{{except\}}(?: \\text\{{for\}})? (?:[a-z] = )?(.*)"
     if match := re.fullmatch(excepted, text):
         whole = _words(re.findall(_WORD, match[1])).value
@@ -402,7 +409,7 @@ def _words(words: list[str]) -> Reading:
         return Reading(r"\emptyset")
     if "all" in words and re.fullmatch("real(?: number)?", kept):
         return Reading(r"\mathbb{R}")
-    return Reading("", words=kept)
+    return Reading("", words=kept.removesuffix(" solution"))
 
 
 # --- what must be equal
@@ -434,10 +441,19 @@ def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
 def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
     """As :func:`pairs_to_compare`, of two values with their units."""
     pair = (gold.value, found.value)
+    for one, other in (pair, pair[::-1]):
+        if _TUPLE.fullmatch(one) and _SET.fullmatch(other):
+            return False
     if gold.units == found.units:
         if all(re.fullmatch(r"\d{1,2}:\d\d", value) for value in pair):
-            return pair[0] == pair[1]  # 3:30 and 2:20 are times, not ratios
+            return pair[0].lstrip("0") == pair[1].lstrip("0")  # 3:30 and 2:20 are times, not ratios
         return pair[0].replace(" ", "") == pair[1].replace(" ", "") or [pair]
+    if {gold.units, found.units} == {("degree",), ("radian",)}:
+        values = [
+            v if side.units == ("radian",) else rf"({v})\cdot\frac{{\pi}}{{180}}"
+            for v, side in zip(pair, (gold, found), strict=True)
+        ]
+        return [(values[0], values[1])]
     if not gold.units or not found.units:
         if gold.is_compound or found.is_compound or _KEPT.intersection(gold.units):
             return False

@@ -69,6 +69,7 @@ KINDS = {
         - 0.\overline{12} :: 0.1\overline{2}
         - 0.\overline{45} :: 0.45
         - 0.3333 :: 0.\overline{3}
+        - 0.\overline{33}1 :: \frac13
     """,
     "program_notation": r"""
         + 2*sqrt(3) :: 2\sqrt3
@@ -106,6 +107,9 @@ KINDS = {
         + \underline{\underline{5}} :: 5
         + {\Large 5} :: 5
         + \text{\textbf{12}} :: 12
+        + {\color{red} (3,4]} :: (3,4]
+        + {\bf x+y=1} :: x+y=1
+        + 7\;\checkmark :: 7
         + \big\{1,2\big\} :: \{1,2\}
         - \mathbf{12} :: 21
         - \textcolor{red}{6} :: 5
@@ -117,7 +121,11 @@ KINDS = {
         + \sin 15^\circ :: \frac{\sqrt6-\sqrt2}{4}
         + 45 degrees :: 45^\circ
         + \frac{\pi}{4} :: 45^\circ
+        + \frac{\pi}{4}\text{ radians} :: 45^\circ
+        - 45\text{ radians} :: 45^\circ
         + \angle A = 40^\circ :: 40
+        + 2\operatorname{cis} 60^\circ :: 1+i\sqrt3
+        + 20\text{ degrees Celsius} :: 20^\circ\text{C}
         + \mathrm{e}^{\mathrm{i}\pi} :: -1
         + (1+i)^2 :: 2i
         + |3+4i| :: 5
@@ -148,6 +156,9 @@ KINDS = {
         + S = 3+4 = 7 :: 7
         + \text{Area} = 12 \text{ cm}^2 :: 12
         + P(X>2) = 0.3 :: 0.3
+        + \det A = 6 :: 6
+        + \lceil 5.5\rceil = 6 :: 6
+        + \text{The answer is } 5x-y=0 :: 5x-y=0
         + 7 :: x = 7
         + y = 2x+1 :: 2x+1
         + 3x + 2y = 6 :: y = 3 - \frac{3}{2}x
@@ -169,6 +180,8 @@ KINDS = {
         - (1,3,2) :: (1,2,3)
         - 3,2,1 :: (1,2,3)
         - 2 :: \pm 2
+        - \{1,2\} :: (1,2)
+        - (1,2) :: \{1,2\}
         - (1,2] :: (1,2)
         - \begin{pmatrix}1&2\end{pmatrix} :: \begin{pmatrix}1\\2\end{pmatrix}
     """,
@@ -179,7 +192,10 @@ KINDS = {
         + 5 ft 6 in :: 66\text{ inches}
         + 2 m 30 cm :: 230\text{ cm}
         + 7 days :: 1\text{ week}
+        + 3h :: 180\text{ minutes}
         + 8:30 AM :: 8\!:\!30\text{ a.m.}
+        + 8{:}30 AM :: 08:30 am
+        + \text{The answer is } 101_2 :: 101_2
         + 101_{\text{two}} :: 101_2
         + 2.5 billion :: 2500000000
         + The total is 85 :: 85
@@ -191,6 +207,8 @@ KINDS = {
         - 3 dozen :: 3
         - 5\text{ cm}^2 :: 5\text{ cm}^3
         - at least 5 :: 5
+        - \text{not }x=5 :: 5
+        - \text{more than }0 :: 0
         - 5 km north :: 5\text{ km south}
         - 3x :: 3
     """,
@@ -200,6 +218,7 @@ KINDS = {
         + 25 :: 25\%
         + $25 :: 25
         + 25€ :: 25
+        + 25¢ :: \$0.25
         + 25 cents :: \$0.25
         - 0.25 :: 25
         - 2500\% :: 25\%
@@ -210,7 +229,9 @@ KINDS = {
         + twenty-one :: 21
         + one hundred and five :: 105
         + two thirds :: \frac23
-        + one and a half :: 1.5
+        + one and one half :: 1.5
+        + A) :: A
+        + A and C :: A, C
         + negative five :: -5
         + There are no solutions :: \text{no solution}
         + (A) 5 :: A
@@ -221,6 +242,7 @@ KINDS = {
         - sixteen :: 60
         - not even :: even
         - dog :: god
+        - \text{(A)} \text{ or } 5 :: A
         - one solution :: no solution
         - A, B :: A
     """,
@@ -237,6 +259,7 @@ KINDS = {
 }
 EXTRACTION = r"""
     + So there are **73** ways. :: 73
+    + The final answer is 11,\! 111 :: 11111
     + **Answer:** 73 :: 73
     + The final answer is $73$ cm. :: 73
     + The final answer is $5$ and $6$. :: 5,6
@@ -292,7 +315,7 @@ def test_a_right_answer_of_another_type_or_form(verifier: Verifier) -> None:
 @pytest.mark.parametrize("answer", [True, None])
 def test_a_row_of_an_input_file_keeps_the_type_of_its_answer(answer: object) -> None:
     completion = Completion([1], rf"\boxed{{{answer}}}", "stop")
-    assert _outcome({"problem": "p", "answer": answer}, completion, "")["correct"] is False
+    assert not _outcome({"problem": "p", "answer": answer}, completion, "").get("correct")
 
 
 def test_pairs_of_another_author(verifier: Verifier) -> None:
