@@ -181,6 +181,7 @@ def _run(isolation: Isolation, job: Mapping[str, Any], limits: Limits) -> tuple[
     start, nonce, pipe = time.monotonic(), secrets.token_hex(16), subprocess.PIPE
     folder = tempfile.mkdtemp(prefix="rlkv-sandbox-")
     options = {"folder": folder, "start_seconds": START_SECONDS, "wall_seconds": limits.wall_seconds}
+    options["evaluator"] = os.getpid()
     options["worker"] = isolation.command(folder, limits)
     command = [*PYTHON, START.format("judge"), os.path.dirname(INSIDE), json.dumps(options)]
     text = json.dumps({"setup": "", "stdin": None, **job, "nonce": nonce}).encode()

@@ -39,11 +39,16 @@ def main() -> NoReturn:
     """Start the worker, write what shuts it in, read the job, write the verdict; end by SIGALRM if too late."""
     options = json.loads(sys.argv[2])
     os.chdir(options["folder"])
+    # held back until the handler, which removes the folder, is there
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     worker.call("prctl", worker.PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     worker.call("prctl", worker.DUMPABLE, 0, 0, 0, 0)
     signal.alarm(options["start_seconds"])
     program = Program(options["worker"], options["folder"])
     signal.signal(signal.SIGTERM, lambda *_: program.end("killed", "by the end of the evaluator"))
+    if os.getppid() != options["evaluator"]:  # it ended before this process asked to be told
+        signal.raise_signal(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     print(json.dumps(program.receive()), flush=True)
     signal.setitimer(signal.ITIMER_REAL, options["wall_seconds"])
     resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # for hostile answers
@@ -71,7 +76,7 @@ class Program(dict[str, Any]):
         self.where, self.tests, self.used, self.shadowed = "program", "", "", False
         (requests, to_worker), (from_worker, replies) = os.pipe(), os.pipe()
         ends = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, replies, 1)]
-        self.pid = os.posix_spawn(command[0], command, {}, file_actions=ends)
+        self.pid = os.posix_spawn(command[0], command, {}, file_actions=ends, setsigmask=[])
         os.close(requests)
         os.close(replies)
         self.requests, self.answers = os.fdopen(to_worker, "w", buffering=1), os.fdopen(from_worker)
