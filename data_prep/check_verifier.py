@@ -15,13 +15,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlkv.cli.errors import run_app
-from rlkv.cli.options import parse
-from rlkv.data.deepscaler import load_problems, read_rows
-from rlkv.evaluation.report.checks import Check, accepted, check_pairs, check_verifier, share_of, write_checks
-from rlkv.evaluation.report.page import Page
+from rlkv.cli.app import parse, run_app
+from rlkv.data.problems import load_problems, read_rows
+from rlkv.evaluation.checks import Check, accepted, check_pairs, check_verifier, share_of, write_checks
+from rlkv.evaluation.report import Page
 from rlkv.utils.store import Row, check_results
-from rlkv.verifier.verifier import Verifier
+from rlkv.verifier import Verifier
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ with this ``--config`` starts from: neither chosen by what the model solves nor 
 without self-distilled data (arXiv 2510.08525, figure 8).
 """
 
-from rlkv.cli.errors import run_app
-from rlkv.cli.options import parse
+from rlkv.cli.app import parse, run_app
 
 
 def main() -> None:

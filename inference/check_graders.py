@@ -16,18 +16,18 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlkv.cli.errors import run_app
-from rlkv.cli.options import parse
-from rlkv.data.deepscaler import SUFFIXES, Problem
-from rlkv.evaluation.report.checks import Check, accepted, check_verifier, share_of, write_checks
-from rlkv.evaluation.report.page import Page
+from rlkv.cli.app import parse, run_app
+from rlkv.data.problems import SUFFIXES, Problem
+from rlkv.evaluation.checks import Check, accepted, check_verifier, share_of, write_checks
+from rlkv.evaluation.report import Page
 from rlkv.evaluation.sandbox import isolation
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS, load_task
 from rlkv.inference.options import check_positive
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.store import check_results
-from rlkv.verifier.verifier import Verifier, last_box
+from rlkv.verifier import Verifier
+from rlkv.verifier.extraction import last_box
 
 SENTENCE = "Therefore, the final answer is: $\\boxed{%s}$. I hope it is correct"
 

@@ -19,14 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from rlkv.cli.errors import run_app
-from rlkv.cli.options import parse
-from rlkv.data.deepscaler import curriculum_template
+from rlkv.cli.app import parse, run_app
+from rlkv.data.problems import curriculum_template
 from rlkv.gates.formats import SUFFIXES
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.models.prompts import choose_template
-from rlkv.utils.atomic import check_new
+from rlkv.utils.files import check_new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class RerankConfig(ModelOptions):
 
 def main() -> None:
     config = parse(RerankConfig, __doc__)
-    from rlkv.training.elimination_run import draw_traces, rerank_on_traces
+    from rlkv.training.elimination import draw_traces, rerank_on_traces
 
     found = HeadGates.load(config.gates)
     if not config.model and found.model is None:

@@ -3,7 +3,7 @@
 python inference/study.py --gates RLKV=results/demo/gates.pt --tasks tiny --output-dir results/study/report
 """
 
-from rlkv.cli.study import main
+from rlkv.cli.jobs import study_main as main
 
 if __name__ == "__main__":
     main()

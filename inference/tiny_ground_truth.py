@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from rlkv.cache import CacheSettings
-from rlkv.cli.errors import run_app
-from rlkv.cli.options import parse
+from rlkv.cli.app import parse, run_app
 from rlkv.evaluation.elimination import Elimination, Trace, TraceScorer, backward_elimination, without_head
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
@@ -29,13 +28,12 @@ from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
-from rlkv.tiny import GROUND_TRUTH, problems
-from rlkv.tiny.task import MIN_DEFINITIONS, longest_solution
-from rlkv.utils.atomic import write_json
+from rlkv.tiny import GROUND_TRUTH, MIN_DEFINITIONS, longest_solution, problems
+from rlkv.utils.files import write_json
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.provenance import provenance
+from rlkv.utils.runtime import provenance
 from rlkv.utils.store import check_results
-from rlkv.verifier.verifier import are_correct
+from rlkv.verifier import are_correct
 
 SEEDS = {"accuracy": 4_000_003, "traces": 3_000_003}  # of the problems
 REMOVABLE = 0.95  # accuracy below which heads are needed

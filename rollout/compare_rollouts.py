@@ -20,16 +20,14 @@ from typing import Any
 import torch
 from scipy.stats import spearmanr
 
-from rlkv.cli.errors import run_app
-from rlkv.cli.options import parse
-from rlkv.data.filter_config import FilterConfig
-from rlkv.evaluation.report.page import Page
+from rlkv.cli.app import parse, run_app
+from rlkv.data.filter import FilterConfig
+from rlkv.evaluation.report import Page
 from rlkv.gates.head_gates import HeadGates
-from rlkv.tiny.task import longest_solution, problems
-from rlkv.training.logs import GATES_LOG, LOG
-from rlkv.utils.atomic import write_json
-from rlkv.utils.jsonl import read_log, write_jsonl
-from rlkv.utils.provenance import hardware_line, provenance
+from rlkv.tiny import longest_solution, problems
+from rlkv.training.run_folder import GATES_LOG, LOG
+from rlkv.utils.files import read_log, write_json, write_jsonl
+from rlkv.utils.runtime import hardware_line, provenance
 from rlkv.utils.store import check_results
 
 COMPARED = ("reward/mean", "response/length_mean")

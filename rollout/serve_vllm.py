@@ -11,8 +11,7 @@ anyone who reaches its port: leave --host at this machine unless the network is 
 GET /health says which model it serves and whether it is busy.
 """
 
-from rlkv.cli.errors import run_app
-from rlkv.cli.options import parse
+from rlkv.cli.app import parse, run_app
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ def test_the_package_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     "statement",
-    ["from rlkv import HeadGates", "from rlkv import HeadAllocation", "import rlkv.cli.gates, rlkv.gates.plots"],
+    ["from rlkv import HeadGates", "from rlkv import HeadAllocation", "import rlkv.cli.gates, rlkv.gates.publish"],
 )
 def test_gates_load_nothing_heavy(statement: str) -> None:
     assert loaded_after(statement) - {"triton"} == set()  # torch itself may load triton on a GPU machine
@@ -38,7 +38,7 @@ def test_serving_needs_no_optional_package(name: str) -> None:
 
 
 def test_benchmarks_need_no_optional_package() -> None:
-    assert loaded_after("import rlkv.cli.bench") & set(OPTIONAL) == set()
+    assert loaded_after("import rlkv.cli.jobs") & set(OPTIONAL) == set()
 
 
 def test_public_names() -> None:

@@ -23,21 +23,18 @@ from scipy.stats import binomtest
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from rlkv.cli.errors import run_app
-from rlkv.cli.options import parse
+from rlkv.cli.app import parse, run_app
 from rlkv.models.builtin import SMOLLM2
 from rlkv.models.loading import load_model, resolve_device
 from rlkv.models.prompts import build_messages, render_prompt
 from rlkv.rollout.base import SamplingParams
-from rlkv.smol.task import MAX_DISTRACTORS, MAX_NEW_TOKENS, MAX_STEPS, draw_problem, problems
-from rlkv.training.logs import LOG, RUN_CONFIG
-from rlkv.utils.atomic import write_json
-from rlkv.utils.extras import require
-from rlkv.utils.jsonl import read_json, write_jsonl
+from rlkv.smol import MAX_DISTRACTORS, MAX_NEW_TOKENS, MAX_STEPS, draw_problem, problems
+from rlkv.training.run_folder import LOG, RUN_CONFIG
+from rlkv.utils.files import read_json, write_json, write_jsonl
 from rlkv.utils.progress import ProgressBar, progress_bar
-from rlkv.utils.provenance import provenance
+from rlkv.utils.runtime import provenance, require
 from rlkv.utils.store import free_folder, hold_folder
-from rlkv.verifier.verifier import are_correct
+from rlkv.verifier import are_correct
 
 HELD_OUT_SEED = 1_000_003
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -32,18 +32,15 @@ from torch import Tensor
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 
-from rlkv.cli.errors import run_app
-from rlkv.cli.options import parse
+from rlkv.cli.app import parse, run_app
 from rlkv.models.loading import resolve_device
 from rlkv.models.prompts import render_prompt
-from rlkv.tiny import MODEL_DIR
-from rlkv.tiny.task import MAX_DEFINITIONS, MIN_DEFINITIONS, draw_length, draw_problem
+from rlkv.tiny import MAX_DEFINITIONS, MIN_DEFINITIONS, MODEL_DIR, draw_length, draw_problem
 from rlkv.tiny.tokenizer import build_tokenizer
-from rlkv.training.checkpoints import load_tensors, save_tensors
-from rlkv.utils.atomic import write_json
-from rlkv.utils.jsonl import append_line, read_log, write_jsonl
+from rlkv.training.run_folder import load_tensors, save_tensors
+from rlkv.utils.files import append_line, read_log, write_json, write_jsonl
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.provenance import hardware_line
+from rlkv.utils.runtime import hardware_line
 from rlkv.utils.store import hold_folder
 
 MUON_LR, ADAMW_LR, MAX_GRAD_NORM = 5e-3, 3e-3, 1.0

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rlkv.attention.branches import full_attention, local_attention
 from rlkv.attention.call import OF_MASKED_SDPA, OF_SDPA, UNDERSTOOD, MixedCall, mixed_mask, refuse_variants
-from rlkv.utils.gpu import leave_cudnn_out
+from rlkv.utils.devices import leave_cudnn_out
 
 IMPLEMENTATION = "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 PLAIN = "rlkv_plain"  # the same without gates

@@ -24,8 +24,8 @@ from rlkv.benchmarks.check.explicit import exact_token
 from rlkv.benchmarks.common import KERNEL, ProcessConfig, at_least, kernel_serves
 from rlkv.benchmarks.turns import fits, timed, turns
 from rlkv.cache import HeadReallocationCache
-from rlkv.cache.attention import CachedCall
-from rlkv.evaluation.report.plots import Panel, Point
+from rlkv.cache.layer import CachedCall
+from rlkv.evaluation.report import Panel, Point
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.kernels.step import DecodeStep
 from rlkv.utils.progress import progress_bar

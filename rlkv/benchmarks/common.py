@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from rlkv.evaluation.report.page import Page
-from rlkv.evaluation.report.plots import Panel, plot_curves
+from rlkv.evaluation.report import Page, Panel, plot_curves
 from rlkv.kernels.step import serves
 from rlkv.models.loading import resolve_device, resolve_dtype
-from rlkv.utils.atomic import write_json
-from rlkv.utils.provenance import hardware, hardware_line, provenance
+from rlkv.utils.files import write_json
+from rlkv.utils.runtime import hardware, hardware_line, provenance
 
 KERNEL = ", kernel"  # behind the name of what decodes by the kernel, which is off by default
 

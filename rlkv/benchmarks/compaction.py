@@ -17,7 +17,7 @@ from torch import Tensor
 from rlkv.benchmarks.common import TimingConfig, at_least
 from rlkv.benchmarks.decode import realloc_variant, take_turn
 from rlkv.benchmarks.turns import peak_bytes, timed
-from rlkv.evaluation.report.plots import Panel, Point
+from rlkv.evaluation.report import Panel, Point
 from rlkv.eviction import POLICIES, EvictionPolicy, make_policy
 from rlkv.utils.progress import progress_bar
 

@@ -24,7 +24,7 @@ from rlkv.benchmarks.agreement import ALLOWED_OF_MODELS, relative_error
 from rlkv.benchmarks.common import KERNEL, TimingConfig, at_least, kernel_serves
 from rlkv.benchmarks.turns import timed, turns
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
-from rlkv.evaluation.report.plots import Panel, Point
+from rlkv.evaluation.report import Panel, Point
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import cache_nbytes
 from rlkv.models.loading import resolve_device, resolve_dtype

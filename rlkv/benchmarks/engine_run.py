@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlkv.benchmarks.workload import PERCENTILES, Workload
-from rlkv.utils.atomic import write_json
+from rlkv.utils.files import write_json
 from rlkv.vllm.settings import VARIABLES
 
 ENVIRONMENT = {

@@ -20,10 +20,10 @@ from rlkv.benchmarks.turns import fits, timed, turns
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.cache.plan import CacheSettings
-from rlkv.evaluation.report.plots import Panel, Point
-from rlkv.evaluation.run.methods import FULL, CompressionMethod, parse_methods
+from rlkv.evaluation.evaluate import FULL, CompressionMethod, parse_methods
+from rlkv.evaluation.report import Panel, Point
 from rlkv.inference.engine import cache_nbytes
-from rlkv.rollout.estimate import GIB
+from rlkv.rollout.footprint import GIB
 from rlkv.utils.progress import progress_bar
 
 COLUMNS = {

@@ -17,10 +17,10 @@ from typing import Any
 
 from rlkv.benchmarks.common import at_least
 from rlkv.benchmarks.workload import LIMITED, PERCENTILES, SETTINGS, Workload, expect
-from rlkv.evaluation.report.plots import FULL_CACHE
+from rlkv.evaluation.report import FULL_CACHE
 from rlkv.gates.head_gates import HeadGates
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.provenance import digest, hardware, provenance, versions
+from rlkv.utils.runtime import digest, hardware, provenance, versions
 from rlkv.utils.store import key_of, open_store
 from rlkv.vllm.plugin import installed_version
 from rlkv.vllm.settings import EVICTIONS

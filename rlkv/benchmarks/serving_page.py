@@ -8,10 +8,9 @@ from typing import Any
 from rlkv.benchmarks.common import write_result
 from rlkv.benchmarks.serving import ServingConfig, do_runs, summarize
 from rlkv.benchmarks.workload import Workload
-from rlkv.evaluation.report.page import Page
-from rlkv.evaluation.report.plots import Panel, Point
+from rlkv.evaluation.report import Page, Panel, Point
 from rlkv.models.loading import resolve_device
-from rlkv.utils.provenance import hardware_line
+from rlkv.utils.runtime import hardware_line
 from rlkv.vllm.plugin import check_installed, installed_version
 
 NOTE = (

@@ -16,8 +16,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import DTYPES
 from rlkv.models.shape import ModelShape
-from rlkv.vllm.blocks.demand import BlockDemand, BufferDemand, SinkWindowDemand
-from rlkv.vllm.blocks.packing import plan_packing
+from rlkv.vllm.packing import BlockDemand, BufferDemand, SinkWindowDemand, plan_packing
 
 LIMITED, ROOMY = "memory-limited", "not limited"
 SETTINGS = (LIMITED, ROOMY)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkv.eviction.base import EvictionPolicy
-from rlkv.utils.gpu import moved
+from rlkv.utils.devices import moved
 
 DECODED = 50  # last tokens of a prompt that RLKV's evaluator decodes (decoding_simulation_length in its code)
 _IN_FULL = {"full": lambda length: length, "local": lambda length: 0, "published": lambda n: max(0, n - DECODED)}

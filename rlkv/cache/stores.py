@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.attention.grouped import grouped_attention
+from rlkv.attention.branches import grouped_attention
 from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 
 # A buffer grows by 1/16 of its entries, rounded up to a multiple of 16: little headroom, and copying 16 entries a token

@@ -22,13 +22,85 @@ from typing import Annotated
 from scipy.stats import spearmanr
 from tyro.conf import Positional, arg
 
-from rlkv.cli.errors import run_app
-from rlkv.cli.gates_report import Report
-from rlkv.cli.gates_share import Pull, Push
-from rlkv.cli.options import parse_command
+from rlkv.cli.app import parse_command, run_app
 from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.utils.atomic import check_new
+from rlkv.utils.files import check_new
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one HTML page of a training run: is it collapsing, is it converging, which heads are left?
+
+    RUN_DIR is the output folder of rlkv-train (any finder) or rlkv-distill, also while it trains.
+
+    rlkv-gates report outputs/gates
+    """
+
+    run_dir: Annotated[Positional[Path], arg(metavar="RUN_DIR")]
+    """Output folder of the run."""
+    out: Path | None = None
+    """Page to write; default: report.html in RUN_DIR."""
+
+    def run(self) -> None:
+        from rlkv.evaluation.run_page import write_training_page
+
+        out = self.out or self.run_dir / "report.html"
+        write_training_page(self.run_dir, out)
+        print(out)
+
+
+Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
+
+
+@dataclass(frozen=True)
+class Push:
+    """Publish gates on the Hugging Face hub: a PEFT adapter, a model card and a heat map, in one commit.
+
+    rlkv-gates push outputs/gates/gates.pt hf://owner/name
+    rlkv-gates push gates.pt hf://owner/name --evaluation results/eval/results.json --private
+    """
+
+    gates: Annotated[Positional[str], arg(metavar="GATES")]
+    """Gates file, folder or hub address."""
+    address: Address
+    """Repository of the hub, which is made if it is absent."""
+    evaluation: Path | None = None
+    """results.json of rlkv-eval with these gates, for the card."""
+    private: bool = False
+    """Make a new repository private; one that exists stays as it is."""
+
+    def run(self) -> None:
+        from rlkv.gates.publish import push_gates
+
+        print(push_gates(HeadGates.load(self.gates), self.address, self.evaluation, self.private))
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Download gates from the Hugging Face hub, in the format of OUT's suffix (none: a PEFT folder).
+
+    rlkv-gates pull hf://owner/name gates.pt
+    rlkv-gates pull hf://owner/name@revision adapter/
+    """
+
+    address: Address
+    """Repository of the hub, with @REVISION if wanted."""
+    out: Annotated[Positional[Path], arg(metavar="OUT")]
+    """File that ends with .pt, .safetensors or .tsv, or a folder (PEFT)."""
+    overwrite: bool = False
+    """Replace OUT if it exists."""
+
+    def check(self) -> None:
+        if not self.address.startswith("hf://"):
+            raise ValueError(f"{self.address}: not on the hub: give hf://owner/name, or use rlkv-gates convert")
+        check_new(self.out, self.overwrite)
+
+    def run(self) -> None:
+        loaded = HeadGates.load(self.address)
+        loaded.save(self.out)
+        print(f"{self.out}: {loaded!r}")
+
 
 Gates = Annotated[Positional[str], arg(metavar="GATES")]
 Out = Annotated[Positional[Path], arg(metavar="OUT")]
@@ -112,7 +184,7 @@ class Plot:
         check_new(self.out, self.overwrite)
 
     def run(self) -> None:
-        from rlkv.gates.plots import plot_gates, plot_histogram  # matplotlib is slow to load
+        from rlkv.gates.publish import plot_gates, plot_histogram
 
         (plot_histogram if self.histogram else plot_gates)(HeadGates.load(self.gates), self.out)
         print(self.out)

@@ -27,20 +27,50 @@ Another model, sampled:
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlkv.cli.errors import run_app
-from rlkv.cli.options import parse
-from rlkv.cli.thinking import ThinkingStream
-from rlkv.inference.config import InferConfig
+from rlkv.cli.app import parse, run_app
+from rlkv.inference.session import InferConfig
 
 if TYPE_CHECKING:
     from rlkv.inference.engine import OnText, Reply
     from rlkv.inference.session import InferSession
     from rlkv.rollout.base import Completion
+
+TAGS = re.compile("(<think>|</think>)")
+DIM, NORMAL = "\033[2m", "\033[0m"
+
+
+class ThinkingStream:
+    """Prints each piece of text at once; on a terminal, from ``<think>`` to ``</think>`` in dim letters.
+
+    transformers streams whole words, so a tag is never split.
+    """
+
+    def __init__(self, prompt: str) -> None:
+        """``prompt``: the rendered one; the chat templates of some models open the thinking at its end."""
+        self._style = sys.stdout.isatty()
+        if prompt.rstrip().endswith("<think>"):
+            self._dim()
+
+    def __call__(self, text: str) -> None:
+        for part in TAGS.split(text):
+            if part == "<think>":
+                self._dim()
+            print(part, end="", flush=True)
+            if part == "</think>":
+                self.close()
+
+    def _dim(self) -> None:
+        print(DIM if self._style else "", end="", flush=True)
+
+    def close(self) -> None:
+        """Back to normal letters, wherever the text has ended."""
+        print(NORMAL if self._style else "", end="", flush=True)
 
 
 def infer() -> None:
@@ -111,7 +141,7 @@ def _answer_vllm(session: InferSession, prompt: str) -> None:
 
 
 def _answer_file(session: InferSession) -> None:
-    from rlkv.inference.batch import run_batches
+    from rlkv.inference.session import run_batches
 
     report = run_batches(session)
     earlier = f", {report.resumed} of them from an earlier run" if report.resumed else ""

@@ -1,4 +1,4 @@
-r"""Find the heads on problems that the model solves: by a short distillation and elimination, or by GRPO.
+"""Find the heads on problems that the model solves: by a short distillation and elimination, or by GRPO.
 
     rlkv-train --config tiny --finder elimination --curriculum results/curriculum/curriculum.parquet
     rlkv-train --config tiny                                     # GRPO; the built-in model on problems of its own task
@@ -23,7 +23,28 @@ from __future__ import annotations
 
 import sys
 
-from rlkv.cli.errors import run_app
+from rlkv.cli.app import run_app
+
+DISTILL = """Find the heads by distillation instead of reinforcement learning: no rollouts, dense gradients, one device.
+
+    rlkv-distill --config distill_tiny
+    rlkv-distill --config distill_tiny_traces --curriculum curriculum.parquet
+    rlkv-distill --config distill_llama8b --haystack book.txt
+
+Mixed attention is pulled to what full attention computes, while an L1 term pulls the gates to 0.
+
+--data recall is DuoAttention (arXiv 2410.10819): hidden states on the answers of a multi-passkey recall task.  The task
+is word sequences hidden in text (--haystack FILE, or random words of the tokenizer's vocabulary); the tiny model has no
+such words, so it gets bindings like k=3 hidden among definitions of its own task.
+
+--data traces: next-token distributions (KL) on the model's own correct outputs, which rlkv-filter has recorded.  --loss
+puts either loss on either data.
+
+--config takes a file or the name of a packaged one; --verbose shows what other libraries print.  The run goes to
+--output_dir: log.jsonl, checkpoints, and at the end gates.pt in every format with figures and summary.json.  A run that
+was stopped resumes when the same command is given again.  The gates can be the start of reinforcement learning:
+rlkv-train --finder rlkv --init_gates gates.pt.
+"""
 
 
 def _train() -> None:
@@ -31,19 +52,19 @@ def _train() -> None:
         print(__doc__)
     import torch
 
-    from rlkv.utils.extras import require
+    from rlkv.utils.runtime import require
 
     require("trl", "train")
     from rlkv.training.config import parse_config
-    from rlkv.training.elimination_run import eliminate_heads
-    from rlkv.training.run import train_gates
+    from rlkv.training.elimination import eliminate_heads
+    from rlkv.training.grpo import prompt_tokens, train_gates
 
     settings, args = parse_config(sys.argv[1:])
     if settings.plan:
-        from rlkv.training.plan_page import describe_plan
+        from rlkv.training.plan import describe_plan
 
         if args.process_index == 0:
-            print(describe_plan(settings, args))
+            print(describe_plan(settings, args, prompt_tokens(settings, args)))
         return
     find = {"rlkv": train_gates, "elimination": eliminate_heads}[settings.finder]
     try:
@@ -51,6 +72,22 @@ def _train() -> None:
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _distill() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(DISTILL)
+    from rlkv.utils.runtime import require
+
+    require("trl", "train")
+    from rlkv.training.config import parse_distill_config
+    from rlkv.training.distillation import distill_gates
+
+    distill_gates(parse_distill_config(sys.argv[1:]))
+
+
+def distill_main() -> None:
+    run_app(_distill)
 
 
 def main() -> None:

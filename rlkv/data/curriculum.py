@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from rlkv.models.published import short_name
+from rlkv.models.shape import short_name
 
 
 def curriculum_folder(model: str) -> Path:

@@ -6,14 +6,13 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlkv.data.deepscaler import Problem, load_problems, read_curriculum
-from rlkv.data.filter_config import FilterConfig
+from rlkv.data.filter import FilterConfig
+from rlkv.data.problems import Problem, load_problems, read_curriculum
 from rlkv.models.builtin import SMOL, TINY
-from rlkv.smol.task import MAX_STEPS, MIN_STEPS
-from rlkv.smol.task import problems as smol_problems
-from rlkv.tiny.task import problems as tiny_problems
-from rlkv.utils.atomic import check_new
-from rlkv.utils.jsonl import write_jsonl
+from rlkv.smol import MAX_STEPS, MIN_STEPS
+from rlkv.smol import problems as smol_problems
+from rlkv.tiny import problems as tiny_problems
+from rlkv.utils.files import check_new, write_jsonl
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkv.models.prompts import render_prompt
-from rlkv.tiny.task import NAMES, OPERATORS, apply_operator
+from rlkv.tiny import NAMES, OPERATORS, apply_operator
 
 MAX_PASSKEYS = 16  # of the tiny model's task
 # words of passkeys: any fixed list of distinct words will do

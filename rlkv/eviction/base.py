@@ -7,16 +7,92 @@ The a queries are those of the last a entries, scaled such that ``query . key / 
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from math import inf
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from rlkv.utils.gpu import moved
+from rlkv.utils.devices import moved
+from rlkv.utils.files import parse_json
 from rlkv.utils.numbers import MOST
+
+FLOATS = 2**22  # numbers in the largest temporary tensor (16 MB in float32), unless one row of one head needs more
+
+
+def items_at_once(floats_each: int) -> int:
+    """How many items of ``floats_each`` numbers fit into ``FLOATS``, at least one."""
+    return max(1, FLOATS // max(1, floats_each))
+
+
+def pieces(total: int, floats_each: int) -> Iterator[slice]:
+    """Slices that cover ``range(total)``, each of :func:`items_at_once`."""
+    step = items_at_once(floats_each)
+    return (slice(begin, min(begin + step, total)) for begin in range(0, total, step))
+
+
+class FlatHeads(NamedTuple):
+    """The KV heads of all rows side by side: keys ``[L, N, D]``, queries ``[L, G, a, D]``, valid bool ``[L, N]``."""
+
+    keys: Tensor
+    queries: Tensor
+    valid: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, queries: Tensor, valid: Tensor) -> FlatHeads:
+        """From keys ``[B, H, N, D]``, queries ``[B, Q, a, D]``, valid ``[B, N]``."""
+        h = keys.shape[1]
+        grouped = queries.unflatten(1, (h, queries.shape[1] // h))
+        return cls(keys.flatten(0, 1), grouped.flatten(0, 1), valid.repeat_interleave(h, dim=0))
+
+
+def attention_logits(keys: Tensor, queries: Tensor) -> Tensor:
+    """``query . key / sqrt(D)``: keys ``[L, N, D]``, queries ``[L, G, a, D]`` -> ``[L, G, a, N]``."""
+    scaled = queries.float() * queries.shape[-1] ** -0.5
+    # the queries of a group as rows of one product: a broadcast one would copy the keys G times
+    logits = scaled.flatten(1, 2) @ keys.float().mT
+    return logits.unflatten(1, queries.shape[1:3])
+
+
+def visible(valid: Tensor, queries: slice, hidden: int = 0) -> Tensor:
+    """Entries up to each query's own, without padding and the last ``hidden``: valid ``[L, N]`` -> ``[L, a, N]``."""
+    n = valid.shape[-1]
+    entry = torch.arange(n, device=valid.device)
+    seen = (entry <= entry[queries, None]) & (entry < n - hidden)
+    return seen & valid[:, None, :]
+
+
+def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    """Softmax over the last dimension where ``mask``, 0 elsewhere; 0 where nothing is left.  Overwrites logits."""
+    return logits.masked_fill_(~mask, -torch.inf).softmax(dim=-1).masked_fill_(~mask, 0)
+
+
+def sum_rows(values: Tensor) -> Tensor:
+    """``[..., a, N]`` -> ``[..., N]``, added up in the same order for every entry (``sum(dim=-2)`` is not)."""
+    return values.mT.contiguous().sum(dim=-1)
+
+
+def attention_received(keys: Tensor, queries: Tensor, valid: Tensor, hidden: int = 0) -> Tensor:
+    """Attention that every entry gets, summed over the queries: float32 ``[B, H, G, N]``.
+
+    Each query head's softmax runs over the entries that are :func:`visible` to the query.  Queries are taken in pieces,
+    so that the whole a x N matrix is never in memory.
+    """
+    flat = FlatHeads.of(keys, queries, valid)
+    (num_flat, n, d), (g, a) = flat.keys.shape, flat.queries.shape[1:3]
+    received = torch.zeros(num_flat, g, n, dtype=torch.float32, device=keys.device)
+    for heads in pieces(num_flat, max(n * d, g * n)):
+        keys_LND, valid_LN = flat.keys[heads].float(), flat.valid[heads]
+        for rows in pieces(a, keys_LND.shape[0] * g * n):
+            mask = visible(valid_LN, slice(n - a + rows.start, n - a + rows.stop), hidden)
+            logits = attention_logits(keys_LND, flat.queries[heads, :, rows])
+            received[heads] += sum_rows(masked_softmax(logits, mask[:, None]))
+    return received.unflatten(0, keys.shape[:2])
 
 
 @dataclass(frozen=True)
@@ -220,3 +296,43 @@ def check_shapes(keys: Tensor, queries: Tensor, valid: Tensor | None) -> None:
         raise ValueError(f"{queries.shape[2]} queries for {n} entries: they are the queries of the last entries")
     if valid is not None and (valid.shape != (b, n) or valid.dtype != torch.bool):
         raise ValueError(f"valid must be bool [{b}, {n}], got {valid.dtype} {list(valid.shape)}")
+
+
+P = TypeVar("P", bound=EvictionPolicy)
+_policies: dict[str, type[EvictionPolicy]] = {}
+POLICIES: Mapping[str, type[EvictionPolicy]] = MappingProxyType(_policies)  # read-only: see register()
+
+
+def register(policy: type[P]) -> type[P]:
+    """Class decorator: every command, study and test knows the policy by its ``name`` from here on."""
+    if policy.name in _policies:
+        raise ValueError(f"there is already an eviction policy {policy.name!r}: {_policies[policy.name].__qualname__}")
+    _policies[policy.name] = policy
+    return policy
+
+
+def parse_options(texts: list[str]) -> dict[str, Any]:
+    """Fields and values from texts such as ``variant=published``, ``lam=0.2`` or ``protect_prompt=true``."""
+    fields: dict[str, Any] = {}
+    for text in texts:
+        field, separator, value = text.partition("=")
+        if not separator or not field:
+            raise ValueError(f"option {text!r} is not written as name=value, such as variant=published")
+        if field in fields:
+            raise ValueError(f"option {field} is given twice")
+        try:
+            fields[field] = parse_json(value.lower() if value.lower() in ("true", "false") else value)
+        except ValueError:
+            fields[field] = value  # a word
+    return fields
+
+
+def make_policy(name: str, **options: Any) -> EvictionPolicy:
+    """The policy ``name`` with the fields ``options``; ValueError for unknown names and values that it refuses."""
+    if name not in POLICIES:
+        raise ValueError(f"there is no eviction policy {name!r}: choose one of {', '.join(POLICIES)}")
+    known = inspect.signature(POLICIES[name]).parameters
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise ValueError(f"{name} has no option {', '.join(unknown)}: its options are {', '.join(known)}")
+    return POLICIES[name](**options)

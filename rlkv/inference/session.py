@@ -2,21 +2,157 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlkv.cache import CacheSettings
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.inference.config import InferConfig
 from rlkv.inference.engine import InferenceEngine
+from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
+from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.prompts import choose_template, render_prompt
-from rlkv.rollout.base import SamplingParams, check_length
-from rlkv.utils.jsonl import is_text, read_jsonl
-from rlkv.utils.provenance import digest
-from rlkv.utils.store import check_output
+from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, check_length
+from rlkv.utils.files import is_text, read_jsonl
+from rlkv.utils.progress import progress_bar
+from rlkv.utils.runtime import digest, provenance
+from rlkv.utils.store import check_output, open_store
+
+if TYPE_CHECKING:
+    from rlkv.eviction.base import EvictionPolicy
+
+FILE_TOKENS = 8192  # of an answer in a file; the paper's evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
+    """What to answer, with which model, and what its heads keep."""
+
+    gates: str | None = None
+    """gates file, folder or hub address (gates.pt, .safetensors, .tsv, PEFT); 'tiny', 'smol': built in"""
+    sparsity: float | None = None
+    """share of KV heads to compress, 0 to 1; with gates the default is 0.5"""
+    eviction: str | None = None
+    """what compressible heads keep; by default the first tokens (sinks) and a window of the last"""
+    budget: int | None = None
+    """entries per head that --eviction keeps"""
+    ratio: float | None = None
+    """instead of --budget: share of the text so far"""
+    eviction_option: tuple[str, ...] = ()
+    """fields of the policy, such as variant=published lam=0.2"""
+    model: str | None = None  # type: ignore[assignment]
+    """model folder, hub id, 'tiny' or 'smol'; default: the one that the gates name"""
+    prompt: str | None = None
+    """answer this and stop"""
+    input: Path | None = None
+    """JSONL with a field 'problem' (and 'answer') per line"""
+    output: Path | None = None
+    """where the answers to --input go; a rerun resumes"""
+    template: str | None = None
+    """prompt template: rlkv, boxed or plain; default: the one that the gates were trained with, else rlkv"""
+    prefill: str | None = None  # type: ignore[assignment]
+    """full, local (as in training) or published: how prompts are read; default: full, with vllm local"""
+    scope: Literal["global", "layer"] = "global"
+    """heads compete in the whole model, or in each layer"""
+    max_new_tokens: int | None = None
+    """longest answer, in tokens; default: up to the model's limit, of --input and vllm at most 8192"""
+    batch_size: int = 8
+    """problems of --input that are decoded together"""
+    compare_full: bool = False
+    """decode with the full cache too"""
+    backend: Literal["hf", "vllm"] = "hf"
+    """transformers, or vLLM for many texts at once"""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.prompt is None and self.input is None
+
+    @property
+    def gates_source(self) -> str | None:
+        """Which gates to load: built-in models have their own; None: an eviction policy serves all heads."""
+        has_own = self.gates is None and self.eviction is None and self.model in PACKAGED_GATES
+        return self.model if has_own else self.gates
+
+    def longest_answer(self, positions: int, longest_prompt: int) -> int:
+        """Tokens that an answer may have, for a model of ``positions``."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        room = max(1, positions - longest_prompt)
+        return room if self.input is None and self.backend == "hf" else min(room, FILE_TOKENS)
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for options that contradict each other."""
+        self._check_task()
+        self._check_heads()
+        self._check_backend()
+
+    def _check_task(self) -> None:
+        if self.prompt is not None and (self.input or self.output):
+            raise ValueError("--prompt answers one text, --input and --output a file of them: pass one or the other")
+        if (self.input is None) != (self.output is None):
+            raise ValueError("--input and --output belong together: the problems, and where their answers go")
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("--prompt is empty: there is nothing to answer")
+        if self.prompt is not None and not is_text(self.prompt):
+            raise ValueError("--prompt holds bytes that are no UTF-8: write it in UTF-8")
+        if self.compare_full and self.is_chat:
+            raise ValueError("--compare-full needs --prompt or --input: a chat continues with one cache only")
+
+    def _check_heads(self) -> None:
+        if self.eviction is None and (self.budget is not None or self.ratio is not None or self.eviction_option):
+            raise ValueError("--budget, --ratio and --eviction-option need --eviction, the policy that they are for")
+        if self.eviction is not None and any(x is not None for x in (self.sink, self.window, self.protect_prompt)):
+            raise ValueError(
+                "--sink, --window and --protect-prompt do not apply with --eviction: use the fields of the policy, "
+                "such as --eviction-option sink=4 protect_prompt=true"
+            )
+        if self.gates_source is not None:
+            return
+        if self.eviction is None:
+            raise ValueError(
+                "--gates is missing: pass the gates file that says which heads need the whole past ('tiny' or 'smol' "
+                "for a built-in model's, or one that rlkv-train wrote), or --eviction to drop tokens in all heads"
+            )
+        if self.sparsity is not None:
+            raise ValueError("--sparsity needs --gates: without them --eviction drops tokens in all heads")
+        if self.backend == "vllm":
+            raise ValueError("--backend vllm needs --gates; for all heads, --sparsity 1")
+        if self.model is None:
+            raise ValueError("--model is missing: without --gates nothing names the model")
+
+    def _check_backend(self) -> None:
+        if self.backend == "hf":
+            return
+        if self.compare_full:
+            raise ValueError("--compare-full does not work with --backend vllm: leave out one of the two")
+        if self.prefill == "published":
+            raise ValueError("--prefill published does not work with --backend vllm: use full or local")
+        if self.device != "auto":
+            raise ValueError("--device does not work with --backend vllm: the installed vLLM is for CPUs or for GPUs")
+        if self.is_chat:
+            raise ValueError("--backend vllm needs --prompt or --input; for chats, use `vllm serve`")
+
+    def policy(self) -> EvictionPolicy | None:
+        """The eviction policy of the compressible heads; None: they keep sinks and a window.
+
+        Raises:
+            ValueError: for an unknown policy or option, and values that the policy refuses.
+        """
+        if self.eviction is None:
+            return None
+        from rlkv.eviction import make_policy, parse_options
+
+        sizes = {name: getattr(self, name) for name in ("budget", "ratio") if getattr(self, name) is not None}
+        given = parse_options(list(self.eviction_option))
+        twice = sorted(given.keys() & sizes.keys())
+        if twice:
+            raise ValueError(f"{twice[0]} is given twice: by --{twice[0]} and by --eviction-option")
+        return make_policy(self.eviction, **given, **sizes)
+
 
 DEFAULT_SPARSITY = 0.5
 
@@ -49,7 +185,7 @@ class InferSession:
     """A loaded engine under an allocation.
 
     Attributes:
-        engine: an :class:`InferenceEngine`, or a :class:`rlkv.vllm.serving_engine.ServingEngine`.
+        engine: an :class:`InferenceEngine`, or a :class:`rlkv.vllm.engine.ServingEngine`.
         problems: those of ``config.input``, else none.
         settings: what completions depend on in addition to their prompts.
     """
@@ -151,8 +287,7 @@ def _open_vllm(
     template: str,
 ) -> Any:
     from rlkv.models.loading import load_tokenizer
-    from rlkv.vllm.engine import load_config
-    from rlkv.vllm.serving_engine import ServingEngine
+    from rlkv.vllm.engine import ServingEngine, load_config
     from rlkv.vllm.settings import ServingSettings
 
     tokenizer, settings = load_tokenizer(name), ServingSettings.of(allocation, cache)
@@ -167,3 +302,81 @@ def _open_vllm(
     # room for the longest text and no more; what the model does not take is refused with its prompt
     positions = longest + config.longest_answer(limit, longest)
     return ServingEngine(name, settings, config.batch_size, dtype=config.dtype, max_positions=positions)
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """What a run did: all lines of the output, how many of them were there before, usage of the new ones."""
+
+    rows: list[dict[str, Any]]
+    resumed: int
+    usage: Usage
+    usage_full: Usage
+
+    def accuracy(self, field: str = "correct") -> tuple[float, int] | None:
+        """Share of right answers (``correct`` or ``correct_full``), and of how many; None if the input has none."""
+        judged = [row[field] for row in self.rows if field in row]
+        return (sum(judged) / len(judged), len(judged)) if judged else None
+
+
+def run_batches(session: InferSession) -> BatchReport:
+    """Decode the problems of ``--input`` that ``--output`` does not answer yet, ``engine.batch_size`` at a time.
+
+    Raises:
+        ValueError: for an output of other settings, one that was edited or that another process is writing.
+    """
+    config, engine, problems = session.config, session.engine, session.problems
+    assert config.input is not None
+    assert config.output is not None
+    settings = {
+        **session.settings,
+        **dataclasses.asdict(session.sampling),
+        "batch_size": engine.batch_size,
+        "template": session.template,
+        "compare_full": config.compare_full,
+        "input": digest(config.input.read_bytes()),
+    }
+    recorded = {"options": json.loads(json.dumps(dataclasses.asdict(config), default=str)), **provenance()}
+    usage = usage_full = NO_USAGE
+    with (
+        open_store(config.output, settings, ["index"], recorded) as store,
+        progress_bar("decode", "problems", len(problems)) as bar,
+    ):
+        resumed, size = len(store.rows), engine.batch_size
+        if [row["index"] for row in store.rows] != list(range(resumed)) or resumed > len(problems):
+            raise ValueError(f"{config.output} does not answer the input line by line: the file was edited")
+        bar.resume(resumed)
+        first = resumed - resumed % size if resumed < len(problems) else resumed  # the last batch may be short
+        for begin in range(first, len(problems), size):
+            batch = problems[begin : begin + size]
+            prompts = [session.render(problem["problem"]) for problem in batch]
+            sampling = dataclasses.replace(session.sampling, seed=(session.sampling.seed * 1_000_003 + begin) % 2**63)
+            completions, spent = engine.batch(prompts, sampling)
+            usage += spent
+            rows = [_row(begin + i, *pair) for i, pair in enumerate(zip(batch, completions, strict=True))]
+            if config.compare_full:
+                full, spent = engine.batch(prompts, sampling, full=True)
+                usage_full += spent
+                rows = [row | _outcome(problem, c, "_full") for row, problem, c in zip(rows, batch, full, strict=True)]
+            missing = rows[len(store.rows) - begin :]
+            store.append(*missing)
+            bar.advance(len(missing))
+        return BatchReport(store.rows, resumed, usage, usage_full)
+
+
+def _row(index: int, problem: dict[str, Any], completion: Completion) -> dict[str, Any]:
+    kept = {"answer": problem["answer"]} if "answer" in problem else {}
+    return {"index": index, "problem": problem["problem"], **kept, **_outcome(problem, completion, "")}
+
+
+def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> dict[str, Any]:
+    outcome: dict[str, Any] = {
+        "output": completion.text,
+        "output_tokens": len(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+    }
+    if problem.get("answer") is not None:
+        from rlkv.verifier import is_correct
+
+        outcome["correct"] = is_correct(completion.text, problem["answer"])
+    return {name + suffix: value for name, value in outcome.items()}

@@ -9,7 +9,24 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def _one(out):
+    tl.store(out, 1)
+
+
+def launch(device: torch.device) -> None:
+    """Launch the smallest kernel; raises whatever Triton raises where it cannot."""
+    out = torch.zeros(1, dtype=torch.int32, device=device)
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        _one[(1,)](out)
+    if out.item() != 1:
+        raise RuntimeError("a kernel wrote nothing")
+
 
 SWITCH = "RLKV_DECODE_KERNEL"  # off by default, until a run on a GPU confirms the kernel
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -89,8 +106,6 @@ def _runs_triton(device: torch.device) -> bool:
 def _cannot_launch(device: torch.device) -> str:
     """Why, in a line; empty if it can.  Triton's errors have no class in common."""
     try:
-        from rlkv.kernels.probe import launch
-
         launch(device)
     except Exception as error:
         return str(error).strip().partition("\n")[0] or type(error).__name__

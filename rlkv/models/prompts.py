@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlkv.models.builtin import SMOL
-from rlkv.utils.jsonl import is_text
+from rlkv.utils.files import is_text
 
 RLKV_INSTRUCTION = (
     "Solve the following math problem efficiently and clearly. The last line of your response should be of "

@@ -9,7 +9,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.attention.mixed import fast_decoding
 from rlkv.cache import IMPLEMENTATION as COMPRESSED
-from rlkv.cache.growing import full_cache
+from rlkv.cache.reallocation import full_cache
 from rlkv.rollout.base import Completion, FinishReason, RolloutEngine, SamplingParams, end_tokens
 from rlkv.rollout.decoding import Decoding, StopRule
 

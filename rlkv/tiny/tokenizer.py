@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlkv.models.prompts import RLKV_INSTRUCTION
-from rlkv.tiny.task import ANSWER_PREFIX, ANSWER_SUFFIX, NAMES, OPERATORS
+from rlkv.tiny import ANSWER_PREFIX, ANSWER_SUFFIX, NAMES, OPERATORS
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>"]
 CHAT_TEMPLATE = (

@@ -3,16 +3,117 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn, Self, cast
 
 import torch
-from trl import GRPOConfig
+from trl import GRPOConfig, TrlParser
 
-from rlkv.training.micro_batches import passes
-from rlkv.training.recipes import RECIPES
-from rlkv.training.run_settings import RunSettings, check_choice, option, parse
+from rlkv.data.curriculum import curriculum_folder
+from rlkv.data.problems import curriculum_template, other_models
+from rlkv.models.prompts import choose_template
+from rlkv.training.objective import RECIPES
+from rlkv.utils.configs import read_config, take_config
+
+
+def option(default: Any, text: str) -> Any:
+    """A field with its text for ``--help``."""
+    return field(default=default, metadata={"help": text})
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def passes(prompts: int, group: int, at_once: int) -> int:
+    """The fewest forward passes of ``at_once`` samples for ``prompts`` groups; trl wants them to hold whole groups."""
+    fewest = -(-prompts * group // at_once)
+    return next(number for number in range(fewest, fewest + group) if number * at_once % group == 0)
+
+
+@dataclass
+class RunSettings:
+    """Model, data and logging."""
+
+    model: str = option("tiny", "a built-in name (tiny, smol), a local folder or a hub id")
+    dtype: str = option("auto", "dtype of the frozen model: auto, fast, float32, bfloat16, float16")
+    curriculum: str | None = option(None, "the filter's .parquet or .jsonl (problem, answer, output)")
+    allow_foreign_curriculum: bool = option(False, "train on a curriculum that another model wrote")
+    template: str | None = option(
+        None, "prompt template: rlkv, boxed or plain; default: the curriculum's, else the model's"
+    )
+    sink: int = option(128, "S: first tokens that the local branch sees")
+    window: int = option(256, "W: last tokens that the local branch sees")
+    deploy_sink: int = option(16, "sink size recommended for serving, kept in the gates file")
+    deploy_window: int = option(64, "window recommended for serving, kept in the gates file")
+    image_steps: int = option(20, "heat map and histogram: steps between plots, 0: none")
+    wandb: str = option("disabled", "online, offline or disabled")
+    wandb_project: str = option("rlkv", "W&B project")
+    resume: bool = option(True, "resume from the last checkpoint in output_dir")
+    gates_link: str | None = option(None, "a link to the exported gates.pt, made at the end; a file there stays")
+
+    def __post_init__(self) -> None:
+        check_choice("wandb", self.wandb, ("online", "offline", "disabled"))
+        if self.image_steps < 0:
+            raise ValueError(f"image_steps must be 0 or more, got {self.image_steps}")
+
+    def filter_command(self) -> str:
+        """What writes the curriculum."""
+        folder = Path(self.curriculum or "").parent
+        elsewhere = "" if folder == curriculum_folder(self.model) else f" --output-dir {folder}"
+        return f"rlkv-filter --model {self.model}{elsewhere}"
+
+    def with_curriculum(self) -> Self:
+        """With the curriculum's prompt template where none was asked for.
+
+        Raises:
+            ValueError: if the curriculum is absent or unreadable, or another model wrote it, which was not allowed.
+        """
+        if self.curriculum is not None:
+            if not Path(self.curriculum).exists():
+                raise ValueError(
+                    f"{self.curriculum}: there is no such file; `{self.filter_command()}` writes a curriculum"
+                )
+            foreign = [] if self.allow_foreign_curriculum else other_models(self.curriculum, self.model)
+            if foreign:
+                raise ValueError(
+                    f"{self.curriculum} holds what {', '.join(foreign)} solved, not {self.model}: make its own with "
+                    f"`rlkv-filter --model {self.model}`, or pass --allow_foreign_curriculum true"
+                )
+        named = self.template, curriculum_template(self.curriculum)
+        return replace(self, template=choose_template(*named, model=self.model))
+
+
+class _Parser(TrlParser):
+    """Errors as ``ValueError`` instead of a screen of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
+    """One object per dataclass: ``--config NAME|FILE`` sets defaults, other ``--name value`` options override them.
+
+    Raises:
+        ValueError: for an unknown key or option, a value of the wrong type, or settings that contradict each other.
+        OSError: if the file cannot be read.
+    """
+    parser = _Parser(cast(Any, classes), allow_abbrev=False)
+    file, arguments = take_config(arguments, *classes)
+    from_file = [] if file is None else parser.set_defaults_with_config(**read_config(file))
+    parsed: Any = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    *found, from_line = parsed
+    unknown = [text.lstrip("-") for text in from_file[::2]] + [text for text in from_line if re.match("--", text)]
+    unknown += [] if unknown else from_line
+    if unknown:
+        raise ValueError(f"unknown setting {', '.join(unknown)}: --help lists all names")
+    return found
+
 
 TRUSTED_SPARSITY = 0.4  # up to which a distillation orders the heads of an elimination
 LEAST_STEPS = 8  # of that distillation: gates move by at most 0.25 a step
@@ -242,3 +343,81 @@ def parse_config(arguments: Sequence[str]) -> tuple[RLKVSettings, GateTrainingAr
     """The settings of ``rlkv-train``; errors as in :func:`parse`."""
     settings, training = parse((RLKVSettings, GateTrainingArguments), arguments)
     return settings, training
+
+
+# data -> its usual loss, and the method that the gates file names
+SOURCES = {"recall": ("distance", "duo_attention"), "traces": ("kl", "trace_distillation")}
+
+
+@dataclass
+class DistillSettings(RunSettings):
+    """Data, loss and optimizer; defaults are DuoAttention's (arXiv 2410.10819, section on training)."""
+
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    data: str = option("recall", "recall: passkeys hidden in a long text; traces: the curriculum's own correct outputs")
+    loss: str = option(
+        "auto", "distance of hidden states, or kl of next tokens; auto: distance for recall, kl for traces"
+    )
+    prefill: str = option(
+        "local",
+        "traces: how prompts are read: local, through the gates too, or full, as by rlkv-infer and rlkv.compress",
+    )
+    haystack: str | None = option(None, "recall: text file to hide passkeys in; default: words of the vocabulary")
+    passkeys: int = option(10, "recall: sequences to remember")
+    passkey_words: int = option(32, "recall in text: words of one passkey")
+    min_length: int = option(1000, "recall in text: tokens of the shortest sample")
+    max_length: int = option(32000, "recall in text: tokens of the longest sample; traces: longer ones are cut")
+    l1_weight: float = option(0.05, "weight of the mean gate in the loss")
+    learning_rate: float = option(0.02, "peak learning rate of AdamW")
+    steps: int = option(2000, "optimizer steps")
+    batch_size: int = option(1, "samples of one optimizer step")
+    forward_rows: int = option(1, "samples of one forward and backward pass")
+    gradient_checkpointing: bool = option(False, "recompute activations in backward")
+    seed: int = option(0, "of the samples and their order")
+    save_steps: int = option(100, "steps between checkpoints")
+    image_steps: int = option(0, "heat map and histogram: steps between plots, 0: none")
+    run_name: str | None = option(None, "name of the run in W&B")
+    output_dir: str = option("outputs/distilled", "log, checkpoints and exported gates")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("data", self.data, tuple(SOURCES))
+        check_choice("loss", self.loss, ("auto", "distance", "kl"))
+        check_choice("prefill", self.prefill, ("local", "full"))
+        for name in ("steps", "batch_size", "forward_rows", "save_steps", "passkeys", "passkey_words", "min_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        least = self.min_length if self.data == "recall" else 1
+        if self.max_length < least:
+            raise ValueError(
+                f"max_length must be at least {least}, got {self.max_length} (for recall, at least min_length)"
+            )
+        if self.l1_weight < 0 or not self.learning_rate > 0:
+            raise ValueError(
+                f"l1_weight must be 0 or more and learning_rate above 0, got {self.l1_weight} and {self.learning_rate}"
+            )
+        if self.prefill == "full" and (self.data == "recall" or self.gradient_checkpointing):
+            raise ValueError(
+                "prefill full is for --data traces without gradient_checkpointing, which drops the prompts' keys and "
+                "values: use prefill local"
+            )
+        if self.data == "traces" and self.haystack is not None:
+            raise ValueError("haystack belongs to --data recall: traces need no text to hide passkeys in")
+        if self.data == "recall" and self.curriculum is not None:
+            raise ValueError("curriculum belongs to --data traces: the recall task makes its own texts")
+
+    @property
+    def loss_kind(self) -> str:
+        """``distance`` or ``kl``."""
+        return SOURCES[self.data][0] if self.loss == "auto" else self.loss
+
+    @property
+    def method(self) -> str:
+        """The name in the gates file; another loss than usual is part of it."""
+        usual, name = SOURCES[self.data]
+        return name if self.loss_kind == usual else f"{name}_{self.loss_kind}"
+
+
+def parse_distill_config(arguments: Sequence[str]) -> DistillSettings:
+    """Errors as in :func:`rlkv.training.config.parse`."""
+    return parse((DistillSettings,), arguments)[0]

@@ -13,19 +13,180 @@ before a token, which predicts it (the published code takes the token's own posi
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from peft import get_peft_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers.cache_utils import DynamicLayer
 
-from rlkv.data.recall import MarkedText
-from rlkv.training.callbacks import GateMean, clamp_gate
-from rlkv.training.distill_config import DistillSettings
-from rlkv.training.head_gate import full_attention_modules, gate_parameters, gate_shares, gates_matrix
-from rlkv.training.trace_batches import TraceBatch, make_batch
+from rlkv.attention.head_gate import HeadGateConfig, full_attention_modules, gate_parameters, gate_shares, gates_matrix
+from rlkv.data.problems import read_curriculum
+from rlkv.data.recall import MarkedText, TextRecall, encode, knows_bindings, read_haystack, recall_sample
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.loading import dtype_name, load_model, load_tokenizer, resolve_device
+from rlkv.models.prompts import choose_template, render_prompt
+from rlkv.training.callbacks import GateMean, StopOnTermination, clamp_gate
+from rlkv.training.config import DistillSettings
+from rlkv.training.run_folder import LOG, RunFolder, load_tensors, new_checkpoint, save_tensors
+from rlkv.utils.files import TEXT_SIZE, curve_figure, read_log, save_figure
+from rlkv.utils.progress import progress_bar
+from rlkv.utils.runtime import digest
+
+# the samples of a step (0-based): the same at every call, so that a resumed run continues with the same samples
+Draw = Callable[[int], list[MarkedText]]
+
+
+def read_traces(path: str, tokenizer: Any, template: str, max_length: int, least: int = 1) -> list[MarkedText]:
+    """The curriculum's problems with their recorded outputs; every token of an output counts, the end token included.
+
+    Texts of more than ``max_length`` tokens are cut there; those with fewer than ``least`` output tokens are left out.
+
+    Raises:
+        ValueError: for an unreadable file, rows without outputs, or if nothing is left.
+    """
+    samples = []
+    for number, row in enumerate(read_curriculum(path, ("problem", "answer", "output"))):
+        if not isinstance(row["output"], str) or not row["output"].strip():
+            raise ValueError(f"{path}: the output of row {number} is empty: filter again with this model")
+        prompt = encode(tokenizer, render_prompt(tokenizer, row["problem"], template))
+        ids = (*prompt, *encode(tokenizer, row["output"]), tokenizer.eos_token_id)[:max_length]
+        if len(ids) - len(prompt) >= least:
+            samples.append(MarkedText(ids, tuple(range(len(prompt), len(ids)))))
+    if not samples:
+        raise ValueError(f"{path}: no row has {least} output tokens within max_length={max_length} tokens")
+    return samples
+
+
+def in_epochs(samples: list[MarkedText], batch_size: int, seed: int) -> Draw:
+    """Every sample once an epoch, in an order that depends on (seed, epoch) alone."""
+
+    def at(place: int) -> MarkedText:
+        epoch, index = divmod(place, len(samples))
+        order = list(range(len(samples)))
+        random.Random(f"rlkv-distill-{seed}-{epoch}").shuffle(order)
+        return samples[order[index]]
+
+    return lambda step: [at(step * batch_size + i) for i in range(batch_size)]
+
+
+def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str, Any]]:
+    """``(draw, what a run notes of its data)``; the digest ties a resumed run to the same texts.
+
+    Raises:
+        ValueError: for files or settings that give no samples.
+    """
+    if settings.data == "traces":
+        if settings.curriculum is None:
+            raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
+        template = choose_template(settings.template, model=settings.model)
+        least = 2 if settings.prefill == "full" else 1  # a first one is predicted by the prompt alone
+        traces = read_traces(settings.curriculum, tokenizer, template, settings.max_length, least)
+        facts = {"samples": len(traces), "data_digest": digest([trace.ids for trace in traces])}
+        return in_epochs(traces, settings.batch_size, settings.seed), facts
+    draw_one: Callable[[random.Random], MarkedText]
+    if knows_bindings(tokenizer):
+        if settings.haystack is not None:
+            raise ValueError(
+                f"--haystack {settings.haystack}: the tiny model reads no text, its haystack is definitions of its task"
+            )
+        facts = {"recall_task": "bindings of the tiny task"}
+        draw_one = partial(recall_sample, tokenizer, passkeys=settings.passkeys)
+    else:
+        haystack = None if settings.haystack is None else read_haystack(settings.haystack, tokenizer)
+        facts = {"recall_task": "word sequences in text", "data_digest": digest(haystack)}
+        sizes = (settings.passkeys, settings.passkey_words, settings.min_length, settings.max_length)
+        draw_one = TextRecall(tokenizer, haystack, *sizes).draw
+
+    def draw(step: int) -> list[MarkedText]:
+        rng = random.Random(f"rlkv-recall-{settings.seed}-{step}")
+        return [draw_one(rng) for _ in range(settings.batch_size)]
+
+    draw(0)  # settings that give no samples fail here, not after the model is loaded
+    return draw, facts
+
+
+PADDING = 0  # on both sides, where no token sees it
+
+
+class PromptLayer(DynamicLayer):
+    """Keys and values of prompts, ``[B, H, P, D]``, which stay as they are when later tokens are read."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The prompts' states, and the new ones after them."""
+        assert self.keys is not None
+        assert self.values is not None
+        return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
+
+
+class TraceBatch(NamedTuple):
+    """Texts whose prompts, with prompts in full, are in ``past`` and padded on the left.
+
+    Attributes:
+        ids_BT, position_BT: the tokens to read, and where they stand in their texts; int64 ``[B, T]``.
+        mask_BK: real tokens, int64 ``[B, P + T]``.
+        row_N, position_N, answer_N: the states that predict answers, and those answers; int64 ``[N]``.
+        past: what was read in full; None if P is 0.
+    """
+
+    ids_BT: Tensor
+    position_BT: Tensor
+    mask_BK: Tensor
+    row_N: Tensor
+    position_N: Tensor
+    answer_N: Tensor
+    past: Cache | None
+
+    def call(self) -> dict[str, Any]:
+        """Arguments of the decoder."""
+        call = {"input_ids": self.ids_BT, "position_ids": self.position_BT, "attention_mask": self.mask_BK}
+        return {**call, "past_key_values": self.past, "use_cache": False}
+
+    def states(self, decoder: Any) -> Tensor:
+        """Last hidden states ``[N, D]`` of the positions that predict the answers."""
+        return decoder(**self.call())[0][self.row_N, self.position_N]
+
+
+@torch.no_grad()
+def make_batch(decoder: Any, texts: Sequence[MarkedText], prompts_in_full: bool, device: torch.device) -> TraceBatch:
+    """A batch on ``device``; ``decoder``, with full attention, reads the prompts where they are in full.
+
+    A prompt ends before the first answer, whose prediction is then not the masks'.
+    """
+    cuts = [text.answers[0] if prompts_in_full else 0 for text in texts]
+    split, pairs = max(cuts), list(zip(texts, cuts, strict=True))
+    ids = torch.full((len(texts), split + max(len(text.ids) - cut for text, cut in pairs)), PADDING)
+    mask = torch.zeros_like(ids)
+    for row, (text, cut) in enumerate(pairs):
+        columns = slice(split - cut, split - cut + len(text.ids))
+        ids[row, columns], mask[row, columns] = torch.tensor(text.ids), 1
+    ids, mask = ids.to(device), mask.to(device)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    places = [(row, at - 1 - cut) for row, (text, cut) in enumerate(pairs) for at in text.answers if at > cut]
+    row_N, position_N = torch.tensor(places, device=device).T
+    answer_N = ids[row_N, split + position_N + 1]
+    past = None
+    if split:
+        prompt = {"input_ids": ids[:, :split], "position_ids": position[:, :split], "attention_mask": mask[:, :split]}
+        cache = decoder(**prompt, use_cache=True).past_key_values
+        past = Cache(layers=[_kept(layer) for layer in cache.layers])
+    return TraceBatch(ids[:, split:], position[:, split:], mask, row_N, position_N, answer_N, past)
+
+
+def _kept(layer: Any) -> PromptLayer:
+    kept = PromptLayer()
+    kept.lazy_initialization(layer.keys, layer.values)
+    kept.keys, kept.values = layer.keys, layer.values
+    return kept
+
 
 TOKENS_AT_ONCE = 512  # logits of real vocabularies are large: 512 x 128k in float32 are 256 MB
 SLOWEST = 0.1  # the learning rate starts and ends at this share of its peak (2410.10819, section on training)
@@ -109,7 +270,7 @@ class Distiller:
     """The optimizer step on the gates of a PEFT model: AdamW without weight decay, clamp to [0, 1] after each step.
 
     Args:
-        model: wrapped with :class:`rlkv.training.head_gate.HeadGateConfig`, on its device.
+        model: wrapped with :class:`rlkv.attention.head_gate.HeadGateConfig`, on its device.
     """
 
     def __init__(self, model: Any, settings: DistillSettings) -> None:
@@ -187,3 +348,99 @@ class Distiller:
         self.optimizer.load_state_dict(state["optimizer"])
         self.gate_mean.load(state["gate_mean"])
         self.step = state["step"]
+
+
+STATE = "state.pt"
+CHECKPOINTS_KEPT = 2
+CURVES = (("gates/mean", "mean gate"), ("gates/below_0.5", "gates below 0.5"), ("teacher/right", "teacher's accuracy"))
+
+
+def distill_gates(
+    settings: DistillSettings, model: PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> HeadGates:
+    """Start or resume the distillation run in ``settings.output_dir``, and export it there.
+
+    Args:
+        model, tokenizer: instead of the ones that ``settings.model`` names; afterwards the model has no gates.
+
+    Raises:
+        ValueError: for data, a model or a folder that do not fit.
+    """
+    if tokenizer is None:
+        tokenizer = load_tokenizer(settings.model)
+    if settings.data == "traces":
+        settings = settings.with_curriculum()
+    draw, facts = load_data(settings, tokenizer)
+    config = {**asdict(settings), **facts, "haystack": None, "loss": settings.loss_kind}
+    config["dtype"] = dtype_name(settings.dtype, resolve_device(settings.device))
+    run = RunFolder(Path(settings.output_dir), settings, config)
+    if model is None:
+        model, _ = load_model(settings.model, dtype=settings.dtype, device=settings.device)
+    if settings.loss_kind == "kl":
+        check_head(model, draw(0)[0].ids[:32])
+    if settings.prefill == "full":
+        check_layers(model)
+    was_training = model.training
+    adapter = HeadGateConfig(sink=settings.sink, window=settings.window)
+    gated: Any = get_peft_model(model, adapter, autocast_adapter_dtype=False)
+    distiller = Distiller(gated, settings)
+
+    def make_gates() -> HeadGates:
+        return run.gates(gated, distiller.gate_mean.mean(), settings.method, distiller.step)
+
+    try:
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            gated.train()  # transformers recomputes in training mode only; gated attention allows no dropout
+        if run.checkpoint is not None:
+            distiller.load(load_tensors(run.checkpoint / STATE))
+        callbacks = [*run.loggers(make_gates), StopOnTermination()]
+        run.write_config()
+        _loop(distiller, draw, run.path, callbacks)
+        gates = make_gates()
+    finally:
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_disable()
+        gated.unload().train(was_training)
+    plot_losses(read_log(run.path / LOG), run.path / "losses.png", settings)
+    run.export(gates, CURVES)
+    return gates
+
+
+def _loop(distiller: Distiller, draw: Draw, folder: Path, callbacks: list[TrainerCallback]) -> None:
+    """Steps, log records and checkpoints until ``settings.steps``; the callbacks are those of ``rlkv-train``."""
+    settings = distiller.settings
+    state, control = TrainerState(global_step=distiller.step, max_steps=settings.steps), TrainerControl()
+
+    def notify(event: str, **values: Any) -> None:
+        for callback in callbacks:
+            getattr(callback, event)(settings, state, control, model=distiller.model, **values)
+
+    notify("on_train_begin")
+    with progress_bar(f"distil {settings.data}", "step", settings.steps) as progress:
+        progress.resume(distiller.step)
+        while distiller.step < settings.steps:
+            record = distiller.train_step(draw(distiller.step))
+            state.global_step = distiller.step
+            notify("on_step_end")
+            notify("on_log", logs=record)
+            due = distiller.step % settings.save_steps == 0 or distiller.step == settings.steps
+            if due or control.should_save:
+                with new_checkpoint(folder, distiller.step, CHECKPOINTS_KEPT) as target:
+                    save_tensors(target / STATE, distiller.state())
+            progress.advance()
+            if control.should_training_stop:
+                break
+    notify("on_train_end")
+
+
+def plot_losses(records: list[dict[str, Any]], path: Path, settings: DistillSettings) -> None:
+    """Both terms of the loss over the steps, the L1 term with its weight, on a logarithmic axis."""
+    figure, axes = curve_figure(f"Distillation on {settings.data}", "optimizer step", "loss")
+    steps = [record["step"] for record in records]
+    axes.plot(steps, [record["loss/distill"] for record in records], label=settings.loss_kind, linewidth=0.8)
+    weighted = [settings.l1_weight * record["loss/l1"] for record in records]
+    axes.plot(steps, weighted, label=f"L1, weight {settings.l1_weight:g}")
+    axes.set_yscale("log")
+    axes.legend(fontsize=TEXT_SIZE)
+    save_figure(figure, path)

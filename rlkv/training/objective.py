@@ -4,7 +4,7 @@ Maximised (arXiv 2510.08525)::
 
     mean_i [ mean_t min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) ] - beta'(rbar, tau) * mean(alpha)
 
-The published run averages, normalises and weighs otherwise: :mod:`rlkv.training.recipes`.
+The published run averages, normalises and weighs otherwise: :mod:`rlkv.training.objective`.
 
 Shapes: N samples in groups of G neighbours (the G samples of one prompt), T completion tokens.
 """
@@ -12,6 +12,9 @@ Shapes: N samples in groups of G neighbours (the G samples of one prompt), T com
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,3 +125,61 @@ def policy_loss(
     per_sample = (objective * mask_NT).sum(1) / divisor_N
     outside = ((ratio < 1 - clip) & (advantage < 0)) | ((ratio > 1 + clip) & (advantage > 0))
     return -per_sample.sum() / num_samples, (outside * mask_NT).sum().detach()
+
+
+class Targets(NamedTuple):
+    """What the loss needs to know of every sample of a rollout over all processes: three tensors ``[N]``.
+
+    Attributes:
+        advantages: ``A_i``.
+        mean_reward: ``rbar`` of the penalty.
+        divisor: ``d_i`` of :func:`rlkv.training.policy_loss`.
+    """
+
+    advantages: Tensor
+    mean_reward: Tensor
+    divisor: Tensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the recipes differ in.
+
+    Attributes:
+        targets: from the rewards ``[N]``, completion tokens ``[N]`` and group size of a rollout.
+        limit: importance weights from their ratio and ``importance_cap``.
+        importance_cap, epsilon: defaults of the options.
+    """
+
+    targets: Callable[[Tensor, Tensor, int], Targets]
+    limit: Callable[[Tensor, float], Tensor]
+    importance_cap: float
+    epsilon: float
+
+
+def paper_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targets:
+    """Advantages and ``rbar`` of a sample's group; the mean over its tokens, then over samples."""
+    return Targets(
+        advantages(rewards_N, group_size),
+        group_means(rewards_N, group_size),
+        tokens_N.clamp(min=1),
+    )
+
+
+def published_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targets:
+    """Advantages over the tokens of the batch, ``rbar`` of the batch, the mean over all of its tokens.
+
+    The run computes ``rbar`` in every micro-batch, but what splits its batches (areal/utils/data.py,
+    ``split_padded_tensor_dict_into_mb_list``) hands each of them the rewards of all samples.
+    """
+    return Targets(
+        token_advantages(rewards_N, tokens_N),
+        group_means(rewards_N, len(rewards_N)),
+        tokens_N.float().mean().clamp(min=1).expand(len(tokens_N)),
+    )
+
+
+RECIPES = {
+    "paper": Recipe(paper_targets, truncate, importance_cap=3.0, epsilon=0.2),
+    "published": Recipe(published_targets, mask_above, importance_cap=5.0, epsilon=0.4),
+}

@@ -1,26 +1,112 @@
 """What a training takes, said before anything is loaded: the engine, sizes that fit the GPU, memory and time.
 
-Rates and reserves are assumptions (see :mod:`rlkv.rollout.estimate`); every step of a run prints what it took.
+Rates and reserves are assumptions (see :mod:`rlkv.rollout.footprint`); every step of a run prints what it took.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from rlkv.attention import LocalSizes
-from rlkv.data.deepscaler import read_curriculum
+from rlkv.attention.branches import MIN_BLOCK
+from rlkv.attention.call import LocalSizes
+from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.cache.plan import CacheSettings
+from rlkv.data.problems import read_curriculum
+from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.models.builtin import BUILT_IN
 from rlkv.models.loading import dtype_name
-from rlkv.rollout.cards import Card
-from rlkv.rollout.estimate import DEFAULT_KV_GIB, ENGINE_GIB, GIB, MEAN_LENGTH, NAMES, USABLE, Footprint, rough
+from rlkv.rollout.footprint import (
+    CARDS,
+    COPIES,
+    DEFAULT,
+    DEFAULT_KV_GIB,
+    ENGINE_GIB,
+    GIB,
+    MEAN_LENGTH,
+    NAMES,
+    USABLE,
+    Card,
+    Footprint,
+    card_of,
+    free_memory,
+    parse_gpus,
+    rough,
+)
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
-from rlkv.training.memory import UpdateMemory, UpdateShape, update_memory
-from rlkv.training.sharding import is_sharded
-from rlkv.vllm.choice import choose_engine
+from rlkv.training.sharding import is_sharded, not_loading
+from rlkv.vllm.plugin import choose_engine
+
+# trl computes log-probabilities from tiles of logits, of this many tokens and entries of the vocabulary
+TILE_TOKENS, TILE_ENTRIES = 4096, 32768
+CPU_TILES = 7.25  # float32 tiles that its CPU form makes besides
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """Bytes besides the weights.
+
+    Attributes:
+        held: what all layers keep for the backward pass.
+        layer: what the layer that is being computed takes in addition.
+        logits: what the output layer takes in addition; it is never there together with ``layer``.
+    """
+
+    held: int
+    layer: int
+    logits: int
+
+    @property
+    def peak(self) -> int:
+        return self.held + max(self.layer, self.logits)
+
+
+@dataclass(frozen=True)
+class UpdateShape:
+    """What an update computes: ``rows`` of ``length`` tokens, of which ``rows_per_call`` share a forward."""
+
+    rows: int
+    length: int
+    rows_per_call: int
+    sizes: LocalSizes
+    checkpointing: bool = False
+    on_gpu: bool = False
+
+
+def layer_bytes_per_token(model: Footprint, sizes: LocalSizes, on_gpu: bool) -> float:
+    """What a layer holds of a token for its backward pass."""
+    heads, size, e = model.shape.num_kv_heads, model.shape.head_dim, model.itemsize
+    queries = model.shape.num_query_heads
+    groups, log_sums = queries / heads, 4 * queries
+    common = 8 * model.hidden + 3 * model.intermediate * e + (2 * queries + 2 * heads) * size * e + log_sums
+    if on_gpu:
+        return common + queries * size * e + log_sums + (0 if e == 4 else 8 * queries * size)
+    block = max(sizes.window, MIN_BLOCK)
+    seen = sizes.sink + sizes.window + block
+    local = (2 * queries + 2 * heads * seen / block) * size * e + groups * seen * e
+    return common + local + (4 if e == 4 else 8) * queries * size
+
+
+def update_memory(model: Footprint, update: UpdateShape) -> UpdateMemory:
+    """Of one micro-batch, all of whose rows are as long as the longest."""
+    tokens, called = update.rows * update.length, min(update.rows, update.rows_per_call) * update.length
+    e, of_layer = model.itemsize, layer_bytes_per_token(model, update.sizes, update.on_gpu)
+    kept = model.hidden * e if update.checkpointing else of_layer
+    last_norm = 8 * model.hidden
+    held = tokens * (model.shape.num_layers * kept + last_norm)
+    # gradients of the MLP's inner states and of the residual stream
+    working = called * (2 * model.intermediate * e + 2 * model.hidden * e)
+    layer = working + (called * of_layer if update.checkpointing else 0)
+    tile: float = min(called, TILE_TOKENS) * TILE_ENTRIES * e
+    if not update.on_gpu:
+        tile += CPU_TILES * 4 * min(called, TILE_TOKENS) * min(model.vocabulary, TILE_ENTRIES)
+    logits = tile + called * model.hidden * (4 + e)
+    return UpdateMemory(int(held), int(layer), int(logits))
+
 
 PROMPT_TOKENS = 1024  # room for a prompt, as in the paper: 8,192 less 7,168
 UPDATE_SHARE = 0.2  # of a GPU's peak rate that an update reaches
@@ -221,3 +307,133 @@ def _curriculum_facts(path: str | None) -> tuple[int | None, float | None]:
     rows = read_curriculum(path)
     lengths = [row["output_tokens"] for row in rows if row.get("output_tokens")]
     return len(rows), sum(lengths) / len(lengths) if lengths else None
+
+
+GRAPHS = ENGINE_GIB * GIB
+UNITS = ((GIB, "GiB"), (2**20, "MiB"))
+
+
+def describe_plan(settings: RLKVSettings, args: GateTrainingArguments, prompt_tokens: int = PROMPT_TOKENS) -> str:
+    """Return what ``--plan`` prints; ``prompt_tokens``: of the longest prompt.
+
+    Raises:
+        ValueError: if ``plan_gpus`` names none that is known.
+    """
+    with not_loading():
+        machine, name = _machine(settings, args)
+        plan = make_plan(settings, args, machine, prompt_tokens)
+        if plan.footprint is None:
+            plan = replace(plan, footprint=footprint_on(settings, args, machine))
+    where = "this CPU" if machine.card is None else f"{machine.processes} x {name}"
+    lines = {**dict(_run(plan)), **dict(_resources(plan, where)), "gates": f"{args.output_dir}/gates.pt"}
+    return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
+
+
+def _machine(settings: RLKVSettings, args: GateTrainingArguments) -> tuple[Machine, str]:
+    """What is planned for, and the name of its GPUs: what ``plan_gpus`` names, what is here, else one of a default."""
+    here = card_of(args.device)
+    if settings.plan_gpus is not None:
+        processes, name = parse_gpus(settings.plan_gpus)
+        return Machine(processes, CARDS[name], int(CARDS[name].memory * GIB)), name
+    if here is not None:
+        return Machine(args.world_size, here, free_memory(args.device)), torch.cuda.get_device_name(args.device)
+    if settings.model in BUILT_IN:
+        return Machine(args.world_size, None, None), ""
+    return Machine(args.world_size, CARDS[DEFAULT], int(CARDS[DEFAULT].memory * GIB)), DEFAULT
+
+
+def _run(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What the run does, whatever it runs on."""
+    settings, args, model = plan.settings, plan.args, plan.footprint
+    shape = ""
+    if model is not None:
+        layers, heads = model.shape.num_layers, model.shape.num_kv_heads
+        shape = f": {layers} layers x {heads} KV heads, {model.parameters:.3g} parameters"
+    yield "model", settings.model + shape
+    absent = settings.curriculum is not None and plan.problems is None
+    curriculum = settings.curriculum or "problems of the built-in task"
+    yield "curriculum", curriculum + (f" (absent: {settings.filter_command()} writes it)" if absent else "")
+    total = None if plan.steps is None else plan.steps * plan.samples
+    of_all = f", {total:,} in all" if total else ""
+    yield "steps", f"{plan.steps or 'as the curriculum has it'}, {plan.samples} completions each{of_all}"
+    source = "the mean of the curriculum" if plan.tokens is not None else "assumed"
+    of_all = f", {total * plan.mean_tokens / 1e6:,.1f} million in all" if total else ""
+    yield (
+        "tokens",
+        f"at most {args.max_completion_length:,} a completion, {plan.mean_tokens:,.0f} on average ({source}){of_all}",
+    )
+    yield "engine", plan.engine()
+
+
+def _resources(plan: Plan, where: str) -> Iterator[tuple[str, str]]:
+    """Memory and time."""
+    model, args, settings, machine = plan.footprint, plan.args, plan.settings, plan.machine
+    if model is None:
+        return
+    rows, checkpointing = args.per_device_train_batch_size, args.gradient_checkpointing
+    kv, engine = settings.rollout_kv_gib, plan.engine_weights
+    of_rows = plan.positions * model.kv_per_token * (settings.rollout_rows or 1)
+    rollout = COPIES * of_rows if settings.rollout == "hf" else of_rows if kv is None else kv * GIB
+    if settings.rollout == "vllm-server":
+        rollout = 0  # on its own GPU
+    update = plan.update(rows, checkpointing).peak
+    other = plan.update(rows, not checkpointing).peak
+    # vLLM keeps its KV while the gates are updated; transformers frees it
+    peak = plan.own_weights + (engine + GRAPHS + rollout + update if engine else max(rollout, update))
+    copy = (
+        f", {_size(engine)} of vLLM's copy and {_size(GRAPHS)} for its graphs and activations (assumed)"
+        if engine
+        else ""
+    )
+    kv_words = f", up to {_size(rollout)} of KV for {settings.rollout_rows} rows" if rollout else ""
+    free = "" if machine.free is None else f" of {_size(machine.free)} free"
+    yield "machine", where
+    yield (
+        "memory",
+        f"{_size(peak)}{free}: {_size(plan.own_weights)} of weights{copy}{kv_words}, {_size(update)} for the update",
+    )
+    words = ("without", "with") if checkpointing else ("with", "without")
+    yield (
+        "update",
+        f"{rows} x {plan.positions:,} tokens at once, {words[1]} gradient checkpointing; {words[0]} it would take "
+        f"{_size(other)}" + _largest(plan, rollout if engine else 0),
+    )
+    yield "serving", _serving(plan, model)
+    if plan.rates is not None:
+        rollout_s, update_s = plan.seconds(plan.rates)
+        yield "time", f"{plan.time(plan.rates)}; of a step {rough(rollout_s)} are rollout, {rough(update_s)} update"
+
+
+def _largest(plan: Plan, kv: float) -> str:
+    """The most rows whose update fits, with and without checkpointing."""
+    free = plan.machine.free
+    if free is None:
+        return ""
+    room = USABLE * free - plan.own_weights - kv
+    if plan.engine_weights:
+        room -= plan.engine_weights + GRAPHS
+    samples = max(1, plan.samples // plan.machine.processes)
+    most = {
+        checkpointing: max((n for n in range(1, samples + 1) if plan.update(n, checkpointing).peak <= room), default=0)
+        for checkpointing in (False, True)
+    }
+    return f"; the most rows that fit: {most[False]} without, {most[True]} with"
+
+
+def _serving(plan: Plan, model: Footprint) -> str:
+    """KV of one text of mean length by sparsity."""
+    settings, shape = plan.settings, model.shape
+    tokens = plan.positions - (plan.args.max_completion_length or 0) + round(plan.mean_tokens)
+    size = EntrySize(shape.head_dim, shape.num_query_heads // shape.num_kv_heads, model.itemsize)
+    kept = CacheSettings(settings.deploy_sink, settings.deploy_window)
+    found = []
+    for sparsity in (0.0, *SPARSITIES):
+        full = HeadAllocation.random(shape.num_layers, shape.num_kv_heads, sparsity, seed=0).full
+        used, _ = kv_nbytes(kept, full, size, torch.tensor([1]), torch.tensor([tokens]))
+        found.append(f"{_size(int(used))} at {sparsity:g}")
+    return f"KV of a text of {tokens:,} tokens: {', '.join(found)}"
+
+
+def _size(number: float) -> str:
+    unit, name = UNITS[0] if number >= GIB else UNITS[1]
+    return f"{number / unit:.{1 if number < 100 * unit else 0}f} {name}"

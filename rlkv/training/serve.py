@@ -8,10 +8,10 @@ from typing import Any, Literal
 from rlkv.attention import LocalSizes
 from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.models.loading import resolve_device
-from rlkv.rollout.estimate import DEFAULT_KV_GIB, Footprint, free_memory
-from rlkv.rollout.gated import DEFAULT_PORT, EngineFacts, GatedEngine
-from rlkv.rollout.server import RolloutServer
-from rlkv.vllm.choice import check_vllm_options
+from rlkv.rollout.base import DEFAULT_PORT, EngineFacts, GatedEngine
+from rlkv.rollout.footprint import DEFAULT_KV_GIB, Footprint, free_memory
+from rlkv.rollout.remote import RolloutServer
+from rlkv.vllm.plugin import check_vllm_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
         engine = VLLMEngine(config.model, sizes, config.dtype, *limits, enforce_eager=config.eager)
         positions, vocabulary = engine.max_positions, engine.llm.llm_engine.model_config.get_vocab_size()
     else:
-        from rlkv.training.rollout import GatedHFEngine
+        from rlkv.training.trainer import GatedHFEngine
 
         loaded, tokenizer = config.load()
         engine = GatedHFEngine(loaded, sizes, tokenizer.pad_token_id, config.max_rows)

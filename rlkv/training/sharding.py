@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -22,7 +23,6 @@ from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
 
 from rlkv.attention.mixed import GATE
-from rlkv.training.stopping import any_process
 
 # shards a frozen model without gates, in place; what it returns is to be called after every backward pass
 Shard = Callable[[PreTrainedModel, Accelerator], Callable[[], None]]
@@ -141,3 +141,13 @@ def in_step(model: PreTrainedModel) -> Iterator[None]:
 def _check(others: bool) -> None:
     """A hook must return None."""
     assert others
+
+
+def any_process(told: bool) -> bool:
+    """Whether ``told`` holds in any of the processes, which all call this."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return told
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    flag = torch.tensor([float(told)], device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())

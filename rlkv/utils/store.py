@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlkv.utils.atomic import append_whole, check_folder, make_folder, write_json
-from rlkv.utils.jsonl import parse_json, read_json
+from rlkv.utils.files import append_whole, check_folder, make_folder, parse_json, read_json, write_json
 
 Row = dict[str, Any]
 BLOCK_BYTES = 1 << 20
@@ -272,7 +271,7 @@ def check_results(folder: Path, main: str, others: Collection[str], keys: Collec
 
     Args:
         main: the JSON file that a run writes before ``others``, with where it comes from
-            (:func:`rlkv.utils.provenance.provenance`), and by which they are known.
+            (:func:`rlkv.utils.runtime.provenance`), and by which they are known.
         keys: what it holds besides, by which one command's results are told from another's.
     """
     check_folder(folder)

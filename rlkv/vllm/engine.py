@@ -6,6 +6,7 @@ Each of several training processes has its own engine, on the GPU of its local r
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from rlkv.attention import LocalSizes
 from rlkv.models.loading import dtype_name, load_tokenizer, model_source, resolve_device
-from rlkv.rollout.base import Completion, RolloutEngine, SamplingParams, end_tokens
-from rlkv.rollout.estimate import GIB
-from rlkv.rollout.gated import Rows, Sample, gate_version
-from rlkv.vllm.plugin import check_version
-from rlkv.vllm.settings import ARCHITECTURES, DRAW_KEY, MIXED, MIXED_KEY
+from rlkv.models.shape import ModelShape
+from rlkv.rollout.base import Completion, RolloutEngine, Rows, Sample, SamplingParams, Usage, end_tokens, gate_version
+from rlkv.rollout.footprint import GIB
+from rlkv.vllm.packing import plan_heads
+from rlkv.vllm.plugin import check_installed, check_version
+from rlkv.vllm.settings import ARCHITECTURES, DRAW_KEY, KEY, MIXED, MIXED_KEY, ServingSettings
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; "1" gives it one of its own
@@ -29,7 +31,7 @@ _ENVIRONMENT = {
 
 
 class VLLMEngine(RolloutEngine):
-    """A rollout engine, and a :class:`~rlkv.rollout.gated.GatedEngine`.
+    """A rollout engine, and a :class:`~rlkv.rollout.base.GatedEngine`.
 
     Example::
 
@@ -203,16 +205,16 @@ def _rank_options() -> dict[str, Any]:
 
 def _runner_options() -> dict[str, Any]:
     """The draws, in the form that the engine's model runner takes."""
-    from rlkv.vllm.compat import choose_runner
+    from rlkv.vllm.specs import choose_runner
 
     if choose_runner():
-        return {"logits_processors": ["rlkv.vllm.mixed.draws:SlotDraws"]}
+        return {"logits_processors": ["rlkv.vllm.draws:SlotDraws"]}
     # the draws count a request's tokens, which must have arrived
-    return {"logits_processors": ["rlkv.vllm.mixed.draws:BatchDraws"], "async_scheduling": False}
+    return {"logits_processors": ["rlkv.vllm.draws:BatchDraws"], "async_scheduling": False}
 
 
 def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
-    from rlkv.vllm.mixed.model import register
+    from rlkv.vllm.models import register
 
     name = (load_config(model).architectures or ["none"])[0]
     if name not in ARCHITECTURES:
@@ -223,7 +225,7 @@ def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
     return {
         "hf_overrides": {"architectures": [MIXED + name]},
         "additional_config": {MIXED_KEY: asdict(sizes)},
-        "worker_extension_cls": "rlkv.vllm.mixed.model.GateWorker",
+        "worker_extension_cls": "rlkv.vllm.models.GateWorker",
     }
 
 
@@ -233,7 +235,7 @@ def _params(sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int]
 
     draw = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "seed")}
     return EngineParams(
-        temperature=0.0,  # rlkv.vllm.mixed.draws leaves one token to choose from
+        temperature=0.0,  # rlkv.vllm.draws leaves one token to choose from
         max_tokens=sampling.max_new_tokens,
         logprobs=0,
         stop_token_ids=eos_ids,
@@ -242,3 +244,65 @@ def _params(sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int]
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={DRAW_KEY: {**draw, "rollout": rollout, "row": row}},
     )
+
+
+CPU_BLOCK_SIZE = 32  # the smallest that the CPU kernels take; what the engine would choose, 128, keeps more than S + W
+
+
+class ServingEngine(VLLMEngine):
+    """A model under an allocation, served by vLLM.
+
+    Example::
+
+        settings = ServingSettings.of(allocation, CacheSettings(sink=16, window=64))
+        engine = ServingEngine("tiny", settings, dtype="float32")
+        completions, usage = engine.batch(prompts, SamplingParams(max_new_tokens=200))
+        engine.close()
+    """
+
+    def __init__(self, model: str, settings: ServingSettings, batch_size: int = 8, **options: Any) -> None:
+        """``settings`` name the allocation (:meth:`ServingSettings.of`); ``options`` as of :class:`VLLMEngine`.
+
+        Raises:
+            ValueError: as :class:`VLLMEngine`, and if vLLM would not load the plugin or the allocation is of another
+                model.
+        """
+        check_installed()
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            options.setdefault("block_size", CPU_BLOCK_SIZE)
+        if settings.whole_prompts:  # a step must have room for the longest prompt
+            longest = options.get("max_positions") or load_config(model).get_text_config().max_position_embeddings
+            options.setdefault("max_num_batched_tokens", longest)
+        super().__init__(model, max_rows=batch_size, additional_config={KEY: settings.to_request()}, **options)
+        self.batch_size, self.settings = batch_size, settings
+        self.allocation, self.eviction = settings.allocation, settings.policy()
+        config = self.llm.llm_engine.vllm_config
+        shape, dtype = ModelShape.from_config(config.model_config.hf_config), config.model_config.dtype
+        group_size = shape.num_query_heads // shape.num_kv_heads
+        ranks = config.parallel_config.tensor_parallel_size
+        self.plans = plan_heads(settings, config.cache_config.block_size, group_size, self.max_positions, ranks)
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.entry_bytes = 2 * shape.head_dim * dtype.itemsize
+
+    def describe(self) -> dict[str, Any]:
+        """What completions depend on: numbers, and what the compressible heads keep."""
+        own = {name: getattr(self.settings, name) for name in ("sink", "window", "prefill", "eviction")}
+        if self.settings.protect_prompt:  # left out otherwise, as by the transformers backend
+            own["protect_prompt"] = True
+        return {"dtype": self.dtype, "device": "vllm", **own}
+
+    def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
+        """The completions of rendered ``prompts`` in their order; bytes are those of all blocks at the texts' ends."""
+        if full:
+            raise ValueError("the vLLM backend has no second, uncompressed cache: compare with the hf backend")
+        start = time.perf_counter()
+        completions = self.generate(prompts, sampling)
+        seconds = time.perf_counter() - start
+        made = [len(completion.token_ids) for completion in completions]
+        given = self.prompt_lengths(prompts)
+        lengths = [n + own - 1 for n, own in zip(given, made, strict=True)]  # the last token is never fed back
+        held = sum(sum(map(plan.held, lengths, given)) for plan in self.plans) * self.entry_bytes
+        full_bytes = sum(plan.uncompressed(length) for plan in self.plans for length in lengths) * self.entry_bytes
+        return completions, Usage(sum(made), seconds, held, full_bytes)

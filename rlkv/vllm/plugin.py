@@ -7,6 +7,8 @@ from functools import wraps
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
+import torch
+
 from rlkv.vllm.settings import ARCHITECTURES, MIXED, SERVED
 
 GROUP, NAME, ENTRY_POINT = "vllm.general_plugins", "rlkv", "rlkv.vllm.plugin:register"
@@ -19,11 +21,11 @@ def register() -> None:
     from vllm import ModelRegistry
 
     for name in SERVED:
-        ModelRegistry.register_model(name, f"rlkv.vllm.reallocation.models:{name}")
+        ModelRegistry.register_model(name, f"rlkv.vllm.models:{name}")
     for name in ARCHITECTURES:
         mixed = MIXED + name  # of rollouts; a caller in this process may have registered the class itself
         if mixed not in ModelRegistry.get_supported_archs():
-            ModelRegistry.register_model(mixed, f"rlkv.vllm.mixed.model:{mixed}")
+            ModelRegistry.register_model(mixed, f"rlkv.vllm.models:{mixed}")
     _prepare_every_config()
 
 
@@ -37,10 +39,14 @@ def _prepare_every_config() -> None:
 
     @wraps(stock)
     def prepared(self: Any, *args: Any, **kwargs: Any) -> None:
-        from rlkv.vllm.limits import prepare_engine
+        from rlkv.vllm.settings import prepare_engine
 
         stock(self, *args, **kwargs)
-        prepare_engine(self)
+        sparsity = prepare_engine(self)
+        if sparsity is not None:
+            from rlkv.vllm.specs import publish
+
+            publish(sparsity)
 
     prepared.prepared_by_rlkv = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = prepared
@@ -87,3 +93,32 @@ def check_installed() -> None:
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None and NAME not in chosen.split(","):
         raise ValueError(f"VLLM_PLUGINS={chosen!r} keeps the rlkv plugin out: add {NAME} to it, or unset it")
+
+
+def check_vllm_options(engine: str, device: str, kv_gib: float | None) -> None:
+    """Raise ``ValueError`` for no memory, and for a device that ``vllm`` cannot be told."""
+    if kv_gib is not None and not kv_gib > 0:
+        raise ValueError(f"--kv-gib must be above 0, got {kv_gib}")
+    if engine == "vllm" and device != "auto":
+        raise ValueError(f"--engine vllm takes the device that it was built for, not {device!r}: leave out --device")
+
+
+def choose_engine(asked: str, has_gpu: bool, gated: str | None = None) -> tuple[str, str]:
+    """``(engine, why)``: for ``auto`` vLLM where it can be used, else transformers and why; else what was asked for.
+
+    Args:
+        gated: architecture of the model whose rollouts see gates; None: a stock model, or one that is not known.
+    """
+    if asked != "auto":
+        return asked, ""
+    try:
+        check_version()
+    except ValueError as error:
+        return "hf", str(error)
+    if not has_gpu and not is_cpu_build():
+        return "hf", "the installed vLLM is built for GPUs, and there is none"
+    if torch.cuda.is_available() and is_cpu_build():  # here, not in a plan for GPUs elsewhere
+        return "hf", "the installed vLLM is built for CPUs, and there is a GPU"
+    if gated is not None and gated not in ARCHITECTURES:
+        return "hf", f"rollouts of vLLM serve {', '.join(ARCHITECTURES)}, not {gated}"
+    return "vllm", ""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rlkv.attention.grouped import grouped_attention
+from rlkv.attention.branches import grouped_attention
 
 TOKENS = 70
 

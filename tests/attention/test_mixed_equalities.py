@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlkv.attention import mixed
-from rlkv.training.head_gate import gate_parameters
+from rlkv.attention.head_gate import gate_parameters
 from tests.helpers.gated import SINK, WINDOW, make_batch, make_gated, positions, set_gates
 from tests.helpers.mixed_reference import local_mask
 from tests.helpers.models import make_tiny_model

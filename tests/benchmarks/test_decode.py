@@ -14,7 +14,7 @@ import torch
 from rlkv.benchmarks import decode
 from rlkv.benchmarks.decode import DecodeConfig, measure_decode
 from rlkv.cache import HeadReallocationCache
-from rlkv.cli.bench import main
+from rlkv.cli.jobs import bench_main as main
 from tests.helpers.exit_code import exit_code
 from tests.helpers.models import TOY_LLAMA
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rlkv.benchmarks import generation
 from rlkv.benchmarks.generation import GenerationConfig, Setting, largest_batch, measure_generation
-from rlkv.rollout.estimate import GIB
+from rlkv.rollout.footprint import GIB
 from tests.helpers.models import TOY_LLAMA
 
 TOY = GenerationConfig(

@@ -16,9 +16,9 @@ from rlkv.benchmarks.common import write_result
 from rlkv.benchmarks.serving import ServingConfig, do_runs, summarize
 from rlkv.benchmarks.serving_page import serving_page, serving_plot
 from rlkv.benchmarks.workload import LIMITED, PERCENTILES, ROOMY, Workload, expect, theoretical_speedup
-from rlkv.cli.bench import main
-from rlkv.cli.options import parse
-from rlkv.evaluation.report.plots import FULL_CACHE
+from rlkv.cli.app import parse
+from rlkv.cli.jobs import bench_main as main
+from rlkv.evaluation.report import FULL_CACHE
 from rlkv.gates.head_gates import HeadGates
 
 TINY = Workload(

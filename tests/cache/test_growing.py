@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, MistralConfig
 from transformers.cache_utils import DynamicLayer
 
-from rlkv.cache.growing import GrowingCache, GrowingLayer, full_cache
+from rlkv.cache.reallocation import GrowingCache, GrowingLayer, full_cache
 from tests.helpers.models import make_tiny_model
 
 CHANGES = {

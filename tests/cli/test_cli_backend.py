@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlkv.inference.config import InferConfig
+from rlkv.inference.session import InferConfig
 
 SERVED: dict[str, Any] = {"backend": "vllm", "gates": "gates.pt", "prompt": "x"}
 

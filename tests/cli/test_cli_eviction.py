@@ -13,8 +13,8 @@ from rlkv import tiny
 from rlkv.eviction import TOVA
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.inference.config import InferConfig
 from rlkv.inference.engine import Chat, InferenceEngine
+from rlkv.inference.session import InferConfig
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from tests.helpers.infer import infer

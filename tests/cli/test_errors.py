@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.cli.errors import QUIET, VERBOSE, run_app
+from rlkv.cli.app import QUIET, VERBOSE, run_app
 from tests.helpers.paths import ROOT
 
 NOISE = """
 import logging, sys, warnings
-from rlkv.cli.errors import run_app
+from rlkv.cli.app import run_app
 
 def main():
     from transformers import AutoModelForCausalLM
@@ -62,6 +62,11 @@ def test_verbose_shows_everything_and_is_not_an_argument_of_the_program() -> Non
 
 
 TRAIN = ["--config", "tiny", "--max_steps", "1", "--prompts_per_step", "2", "--per_device_train_batch_size", "8"]
+PROGRAMS = {
+    "filter": "data_prep/filter_deepscaler.py",
+    "train": "train/grpo_gates.py",
+    "distill": "train/distill_gates.py",
+}
 COMMANDS = {
     "filter": (["--config", "filter_tiny", "--num-problems", "2", "--output-dir", "out"], ["filter"]),
     "train": ([*TRAIN, "--max_completion_length", "40", "--output_dir", "out", "--use_cpu", "true"], []),
@@ -73,7 +78,7 @@ COMMANDS = {
 def test_commands_on_the_tiny_model_print_their_own_lines(name: str, tmp_path: Path) -> None:
     """In an empty folder, as after ``pip install``: packaged configs, the built-in model and its task are enough."""
     options, bars = COMMANDS[name]
-    command = [sys.executable, "-m", f"rlkv.cli.{name}", *options]
+    command = [sys.executable, str(ROOT / PROGRAMS[name]), *options]
     environment = {name: value for name, value in os.environ.items() if name not in QUIET}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -145,7 +150,7 @@ def test_run_app_ends_with_0_or_the_programs_own_code() -> None:
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
     """As in ``rlkv-infer --help | head``: no traceback, the exit code of a program that SIGPIPE ends."""
-    code = "from rlkv.cli.errors import run_app; run_app(lambda: [print('x' * 1000) for _ in range(10_000)])"
+    code = "from rlkv.cli.app import run_app; run_app(lambda: [print('x' * 1000) for _ in range(10_000)])"
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stderr is not None
@@ -155,7 +160,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     assert child.wait() == 141
 
 
-PRINTS = "from rlkv.cli.errors import run_app; run_app(lambda: print('\\u221a\\ud800' * {times}))"
+PRINTS = "from rlkv.cli.app import run_app; run_app(lambda: print('\\u221a\\ud800' * {times}))"
 
 
 @pytest.mark.parametrize("times", [1, 9999])
@@ -176,7 +181,7 @@ def test_a_locale_without_the_letters_is_no_error(utf8: str) -> None:
 
 
 def test_another_broken_pipe_is_an_error() -> None:
-    code = "import os; from rlkv.cli.errors import run_app; read, write = os.pipe(); os.close(read)"
+    code = "import os; from rlkv.cli.app import run_app; read, write = os.pipe(); os.close(read)"
     code += "; run_app(lambda: os.write(write, b'x'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.cli.thinking import DIM, NORMAL, ThinkingStream
-from rlkv.inference.config import InferConfig
-from rlkv.inference.session import InferSession
+from rlkv.cli.infer import DIM, NORMAL, ThinkingStream
+from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.builtin import TINY_FOLDER
 from tests.helpers.infer import infer
 

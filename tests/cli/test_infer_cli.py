@@ -14,9 +14,8 @@ import torch
 
 from rlkv.cli.infer import main
 from rlkv.gates.head_gates import HeadGates
-from rlkv.inference.config import InferConfig
 from rlkv.inference.engine import InferenceEngine
-from rlkv.inference.session import InferSession
+from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import problems
 from rlkv.tiny.tokenizer import build_tokenizer

@@ -8,10 +8,10 @@ from typing import Literal
 
 import pytest
 
-from rlkv.cli.options import parse
-from rlkv.data.filter_config import FilterConfig
-from rlkv.evaluation.run.evaluation import EvalConfig
-from rlkv.inference.config import InferConfig
+from rlkv.cli.app import parse
+from rlkv.data.filter import FilterConfig
+from rlkv.evaluation.evaluate import EvalConfig
+from rlkv.inference.session import InferConfig
 from rlkv.utils.configs import CONFIGS, take_config
 from tests.helpers.paths import ROOT
 

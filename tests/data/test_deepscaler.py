@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from rlkv import smol, tiny
-from rlkv.data.deepscaler import Problem, load_problems
+from rlkv.data.problems import Problem, load_problems
 
 ROWS = [
     {"problem": "1+1?", "answer": "2", "solution": r"\boxed{2}"},
@@ -79,6 +79,6 @@ def test_other_broken_sources(tmp_path: Path) -> None:
 
 
 def test_no_network_names_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlkv.models.hub.connection_error", lambda *asked: f"no route to {asked}")
+    monkeypatch.setattr("rlkv.models.builtin.connection_error", lambda *asked: f"no route to {asked}")
     with pytest.raises(ValueError, match=r"'dataset'.*--input.*--model"):
         load_problems("agentica-org/DeepScaleR-Preview-Dataset")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.data.deepscaler import load_problems
-from rlkv.smol.task import problems as smol_problems
-from rlkv.tiny.task import problems
+from rlkv.data.problems import load_problems
+from rlkv.smol import problems as smol_problems
+from rlkv.tiny import problems
 from tests.helpers.paths import ROOT
 
 PROGRAM = ROOT / "data_prep" / "draw_problems.py"

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from rlkv.data.curriculum import curriculum_folder
-from rlkv.data.deepscaler import other_models, read_curriculum
-from rlkv.data.filter_config import FilterConfig
-from rlkv.data.filter_job import run_filter, sized_and_announced
-from rlkv.models.published import PUBLISHED, short_name
-from rlkv.rollout import estimate
-from rlkv.rollout.estimate import GIB
+from rlkv.data.filter import FilterConfig, run_filter, sized_and_announced
+from rlkv.data.problems import other_models, read_curriculum
+from rlkv.models.shape import PUBLISHED, short_name
+from rlkv.rollout import footprint as estimate
+from rlkv.rollout.footprint import GIB
 from rlkv.utils.configs import CONFIGS
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from rlkv.cli.options import parse
+from rlkv.cli.app import parse
 from rlkv.data.curriculum import parse_buckets
-from rlkv.data.filter_config import FilterConfig, parse_shard
-from rlkv.data.filter_job import run_filter
-from rlkv.tiny.task import draw_problem
+from rlkv.data.filter import FilterConfig, parse_shard, run_filter
+from rlkv.tiny import draw_problem
 from rlkv.tiny.tokenizer import build_tokenizer
-from rlkv.utils.jsonl import read_log
+from rlkv.utils.files import read_log
 from tests.helpers import warm
 from tests.helpers.models import make_tiny_model
+from tests.helpers.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,14 @@ def test_processes_and_other_numbers_of_shards_make_the_same_files(
     options = {"model": model_folder, "outputs": recorded, "max_new_tokens": 150, "buckets": "0-64:4,64-128:50"}
     run_filter(config(tmp_path / "whole", **options))
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    command = ["-m", "rlkv.cli.filter", *arguments, "--output-dir", tmp_path / "ranks" / "out", "--shard", "1/2"]
+    command = [
+        ROOT / "data_prep/filter_deepscaler.py",
+        *arguments,
+        "--output-dir",
+        tmp_path / "ranks" / "out",
+        "--shard",
+        "1/2",
+    ]
     ranks = warm.run_ranks(command, tmp_path / "streams")
     assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
     folder = tmp_path / "ranks" / "out"

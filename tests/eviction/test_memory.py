@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlkv.eviction import attention, rkv
+from rlkv.eviction import base as attention
+from rlkv.eviction import rkv
 from tests.helpers.eviction_matrix import HEADS, random_entries
 
 ROWS, N = 2, 500

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlkv.eviction import H2O, RKV, RPC, TOVA, SnapKV, similar_keys
+from rlkv.eviction import H2O, RKV, RPC, TOVA, SnapKV
+from rlkv.eviction import rkv as similar_keys
 from tests.helpers import naive_selection as naive
 
 SEEDS, HEADS, GROUP_SIZE, N, HEAD_SIZE, BUDGET = 200, 2, 2, 63, 16, 24

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkv.eviction import EvictionPolicy, attention
+from rlkv.eviction import EvictionPolicy
+from rlkv.eviction import base as attention
 from tests.helpers.eviction_matrix import BUDGET, CASES, HEAD_SIZE, HEADS, IDS, build, random_entries
 from tests.helpers.eviction_reference import REFERENCES
 

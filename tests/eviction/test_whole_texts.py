@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlkv.cache import HeadReallocationCache
-from rlkv.cache.attention import CachedCall
+from rlkv.cache.layer import CachedCall
 from rlkv.eviction import H2O, RKV, RPC, TOVA, EvictionPolicy, SnapKV
 from tests.helpers import naive_selection as naive
 from tests.helpers import naive_walk as rules

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlkv.gates import adapter
+from rlkv.gates import formats as adapter
 from rlkv.gates.head_gates import HeadGates
 from tests.helpers.gates import make_gates
 

@@ -13,7 +13,7 @@ from rlkv.models.shape import ModelShape
 from tests.helpers.models import make_tiny_model
 
 peft = pytest.importorskip("peft")
-from rlkv.training import head_gate  # noqa: E402  (it imports peft)
+from rlkv.attention import head_gate  # noqa: E402  (it imports peft)
 
 
 def test_peft_loads_what_gates_save(family: str, tmp_path: Path) -> None:

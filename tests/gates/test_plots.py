@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rlkv.gates.head_gates import HeadGates
-from rlkv.gates.plots import gates_title, plot_gates, plot_histogram
+from rlkv.gates.publish import gates_title, plot_gates, plot_histogram
 from rlkv.models.shape import ModelShape
-from rlkv.utils.figures import curve_figure, save_figure
+from rlkv.utils.files import curve_figure, save_figure
 
 
 def make_gates(layers: int, heads: int) -> HeadGates:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import rlkv.cache.layer as layer_module
 from rlkv.cache import HeadReallocationCache
-from rlkv.cache.attention import CachedCall
+from rlkv.cache.layer import CachedCall
 from rlkv.cache.plan import CallLayout
 from rlkv.cache.stores import FullStore, PlainStore
 from rlkv.kernels.step import SWITCH, DecodeStep

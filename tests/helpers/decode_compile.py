@@ -19,8 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlkv.kernels.decode import _CHANGING, _decode
-from rlkv.kernels.splits import tiles
+from rlkv.kernels.decode import _CHANGING, _decode, tiles
 
 # dtype, group size, sizes of keys and values, compute capability
 VARIANTS = [

@@ -20,7 +20,7 @@ import torch
 
 from rlkv.benchmarks.check import decode_kernel
 from rlkv.benchmarks.check.one import Findings, Setting
-from rlkv.kernels import splits
+from rlkv.kernels import decode as splits
 from tests.helpers.decode_cases import Case, Run, covering_cases, extreme_cases
 from tests.helpers.decode_flows import FLOWS, difference
 

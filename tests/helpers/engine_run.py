@@ -15,14 +15,14 @@ from tests.helpers import random_run
 def make_engine(kind: Any = None) -> Any:
     """Samples the model of ``random_run``; ``kind``: a subclass of GatedHFEngine."""
     from rlkv.attention import LocalSizes
-    from rlkv.training.rollout import GatedHFEngine
+    from rlkv.training.trainer import GatedHFEngine
 
     model, tokenizer = random_run.make_policy()
     return (kind or GatedHFEngine)(model, LocalSizes(2, 6), tokenizer.pad_token_id)
 
 
 if __name__ == "__main__":
-    from rlkv.training import run
+    from rlkv.training import grpo as run
 
     torch.set_num_threads(1)
     run.open_engine = lambda *args: nullcontext(make_engine())

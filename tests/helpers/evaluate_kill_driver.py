@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from rlkv import tiny
-from rlkv.cli.eval import run as evaluate
-from rlkv.evaluation.run.runner import render_problems
+from rlkv.cli.jobs import run_eval as evaluate
+from rlkv.evaluation.runner import render_problems
 from rlkv.evaluation.tasks.registry import TASKS, load_task
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine

@@ -20,14 +20,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.eviction import make_policy
-from rlkv.vllm.blocks.demand import BufferDemand
-from rlkv.vllm.reallocation.evicting import Eviction
-from rlkv.vllm.reallocation.evicting_backend import (
-    EvictingTorchBuilder,
-    EvictingTorchImpl,
-    EvictingTritonBuilder,
-    EvictingTritonImpl,
-)
+from rlkv.vllm.packing import BufferDemand
+from rlkv.vllm.evicting import Eviction
+from rlkv.vllm.evicting import EvictingTorchBuilder, EvictingTorchImpl, EvictingTritonBuilder, EvictingTritonImpl
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = 0.25  # not 1 / sqrt(SIZE): policies want it scaled

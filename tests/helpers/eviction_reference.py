@@ -14,13 +14,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from rlkv.eviction.h2o import H2O
-from rlkv.eviction.random_eviction import RandomEviction
+from rlkv.eviction.policies import H2O, RPC, TOVA, RandomEviction, SinkWindow, SnapKV
 from rlkv.eviction.rkv import RKV
-from rlkv.eviction.rpc import RPC
-from rlkv.eviction.sink_window import SinkWindow
-from rlkv.eviction.snapkv import SnapKV
-from rlkv.eviction.tova import TOVA
 
 
 def attention(keys_ND: Tensor, query_D: Tensor, begin: int, end: int) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlkv.data import filter_job
-from rlkv.data.filter_config import FilterConfig
+from rlkv.data import filter as filter_job
+from rlkv.data.filter import FilterConfig
 from rlkv.rollout.base import Completion, FinishReason, SamplingParams
 from rlkv.rollout.hf import HFEngine
 from rlkv.tiny.tokenizer import build_tokenizer

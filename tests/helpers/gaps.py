@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkv.vllm.blocks.demand import SinkWindowDemand
+from rlkv.vllm.packing import SinkWindowDemand
 
 
 def without_gaps(

@@ -10,9 +10,9 @@ import tests.helpers.interpreted  # noqa: F401
 
 import torch
 
-from rlkv.vllm.blocks.block_tables import GapRules
-from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.paged.gapless_tables import cut_gaps
+from rlkv.vllm.paged import GapRules
+from rlkv.vllm.packing import SinkWindowDemand
+from rlkv.vllm.paged import cut_gaps
 from tests.helpers.gaps import without_gaps
 
 REQUESTS = [(1, 1), (1, 17), (1, 260), (9, 9), (7, 33), (1, 64), (150, 300), (40, 90), (2, 5000), (0, 0)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from peft import PeftModel, get_peft_model
 
-from rlkv.training.head_gate import HeadGateConfig, gate_parameters
+from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
 from tests.helpers.models import make_tiny_model
 
 SINK, WINDOW = 4, 16

@@ -26,7 +26,7 @@ from urllib.request import urlopen
 
 import torch
 
-from rlkv.utils.jsonl import read_log
+from rlkv.utils.files import read_log
 from tests.helpers import random_run
 from tests.helpers.paths import ROOT
 

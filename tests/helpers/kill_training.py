@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
-from rlkv.training.checkpoints import PARTIAL
+from rlkv.training.run_folder import PARTIAL
 from tests.helpers import random_run
 
 

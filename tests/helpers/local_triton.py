@@ -19,11 +19,11 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlkv.vllm.reallocation.backend import LocalTorchBuilder, LocalTorchImpl, LocalTritonBuilder, LocalTritonImpl
-from rlkv.vllm.blocks.block_tables import GapRules
-from rlkv.vllm.paged.attention import Writes
-from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.blocks.pieces import QUERIES_AT_ONCE
+from rlkv.vllm.backends import LocalTorchBuilder, LocalTorchImpl, LocalTritonBuilder, LocalTritonImpl
+from rlkv.vllm.paged import GapRules
+from rlkv.vllm.paged import Writes
+from rlkv.vllm.packing import SinkWindowDemand
+from rlkv.vllm.paged import QUERIES_AT_ONCE
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = SIZE**-0.5

@@ -16,10 +16,10 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlkv.vllm.paged.attention import paged_mixed_attention, plan_mixed_reads
-from rlkv.vllm.paged.attention import Writes
+from rlkv.vllm.paged import paged_mixed_attention, plan_mixed_reads
+from rlkv.vllm.paged import Writes
 from rlkv.attention import LocalSizes
-from rlkv.vllm.mixed.backend import MixedTritonBuilder, MixedTritonImpl
+from rlkv.vllm.backends import MixedTritonBuilder, MixedTritonImpl
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = SIZE**-0.5

@@ -9,7 +9,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
-from rlkv.verifier.verifier import are_correct
+from rlkv.verifier import are_correct
 
 
 def decode(

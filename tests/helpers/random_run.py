@@ -55,7 +55,7 @@ def make_policy() -> tuple[Any, Any]:
 def run(output_dir: Path, options: Sequence[str] = (), callbacks: Sequence[Any] = ()) -> Any:
     """Train and export; the curriculum lies beside the output folder and is written if it is absent."""
     from rlkv.training.config import parse_config
-    from rlkv.training.run import train_gates
+    from rlkv.training.grpo import train_gates
 
     curriculum = output_dir.parent / "curriculum.jsonl"
     if not curriculum.exists():

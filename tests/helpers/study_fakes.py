@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlkv.evaluation.study.outcomes import Outcome
-from rlkv.evaluation.study.rankings import Ranking
+from rlkv.evaluation.measurements import Outcome, Ranking
 from rlkv.gates.allocation import compression_order
 from rlkv.gates.head_gates import HeadGates
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from rlkv import tiny
-from rlkv.cli.options import parse
-from rlkv.evaluation.study.config import StudyConfig
-from rlkv.evaluation.study.run import run_study
+from rlkv.cli.app import parse
+from rlkv.evaluation.analyses import run_study
+from rlkv.evaluation.study import StudyConfig
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 

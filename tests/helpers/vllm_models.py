@@ -9,11 +9,11 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlkv.attention.head_gate import HeadGateConfig, set_gates
 from rlkv.models.prompts import render_prompt
-from rlkv.rollout.gated import Rows, Sample
+from rlkv.rollout.base import Rows, Sample
 from rlkv.tiny import problems
 from rlkv.tiny.tokenizer import build_tokenizer
-from rlkv.training.head_gate import HeadGateConfig, set_gates
 from tests.helpers.models import make_tiny_model
 
 SINK, WINDOW = 4, 16

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlkv.gates.head_gates import HeadGates
-from rlkv.tiny.task import draw_problem
+from rlkv.tiny import draw_problem
 from tests.helpers.paths import ROOT
 
 

@@ -11,9 +11,9 @@ import torch
 
 import rlkv
 from rlkv import HeadAllocation
+from rlkv.attention.head_gate import HeadGateConfig, gates_matrix, set_gates
 from rlkv.eviction import RKV
 from rlkv.models.shape import ModelShape
-from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
 from tests.helpers.families import make_family
 from tests.helpers.models import make_tiny_model
 

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rlkv.cli.options import parse
+from rlkv.cli.app import parse
 from rlkv.data.draw import DrawConfig
-from rlkv.data.filter_config import FilterConfig
-from rlkv.evaluation.study.config import StudyConfig
-from rlkv.training.config import parse_config
-from rlkv.training.distill_config import parse_distill_config
+from rlkv.data.filter import FilterConfig
+from rlkv.evaluation.study import StudyConfig
+from rlkv.training.config import parse_config, parse_distill_config
 from tests.helpers.paths import ROOT
 from tests.helpers.programs import load_program
 

@@ -11,8 +11,8 @@ from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.evaluation.elimination import Elimination, Score
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.tiny.task import longest_solution
-from rlkv.utils.provenance import provenance
+from rlkv.tiny import longest_solution
+from rlkv.utils.runtime import provenance
 from tests.helpers.plain_decoding import decode
 from tests.helpers.programs import load_program
 

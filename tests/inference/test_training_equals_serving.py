@@ -17,7 +17,7 @@ SINK, WINDOW = 3, 5
 def gated(model: PreTrainedModel) -> torch.nn.Module:
     from peft import get_peft_model
 
-    from rlkv.training.head_gate import HeadGateConfig, gate_parameters
+    from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
 
     wrapped = get_peft_model(model, HeadGateConfig(sink=SINK, window=WINDOW)).eval()
     with torch.no_grad():

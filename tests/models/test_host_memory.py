@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.models.host_memory import keep_freed_memory, return_freed_memory
+from rlkv.models.loading import keep_freed_memory, return_freed_memory
 
 
 class MallocInfo(ctypes.Structure):

@@ -11,7 +11,7 @@ from tests.helpers.models import make_tiny_model
 NOBODY = "http://127.0.0.1:9"  # a port that nothing listens on
 STATUSES = {401: "None", 404: "None", 429: "None", 503: "{url} answers with HTTP status 503"}
 PROBE = f"""
-from rlkv.models.hub import connection_error
+from rlkv.models.builtin import connection_error
 for status in {list(STATUSES)}:
     print(connection_error(f"{REPO}-{{status}}", "config.json"))
 """

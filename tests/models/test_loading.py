@@ -13,7 +13,7 @@ from rlkv.models.loading import load_model, load_tokenizer, model_source, resolv
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import MODEL_DIR
 from rlkv.tiny.tokenizer import build_tokenizer
-from rlkv.utils import extras
+from rlkv.utils import runtime as extras
 from tests.helpers.models import make_tiny_model
 
 

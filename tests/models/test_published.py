@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.models.published import PUBLISHED, same_model, short_name
-from rlkv.rollout.estimate import Footprint
+from rlkv.models.shape import PUBLISHED, same_model, short_name
+from rlkv.rollout.footprint import Footprint
 from rlkv.utils.configs import CONFIGS
 
 # billions of parameters, layers, KV heads: the models' cards, and the paper

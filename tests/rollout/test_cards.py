@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkv.rollout.cards import CARDS, card_of, parse_gpus
-from rlkv.rollout.estimate import GIB
+from rlkv.rollout.footprint import CARDS, GIB, card_of, parse_gpus
 
 
 @pytest.mark.parametrize(

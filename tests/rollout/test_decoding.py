@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlkv import tiny
-from rlkv.evaluation.stats.metrics import RepetitionRule
+from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.eviction import H2O, RKV, RPC, RandomEviction
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine

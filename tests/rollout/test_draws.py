@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from rlkv.rollout.draws import AT_ONCE, draw_tokens, row_draws
+from rlkv.rollout.decoding import AT_ONCE, draw_tokens, row_draws
 
 
 def test_draws_belong_to_the_row_and_the_rollout() -> None:

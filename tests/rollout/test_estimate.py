@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.rollout import estimate
-from rlkv.rollout.estimate import GIB, Footprint, rough
+from rlkv.rollout import footprint as estimate
+from rlkv.rollout.footprint import GIB, Footprint, rough
 from tests.helpers.models import make_tiny_model
 
 LLAMA = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"

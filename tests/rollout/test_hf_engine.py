@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
-from rlkv.tiny.task import problems
+from rlkv.tiny import problems
 from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.models import make_tiny_model
 

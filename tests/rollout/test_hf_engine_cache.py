@@ -9,12 +9,12 @@ from peft import get_peft_model
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 import rlkv
+from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
 from rlkv.cache import HeadReallocationCache
-from rlkv.cache.growing import GrowingLayer
+from rlkv.cache.reallocation import GrowingLayer
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 from rlkv.tiny.tokenizer import build_tokenizer
-from rlkv.training.head_gate import HeadGateConfig, gate_parameters
 from tests.helpers.models import make_tiny_model
 
 VOCAB = 340  # covers the tiny tokenizer

@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from rlkv.attention import LocalSizes
-from rlkv.cli.options import parse
-from rlkv.rollout import connection
-from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.client import RolloutClient
-from rlkv.rollout.gated import EngineFacts, Rows, Sample, gate_version
-from rlkv.rollout.server import RolloutServer
-from rlkv.training.rollout import GatedHFEngine
+from rlkv.cli.app import parse
+from rlkv.rollout import remote as connection
+from rlkv.rollout.base import EngineFacts, Rows, Sample, SamplingParams, gate_version
+from rlkv.rollout.remote import RolloutClient, RolloutServer
 from rlkv.training.serve import ServeConfig, load_gated_engine
+from rlkv.training.trainer import GatedHFEngine
 from tests.helpers.models import make_tiny_model
 
 FACTS = EngineFacts("tiny", 2, 6, 64, 3, 4, 128)
@@ -186,7 +184,7 @@ def test_a_silent_server_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_heartbeats_keep_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlkv.rollout.server.HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("rlkv.rollout.remote.HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(connection, "SILENCE", 0.5)
     engine, go = Scripted([]), threading.Event()
     quick = engine.sample

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rlkv.cli.options import parse
-from rlkv.rollout import server as server_module
-from rlkv.rollout.server import RolloutServer
+from rlkv.cli.app import parse
+from rlkv.rollout import remote as server_module
+from rlkv.rollout.remote import RolloutServer
 from rlkv.training.serve import ServeConfig
 from tests.rollout.test_server import FACTS, Scripted, serving
 

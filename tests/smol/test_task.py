@@ -7,9 +7,8 @@ import re
 
 import pytest
 
-from rlkv.smol.names import HELD_OUT_NAMES, NAMES
-from rlkv.smol.task import MAX_STEPS, MAX_VALUE, draw_problem, problems
-from rlkv.verifier.verifier import is_correct
+from rlkv.smol import HELD_OUT_NAMES, MAX_STEPS, MAX_VALUE, NAMES, draw_problem, problems
+from rlkv.verifier import is_correct
 
 
 def solve(problem: str) -> int:

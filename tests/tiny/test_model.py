@@ -13,7 +13,7 @@ from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
-from rlkv.tiny.task import longest_solution
+from rlkv.tiny import longest_solution
 from rlkv.verifier import is_correct
 
 

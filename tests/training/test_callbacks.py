@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlkv.training.collapse import Alert
-from rlkv.training.loggers import CollapseWatch, JsonlLog
-from rlkv.training.logs import append_record
-from rlkv.utils.jsonl import read_log
+from rlkv.training.run_folder import Alert, CollapseWatch, JsonlLog, append_record
+from rlkv.utils.files import read_log
 from tests.helpers import random_run
 from tests.helpers.random_run import checksum_reward
 from tests.helpers.run_logs import record

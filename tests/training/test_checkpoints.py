@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.training import checkpoints
-from rlkv.training.checkpoints import CHECKSUMS, PARTIAL, last_checkpoint, new_checkpoint
+from rlkv.training import run_folder as checkpoints
+from rlkv.training.run_folder import CHECKSUMS, PARTIAL, last_checkpoint, new_checkpoint
 from tests.helpers import random_run
 
 

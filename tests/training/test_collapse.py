@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlkv.training.collapse import SPAN, alerts
+from rlkv.training.run_folder import SPAN, alerts
 from tests.helpers.run_logs import record
 
 

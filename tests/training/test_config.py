@@ -11,9 +11,9 @@ import pytest
 from datasets import Dataset
 
 from rlkv.models.prompts import fill_template
-from rlkv.tiny.task import longest_solution
+from rlkv.tiny import longest_solution
 from rlkv.training.config import RLKVSettings, parse_config
-from rlkv.training.problems import load_curriculum
+from rlkv.training.grpo import load_curriculum
 from tests.helpers.paths import ROOT
 
 

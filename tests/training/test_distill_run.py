@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rlkv.gates.head_gates import HeadGates
-from rlkv.tiny.task import draw_problem
-from rlkv.training.distill_config import parse_distill_config
-from rlkv.training.distill_run import distill_gates
-from rlkv.utils.jsonl import read_log
+from rlkv.tiny import draw_problem
+from rlkv.training.config import parse_distill_config
+from rlkv.training.distillation import distill_gates
+from rlkv.utils.files import read_log
 from tests.helpers.paths import ROOT
 
 OPTIONS = [

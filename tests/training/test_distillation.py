@@ -9,18 +9,11 @@ import pytest
 import torch
 from peft import get_peft_model
 
+from rlkv.attention.head_gate import HeadGateConfig, gates_matrix, set_gates
 from rlkv.data.recall import MarkedText
-from rlkv.training.distill_config import DistillSettings
-from rlkv.training.distillation import (
-    Distiller,
-    check_head,
-    count_right,
-    kl_of_states,
-    lr_factor,
-    squared_distance,
-)
-from rlkv.training.head_gate import HeadGateConfig, gates_matrix, set_gates
-from rlkv.training.trace_loss import TraceLoss
+from rlkv.training.config import DistillSettings
+from rlkv.training.distillation import Distiller, check_head, count_right, kl_of_states, lr_factor, squared_distance
+from rlkv.training.elimination import TraceLoss
 from tests.helpers.models import make_tiny_model
 
 

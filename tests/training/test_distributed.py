@@ -16,10 +16,10 @@ from accelerate.commands import launch
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from rlkv.gates.head_gates import HeadGates
-from rlkv.rollout.gated import EngineFacts
-from rlkv.rollout.server import RolloutServer
+from rlkv.rollout.base import EngineFacts
+from rlkv.rollout.remote import RolloutServer
 from rlkv.utils.configs import CONFIGS
-from rlkv.utils.jsonl import read_log
+from rlkv.utils.files import read_log
 from tests.helpers import engine_run, random_run, warm
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")

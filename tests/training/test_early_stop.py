@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkv.training.early_stop import StopWhenStable
-from rlkv.utils.jsonl import read_log
+from rlkv.training.callbacks import StopWhenStable
+from rlkv.utils.files import read_log
 from tests.helpers import random_run
 from tests.helpers.gates import make_gates
 

@@ -8,9 +8,8 @@ import torch
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
-from rlkv.training import elimination_choice
-from rlkv.training.elimination_choice import best, between, choose_order, hard_masks, losses, mean_order, orders
-from rlkv.training.trace_loss import TraceLoss
+from rlkv.training import elimination as elimination_choice
+from rlkv.training.elimination import TraceLoss, best, between, choose_order, hard_masks, losses, mean_order, orders
 from tests.helpers.models import make_tiny_model
 
 SPAN = (0.25, 0.75)

@@ -17,13 +17,11 @@ from rlkv.cli.train import main
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
-from rlkv.tiny.task import draw_problem
+from rlkv.tiny import draw_problem
 from rlkv.training.config import parse_config
-from rlkv.training.elimination import with_order
-from rlkv.training.elimination_run import draw_apart, draw_traces, eliminate_heads, rerank_on_traces
-from rlkv.training.trace_loss import TraceLoss
-from rlkv.training.wandb_log import WandbLog
-from rlkv.utils.jsonl import read_log
+from rlkv.training.elimination import TraceLoss, draw_apart, draw_traces, eliminate_heads, rerank_on_traces, with_order
+from rlkv.training.run_folder import WandbLog
+from rlkv.utils.files import read_log
 from tests.helpers.models import make_tiny_model
 
 
@@ -129,7 +127,7 @@ def test_distillation_orders_the_first_heads(curriculum: Path, monkeypatch: pyte
     total = sum(record["time/step_cpu_s"] for record in read_log(run / "log.jsonl"))
     assert total == pytest.approx(told["cpu_seconds"] + told["distillation_cpu_seconds"], rel=0.2)
 
-    parts = {"rlkv.training.distillation.Distiller.train_step": 7, "rlkv.training.trace_loss.TraceLoss._measure": 5}
+    parts = {"rlkv.training.distillation.Distiller.train_step": 7, "rlkv.training.elimination.TraceLoss._measure": 5}
     again = [*given, "--output_dir", str(run.with_name("again"))]
     for name, calls in parts.items():
         with monkeypatch.context() as patch:
@@ -149,7 +147,7 @@ def test_other_solutions_say_which_order_is_kept(curriculum: Path, monkeypatch: 
         return with_order(measured, compression_order(distilled))
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlkv.training.elimination_run.choose_order", choose)
+        patch.setattr("rlkv.training.elimination.choose_order", choose)
         found = eliminate_heads(*parse_config(given))
     distilled = HeadGates.load(curriculum.parent / "run" / "distilled" / "gates.pt")
     assert compression_order(found) == compression_order(distilled)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlkv.gates.head_gates import HeadGates
-from rlkv.training.checkpoints import last_checkpoint
+from rlkv.training.run_folder import last_checkpoint
 from tests.helpers import random_run, warm
 from tests.helpers.paths import ROOT
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from trl import SFTTrainer
 
 from rlkv.models.loading import load_tokenizer
-from rlkv.utils.jsonl import read_log
+from rlkv.utils.files import read_log
 from rlkv.utils.progress import progress_bar
 from tests.helpers.models import make_tiny_model
 from tests.helpers.programs import load_program

@@ -19,9 +19,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from rlkv.attention.head_gate import HeadGateConfig, gate_parameters, gates_matrix
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix
 from tests.helpers.models import make_tiny_model
 
 IDS = torch.randint(3, 128, (2, 60), generator=torch.Generator().manual_seed(0))

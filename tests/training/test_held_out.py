@@ -11,12 +11,12 @@ import torch
 from datasets import Dataset
 from peft import get_peft_model
 
-from rlkv.data.deepscaler import read_curriculum
+from rlkv.attention.head_gate import HeadGateConfig, set_gates
+from rlkv.data.problems import read_curriculum
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import build_messages
-from rlkv.training.head_gate import HeadGateConfig, set_gates
-from rlkv.training.held_out import hold_out
-from rlkv.utils.jsonl import read_log
+from rlkv.training.callbacks import hold_out
+from rlkv.utils.files import read_log
 from tests.helpers import random_run
 
 OPTIONS = ["--held_out", "4", "--target_sparsity", "0.5", "0.25", "--stable_steps", "0", "--max_steps", "3"]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rlkv.training.config import parse_config
-from rlkv.training.liger import apply_liger
-from rlkv.training.run import train_gates
+from rlkv.training.grpo import apply_liger, train_gates
 from tests.helpers.models import make_tiny_model
 
 MODULE = "liger_kernel.transformers.monkey_patch"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkv.training.logprobs import completion_logprobs, shift_left
+from rlkv.training.trainer import completion_logprobs, shift_left
 from tests.helpers.models import make_tiny_model
 
 

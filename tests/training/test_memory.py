@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from rlkv.attention.call import LocalSizes
+from rlkv.attention.head_gate import HeadGateConfig
 from rlkv.benchmarks.common import LlamaSizes
-from rlkv.rollout.estimate import Footprint
-from rlkv.training.gate_loss import completion_logprobs
-from rlkv.training.head_gate import HeadGateConfig
-from rlkv.training.memory import UpdateShape, update_memory
+from rlkv.rollout.footprint import Footprint
+from rlkv.training.plan import UpdateShape, update_memory
+from rlkv.training.trainer import completion_logprobs
 from tests.helpers.live_bytes import LiveBytes
 
 SIZES = LocalSizes(4, 16)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkv.training.micro_batches import RowSampler, Shares, make_micro_batches, passes
+from rlkv.training.config import passes
+from rlkv.training.trainer import RowSampler, Shares, make_micro_batches
 
 
 @pytest.mark.parametrize("processes", [1, 2, 7])

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlkv.training.checkpoints import load_tensors
+from rlkv.training.run_folder import load_tensors
 from rlkv.training.trainer import RLKVTrainer
-from rlkv.utils.jsonl import read_log
+from rlkv.utils.files import read_log
 from tests.helpers import random_run
 
 Spoil = Callable[..., None]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlkv.rollout.cards import CARDS
-from rlkv.rollout.estimate import GIB
+from rlkv.rollout.footprint import CARDS, GIB
 from rlkv.training.config import RLKVSettings, parse_config
-from rlkv.training.plan import Machine, Plan, make_plan
-from rlkv.training.plan_page import describe_plan
+from rlkv.training.grpo import prompt_tokens
+from rlkv.training.plan import Machine, Plan, describe_plan, make_plan
 from rlkv.training.run_folder import link
 from tests.helpers import warm
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
@@ -29,6 +29,10 @@ def plan(*options: str, config: str = "llama8b", gib: float | None = 80) -> Plan
     settings, args = parse_config(["--config", config, "--use_cpu", "true", *options])
     here = Machine(1, None, None) if gib is None else Machine(1, CARDS["h100"], int(gib * GIB))
     return make_plan(settings, args, here)
+
+
+def page(settings: RLKVSettings, args: Any) -> str:
+    return describe_plan(settings, args, prompt_tokens(settings, args))
 
 
 @pytest.fixture
@@ -127,9 +131,11 @@ def test_lengths_and_steps_come_from_the_curriculum(tmp_path: Path) -> None:
     found = plan(*options)
     assert (found.mean_tokens, found.problems, found.steps) == (1000, 64, 6)
     settings, args = parse_config(["--config", "llama8b", "--use_cpu", "true", *options])
-    assert "1,000 on average (the mean of the curriculum)" in describe_plan(settings, args)
+    assert "1,000 on average (the mean of the curriculum)" in describe_plan(
+        settings, args, prompt_tokens(settings, args)
+    )
     settings.curriculum = "absent.parquet"
-    assert "as the curriculum has it" in describe_plan(settings, args)
+    assert "as the curriculum has it" in page(settings, args)
 
 
 def test_elimination_has_no_plan() -> None:
@@ -175,7 +181,7 @@ def test_the_papers_models_are_planned_for_named_gpus(gpus: str, with_vllm: None
     hours = {}
     for config in ("llama8b", "qwen7b", "qwen3_4b"):
         settings, args = parse_config(["--config", config, "--use_cpu", "true", "--plan", "--plan_gpus", gpus])
-        lines = {line.split()[0]: line for line in describe_plan(settings, args).splitlines()}
+        lines = {line.split()[0]: line for line in page(settings, args).splitlines()}
         assert gpus.replace("x", " x ") in lines["machine"] or f"1 x {gpus}" in lines["machine"]
         assert "of 80.0 GiB free" in lines["memory"]
         hours[config] = lines["time"]
@@ -193,14 +199,14 @@ def test_more_gpus_take_less_time(with_vllm: None) -> None:
 
 def test_a_built_in_model_has_no_assumed_time() -> None:
     settings, args = parse_config(["--config", "tiny", "--use_cpu", "true"])
-    assert "time" not in {line.split()[0] for line in describe_plan(settings, args).splitlines()}
+    assert "time" not in {line.split()[0] for line in page(settings, args).splitlines()}
 
 
 def test_named_gpus_hold_bfloat16(with_vllm: None) -> None:
     """Whatever ``auto`` is on the machine that plans."""
     settings, args = parse_config(["--config", "llama8b", "--use_cpu", "true", "--dtype", "auto"])
     settings.plan, settings.plan_gpus = True, "h100"
-    assert "15.0 GiB of weights" in describe_plan(settings, args)
+    assert "15.0 GiB of weights" in page(settings, args)
 
 
 def test_a_step_without_its_prompts_has_as_many_completions_for_each_process(with_vllm: None) -> None:
@@ -223,7 +229,7 @@ def test_sharded_weights_are_shared_out_and_vllms_copy_is_not(with_vllm: None, m
 def test_servers_hold_the_kv() -> None:
     options = ["--config", "llama8b", "--use_cpu", "true", "--plan_gpus", "h100", "--plan", "--rollout", "vllm-server"]
     settings, args = parse_config(options)
-    memory = next(line for line in describe_plan(settings, args).splitlines() if line.startswith("memory"))
+    memory = next(line for line in page(settings, args).splitlines() if line.startswith("memory"))
     assert "of KV" not in memory
     assert 19 < float(memory.split()[1]) < 19.3  # 15.0 of weights, 4.2 for the update
 
@@ -237,4 +243,4 @@ def test_gpus_to_plan_for_need_a_plan() -> None:
 def test_gpus_that_are_not_known_are_named(gpus: str) -> None:
     settings, args = parse_config(["--config", "tiny", "--use_cpu", "true", "--plan", "--plan_gpus", gpus])
     with pytest.raises(ValueError, match=r"8xh100; known are a10g"):
-        describe_plan(settings, args)
+        page(settings, args)

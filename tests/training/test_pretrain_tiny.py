@@ -51,7 +51,7 @@ def test_closing_stage_masks_the_drawn_heads() -> None:
     """All heads full: the stock model.  All of LOCAL_HEADS local: the gates of the trainer at 0 there."""
     from peft import get_peft_model
 
-    from rlkv.training.head_gate import HeadGateConfig, gate_parameters
+    from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
 
     tokenizer = build_tokenizer()
     model = PROGRAM.build_model(tokenizer, seed=0).eval()

@@ -16,9 +16,9 @@ import torch
 from rlkv.attention import LocalSizes
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training import objective
-from rlkv.training.recipes import RECIPES, Targets
-from rlkv.training.rollout import GatedHFEngine
-from rlkv.utils.jsonl import read_log
+from rlkv.training.objective import RECIPES, Targets
+from rlkv.training.trainer import GatedHFEngine
+from rlkv.utils.files import read_log
 from tests.helpers import random_run
 
 GROUP, SAMPLES, WIDTH, CLIP, BETA, TAU = 4, 16, 7, 0.4, 0.02, 0.5
@@ -179,7 +179,7 @@ def run_off(folder: Path, shift: float, recipe: str, monkeypatch: pytest.MonkeyP
     model, tokenizer = random_run.make_policy()
     engine = OffEngine(model, LocalSizes(2, 6), tokenizer.pad_token_id)
     engine.shift = shift
-    monkeypatch.setattr("rlkv.training.run.open_engine", lambda *args: nullcontext(engine))
+    monkeypatch.setattr("rlkv.training.grpo.open_engine", lambda *args: nullcontext(engine))
     options = ["--rollout", "vllm-server", "--max_steps", "2", "--learning_rate", "0.2"]
     return random_run.run(folder, [*options, "--recipe", recipe])
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.gated import Rows, Sample
-from rlkv.training.rollout import GatedHFEngine, judged, roll_out
+from rlkv.rollout.base import Rows, Sample, SamplingParams
+from rlkv.training.trainer import GatedHFEngine, judged, roll_out
 from tests.helpers import engine_run, random_run
 from tests.helpers.models import make_tiny_model
 
@@ -131,7 +130,7 @@ class OneServerOff(GatedHFEngine):
 
 def test_a_server_with_other_weights_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_run.make_engine(OneServerOff)  # the mean over all rows is far from the limit
-    monkeypatch.setattr("rlkv.training.run.open_engine", lambda *args: nullcontext(engine))
+    monkeypatch.setattr("rlkv.training.grpo.open_engine", lambda *args: nullcontext(engine))
     servers = ["--rollout", "vllm-server", "--rollout_servers", "http://good:1, http://bad:2"]
     with pytest.raises(ValueError, match=r"by 0\.90 on average: the rollout engine at http://bad:2 must serve"):
         random_run.run(tmp_path / "run", servers)

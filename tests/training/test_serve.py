@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlkv.rollout.estimate import GIB
+from rlkv.rollout.footprint import GIB
 from rlkv.training import serve
 from rlkv.training.serve import ServeConfig, fitting_kv_gib
 

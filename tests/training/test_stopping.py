@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from rlkv.training import stopping
-from rlkv.training.checkpoints import last_checkpoint
+from rlkv.training import callbacks as stopping
+from rlkv.training.run_folder import last_checkpoint
 from tests.helpers import random_run
 
 NEVER = ["--save_steps", "100"]  # but at the end

@@ -12,12 +12,11 @@ from peft import get_peft_model
 from torch import Tensor
 
 from rlkv import compress
+from rlkv.attention.head_gate import HeadGateConfig
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.training.distillation import log_probabilities
-from rlkv.training.head_gate import HeadGateConfig
-from rlkv.training.trace_batches import make_batch
-from rlkv.training.trace_loss import KEY, LikelyTokens, TraceLoss
+from rlkv.training.distillation import log_probabilities, make_batch
+from rlkv.training.elimination import KEY, LikelyTokens, TraceLoss
 from rlkv.utils.store import open_store
 from tests.helpers.models import make_tiny_model
 
@@ -48,7 +47,7 @@ def test_the_likeliest_tokens_say_nearly_all(monkeypatch: pytest.MonkeyPatch) ->
     full, other = (log_probabilities(3 * torch.randn(9, 50, dtype=torch.float64)) for _ in range(2))
     whole = (full.exp() * (full - other)).sum(-1)
     assert torch.allclose(LikelyTokens.of(full).kl(other), whole, rtol=1e-12)
-    monkeypatch.setattr("rlkv.training.trace_loss.KEPT", 20)
+    monkeypatch.setattr("rlkv.training.elimination.KEPT", 20)
     likely = full.topk(20).indices
     rest = torch.ones(9, 50, dtype=torch.bool).scatter(1, likely, False)
 
@@ -105,9 +104,9 @@ def test_batches_and_pieces_do_not_matter(family: str, prefill: str, monkeypatch
     """Prompts of several lengths in a batch are padded on the left."""
     expected = make_loss(family, 1, prefill).of(FULL)
     assert make_loss(family, 4, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
-    monkeypatch.setattr("rlkv.training.trace_loss.TOKENS_AT_ONCE", 7)
+    monkeypatch.setattr("rlkv.training.elimination.TOKENS_AT_ONCE", 7)
     assert make_loss(family, 3, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
-    monkeypatch.setattr("rlkv.training.trace_loss.KEPT", 100)  # of 128
+    monkeypatch.setattr("rlkv.training.elimination.KEPT", 100)  # of 128
     assert 0.7 * expected < make_loss(family, 3, prefill).of(FULL) < expected
 
 

@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from transformers import TrainerCallback
 
+from rlkv.attention.head_gate import gates_matrix
 from rlkv.gates.head_gates import HeadGates
-from rlkv.training.head_gate import gates_matrix
 from rlkv.training.trainer import RLKVTrainer
-from rlkv.utils.jsonl import read_log
+from rlkv.utils.files import read_log
 from tests.helpers import random_run
 
 KEYS = {

@@ -13,7 +13,7 @@ from rlkv.attention.mixed import fast_decoding
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import compress
 from rlkv.models.loading import resolve_device
-from rlkv.utils.provenance import hardware
+from rlkv.utils.runtime import hardware
 from tests.helpers.models import make_tiny_model
 
 
@@ -43,12 +43,12 @@ def generate(model: Any) -> None:
 
 
 def train(model: Any) -> None:
-    head_gate = pytest.importorskip("rlkv.training.head_gate")
+    head_gate = pytest.importorskip("rlkv.attention.head_gate")
     head_gate.HeadGateLayer(4, torch.device("cuda"))
 
 
 def train_after_a_move(model: Any) -> None:
-    head_gate = pytest.importorskip("rlkv.training.head_gate")
+    head_gate = pytest.importorskip("rlkv.attention.head_gate")
     layer = head_gate.HeadGateLayer(4, torch.device("cpu"))
     layer.add("default", head_gate.HeadGateConfig())
     assert torch.backends.cuda.cudnn_sdp_enabled()

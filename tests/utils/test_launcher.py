@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from rlkv.data.filter_config import FilterConfig
-from rlkv.utils.launcher import leave_launcher
+from rlkv.data.filter import FilterConfig
+from rlkv.utils.runtime import leave_launcher
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, local: int, gpus: str | None, found: int = 4) -> None:
@@ -16,7 +16,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, local: int, gpus: str | None, foun
         monkeypatch.setenv(name, str(value))
     if gpus is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr("rlkv.utils.launcher.device_count", lambda: found)
+    monkeypatch.setattr("rlkv.utils.runtime.device_count", lambda: found)
 
 
 @pytest.mark.parametrize(("gpus", "own"), [(None, "2"), ("4,5,6,7", "6"), ("", "")])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.utils.atomic import write_bytes, write_json, write_text
+from rlkv.utils.files import write_bytes, write_json, write_text
 from rlkv.utils.store import (
     StoreInUseError,
     check_free,

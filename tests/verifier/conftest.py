@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlkv.verifier.verifier import Verifier
+from rlkv.verifier import Verifier
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from collections import Counter
 
 import pytest
 
-from rlkv.inference.batch import _outcome
+from rlkv.inference.session import _outcome
 from rlkv.rollout.base import Completion
-from rlkv.verifier.verifier import Verifier, extract_answer
+from rlkv.verifier import Verifier, extract_answer
 from tests.helpers.paths import SHARED
 
 PAIRS = SHARED / "data" / "verifier_pairs.jsonl"

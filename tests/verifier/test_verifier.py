@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlkv.verifier.verifier import Verifier, are_correct, extract_answer, is_correct
+from rlkv.verifier import Verifier, are_correct, extract_answer, is_correct
 from tests.helpers.paths import SHARED
 
 DATA = SHARED / "data"
@@ -117,7 +117,7 @@ def test_missing_math_verify_names_the_pip_command(monkeypatch: pytest.MonkeyPat
 
 
 def test_importing_the_verifier_does_not_import_sympy() -> None:
-    code = "import sys, rlkv.verifier.verifier; assert 'sympy' not in sys.modules and 'torch' not in sys.modules"
+    code = "import sys, rlkv.verifier; assert 'sympy' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.verifier.verifier import Verifier, last_box
+from rlkv.verifier import Verifier
+from rlkv.verifier.extraction import last_box
 
 BAIT = {
     "ten_megabytes": "word 12 { \\alpha } " * 550_000,
@@ -166,7 +167,7 @@ def _alive(pid: int) -> bool:
 @pytest.mark.parametrize("busy", [False, True])
 def test_workers_die_with_a_killed_parent(busy: bool) -> None:
     program = (
-        "from rlkv.verifier.verifier import Verifier\n"
+        "from rlkv.verifier import Verifier\n"
         "v = Verifier(num_workers=1, timeout=2.0)\n"
         "v.are_equal([('1/2', '0.5')])\n"
         "print(v.pool._workers[0].process.pid, flush=True)\n"

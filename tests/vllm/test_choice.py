@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlkv.vllm.choice import check_vllm_options, choose_engine
+from rlkv.vllm.plugin import check_vllm_options, choose_engine
 from tests.helpers.installed import CPU_BUILD, GPU_BUILD, pretend_vllm
 
 

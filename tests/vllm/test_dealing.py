@@ -7,9 +7,7 @@ import torch
 
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
-from rlkv.vllm.blocks.dealing import deal_heads
-from rlkv.vllm.limits import rounding
-from rlkv.vllm.settings import ServingSettings
+from rlkv.vllm.settings import ServingSettings, deal_heads, rounding
 from tests.helpers.paths import PUBLISHED_GATES
 
 MODELS = ("Llama-3.1-8B-R1", "Qwen-2.5-7B-R1", "Qwen-3-4B-Thinking")
@@ -38,7 +36,7 @@ def test_ranks_have_equal_shares(model: str, sparsity: float, ranks: int) -> Non
 
 
 def test_all_ranks_have_bins_of_the_same_sizes() -> None:
-    from rlkv.vllm.blocks.packing import plan_heads
+    from rlkv.vllm.packing import plan_heads
 
     full = HeadAllocation.random(32, 8, 0.9375, 0).full
     rows = tuple("".join("01"[kept] for kept in row) for row in full.tolist())

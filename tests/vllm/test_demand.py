@@ -9,17 +9,9 @@ import torch
 
 from rlkv.cache.schedule import RowCounts, plan_segments
 from rlkv.eviction import EvictionPolicy, make_policy
-from rlkv.vllm.blocks.demand import NOWHERE, BufferDemand
-from rlkv.vllm.paged.attention import Writes
-from rlkv.vllm.reallocation.evicting import (
-    Eviction,
-    entry_slots,
-    evict,
-    observed_queries,
-    plan_rounds,
-    query_entries,
-    query_slots,
-)
+from rlkv.vllm.evicting import Eviction, entry_slots, evict, observed_queries, plan_rounds, query_entries, query_slots
+from rlkv.vllm.packing import NOWHERE, BufferDemand
+from rlkv.vllm.paged import Writes
 
 KV_HEADS, SIZE = 2, 8
 # (block, budget, buffer, observation, query heads per KV head)
@@ -133,7 +125,7 @@ def test_an_eviction_keeps_what_the_policy_selects(
     demand: BufferDemand, name: str, variant: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three requests in scattered blocks, one by one or together; unwritten entries are NaN, and other blocks stay."""
-    monkeypatch.setattr("rlkv.eviction.attention.FLOATS", at_once)
+    monkeypatch.setattr("rlkv.eviction.base.FLOATS", at_once)
     policy = make_policy(
         name, budget=demand.budget, buffer=demand.buffer, observation=demand.observation, variant=variant, sink=1
     )

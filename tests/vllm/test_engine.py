@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from rlkv.attention import LocalSizes
-from rlkv.rollout.base import SamplingParams
-from rlkv.rollout.gated import Rows, gate_version
-from rlkv.training.rollout import roll_out
+from rlkv.rollout.base import Rows, SamplingParams, gate_version
+from rlkv.training.trainer import roll_out
 from tests.helpers.mixed_reference import local_mask
 
 pytest.importorskip("vllm")

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from rlkv.eviction import make_policy
-from rlkv.vllm.blocks.demand import BufferDemand
-from rlkv.vllm.blocks.packing import plan_packing
+from rlkv.vllm.packing import BufferDemand, plan_packing
 from tests.helpers.engines import (
     BLOCK,
     ELEMENT,
@@ -115,7 +114,7 @@ def test_a_request_that_goes_back_is_refused() -> None:
     """As between two parts of a streamed input, where the engine computes a token again without freeing anything."""
     from vllm.v1.core.block_pool import BlockPool
 
-    from rlkv.vllm.blocks.specs import EvictingManager, EvictingSpec
+    from rlkv.vllm.specs import EvictingManager, EvictingSpec
 
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     spec = EvictingSpec(**sizes, bin=1, budget=20, buffer=12, observation=8, group_size=2)

@@ -25,8 +25,8 @@ from tests.helpers.engines import (
 
 need_vllm()
 
-from rlkv.vllm.blocks.block_tables import GapRules, prompt_lengths  # noqa: E402  (after the environment is set)
-from rlkv.vllm.blocks.demand import SinkWindowDemand  # noqa: E402
+from rlkv.vllm.packing import SinkWindowDemand
+from rlkv.vllm.paged import GapRules, prompt_lengths
 
 SIZES: dict[str, Any] = {"sink": SINK, "window": WINDOW, "prefill": "full"}
 LENGTHS = (1, SINK, BLOCK + 1, SINK + WINDOW, 200, 333)

@@ -12,11 +12,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rlkv.vllm.blocks import specs
-from rlkv.vllm.mixed import backend as mixed
-from rlkv.vllm.mixed import draws
-from rlkv.vllm.paged import backend as paged
-from rlkv.vllm.reallocation import backend, evicting_backend, split_attention
+from rlkv.vllm import backends as backend
+from rlkv.vllm import backends as mixed
+from rlkv.vllm import backends as paged
+from rlkv.vllm import draws, specs
+from rlkv.vllm import evicting as evicting_backend
+from rlkv.vllm import reallocation as split_attention
 
 ATTENTION = "vllm.v1.attention.backend"
 MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"

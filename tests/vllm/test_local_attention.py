@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkv.vllm.blocks.block_tables import GapRules, SteadyTables
-from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.blocks.pieces import cut_step, whole_prompts
-from rlkv.vllm.paged.attention import Writes, attend_prompts, paged_local_attention, plan_reads
+from rlkv.vllm.packing import SinkWindowDemand
+from rlkv.vllm.paged import (
+    GapRules,
+    SteadyTables,
+    Writes,
+    attend_prompts,
+    cut_step,
+    paged_local_attention,
+    plan_reads,
+    whole_prompts,
+)
 from tests.helpers.gaps import without_gaps
 from tests.helpers.mixed_reference import local_mask, mixed_by_head_attention
 

@@ -21,10 +21,10 @@ from tests.helpers.engines import (
 
 need_vllm()
 
-from prometheus_client import REGISTRY  # noqa: E402  (after the environment is set)
+from prometheus_client import REGISTRY
 
-from rlkv.vllm.blocks import usage  # noqa: E402
-from rlkv.vllm.blocks.demand import BufferDemand  # noqa: E402
+from rlkv.vllm import specs as usage
+from rlkv.vllm.packing import BufferDemand
 
 ENTRY = 2 * HEAD_SIZE * ELEMENT  # bytes of a key and a value
 EVICTION = {"name": "rkv", "budget": 24, "buffer": 8, "observation": 4}
@@ -105,7 +105,7 @@ def test_reports_come_every_five_seconds_and_when_nothing_is_left(
 def test_resolved_settings_publish_nothing(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a process that a server has started, or of a program without a page."""
     published: list[float] = []
-    monkeypatch.setattr("rlkv.vllm.metrics.publish", published.append)
+    monkeypatch.setattr("rlkv.vllm.specs.publish", published.append)
     full = ["".join("01"[kept] for kept in row) for row in llama.allocation(0.5).full.tolist()]
     with engine(llama, {"rlkv": {"full": full, "sink": 4, "window": 16}}, num_gpu_blocks_override=100):
         assert not published

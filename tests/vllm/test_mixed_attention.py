@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rlkv.attention import LocalSizes
-from rlkv.vllm.blocks import pieces
-from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.paged import attention
-from rlkv.vllm.paged.attention import MixedReads, Writes, paged_mixed_attention, plan_mixed_reads
+from rlkv.vllm import paged as attention
+from rlkv.vllm import paged as pieces
+from rlkv.vllm.packing import SinkWindowDemand
+from rlkv.vllm.paged import MixedReads, Writes, paged_mixed_attention, plan_mixed_reads
 from tests.helpers.mixed_reference import full_mask, local_mask, mixed_by_head_attention
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 3, 2, 8, 5

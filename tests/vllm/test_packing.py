@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.vllm.blocks.demand import BufferDemand, SinkWindowDemand
-from rlkv.vllm.blocks.packing import PackingPlan, plan_packing
+from rlkv.vllm.packing import BufferDemand, PackingPlan, SinkWindowDemand, plan_packing
 
 SHAPES = [(28, 4), (32, 8), (36, 8), (28, 2)]  # the three models of the paper, and one with very few KV heads
 SPARSITIES = [0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.8, 0.9, 1.0]

@@ -24,11 +24,10 @@ from tests.helpers.engines import (
 
 need_vllm()
 
-from vllm.v1.core.block_pool import BlockPool  # noqa: E402  (after the environment is set)
+from vllm.v1.core.block_pool import BlockPool
 
-from rlkv.vllm.blocks.demand import SinkWindowDemand  # noqa: E402
-from rlkv.vllm.blocks.packing import plan_packing  # noqa: E402
-from rlkv.vllm.blocks.specs import PackedFullSpec, SinkWindowManager, SinkWindowSpec  # noqa: E402
+from rlkv.vllm.packing import SinkWindowDemand, plan_packing
+from rlkv.vllm.specs import PackedFullSpec, SinkWindowManager, SinkWindowSpec
 
 ENTRY = 2 * HEAD_SIZE * ELEMENT  # bytes of a key and a value
 DEMAND = SinkWindowDemand(BLOCK, SINK, WINDOW)

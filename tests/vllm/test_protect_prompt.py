@@ -25,9 +25,8 @@ from tests.helpers.engines import (
 
 need_vllm()
 
-from rlkv.vllm.blocks.block_tables import GapRules  # noqa: E402  (after the environment is set)
-from rlkv.vllm.blocks.demand import SinkWindowDemand  # noqa: E402
-from rlkv.vllm.blocks.packing import plan_packing  # noqa: E402
+from rlkv.vllm.packing import SinkWindowDemand, plan_packing
+from rlkv.vllm.paged import GapRules
 
 SIZES: dict[str, Any] = {"sink": SINK, "window": WINDOW, "protect_prompt": True}
 LENGTHS = (1, SINK, BLOCK + 1, SINK + WINDOW, 200, 333)

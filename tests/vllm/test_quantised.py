@@ -15,7 +15,7 @@ from tests.helpers.quantised import LAYOUTS, quantise_folder, with_weights_of
 
 need_vllm()
 
-from rlkv.vllm.reallocation.weights import HeadOrder  # noqa: E402  (after the environment is set)
+from rlkv.vllm.reallocation import HeadOrder
 
 ORDER = [2, 0, 3, 1]
 HEAD, SIZE = 32, 8 * 32  # 8 query heads over 4 KV heads

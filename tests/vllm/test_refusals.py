@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from rlkv.tiny.tokenizer import build_tokenizer
-from rlkv.vllm.limits import check_engine, prepare_engine
+from rlkv.vllm.settings import check_engine, prepare_engine
 from tests.helpers.engines import Served, engine, generate, make_served, need_vllm, random_prompts
 
 need_vllm()
 
-from vllm.config import CUDAGraphMode, VllmConfig  # noqa: E402  (after the environment is set)
+from vllm.config import CUDAGraphMode, VllmConfig
 
 
 def fake_engine(**changes: Any) -> Any:
@@ -140,7 +140,7 @@ def test_the_engine_notes_in_the_environment_that_graphs_are_breakable(monkeypat
     ],
 )
 def test_layers_with_more_than_plain_attention(attribute: str, value: Any, message: str) -> None:
-    from rlkv.vllm.reallocation.reallocation import check_layers
+    from rlkv.vllm.reallocation import check_layers
 
     plain = {"sliding_window": None, "kv_sharing_target_layer_name": None, "attn_type": "decoder"}
     heads = {"num_heads": 8, "num_kv_heads": 4, "head_size": 32, "impl": SimpleNamespace(scale=1.0)}
@@ -253,9 +253,8 @@ def test_unasked_a_pooling_model_keeps_its_pooler(llama: Served, tmp_path: Path)
 
 def test_weights_are_reordered(llama: Served) -> None:
     """Heads of 2 numbers, groups of 2 query heads: rows and columns are named after their heads."""
-    from rlkv.vllm.blocks.demand import SinkWindowDemand
-    from rlkv.vllm.blocks.packing import plan_packing
-    from rlkv.vllm.reallocation.weights import HeadOrder
+    from rlkv.vllm.packing import SinkWindowDemand, plan_packing
+    from rlkv.vllm.reallocation import HeadOrder
 
     full = torch.tensor([[False, True, False], [True, True, True]])
     plan = plan_packing(full, SinkWindowDemand(32, 16, 64), 1000)

@@ -16,8 +16,7 @@ import torch
 
 from rlkv import tiny
 from rlkv.gates.head_gates import HeadGates
-from rlkv.inference.config import InferConfig
-from rlkv.inference.session import InferSession
+from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from tests.helpers.engines import need_vllm

@@ -10,10 +10,8 @@ import torch
 
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.vllm.blocks.block_tables import GapRules
-from rlkv.vllm.blocks.demand import SinkWindowDemand
-from rlkv.vllm.blocks.packing import plan_packing
-from rlkv.vllm.blocks.pieces import cut_step
+from rlkv.vllm.packing import SinkWindowDemand, plan_packing
+from rlkv.vllm.paged import GapRules, cut_step
 from tests.helpers.gaps import without_gaps
 from tests.helpers.paths import PUBLISHED_GATES, ROOT
 
@@ -95,7 +93,7 @@ def test_full_heads_share_metadata_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("vllm")
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionMetadataBuilder
 
-    from rlkv.vllm.reallocation import backend
+    from rlkv.vllm import backends as backend
 
     class Planned(TritonAttentionBackend):
         @staticmethod

@@ -24,8 +24,8 @@ from tests.helpers.engines import (
 
 need_vllm()
 
-from rlkv.vllm.blocks.packing import plan_heads  # noqa: E402  (after the environment is set)
-from rlkv.vllm.settings import parse_settings  # noqa: E402
+from rlkv.vllm.packing import plan_heads
+from rlkv.vllm.settings import parse_settings
 
 RANKS = 2
 PARALLEL: dict[str, Any] = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}

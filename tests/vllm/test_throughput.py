@@ -32,7 +32,14 @@ OPTIONS = {
 
 
 def test_fewer_steps_in_the_same_pool(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlkv.cli.bench", "serving", "--output-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-c",
+        "from rlkv.cli.jobs import bench_main; bench_main()",
+        "serving",
+        "--output-dir",
+        str(tmp_path),
+    ]
     command += [part for name, values in OPTIONS.items() for part in (name, *values.split())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

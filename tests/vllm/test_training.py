@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("vllm")
 
 from rlkv.gates.head_gates import HeadGates
-from rlkv.training import run
-from rlkv.utils.jsonl import read_log
+from rlkv.training import grpo as run
+from rlkv.utils.files import read_log
 from tests.helpers import random_run, warm
 
 

@@ -7,16 +7,7 @@ from typing import Any
 
 from rlkv.benchmarks.check.mixed import gated
 from rlkv.benchmarks.check.one import Check, Findings, Setting
-from rlkv.benchmarks.check.twins import (
-    SINK,
-    WINDOW,
-    Twins,
-    compare,
-    error_of,
-    read_at_once,
-    read_by_tokens,
-    summarise,
-)
+from rlkv.benchmarks.check.twins import SINK, WINDOW, Twins, compare, error_of, read_at_once, read_by_tokens, summarise
 from rlkv.benchmarks.common import KERNEL
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.gates.allocation import HeadAllocation

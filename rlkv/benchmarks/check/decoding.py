@@ -12,7 +12,7 @@ from rlkv.benchmarks.check import llama8b
 from rlkv.benchmarks.check.one import Check, Findings, Setting
 from rlkv.benchmarks.common import KERNEL, TimingConfig
 from rlkv.benchmarks.decode import STOCK, Variant, realloc_variant, take_turn
-from rlkv.rollout.estimate import GIB
+from rlkv.rollout.footprint import GIB
 
 BATCHES, CONTEXT, CONTEXT_ON_CPU = (1, 8), 4096, 256
 SPARSITY, SINK, WINDOW = 0.5, 16, 64

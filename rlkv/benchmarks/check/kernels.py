@@ -52,7 +52,7 @@ def _without_gap(table: list[int], tokens: int, queries: int, block: int, sink: 
 def run_gapless_tables(setting: Setting, found: Findings) -> None:
     """Block tables without the blocks between sinks and window."""
     with _engine():
-        from rlkv.vllm.paged.gapless_tables import cut_gaps
+        from rlkv.vllm.paged import cut_gaps
     for sizes in SIZES:
         wrong = _different(cut_gaps, setting.device, *sizes)
         found.require(not wrong, f"block {sizes[0]}, sink {sizes[1]}, window {sizes[2]}: {wrong} numbers are wrong")

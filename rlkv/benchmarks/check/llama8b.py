@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from rlkv.attention import LocalSizes
 from rlkv.benchmarks.check.one import CannotRun, Findings, Setting
 from rlkv.benchmarks.common import LlamaSizes
-from rlkv.rollout.estimate import GIB, free_memory
+from rlkv.rollout.footprint import GIB, free_memory
 
 FULL = LlamaSizes(
     layers=32, hidden=4096, intermediate=14336, query_heads=32, kv_heads=8, head_dim=128, vocabulary=128256

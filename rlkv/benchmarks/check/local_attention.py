@@ -21,7 +21,7 @@ from rlkv.benchmarks.check.explicit import explicit_attention, visible_keys
 from rlkv.benchmarks.check.fallback import compiled_graphs, is_dense, is_fallback, why_fallback
 from rlkv.benchmarks.check.one import Check, Findings, Setting
 from rlkv.benchmarks.turns import timed
-from rlkv.rollout.estimate import GIB, free_memory
+from rlkv.rollout.footprint import GIB, free_memory
 
 MODES = ("grad", "no grad", "inference", "checkpointed")
 # a window of 255 instead of 256 makes 0.023, 127 sinks instead of 128 0.017; rounding made 0.004 in bfloat16 and 3e-7

@@ -9,6 +9,7 @@ import torch
 from peft import get_peft_model
 from torch import Tensor
 
+from rlkv.attention.head_gate import HeadGateConfig, set_gates
 from rlkv.benchmarks.check.explicit import visible_keys
 from rlkv.benchmarks.check.one import Check, Findings, Setting
 from rlkv.benchmarks.check.twins import (
@@ -22,8 +23,7 @@ from rlkv.benchmarks.check.twins import (
     read_by_tokens,
     summarise,
 )
-from rlkv.cache.growing import full_cache
-from rlkv.training.head_gate import HeadGateConfig, set_gates
+from rlkv.cache.reallocation import full_cache
 
 
 def gated(model: Any, alpha_LH: Tensor) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from rlkv.benchmarks.check.fallback import compiled_graphs, fallback_refused, is_fallback, why_fallback
-from rlkv.rollout.estimate import GIB
+from rlkv.rollout.footprint import GIB
 
 Outcome = Literal["passes", "fails", "cannot run"]
 

@@ -9,23 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlkv.benchmarks.check import (
-    cached,
-    decode_kernel,
-    decoding,
-    evicting,
-    local_attention,
-    mixed,
-    sampling,
-    update,
-)
+from rlkv.benchmarks.check import cached, decode_kernel, decoding, evicting, local_attention, mixed, sampling, update
 from rlkv.benchmarks.check.config import CheckConfig
 from rlkv.benchmarks.check.kernels import KERNELS
 from rlkv.benchmarks.check.one import Check, Setting, device_error, run_one
-from rlkv.evaluation.report.page import Page, provenance_facts
+from rlkv.evaluation.report import Page, provenance_facts
 from rlkv.models.loading import resolve_device
-from rlkv.utils.atomic import write_json
-from rlkv.utils.provenance import provenance
+from rlkv.utils.files import write_json
+from rlkv.utils.runtime import provenance
 
 # what finds the most per minute comes first; a kernel that breaks the device breaks nothing after it
 CHECKS: Sequence[Check] = (

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from rlkv.attention.head_gate import gates_matrix, set_gates
 from rlkv.benchmarks.check.one import Check, Findings, Setting
 from rlkv.benchmarks.check.update import gated_model, plain_score
 from rlkv.benchmarks.turns import timed
-from rlkv.rollout.base import SamplingParams
+from rlkv.rollout.base import Rows, SamplingParams
 from rlkv.rollout.decoding import Row
-from rlkv.rollout.gated import Rows
-from rlkv.training.head_gate import gates_matrix, set_gates
-from rlkv.training.logprobs import completion_logprobs
-from rlkv.training.rollout import roll_out
+from rlkv.training.trainer import completion_logprobs, roll_out
 
 ROWS, TOKENS, TOKENS_ON_CPU = 16, 200, 20
 PROMPT, PROMPT_ON_CPU = 600, 100  # the longest: more than sink and window, which the local branch then leaves

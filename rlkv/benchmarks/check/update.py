@@ -14,13 +14,13 @@ from peft import get_peft_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlkv.attention.head_gate import HeadGateConfig, gate_parameters, gates_matrix, set_gates
 from rlkv.benchmarks.check import llama8b
 from rlkv.benchmarks.check.one import Check, Findings, Setting
 from rlkv.benchmarks.turns import timed
-from rlkv.rollout.estimate import GIB
+from rlkv.rollout.footprint import GIB
 from rlkv.training import objective
-from rlkv.training.head_gate import HeadGateConfig, gate_parameters, gates_matrix, set_gates
-from rlkv.training.logprobs import Score, completion_logprobs
+from rlkv.training.trainer import Score, completion_logprobs
 
 CHUNK = 1024  # tokens whose logits are in memory at once
 START, RATE = 0.5, 0.01  # of the gates, and by how much the first step of AdamW moves each

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rlkv.data.deepscaler import text_field
+from rlkv.data.problems import text_field
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, first_field
 from rlkv.models.prompts import TEMPLATES
-from rlkv.smol.task import MAX_NEW_TOKENS
-from rlkv.smol.task import problems as smol_problems
-from rlkv.tiny.task import problems as tiny_problems
-from rlkv.verifier.verifier import is_correct, reference_answer
+from rlkv.smol import MAX_NEW_TOKENS
+from rlkv.smol import problems as smol_problems
+from rlkv.tiny import problems as tiny_problems
+from rlkv.verifier import is_correct, reference_answer
 
 # the published evaluation has two spaces here, as lighteval has; one space is the paper's (appendix B)
 MATH_TEMPLATE = TEMPLATES["rlkv"].replace("clearly. The", "clearly.  The")
@@ -20,7 +20,7 @@ Names = tuple[str, ...]
 
 
 def grade_math(text: str, problem: EvalProblem) -> bool:
-    """Whether the answer that ``text`` ends in equals the reference (see :mod:`rlkv.verifier.verifier`)."""
+    """Whether the answer that ``text`` ends in equals the reference (see :mod:`rlkv.verifier`)."""
     return is_correct(text, problem.answer)
 
 

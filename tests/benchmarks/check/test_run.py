@@ -13,7 +13,7 @@ from rlkv.benchmarks.check import run as run_module
 from rlkv.benchmarks.check.config import CheckConfig
 from rlkv.benchmarks.check.one import CannotRun, Check, Findings, Setting
 from rlkv.benchmarks.check.run import run_checks
-from rlkv.cli.bench import main
+from rlkv.cli.jobs import bench_main as main
 from tests.helpers.exit_code import exit_code
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.data.deepscaler import Problem
-from rlkv.evaluation.report.checks import check_verifier
-from rlkv.verifier.verifier import Verifier
+from rlkv.data.problems import Problem
+from rlkv.evaluation.checks import check_verifier
+from rlkv.verifier import Verifier
 from tests.helpers.paths import ROOT
 
 PROGRAM = ROOT / "data_prep" / "check_verifier.py"

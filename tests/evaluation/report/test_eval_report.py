@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 
-from rlkv.evaluation.report.eval_report import evaluation_page
-from rlkv.evaluation.report.eval_summary import summarize
-from rlkv.evaluation.report.page import Heading, Page, Paragraph, Table, html_page
-from rlkv.evaluation.report.published import published_name
-from rlkv.evaluation.run.methods import parse_method
-from rlkv.utils.provenance import provenance
+from rlkv.evaluation.evaluate import parse_method
+from rlkv.evaluation.report import (
+    Heading,
+    Page,
+    Paragraph,
+    Table,
+    evaluation_page,
+    html_page,
+    published_name,
+    summarize,
+)
+from rlkv.utils.runtime import provenance
 
 METHODS = ["full", "rlkv@0.2", "rlkv@0.4", "duo@0.4", "rlkv@0.4+rkv@256", "rkv@ratio=0.5"]
 CONFIG = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlkv.evaluation.report.eval_summary import by_problem, pass_at, summarize
-from rlkv.evaluation.stats.metrics import wilson_interval
+from rlkv.evaluation.metrics import wilson_interval
+from rlkv.evaluation.report import by_problem, pass_at, summarize
 
 
 def row(key: str, correct: bool, sample: int = 0, **more: Any) -> dict[str, Any]:

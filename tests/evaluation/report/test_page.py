@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.evaluation.report.page import Cell, Page, html_page, sign_of
-from rlkv.utils.figures import curve_figure, save_figure
+from rlkv.evaluation.report import Cell, Page, html_page, sign_of
+from rlkv.utils.files import curve_figure, save_figure
 
 HOSTILE = """<script src="https://example.org/x.js">'&"</script> | *a*"""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from rlkv.evaluation.report.published import find_published, published_numbers
+from rlkv.evaluation.report import find_published, published_numbers
 from rlkv.utils.configs import preset_file
 
 LLAMA = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlkv.evaluation.report import training_page as module
-from rlkv.evaluation.report.page import Heading, Page, Picture, Table
-from rlkv.evaluation.report.plots import Panel
-from rlkv.evaluation.report.training_page import MOST_COMPARED, training_page, write_training_page
+from rlkv.evaluation import run_page as module
+from rlkv.evaluation.report import Heading, Page, Panel, Picture, Table
+from rlkv.evaluation.run_page import MOST_COMPARED, training_page, write_training_page
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.training.logs import EXPORTED, LOG, RUN_CONFIG, SUMMARY, RunLogs, append_record
-from rlkv.training.sections import section_of
-from rlkv.utils.atomic import write_json
+from rlkv.training.run_folder import EXPORTED, LOG, RUN_CONFIG, SUMMARY, RunLogs, append_record, section_of
+from rlkv.utils.files import write_json
 from tests.helpers.run_logs import LAYERS, alpha_after, record, write_sample, write_steps
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rlkv.evaluation.run.background import Background
+from rlkv.evaluation.runner import Background
 
 
 def test_jobs_run_in_their_order_on_another_thread() -> None:

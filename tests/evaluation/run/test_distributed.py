@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlkv.cli.eval import run as evaluate
+from rlkv.cli.jobs import run_eval as evaluate
 from tests.helpers import warm
 from tests.helpers.paths import ROOT
 from tests.helpers.results import stable
@@ -19,7 +19,7 @@ OPTIONS = ["--methods", *METHODS, "--limit", "10", "--max-new-tokens", "50", "--
 OPTIONS += ["--device", "cpu"]
 DIES = """
 import os
-from rlkv.evaluation.run.distributed import join_processes
+from rlkv.evaluation.evaluate import join_processes
 processes = join_processes("cpu")
 if processes.rank == 1:
     os._exit(7)

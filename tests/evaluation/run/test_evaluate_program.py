@@ -15,17 +15,16 @@ import torch
 import yaml
 
 from rlkv.cache import CacheSettings
-from rlkv.cli.eval import run as evaluate
-from rlkv.cli.options import parse
+from rlkv.cli.app import parse
+from rlkv.cli.jobs import run_eval as evaluate
 from rlkv.evaluation import sandbox
-from rlkv.evaluation.run.evaluation import EvalConfig
-from rlkv.evaluation.run.methods import parse_methods
+from rlkv.evaluation.evaluate import EvalConfig, parse_methods
 from rlkv.evaluation.sandbox import SandboxError
 from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.eviction import RKV
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions
-from rlkv.models import hub
+from rlkv.models import builtin as hub
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import load
 from rlkv.utils.configs import CONFIGS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlkv.cache import CacheSettings
-from rlkv.evaluation.run.runner import RunSettings, library_facts, model_facts
+from rlkv.evaluation.runner import RunSettings, library_facts, model_facts
 from rlkv.rollout.base import SamplingParams
 from tests.helpers.models import make_tiny_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.evaluation.run.methods import named_gates, parse_method
+from rlkv.evaluation.evaluate import named_gates, parse_method
 from rlkv.eviction import H2O, RKV, RPC
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlkv.cli.options import parse
-from rlkv.evaluation.run.evaluation import EvalConfig
-from rlkv.evaluation.run.options import number_for
+from rlkv.cli.app import parse
+from rlkv.evaluation.evaluate import EvalConfig, number_for
 from rlkv.evaluation.tasks.registry import find_tasks
 
 

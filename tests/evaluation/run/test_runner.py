@@ -14,9 +14,9 @@ import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
-from rlkv.evaluation.run import runner
-from rlkv.evaluation.run.runner import Problem, RunSettings, render_problems, run_method
-from rlkv.evaluation.stats.metrics import RepetitionRule
+from rlkv.evaluation import runner
+from rlkv.evaluation.metrics import RepetitionRule
+from rlkv.evaluation.runner import Problem, RunSettings, render_problems, run_method
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS
 from rlkv.eviction import RKV
@@ -24,7 +24,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.store import settings_path
-from rlkv.verifier.verifier import is_correct
+from rlkv.verifier import is_correct
 
 GREEDY = RunSettings(CacheSettings(sink=4, window=16), SamplingParams(60), batch_size=3)
 HALF = HeadAllocation.random(4, 6, 0.5, seed=1)

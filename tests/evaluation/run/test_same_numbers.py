@@ -11,7 +11,7 @@ import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
-from rlkv.cli.eval import run as evaluate
+from rlkv.cli.jobs import run_eval as evaluate
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape

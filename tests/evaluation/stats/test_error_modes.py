@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlkv.evaluation.stats.metrics import RepetitionRule, error_mode
+from rlkv.evaluation.metrics import RepetitionRule, error_mode
 
 RULE = RepetitionRule(window=10, distinct=3)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rlkv.evaluation.stats.metrics import (
+from rlkv.evaluation.metrics import (
     bootstrap_mean,
     mean_with_interval,
     ngram_entropy,

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rlkv.evaluation.stats.metrics import mean_with_interval, paired_difference, unseen_interval, wilson_interval
-from rlkv.evaluation.stats.samples import ratio_with_interval, sign_test, strict_scores
+from rlkv.evaluation.metrics import (
+    mean_with_interval,
+    paired_difference,
+    ratio_with_interval,
+    sign_test,
+    strict_scores,
+    unseen_interval,
+    wilson_interval,
+)
 
 
 def test_strict_is_all_samples_right() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.study.matching import ByteTarget, default_extra, kv_share, policy_templates
+from rlkv.evaluation.study import ByteTarget, default_extra, kv_share, policy_templates
 from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
 
 SIZE = EntrySize(head_dim=16, group_size=2, itemsize=4)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rlkv.cache import CacheSettings
-from rlkv.evaluation.run.runner import KEY, Problem, RunSettings
-from rlkv.evaluation.study import measurements as module
-from rlkv.evaluation.study.measurements import Condition, Measurements, Sizes, StudyTask
+from rlkv.evaluation import measurements as module
+from rlkv.evaluation.measurements import Condition, Measurements, Sizes, StudyTask
+from rlkv.evaluation.runner import KEY, Problem, RunSettings
 from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.rollout.base import SamplingParams

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from rlkv.evaluation.study.comparison import cost_metrics, cost_text
+from rlkv.evaluation.analyses import cost_metrics, cost_text
 from tests.helpers.study_fakes import ranking
 
 ALPHA = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.evaluation.study.rankings import agreement, elimination_order, read_truth
+from rlkv.evaluation.measurements import agreement, elimination_order, read_truth
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 

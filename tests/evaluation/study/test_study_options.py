@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.evaluation.study.config import StudyConfig
-from rlkv.evaluation.study.sweep import top_heads
+from rlkv.evaluation.analyses import top_heads
+from rlkv.evaluation.study import StudyConfig
 from tests.helpers.study_program import run, write_inputs
 
 

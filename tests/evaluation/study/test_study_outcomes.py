@@ -5,15 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlkv.evaluation.stats.metrics import (
-    mean_with_interval,
-    ngram_entropy,
-    ngram_frequency,
-    repetition_rate,
-    wilson_interval,
-)
-from rlkv.evaluation.study.outcomes import accuracy_of, compare, join, mean_scores, outcome_of
-from rlkv.evaluation.study.outputs import both_right, length_shares, mode_shares, repetition_of
+from rlkv.evaluation.analyses import both_right, length_shares, mode_shares, repetition_of
+from rlkv.evaluation.measurements import accuracy_of, compare, join, mean_scores, outcome_of
+from rlkv.evaluation.metrics import mean_with_interval, ngram_entropy, ngram_frequency, repetition_rate, wilson_interval
 from tests.helpers.study_fakes import outcome
 
 

@@ -15,9 +15,8 @@ import torch
 from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.study.matching import kv_share
-from rlkv.evaluation.study.run import ANALYSES, load_study
-from rlkv.evaluation.study.sweep import Sensitivity, Sweep
+from rlkv.evaluation.analyses import ANALYSES, Sensitivity, Sweep, load_study
+from rlkv.evaluation.study import kv_share
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates

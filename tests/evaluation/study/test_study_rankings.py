@@ -7,14 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.evaluation.report.plots import ORACLE, RANDOM
-from rlkv.evaluation.study.measurements import Condition
-from rlkv.evaluation.study.rankings import (
-    Ranking,
-    gates_rankings,
-    group_by_name,
-    reference_rankings,
-)
+from rlkv.evaluation.measurements import Condition, Ranking, gates_rankings, group_by_name, reference_rankings
+from rlkv.evaluation.report import ORACLE, RANDOM
 from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlkv.evaluation.study.comparison import Comparison
-from rlkv.evaluation.study.outcomes import accuracy_of, compare
-from rlkv.evaluation.study.text import accuracy_cell, difference_cell, p_text, seeds_of_sign, seeds_text, verdict
+from rlkv.evaluation.analyses import Comparison
+from rlkv.evaluation.measurements import accuracy_of, compare
+from rlkv.evaluation.study_text import accuracy_cell, difference_cell, p_text, seeds_of_sign, seeds_text, verdict
 from tests.helpers.study_fakes import outcome
 
 FULL = outcome("1" * 10)

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlkv.evaluation.report.page import Page, Table
-from rlkv.evaluation.stats.metrics import wilson_interval
-from rlkv.evaluation.study.threshold import NearLossless, excluded_text, near_lossless
+from rlkv.evaluation.analyses import NearLossless, excluded_text, near_lossless
+from rlkv.evaluation.metrics import wilson_interval
+from rlkv.evaluation.report import Page, Table
 
 SPARSITIES = (0.2, 0.4, 0.6)
 

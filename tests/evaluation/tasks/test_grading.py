@@ -14,7 +14,7 @@ from rlkv.evaluation.sandbox import isolation
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.code import extract_code
 from rlkv.evaluation.tasks.registry import TASKS, load_task
-from rlkv.verifier.verifier import Verifier
+from rlkv.verifier import Verifier
 from tests.helpers.paths import ROOT, SHARED
 from tests.helpers.programs import load_program
 

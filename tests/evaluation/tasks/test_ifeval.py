@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlkv.evaluation.tasks import ifeval
+from rlkv.evaluation.tasks import registry as ifeval
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS, load_task
 

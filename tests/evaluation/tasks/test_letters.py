@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlkv.evaluation.tasks.letters import extract_letter
+from rlkv.evaluation.tasks.choice import extract_letter
 from rlkv.verifier.extraction import after_thinking
 
 OPTIONS = "A: 3 m/s\nB: 4 m/s\nC: 5 m/s\nD: 6 m/s"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlkv.evaluation.tasks.base import EvalProblem
-from rlkv.evaluation.tasks.livecodebench import STDIN, read_tests
+from rlkv.evaluation.tasks.code import STDIN, read_tests
 from rlkv.evaluation.tasks.registry import TASKS, load_task
 
 
@@ -124,6 +124,6 @@ def test_tests_of_another_form_are_refused(text: str) -> None:
 
 
 def test_tests_that_would_fill_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlkv.evaluation.tasks.livecodebench.MOST_BYTES", 100)
+    monkeypatch.setattr("rlkv.evaluation.tasks.code.MOST_BYTES", 100)
     with pytest.raises(ValueError, match="100 bytes"):
         read_tests(pack([case("a" * 1000, "b")]))

@@ -10,11 +10,11 @@ import pytest
 import torch
 import yaml
 
-from rlkv.data.deepscaler import load_problems
+from rlkv.data.problems import load_problems
 from rlkv.evaluation.tasks.base import fill
 from rlkv.evaluation.tasks.registry import TASKS, find_tasks, load_task, trained_template
 from rlkv.gates.head_gates import HeadGates
-from rlkv.models import hub
+from rlkv.models import builtin as hub
 from rlkv.models.builtin import BUILT_IN
 from rlkv.models.prompts import fill_template
 from tests.helpers.paths import ROOT, SHARED

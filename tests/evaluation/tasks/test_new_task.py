@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlkv import tiny
-from rlkv.cli.eval import run as evaluate
-from rlkv.evaluation.run.runner import render_problems
+from rlkv.cli.jobs import run_eval as evaluate
+from rlkv.evaluation.runner import render_problems
 from rlkv.evaluation.tasks import registry
 from rlkv.evaluation.tasks.base import HubData
 from rlkv.evaluation.tasks.maths import math_task

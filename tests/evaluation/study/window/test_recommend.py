@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlkv.evaluation.study.measurements import Sizes
-from rlkv.evaluation.study.window.recommend import Candidate, choose, recommend
+from rlkv.evaluation.measurements import Sizes
+from rlkv.evaluation.window_recommend import Candidate, choose, recommend
 
 FULL = {"task": np.ones(40)}
 

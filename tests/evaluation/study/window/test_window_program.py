@@ -11,11 +11,11 @@ import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
-from rlkv.cli.options import parse
-from rlkv.cli.study import main
-from rlkv.evaluation.study.window.config import WindowConfig
-from rlkv.evaluation.study.window.published import published_sweeps
-from rlkv.evaluation.study.window.run import run_window_study
+from rlkv.cli.app import parse
+from rlkv.cli.jobs import study_main as main
+from rlkv.evaluation.window_config import WindowConfig
+from rlkv.evaluation.window_published import published_sweeps
+from rlkv.evaluation.window_run import run_window_study
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.prompts import render_prompt

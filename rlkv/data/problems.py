@@ -1,0 +1,137 @@
+"""Problems with their answers: DeepScaleR from the hub, a local file of the same fields, or new tiny problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rlkv.models.builtin import SMOL, TINY, dataset_rows
+from rlkv.models.shape import same_model
+from rlkv.utils.files import read_jsonl
+from rlkv.utils.runtime import require
+
+HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
+SUFFIXES = (".jsonl", ".parquet")
+_ADVICE = (
+    "pass a local file with --input FILE.jsonl (or .parquet) and a local model with --model FOLDER, or take the "
+    "built-in model and its problems with --model tiny"
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem; ``answer`` and ``solution`` (a reference solution) are empty where the data set has none."""
+
+    problem: str
+    answer: str
+    solution: str = ""
+
+
+def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: int | None = None) -> list[Problem]:
+    """The problems of ``source``, in its order, at most ``limit``.
+
+    ``source`` is ``tiny`` or ``smol`` (``num_problems`` new ones drawn with ``seed``), a local ``.jsonl`` or
+    ``.parquet`` file with the fields problem, answer and perhaps solution, or the id of a hub data set.
+
+    Raises:
+        ValueError: if the source is absent or unreachable, or a row of it is broken (names file and row).
+    """
+    if source in (TINY, SMOL):
+        task = import_module(f"rlkv.{source}.task")
+        loaded = [Problem(**row) for row in task.problems(num_problems, seed)]
+    else:
+        loaded = [parse_problem(row, where) for where, row in read_rows(source)]
+    if not loaded:
+        raise ValueError(f"{source} holds no problems")
+    return loaded[:limit]
+
+
+def read_curriculum(path: str | Path, fields: Sequence[str] = ("problem", "answer")) -> list[dict[str, Any]]:
+    """The rows of a curriculum that ``rlkv-filter`` wrote, as Parquet or JSONL.
+
+    Raises:
+        ValueError: if the file is absent, damaged, of another kind, or a row lacks one of ``fields``.
+    """
+    if Path(path).suffix not in SUFFIXES:
+        raise ValueError(f"{path}: not a curriculum, expected a .parquet or .jsonl file with {' and '.join(fields)}")
+    if not Path(path).exists():
+        raise ValueError(f"{path}: there is no such file; rlkv-filter writes one")
+    rows = []
+    for where, row in read_rows(str(path)):
+        if not set(fields) <= row.keys():
+            raise ValueError(f"{where} has no fields {' and '.join(fields)}")
+        rows.append(row)
+    return rows
+
+
+def curriculum_template(path: str | Path | None) -> str | None:
+    """The prompt template that a curriculum's outputs were decoded with; None if it does not say (or there is none).
+
+    Raises:
+        ValueError: if its rows name several, and as :func:`read_curriculum`.
+    """
+    names = set() if path is None else {row.get("template") for row in read_curriculum(path)}
+    if len(names) > 1:
+        found = ", ".join(sorted(map(str, names)))
+        raise ValueError(f"{path}: its rows name several prompt templates ({found}): pass --template")
+    return next(iter(names), None)
+
+
+def other_models(path: str | Path, model: str) -> list[str]:
+    """Other models than ``model`` that a curriculum's outputs come from, as far as its rows say."""
+    named = {str(row["model"]) for row in read_curriculum(path) if row.get("model")}
+    return sorted(name for name in named if not same_model(name, model))
+
+
+def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """``(where, row)`` of a local JSONL or Parquet file or a hub data set; ``where`` names file and row.
+
+    Raises:
+        ValueError: as :func:`load_problems`.
+    """
+    path = Path(source).expanduser()
+    if path.suffix not in SUFFIXES and not path.exists():
+        yield from dataset_rows(source, "train", f"data set {source!r}", _ADVICE)
+    elif not path.is_file():
+        raise ValueError(f"{source} does not exist: pass a .jsonl or .parquet file, or a data set of the hub")
+    elif path.suffix == ".jsonl":
+        yield from read_jsonl(path)
+    elif path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    else:
+        raise ValueError(f"{source} is neither .jsonl nor .parquet: convert it, one problem a row")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    parquet = require("pyarrow.parquet", "train")
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
+    yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def parse_problem(row: dict[str, Any], where: str) -> Problem:
+    """One row as a problem; ``ValueError`` with ``where`` if a field is missing or of another type."""
+    problem = text_field(row, "problem", where)
+    if not problem.strip():
+        raise ValueError(f"{where}: field 'problem' is empty")
+    solution = text_field(row, "solution", where) if "solution" in row else ""
+    return Problem(problem, text_field(row, "answer", where), solution)
+
+
+def text_field(row: dict[str, Any], name: str, where: str) -> str:
+    """The field as text (a number as its digits, null as nothing); else a ValueError that names ``where``."""
+    if name not in row:
+        raise ValueError(f"{where} has no field {name!r}: it has {', '.join(sorted(map(str, row))) or 'none'}")
+    value = row[name]
+    if value is None:
+        return ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: field {name!r} is a {type(value).__name__}, expected text")
+    return value.encode("utf-8", "replace").decode()  # tokenizers and Parquet refuse half a surrogate pair

@@ -1,0 +1,350 @@
+"""An evaluation: methods on tasks, every generation in a file.
+
+Rows are in ``TASK/METHOD/rows-RANK-of-PROCESSES.jsonl`` of the output folder.  They do not depend on which process
+decoded them, so that a run with another number of processes resumes from all files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from rlkv.evaluation.metrics import RepetitionRule
+from rlkv.evaluation.runner import KEY, RunSettings, render_problems, run_method
+from rlkv.evaluation.sandbox import isolation
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
+from rlkv.evaluation.tasks.registry import find_task, find_tasks, load_task, trained_template
+from rlkv.eviction import POLICIES, make_policy, parse_options
+from rlkv.eviction.base import EvictionPolicy
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions, check_positive
+from rlkv.models.shape import ModelShape
+from rlkv.utils.progress import ProgressBar, progress_bar
+from rlkv.utils.store import Row, check_results, iter_rows
+
+WAIT = timedelta(days=2)  # shares may end far apart; a process that died is noticed at once
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process, ``rank`` of ``count``, and the ``device`` that it loads the model on."""
+
+    rank: int
+    count: int
+    device: str
+
+    def wait_for_all(self) -> None:
+        """Return when every process has come here; a ``ValueError`` if one of them ended without.  Only once."""
+        if self.count == 1:
+            return
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise ValueError(
+                "another process of this run ended before its share was done: its output says why; finished rows "
+                "are kept: run the same command again to resume"
+            ) from error
+        dist.destroy_process_group()
+
+
+def join_processes(device: str) -> Processes:
+    """This process among those that torchrun or ``accelerate launch`` started; one if it was started alone.
+
+    With ``device`` ``auto`` or ``cuda`` each of several processes has a GPU of its own where there are GPUs.
+    """
+    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        return Processes(0, 1, device)
+    # gloo: only the end is waited for, and it notices closed connections where nccl waits for its timeout
+    dist.init_process_group("gloo", timeout=WAIT)
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return Processes(rank, count, device)
+
+
+FULL = "full"
+RANDOM_HEADS = "random-heads"
+
+
+@dataclass(frozen=True)
+class CompressionMethod:
+    """A parsed name; without a ranking all heads are compressible (none for ``full``), without a policy: a window."""
+
+    name: str
+    ranking: str | None
+    sparsity: float | None
+    policy: EvictionPolicy | None
+
+    def allocation(self, config: PretrainedConfig, gates: dict[str, HeadGates], seed: int) -> HeadAllocation:
+        """The full heads for a model; a ``ValueError`` if the gates are not those of the model."""
+        shape = ModelShape.from_config(config)
+        size = (shape.num_layers, shape.num_kv_heads)
+        if self.ranking is None:
+            return HeadAllocation(torch.full(size, self.policy is None, dtype=torch.bool))
+        assert self.sparsity is not None
+        if self.ranking == RANDOM_HEADS:
+            return HeadAllocation.random(*size, self.sparsity, seed)
+        gates[self.ranking].check_model(config)
+        return HeadAllocation.from_gates(gates[self.ranking], self.sparsity)
+
+
+def parse_methods(names: Sequence[str], rankings: list[str]) -> list[CompressionMethod]:
+    """The methods ``names``, each of which may be named once; otherwise as :func:`parse_method`."""
+    parsed = [parse_method(name, rankings) for name in names]
+    for i, method in enumerate(parsed):
+        if any(replace(method, name=other.name) == other for other in parsed[:i]):
+            raise ValueError(f"--methods names {method.name!r} twice: leave one out")
+    return parsed
+
+
+def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
+    """The method ``name``; ``rankings`` are the names of the gates files.  A ``ValueError`` says what is known."""
+    if name == FULL:
+        return CompressionMethod(name, None, None, None)
+    parts = name.split("+")
+    heads = [part for part in parts if part.partition("@")[0] in (*rankings, RANDOM_HEADS)]
+    policies = [part for part in parts if part.partition("@")[0] in POLICIES]
+    if len(heads) > 1 or len(policies) > 1 or len(heads) + len(policies) != len(parts):
+        known = ", ".join([FULL, *rankings, RANDOM_HEADS, *POLICIES])
+        raise ValueError(
+            f"method {name!r} is not understood: write full, HEADS@SPARSITY, POLICY@BUDGET or both joined by +, of "
+            f"{known}"
+        )
+    ranking, sparsity = None, None
+    if heads:
+        ranking, _, text = heads[0].partition("@")
+        sparsity = _number(text, name, f"{ranking}@0.5")
+        if not 0 <= sparsity <= 1:
+            raise ValueError(f"method {name!r}: sparsity {text} is not in [0, 1]")
+    return CompressionMethod(name, ranking, sparsity, _parse_policy(policies[0], name) if policies else None)
+
+
+def _parse_policy(part: str, name: str) -> EvictionPolicy:
+    kind, _, text = part.partition("@")
+    size, *fields = text.split(":")
+    options = parse_options(fields)
+    if size.startswith("ratio="):
+        options["ratio"] = _number(size.removeprefix("ratio="), name, f"{kind}@ratio=0.5")
+    elif size:
+        if not size.isdigit():
+            raise ValueError(f"method {name!r}: the budget {size!r} is not a number of entries: write {kind}@256")
+        options["budget"] = int(size)
+    return make_policy(kind, **options)
+
+
+def _number(text: str, name: str, example: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"method {name!r}: {text!r} is not a number: write {example}") from None
+
+
+def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[str, HeadGates]:
+    """Gates files given as FILE or NAME=FILE, by names that are not ``reserved``; an existing file is taken whole."""
+    named: dict[str, str] = {}
+    for item in items:
+        name, separator, file = item.partition("=")
+        if Path(item).is_file() or not separator:
+            name, file = Path(item).stem, item
+        if not name.strip() or set(name) & set("/+@,:"):
+            raise ValueError(f"--gates: {name!r} cannot name a ranking: give NAME=FILE, the name without / + @ , or :")
+        if name in named or name in reserved:
+            raise ValueError(f"--gates: the name {name!r} is used twice or reserved: give NAME=FILE")
+        named[name] = file
+    return {name: HeadGates.load(file) for name, file in named.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(CacheOptions, ModelOptions):
+    """Tasks, and how far their texts go."""
+
+    tasks: tuple[str, ...] = ("tiny",)
+    """such as math500 aime24 tiny"""
+    data: Path | None = None
+    """file or folder with the tasks' problems; default: the hub"""
+    limit: int | None = None
+    """first problems of each task"""
+    seed: int = 0
+    """of samples and random heads; the drawn problems of tiny and smol are always the same"""
+    max_new_tokens: tuple[str, ...] = ()
+    """N, or TASK=N for single tasks; default: the tasks' published limits"""
+    template: str | None = None
+    """prompt template of maths tasks: rlkv, boxed or plain; default: the one of all gates, else the task's"""
+    repetition: tuple[int, int] = (400, 40)
+    """WINDOW DISTINCT: a text is repetitive if a window holds fewer distinct tokens"""
+    batch_size: int = 16
+    """texts decoded together"""
+
+    def check(self) -> None:
+        """Raise ValueError for values that no run can have."""
+        check_positive(self, "limit", "batch_size")
+        number_for("", self.max_new_tokens, "--max-new-tokens")
+        _ = self.rule
+
+    @property
+    def rule(self) -> RepetitionRule:
+        """What counts as repetitive."""
+        return RepetitionRule(*self.repetition)
+
+    def token_limit(self, task: EvalTask) -> int:
+        """Most new tokens of a text of ``task``."""
+        return number_for(task.name, self.max_new_tokens, "--max-new-tokens") or task.max_new_tokens
+
+    def chosen_template(self, gates: Iterable[HeadGates]) -> str | None:
+        """The template as given, else the one of all gates; None: the tasks' own, which are the published ones."""
+        return self.template or trained_template(gates)
+
+    def problems(self, template: str | None) -> list[tuple[EvalTask, list[EvalProblem]]]:
+        """Every task with its problems."""
+        tasks = find_tasks(self.tasks, self.data)
+        return [(task, load_task(task.name, self.data, self.limit, template)) for task in tasks]
+
+
+def number_for(task: str, values: Sequence[str], option: str) -> int | None:
+    """The number of ``task`` in values such as ``4 math500=2``: its own, else that of all tasks, else None.
+
+    Raises:
+        ValueError: for a value of another form, a number below 1, a task that is unknown or named twice.
+    """
+    found: dict[str, int] = {}
+    for value in values:
+        name, _, number = value.rpartition("=")
+        if name:
+            find_task(name)
+        if not number.isdecimal() or int(number) < 1 or name in found:
+            raise ValueError(
+                f"{option} {' '.join(values)}: {value!r} is wrong or a second value for the same tasks: give N for all "
+                "tasks and TASK=N for single ones, N at least 1"
+            )
+        found[name] = int(number)
+    return found.get(task, found.get(""))
+
+
+RESULTS, REPORTS = "results.json", ("report.html", "report.md")
+_ROWS = re.compile(r"rows-\d+-of-(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(SamplingOptions, TaskOptions):
+    """Options of an evaluation."""
+
+    output_dir: Path
+    """takes TASK/METHOD/rows-*.jsonl, results.json, report.html and report.md"""
+    methods: tuple[str, ...] = (FULL,)
+    """such as full rlkv@0.5 rkv@ratio=0.5"""
+    gates: tuple[str, ...] = ()
+    """NAME=FILE, rankings of heads by the names that methods use"""
+    baseline: str | None = None
+    """one of the methods, which the others are compared with too, beside the full cache"""
+    num_samples: tuple[str, ...] = ()
+    """samples of each problem: N, or TASK=N for single tasks; default: 1"""
+    stop_repetitive: bool = False
+    """end a text when it is repetitive (recorded in its row)"""
+    preset: str | None = None
+    """rlkv, rkv, rpc or modern: a published protocol, which sets what neither --config nor the command line does"""
+
+    def check(self) -> None:
+        """As of :class:`TaskOptions`, and the numbers of samples."""
+        super().check()
+        number_for("", self.num_samples, "--num-samples")
+
+    def samples_of(self, task: EvalTask) -> int:
+        """Samples of each problem of ``task``."""
+        return number_for(task.name, self.num_samples, "--num-samples") or 1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was decoded: rows by (task, method), and ``config``, the options with what was chosen for their defaults."""
+
+    methods: list[CompressionMethod]
+    rows: dict[tuple[str, str], list[Row]]
+    config: dict[str, Any]
+
+
+def evaluate(config: EvalConfig) -> Evaluation | None:
+    """Decode and grade what the output folder does not hold yet; None in all processes of a run but the first."""
+    check_results(config.output_dir, RESULTS, REPORTS, ("config", "results"))
+    rankings = named_gates(config.gates, (FULL, RANDOM_HEADS, *POLICIES))
+    methods = parse_methods(config.methods, list(rankings))
+    names = [method.name for method in methods]
+    if config.baseline is not None and config.baseline not in names:
+        raise ValueError(f"--baseline {config.baseline!r} is not among the methods: choose from {', '.join(names)}")
+    cache, template = config.cache_settings(rankings), config.chosen_template(rankings.values())
+    loaded = config.problems(template)
+    settings = {
+        task.name: RunSettings(
+            cache,
+            config.sampling_params(config.token_limit(task)),
+            config.samples_of(task),
+            config.batch_size,
+            config.rule,
+            stop_repetitive=config.stop_repetitive,
+        )
+        for task, _ in loaded
+    }
+    processes = join_processes(config.device)  # before the model, which takes long to load
+    model, tokenizer = replace(config, device=processes.device).load()
+    allocations = {method.name: method.allocation(model.config, rankings, config.seed) for method in methods}
+    problems = {task.name: render_problems(task, found, tokenizer) for task, found in loaded}
+    folders = {
+        (task, method.name): config.output_dir / task.replace(":", "_") / method.name
+        for task, method in product(problems, methods)
+    }
+    for task, method in product(problems, methods):
+        title = f"{task} {method.name}" + (f" (process 0 of {processes.count})" if processes.count > 1 else "")
+        folder = folders[task, method.name]
+        own = replace(settings[task], cache=cache.with_policy(method.policy))
+        own = replace(own, rank=processes.rank, ranks=processes.count)
+        # files of this number of processes hold the shares of their own processes only
+        earlier = [file for file, count in _files(folder).items() if count != processes.count]
+        file = folder / f"rows-{processes.rank}-of-{processes.count}.jsonl"
+        heads = allocations[method.name]
+        with progress_bar(title, "texts", disable=processes.rank > 0) as bar:
+            run_method(model, tokenizer, problems[task], heads, own, file, {}, partial(_show, bar), earlier)
+    processes.wait_for_all()
+    if processes.rank > 0:
+        return None
+    rows = {}
+    for (task, name), folder in folders.items():
+        found = {(row["key"], row["sample"]): row for file in _files(folder) for row in iter_rows(file, KEY)}
+        samples = range(settings[task].num_samples)
+        rows[task, name] = [found[problem.key, sample] for problem, sample in product(problems[task], samples)]
+    chosen = {
+        "protect_prompt": cache.protect_prompt,
+        "sink": cache.sink,
+        "template": template,
+        "window": cache.window,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_new_tokens": {task: own.sampling.max_new_tokens for task, own in settings.items()},
+        "num_samples": {task: own.num_samples for task, own in settings.items()},
+        "processes": processes.count,
+    }
+    if any(task.kind == "code" for task, _ in loaded):
+        chosen["sandbox"] = isolation()
+    return Evaluation(methods, rows, asdict(config) | chosen)
+
+
+def _show(bar: ProgressBar, done: int, total: int, accuracy: float) -> None:
+    """Units done and accuracy so far, of this process."""
+    if bar.total is None:
+        bar.resume(done)
+    bar.update(done, total, note=f"accuracy {accuracy:.3f}" if done else "")
+
+
+def _files(folder: Path) -> dict[Path, int]:
+    """Files of rows, and the number of processes of the run that wrote each."""
+    matches = {file: _ROWS.fullmatch(file.name) for file in sorted(folder.glob("rows-*.jsonl"))}
+    return {file: int(match.group(1)) for file, match in matches.items() if match}

@@ -1,0 +1,435 @@
+"""Conditions, each measured once.
+
+Greedy decoding is deterministic, so seeds that keep the same heads share one measurement.  Its rows are in one file; a
+study that was stopped resumes from the files.  Of several processes each takes conditions that no other one is at.
+Random draws share the problems: each decodes a part of them, and the parts are joined into one outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlkv.evaluation.metrics import Floats, error_mode, mean_with_interval, paired_difference
+from rlkv.evaluation.report import FULL_CACHE, ORACLE, RANDOM
+from rlkv.evaluation.runner import Problem, RunSettings, run_method
+from rlkv.eviction.base import EvictionPolicy
+from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
+from rlkv.utils.files import read_json
+from rlkv.utils.progress import ProgressBar, progress_bar
+from rlkv.utils.runtime import digest
+from rlkv.utils.store import StoreInUseError
+
+Metrics = dict[str, Any]  # JSON-able
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """One greedy decoding of a task, with an entry per problem in the task's order.
+
+    Attributes:
+        key: of the condition; seeds that keep the same heads share one outcome.
+        correct: 1.0 or 0.0.
+        modes: how the answer failed (:data:`rlkv.evaluation.metrics.MODES`), None where it is right.
+        tokens: the output tokens.
+        kv_bytes, kv_bytes_full: bytes of KV in use at the end of each text, and of the full cache for the same tokens.
+        seconds: that decoding took.
+        draws: random orders of the heads that share the problems; 1: all problems have the same heads.
+    """
+
+    key: str
+    correct: Floats
+    modes: tuple[str | None, ...]
+    tokens: tuple[NDArray[np.int32], ...]
+    kv_bytes: NDArray[np.int64]
+    kv_bytes_full: NDArray[np.int64]
+    seconds: float
+    draws: int = 1
+
+    @property
+    def lengths(self) -> Floats:
+        """Output tokens of each problem."""
+        return np.array([len(ids) for ids in self.tokens], dtype=np.float64)
+
+    @property
+    def kv_share(self) -> float:
+        """Bytes of KV in use over those of the full cache, both summed over the problems."""
+        return float(self.kv_bytes.sum() / self.kv_bytes_full.sum())
+
+
+def outcome_of(key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
+    """The rows of :func:`rlkv.evaluation.runner.run_method`, in the order in which they are given."""
+    return Outcome(
+        key,
+        np.array([float(row["correct"]) for row in rows]),
+        tuple(map(error_mode, rows)),
+        tuple(np.array(row["token_ids"], dtype=np.int32) for row in rows),
+        np.array([row["kv_bytes"] for row in rows], dtype=np.int64),
+        np.array([row["kv_bytes_full"] for row in rows], dtype=np.int64),
+        sum(row["seconds"] for row in rows),
+    )
+
+
+def join(parts: Sequence[Outcome]) -> Outcome:
+    """One outcome of all problems; of k ``parts`` the i-th one has the problems i, i + k, i + 2k and so on."""
+    count, total = len(parts), sum(part.correct.size for part in parts)
+    order = np.argsort([problem for i in range(count) for problem in range(i, total, count)])
+    modes, tokens = ([value for part in parts for value in getattr(part, name)] for name in ("modes", "tokens"))
+    return Outcome(
+        "+".join(part.key for part in parts),
+        np.concatenate([part.correct for part in parts])[order],
+        tuple(modes[place] for place in order),
+        tuple(tokens[place] for place in order),
+        np.concatenate([part.kv_bytes for part in parts])[order],
+        np.concatenate([part.kv_bytes_full for part in parts])[order],
+        sum(part.seconds for part in parts),
+        count,
+    )
+
+
+def mean_scores(runs: Sequence[Outcome]) -> Floats:
+    """Accuracy of each problem, mean over the seeds, float ``[problems]``."""
+    return np.mean([run.correct for run in runs], axis=0)
+
+
+def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics:
+    """A method in one setting, over its seeds ``runs``.
+
+    Returns:
+        ``mean, low, high, n`` over problems, of the mean over seeds; ``seeds``, the accuracy of each; ``distinct``, the
+        different measurements among them (seeds with the same heads are one); ``draws``, the random orders that share
+        the problems, else 1; ``kv_share``, bytes of KV in use over those of the full cache; ``versus_full``, the paired
+        difference to ``full``, None without it.
+    """
+    scores = mean_scores(runs)
+    held, whole = (sum(int(getattr(run, name).sum()) for run in runs) for name in ("kv_bytes", "kv_bytes_full"))
+    return {
+        **asdict(mean_with_interval(scores)),
+        "seeds": [float(run.correct.mean()) for run in runs],
+        "distinct": len({run.key for run in runs}),
+        "draws": runs[0].draws,
+        "kv_share": held / whole,
+        "versus_full": None if full is None else asdict(paired_difference(full.correct, scores)),
+    }
+
+
+def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
+    """Both accuracies and the paired difference, first minus second.
+
+    ``per_seed`` has the difference of each set of heads to the other's mean over seeds, seeds with the same heads once;
+    empty for draws that share the problems, of which none has decoded all of them.
+    """
+    means = [float(mean_scores(runs).mean()) for runs in (first, second)]
+    distinct = [{run.key: float(run.correct.mean()) for run in runs} for runs in (first, second)]
+    whole = [[] if runs[0].draws > 1 else list(of.values()) for runs, of in zip((first, second), distinct, strict=True)]
+    test = paired_difference(mean_scores(second), mean_scores(first))
+    return {
+        "first": accuracy_of(first),
+        "second": accuracy_of(second),
+        "difference": asdict(test),
+        "per_seed": {
+            "first": [accuracy - means[1] for accuracy in whole[0]],
+            "second": [means[0] - accuracy for accuracy in whole[1]],
+        },
+        # means over seeds may differ where the same sets of heads occur, but not equally often
+        "same_heads": distinct[0].keys() == distinct[1].keys() and not test.changed,
+    }
+
+
+POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
+
+
+class Sizes(NamedTuple):
+    """What compressible heads keep without a policy, as :class:`rlkv.cache.CacheSettings` has it."""
+
+    sink: int
+    window: int
+    protect_prompt: bool = False
+
+    def __str__(self) -> str:
+        """``16 + 64``, ``prompt + 64``, or ``prompt (at least 16) + 64``."""
+        at_least = f" (at least {self.sink})" if self.sink else ""
+        return f"{f'prompt{at_least}' if self.protect_prompt else self.sink} + {self.window}"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A task under an allocation; compressible heads keep sinks and a window, or what ``policy`` chooses.
+
+    ``planned``: for each problem the length of a text, of which the policy's ratio is taken from the start.
+    ``sizes``: in place of the task's own sinks and window.
+    ``part``: (i, k), only the problems i, i + k, i + 2k and so on; None: all.
+    """
+
+    task: str
+    allocation: HeadAllocation
+    policy: EvictionPolicy | None = None
+    planned: tuple[int, ...] | None = None
+    sizes: Sizes | None = None
+    part: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.allocation.num_compressible == 0:
+            for name in ("policy", "planned", "sizes"):  # nothing to evict from
+                object.__setattr__(self, name, None)
+
+    @property
+    def key(self) -> str:
+        """A short name of all that the condition is."""
+        policy = None if self.policy is None else self.policy.describe()
+        further = [self.planned, None if self.sizes is None else self.sizes._asdict(), self.part]
+        while further and further[-1] is None:  # keys, which name files, stay what they were before there was a field
+            further.pop()
+        content = json.dumps([self.allocation.full.int().tolist(), policy, *further], sort_keys=True)
+        return f"{self.task.replace(':', '_')}-{digest(content.encode())[:12]}"
+
+
+ConditionRequests = Iterable[tuple[str, Condition]]
+
+
+@dataclass(frozen=True)
+class StudyTask:
+    """A task as it is decoded: its problems, the tokens of their prompts, and how."""
+
+    name: str
+    problems: list[Problem]
+    prompt_tokens: list[int]
+    settings: RunSettings
+
+
+class Measurements:
+    """Measures conditions, with rows in ``folder``, and hands out what was measured; rows depend on ``facts`` too."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        tasks: Sequence[StudyTask],
+        folder: Path,
+        facts: dict[str, Any],
+    ) -> None:
+        self.model, self.tokenizer, self.folder, self.facts = model, tokenizer, folder, facts
+        self.tasks = {task.name: task for task in tasks}
+        self.labels: dict[Condition, list[str]] = {}
+        self._outcomes: dict[Condition, Outcome] = {}
+
+    def measure(self, title: str, requests: ConditionRequests) -> None:
+        """Measure the (name, condition) ``requests`` that were not measured yet, with a progress bar."""
+        for label, condition in dict.fromkeys(requests):
+            self.labels.setdefault(condition, []).append(label)
+        waiting = deque(condition for condition in self.labels if condition not in self._outcomes)
+        total = sum(len(self._problems(condition)) for condition in waiting)
+        before = in_use = 0
+        with progress_bar(title, "problems", total) as bar:
+            while waiting:
+                condition = waiting.popleft()
+                try:
+                    self._outcomes[condition] = self._measure(condition, bar, before)
+                except StoreInUseError:
+                    waiting.append(condition)
+                    in_use += 1
+                    if in_use >= len(waiting):  # no other condition is free
+                        time.sleep(POLL_SECONDS)
+                    continue
+                in_use = 0
+                before += len(self._problems(condition))
+
+    def _problems(self, condition: Condition) -> list[Problem]:
+        first, step = condition.part or (0, 1)
+        return self.tasks[condition.task].problems[first::step]
+
+    def _measure(self, condition: Condition, bar: ProgressBar, before: int) -> Outcome:
+        task, heads = self.tasks[condition.task], condition.allocation
+        label = f"{task.name}: {self.labels[condition][0]}"
+
+        def on_rows(done: int, _: int, accuracy: float) -> None:
+            bar.update(before + done, title=label, note=f"accuracy {accuracy:.3f}")
+
+        sizes = {} if condition.sizes is None else condition.sizes._asdict()
+        cache = replace(task.settings.cache, **sizes).with_policy(condition.policy)
+        rank, ranks = condition.part or (0, 1)
+        settings = replace(task.settings, cache=cache, planned=condition.planned, rank=rank, ranks=ranks)
+        file = self.folder / f"rows-{condition.key}.jsonl"
+        rows = run_method(self.model, self.tokenizer, task.problems, heads, settings, file, self.facts, on_rows)
+        found = {row["key"]: row for row in rows}
+        return outcome_of(condition.key, [found[problem.key] for problem in self._problems(condition)])
+
+    def outcome(self, condition: Condition) -> Outcome:
+        """What was measured of a condition, which :meth:`measure` must have been asked for."""
+        return self._outcomes[condition]
+
+    def outcomes(self, conditions: Sequence[Condition]) -> list[Outcome]:
+        """An outcome per condition; of conditions that are parts of a task, one of all problems."""
+        found = [self.outcome(condition) for condition in conditions]
+        return found if conditions[0].part is None else [join(found)]
+
+    def text_lengths(self, task: str, outcome: Outcome) -> list[tuple[int, int]]:
+        """(prompt, all) tokens that the cache holds when a text ends: its last token is never fed."""
+        texts = zip(self.tasks[task].prompt_tokens, outcome.tokens, strict=True)
+        return [(prompt, prompt + len(ids) - 1) for prompt, ids in texts]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every condition that was measured, for ``results.json``."""
+        return [
+            {
+                "task": condition.task,
+                "requested_as": self.labels[condition],
+                "rows": f"rows-{condition.key}.jsonl",
+                "full_heads": condition.allocation.full.int().tolist(),
+                "policy": None if condition.policy is None else condition.policy.describe(),
+                "planned": condition.planned,
+                "sizes": None if condition.sizes is None else condition.sizes._asdict(),
+                "part": condition.part,
+                "accuracy": float(outcome.correct.mean()),
+                "n": int(outcome.correct.size),
+                "kv_share": outcome.kv_share,
+                "seconds": round(outcome.seconds, 2),
+            }
+            for condition, outcome in self._outcomes.items()
+        ]
+
+
+Order = tuple[tuple[int, int], ...]
+RESERVED = (ORACLE, RANDOM, FULL_CACHE)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A method that orders the heads of a model.
+
+    Attributes:
+        name: what tables call it.
+        shape: (layers, KV heads).
+        orders: for each seed or draw (layer, head) from the first to compress to the last.
+        gates, files: for each seed, where the order is that of a gates file; else empty.
+        drawn: the orders are random draws, which share the problems of a task; else each one decodes all of them.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    orders: tuple[Order, ...]
+    gates: tuple[HeadGates, ...] = ()
+    files: tuple[str, ...] = ()
+    drawn: bool = False
+
+    def allocations(self, sparsity: float) -> list[HeadAllocation]:
+        """For each seed, the allocation in which the first ``sparsity`` of its order is compressible."""
+        return [HeadAllocation.from_order(order, *self.shape, sparsity) for order in self.orders]
+
+    def without_top(self, heads: int) -> list[HeadAllocation]:
+        """For each seed, the allocation in which only the *last* ``heads`` of its order are compressible.
+
+        Those are the heads that the ranking considers most needed.
+        """
+        share = heads / (self.shape[0] * self.shape[1])
+        return [HeadAllocation.from_order(order[::-1], *self.shape, share) for order in self.orders]
+
+
+def group_by_name(items: Sequence[str], option: str, taken: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Files of ``NAME=FILE`` texts by name, which must not be ``taken``; several files are seeds of one method."""
+    files: dict[str, list[str]] = {}
+    for item in items:
+        name, separator, file = item.partition("=")
+        if not separator or not name.strip() or not file:
+            raise ValueError(f"{option} {item!r} must be NAME=FILE, such as RLKV=results/demo/gates.pt")
+        if name in taken:
+            raise ValueError(f"{option}: the name {name!r} is taken: give these gates another one")
+        files.setdefault(name, []).append(file)
+    return files
+
+
+def gates_rankings(files: dict[str, list[str]], config: PretrainedConfig) -> list[Ranking]:
+    """A ranking per name, an order per gates file, which must be for this model."""
+    found = []
+    for name, paths in files.items():
+        gates = tuple(HeadGates.load(path) for path in paths)
+        for each in gates:
+            each.check_model(config)
+        orders = tuple(tuple(compression_order(each)) for each in gates)
+        found.append(Ranking(name, (gates[0].num_layers, gates[0].num_kv_heads), orders, gates, tuple(paths)))
+    return found
+
+
+def reference_rankings(shape: ModelShape, truth: dict[str, Any] | None, random_draws: int) -> list[Ranking]:
+    """The elimination order of a ground truth, where there is one, and random draws."""
+    size = (shape.num_layers, shape.num_kv_heads)
+    found = []
+    if truth is not None:
+        found.append(Ranking(ORACLE, size, (tuple(elimination_order(truth)),)))
+    if random_draws:
+        draws = tuple(tuple(random_order(*size, seed)) for seed in range(random_draws))
+        found.append(Ranking(RANDOM, size, draws, drawn=True))
+    return found
+
+
+def elimination_order(truth: dict[str, Any]) -> list[tuple[int, int]]:
+    """(layer, head), first the head that can go first."""
+    return [(step["layer"], step["head"]) for step in truth["elimination"]]
+
+
+def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
+    """A ground-truth file, whole.
+
+    Raises:
+        ValueError: if it is not such a file, does not name every head of a model of this shape once, or has no number
+            for the accuracy lost by each head.
+    """
+    try:
+        truth: dict[str, Any] = read_json(path)
+        order = elimination_order(truth)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--oracle {path} is not a ground-truth file with an elimination order ({error})") from None
+    size = (shape.num_layers, shape.num_kv_heads)
+    if sorted(order) != list(product(*map(range, size))):
+        raise ValueError(
+            f"--oracle {path} must eliminate each head of a model with {size[0]} layers x {size[1]} KV heads once: "
+            "measure it with inference/tiny_ground_truth.py"
+        )
+    try:
+        lost = np.array(truth.get("accuracy_lost_by_single_head"))
+    except ValueError:  # lists of different lengths
+        lost = np.array(None)
+    if lost.shape != size or lost.dtype.kind not in "if" or not np.isfinite(lost).all():
+        raise ValueError(
+            f"--oracle {path}: accuracy_lost_by_single_head must be {shape.num_layers} lists of {shape.num_kv_heads} "
+            "numbers, the accuracy that each head alone costs: measure it with inference/tiny_ground_truth.py"
+        )
+    return truth
+
+
+def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:
+    """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the gates keep full too.
+
+    A correlation is None where all gates are equal.  ``truth``: a ground-truth file.
+    """
+    order = elimination_order(truth)
+    position = torch.zeros_like(gates.alpha)
+    for place, head in enumerate(order):
+        position[head] = place
+    oracle = HeadAllocation.from_order(order, gates.num_layers, gates.num_kv_heads, 0.5)
+    return {
+        "spearman_single_head": _correlation(gates.alpha, torch.tensor(truth["accuracy_lost_by_single_head"])),
+        "spearman_elimination": _correlation(gates.alpha, position),
+        "overlap_at_0.5": HeadAllocation.from_gates(gates, 0.5).overlap(oracle),
+    }
+
+
+def _correlation(a: Tensor, b: Tensor) -> float | None:
+    if a.unique().numel() == 1 or b.unique().numel() == 1:
+        return None
+    return float(spearmanr(a.flatten(), b.flatten()).statistic)

@@ -1,1 +1,0 @@
-"""Reports: pages, tables, published numbers."""

@@ -1,0 +1,187 @@
+"""How many rows fit the GPU, and about how long a job takes: said before a long one begins.
+
+The rates and reserves in capitals are assumptions for planning, not measurements; a job shows its measured pace as soon
+as it has one.  Units: bytes, seconds, tokens; a row is a text that is being decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from rlkv.models.builtin import BUILT_IN, connection_error
+from rlkv.models.loading import is_path, model_source, resolve_device, resolve_dtype
+from rlkv.models.shape import PUBLISHED, ModelShape
+
+
+@dataclass(frozen=True)
+class Card:
+    """``memory`` in GiB; peak rates without sparsity: bfloat16 operations/s, and bytes/s of memory."""
+
+    memory: float
+    flops: float
+    bandwidth: float
+
+
+CARDS = {
+    "a10g": Card(24, 70e12, 0.60e12),
+    "rtx4090": Card(24, 165e12, 1.01e12),
+    "l40s": Card(48, 362e12, 0.86e12),
+    "a100-40": Card(40, 312e12, 1.56e12),
+    "a100": Card(80, 312e12, 2.04e12),
+    "h100": Card(80, 989e12, 3.35e12),
+    "h200": Card(141, 989e12, 4.80e12),
+    "b200": Card(180, 2250e12, 7.70e12),
+}
+DEFAULT = "h100"
+
+
+def parse_gpus(text: str) -> tuple[int, str]:
+    """``8xh100`` or ``h100``: number and name; ``ValueError`` for another form or name."""
+    found = re.fullmatch(r"(?:([1-9]\d*)x)?([\w-]+)", text.lower())
+    if found is None or found[2] not in CARDS:
+        raise ValueError(
+            f"plan_gpus is {text!r}: name a GPU, and how many, such as 8xh100; known are {', '.join(CARDS)}"
+        )
+    return int(found[1] or 1), found[2]
+
+
+def card_of(device: torch.device) -> Card | None:
+    """What is known of a GPU that is here, of an unknown one what is known of an A100; None: a CPU."""
+    if device.type != "cuda":
+        return None
+    name = re.sub(r"[\s-]", "", torch.cuda.get_device_name(device).lower())
+    memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    known = [card for key, card in CARDS.items() if key.partition("-")[0] in name]
+    nearest = min(known or [CARDS["a100"]], key=lambda card: abs(card.memory - memory))
+    return Card(memory, nearest.flops, nearest.bandwidth)
+
+
+GIB = 2**30
+NAMES = {"hf": "transformers", "vllm": "vLLM", "vllm-server": "the vLLM server"}
+USABLE = 0.9  # share of the free memory of a GPU
+ENGINE_GIB = 6.0  # activations, buffers and graphs of a decoding engine
+MOST_ROWS = {"hf": 64, "vllm": 256}
+COPIES = 2  # of transformers' cache at once, when rows leave
+DEFAULT_KV_GIB = 4.0  # where no GPU says what fits
+MEAN_LENGTH = 0.5  # mean tokens of a completion, as a share of the longest
+HF_STEP_SECONDS = 1e-3  # a decoding step of transformers on a GPU, per layer: launches bound it, not the rows
+HF_MIXED = 3.0  # times that with mixed attention
+DECODE_SHARE = 0.3  # of a GPU's bandwidth that vLLM reaches as it reads weights and KV
+CPU_RATE = 5e10  # tokens/s times parameters on a CPU, whichever engine: 6 tokens/s for 8e9
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a model takes: ``weights`` in bytes, and the bytes of KV of one token in all heads.
+
+    ``hidden``, ``intermediate``, ``vocabulary``: widths of its states, of what an MLP holds of a token, of its logits;
+    ``itemsize``: bytes of an element.
+    """
+
+    architecture: str
+    shape: ModelShape
+    parameters: int
+    weights: int
+    kv_per_token: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, model: str, dtype: str = "auto", device: str = "auto") -> Footprint | None:
+        """Of a published model, a folder, a built-in name or a hub id; None if the hub would have to answer.
+
+        Args:
+            device: where it decodes, which the dtype ``auto`` depends on.
+        """
+        config = _config(model)
+        return (
+            None
+            if config is None
+            else cls.of_config(config, model, resolve_dtype(dtype, resolve_device(device)).itemsize)
+        )
+
+    @classmethod
+    def of_config(cls, config: PretrainedConfig, model: str, size: int) -> Footprint:
+        """Of weights of ``size`` bytes each."""
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config)
+        parameters = sum(weight.numel() for weight in built.parameters())
+        shape = ModelShape.from_config(config, model)
+        kv, text = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size, config.get_text_config()
+        widths = (text.hidden_size, _mlp_width(text), text.vocab_size)
+        return cls(type(built).__name__, shape, parameters, parameters * size, kv, *widths, size)
+
+    def kv_room(self, free: int) -> int:
+        """Bytes of a GPU that are left for KV; negative if it is too small."""
+        return int(USABLE * free - self.weights - ENGINE_GIB * GIB)
+
+    def lacking(self, room: int, positions: int) -> float:
+        """GiB by which ``room`` bytes are too small for a row of ``positions`` tokens; 0 if it fits."""
+        return max(0, positions * self.kv_per_token - room) / GIB
+
+    def vllm_kv_gib(self, free: int, positions: int) -> float:
+        """GiB of KV that vLLM alone has on a GPU; ``ValueError`` if they hold no row of ``positions`` tokens."""
+        room = self.kv_room(free)
+        if lacking := self.lacking(room, positions):
+            raise ValueError(
+                f"the GPU is too small for {self.shape.model_id} in vLLM by about {lacking:.1f} GiB ({free / GIB:.1f} "
+                "GiB are free): free it, decode shorter texts or take --engine hf"
+            )
+        return room / GIB
+
+    def rows(self, engine: str, kv: int, positions: int, most: int | None = None) -> int:
+        """Rows of up to ``positions`` tokens that ``kv`` bytes hold, at least 1.
+
+        vLLM: texts of mean length, as rows that do not fit wait.  transformers: the longest.
+        """
+        share = MEAN_LENGTH if engine == "vllm" else COPIES
+        fitting = int(kv / (share * positions * self.kv_per_token))
+        return max(1, min(fitting, MOST_ROWS[engine] if most is None else most))
+
+    def rate(self, engine: str, rows: int, card: Card | None, tokens: float, mixed: bool = False) -> float:
+        """Assumed tokens/s of ``rows`` rows that hold ``tokens`` tokens on average; ``card`` None: on a CPU."""
+        if card is None:
+            return CPU_RATE / self.parameters
+        if engine == "hf":
+            return rows / (self.shape.num_layers * HF_STEP_SECONDS * (HF_MIXED if mixed else 1.0))
+        return rows * card.bandwidth * DECODE_SHARE / (self.weights + rows * tokens * self.kv_per_token)
+
+
+def _config(model: str) -> PretrainedConfig | None:
+    if model in PUBLISHED:
+        values = dict(PUBLISHED[model][1])
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    is_local = model in BUILT_IN or is_path(model)
+    away = not is_local and connection_error(model, "config.json") is not None
+    try:
+        return AutoConfig.from_pretrained(model_source(model), local_files_only=away)
+    except (OSError, ValueError):  # loading the model says what is wrong with it
+        return None
+
+
+def _mlp_width(config: Any) -> int:
+    """Of all experts that a token takes."""
+    experts = getattr(config, "num_experts_per_tok", None)
+    of_expert = getattr(config, "moe_intermediate_size", None)
+    dense: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return (experts * (of_expert or dense)) if experts else dense
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of a GPU; None for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def rough(seconds: float) -> str:
+    """An estimate in the unit that suits it: ``3.4 days``, ``5.2 h``, ``12 min``, ``40 s``."""
+    for unit, length in (("days", 86400), ("h", 3600)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"

@@ -1,1 +1,0 @@
-"""Mixed attention in vLLM, for rollouts."""

@@ -1,0 +1,153 @@
+"""Models of vLLM whose attention is mixed: the engine's own classes with other attention layers, and their gates.
+
+They are chosen by name with ``hf_overrides``; S and W are in the engine's ``additional_config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm import ModelRegistry
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.gemma import GemmaForCausalLM as StockGemma
+from vllm.model_executor.models.glm4 import Glm4ForCausalLM as StockGlm4
+from vllm.model_executor.models.granite import GraniteForCausalLM as StockGranite
+from vllm.model_executor.models.llama import LlamaForCausalLM as StockLlama
+from vllm.model_executor.models.mistral import MistralForCausalLM as StockMistral
+from vllm.model_executor.models.phi3 import Phi3ForCausalLM as StockPhi3
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM as StockQwen2
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM as StockQwen3
+
+from rlkv.attention import LocalSizes
+from rlkv.vllm.backends import mixed_backend
+from rlkv.vllm.plugin import check_version
+from rlkv.vllm.settings import ARCHITECTURES, MIXED, MIXED_KEY, check_engine, read_request
+
+if TYPE_CHECKING:
+    from rlkv.vllm.reallocation import HeadOrder
+
+GATES = "rlkv_gates"  # the buffer of the model: float32 [num_layers, num_kv_heads]
+
+
+def _exchange(model: Any, config: VllmConfig) -> None:
+    """Put a mixed attention layer in the place of every stock one, all reading one buffer of gates."""
+    check_engine(config, "a mixed-attention rollout")
+    sizes = LocalSizes(**config.additional_config[MIXED_KEY])
+    layers = model.model.layers
+    stock: list[Attention] = [layer.self_attn.attn for layer in layers]
+    gates = torch.ones(len(stock), stock[0].num_kv_heads, dtype=torch.float32)
+    model.register_buffer(GATES, gates, persistent=False)
+    for index, (layer, old) in enumerate(zip(layers, stock, strict=True)):
+        if old.sliding_window is not None:
+            raise ValueError(f"{old.layer_name} has a sliding window: mixed attention takes full-attention layers only")
+        del config.compilation_config.static_forward_context[old.layer_name]
+        mixed = Attention(
+            old.num_heads,
+            old.head_size,
+            old.impl.scale,
+            num_kv_heads=old.num_kv_heads,
+            cache_config=config.cache_config,
+            quant_config=old.quant_config,
+            prefix=old.layer_name,
+            attn_backend=mixed_backend(),
+        )
+        mixed.impl.attach(getattr(model, GATES)[index], sizes)
+        layer.self_attn.attn = mixed
+
+
+def _mixed(architecture: str, base: type) -> type:
+    class Mixed(base):
+        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
+            _exchange(self, get_current_vllm_config())
+
+    Mixed.__name__ = Mixed.__qualname__ = MIXED + architecture
+    return Mixed
+
+
+RLKVMixedLlamaForCausalLM = _mixed("LlamaForCausalLM", StockLlama)
+RLKVMixedQwen2ForCausalLM = _mixed("Qwen2ForCausalLM", StockQwen2)
+RLKVMixedQwen3ForCausalLM = _mixed("Qwen3ForCausalLM", StockQwen3)
+
+
+def register() -> None:
+    """Make the mixed classes known to this process under their names."""
+    for name in (MIXED + architecture for architecture in ARCHITECTURES):
+        if name not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(name, globals()[name])
+
+
+class GateWorker:
+    """What the engine's worker can be asked for (``collective_rpc``): vLLM mixes this class into it."""
+
+    model_runner: Any
+
+    def _gates(self) -> Tensor:
+        model = self.model_runner.get_model()
+        buffer: Tensor = getattr(model, GATES)
+        for index, layer in enumerate(model.model.layers):
+            # moving the model to another device copies the buffer, and the layers keep the old one
+            if layer.self_attn.attn.impl.alpha_H.data_ptr() != buffer[index].data_ptr():
+                raise RuntimeError(f"layer {index} does not read the model's gates: the model was moved after loading")
+        return buffer
+
+    def rlkv_gates(self) -> list[list[float]]:
+        """The gates ``[num_layers][num_kv_heads]``."""
+        return self._gates().cpu().tolist()
+
+    def rlkv_set_gates(self, alpha: list[list[float]]) -> None:
+        """Overwrite the gates in place."""
+        self._gates().copy_(torch.tensor(alpha, dtype=torch.float32))
+
+
+class _Dispatch:
+    """The stock model, with other attention layers if rlkv was asked for."""
+
+    rlkv: HeadOrder | None = None
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
+        if read_request(vllm_config.additional_config) is not None:
+            from rlkv.vllm.reallocation import attach_reallocation
+
+            check_version()
+            self.rlkv = attach_reallocation(self, vllm_config)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights(weights if self.rlkv is None else self.rlkv.reordered(weights))  # type: ignore[misc]
+
+
+class GemmaForCausalLM(_Dispatch, StockGemma):
+    pass
+
+
+class Glm4ForCausalLM(_Dispatch, StockGlm4):
+    pass
+
+
+class GraniteForCausalLM(_Dispatch, StockGranite):
+    pass
+
+
+class LlamaForCausalLM(_Dispatch, StockLlama):
+    pass
+
+
+class MistralForCausalLM(_Dispatch, StockMistral):
+    pass
+
+
+class Phi3ForCausalLM(_Dispatch, StockPhi3):
+    pass
+
+
+class Qwen2ForCausalLM(_Dispatch, StockQwen2):
+    pass
+
+
+class Qwen3ForCausalLM(_Dispatch, StockQwen3):
+    pass

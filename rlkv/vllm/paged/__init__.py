@@ -1,1 +1,0 @@
-"""Attention over a paged KV cache in plain torch."""

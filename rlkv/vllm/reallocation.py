@@ -1,0 +1,334 @@
+"""The heads of one bin, of all layers, as one attention layer of the engine: one KV tensor, spec and block table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
+from vllm.utils.torch_utils import _encode_layer_name as encode_layer_name
+from vllm.utils.torch_utils import _resolve_layer_name as resolve_layer_name
+from vllm.v1.attention.backend import AttentionType
+
+from rlkv.vllm.backends import full_backend, local_backend
+from rlkv.vllm.evicting import Eviction, evicting_backend
+from rlkv.vllm.packing import Bin, BufferDemand, PackingPlan, Part, SinkWindowDemand, plan_heads
+from rlkv.vllm.paged import GapRules
+from rlkv.vllm.settings import ServingSettings, check_engine, resolve_settings
+from rlkv.vllm.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
+
+
+class BinAttention(Attention):
+    """What the engine sees of a bin. It never runs: its parts do, each on its slice of the cache.
+
+    Its number of heads is that of the largest part, by which builders of metadata size what kernels share.
+    """
+
+    parts: tuple[PartAttention, ...] = ()
+    on_pool: Callable[[int], None] | None = None  # called with the number of blocks when the engine has its pool
+    _kv_cache: Tensor
+
+    def __init__(
+        self, stock: Attention, number: int, own: Bin, kept: Eviction | GapRules | None, vllm_config: Any
+    ) -> None:
+        """``stock``: any of the attention layers that are replaced; ``kept``: what compressible heads keep."""
+        group_size = stock.num_heads // stock.num_kv_heads
+        if own.full:
+            backend = full_backend(stock)
+        else:
+            backend = evicting_backend() if isinstance(kept, Eviction) else local_backend()
+        super().__init__(
+            own.largest_part * group_size,
+            stock.head_size,
+            stock.impl.scale,
+            num_kv_heads=own.largest_part,
+            cache_config=vllm_config.cache_config,
+            quant_config=stock.quant_config,
+            prefix=f"rlkv_bins.{number}",
+            attn_backend=backend,
+        )
+        self.number, self.bin, self.planned = number, own, vllm_config.cache_config.block_size
+        self.kept = None if own.full else kept
+
+    @property
+    def eviction(self) -> Eviction:
+        assert isinstance(self.kept, Eviction)
+        return self.kept
+
+    @property
+    def gap_rules(self) -> GapRules:
+        assert isinstance(self.kept, GapRules)
+        return self.kept
+
+    @property
+    def kv_cache(self) -> Tensor:
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, cache: Tensor) -> None:
+        """The engine binds a cache ``[blocks, heads of the bin, tokens, 2 * size]``, or an empty tensor to free it."""
+        self._kv_cache = cache
+        if self.on_pool is not None and cache.dim() == 4:
+            self.on_pool(len(cache))
+        for part in self.parts:
+            part.kv_cache = cache[:, part.first : part.first + part.num_kv_heads] if cache.dim() == 4 else cache
+
+    def add_part(self, part: Part) -> PartAttention:
+        """The heads ``part`` of the bin, for the layer that has them."""
+        made = PartAttention(self, part)
+        self.parts = (*self.parts, made)
+        return made
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> PackedFullSpec | EvictingSpec | SinkWindowSpec:
+        if vllm_config.cache_config.block_size != self.planned:  # a few backends ask for another size after loading
+            chosen = vllm_config.cache_config.block_size
+            raise ValueError(f"rlkv: the engine chose blocks of {chosen} tokens too late: pass --block-size {chosen}")
+        common: dict[str, Any] = {
+            "block_size": self.bin.demand.block_size,
+            "num_kv_heads": len(self.bin.heads),
+            "head_size": self.head_size,
+            "head_size_v": self.head_size_v,
+            "dtype": self.kv_cache_torch_dtype,
+            "bin": self.number,
+        }
+        if self.bin.full:
+            return PackedFullSpec(**common, protect_prompt=getattr(self.bin.demand, "protect_prompt", False))
+        if isinstance(self.kept, Eviction):
+            return EvictingSpec(**{**asdict(self.kept.demand), **common})
+        return SinkWindowSpec(
+            **common,
+            sink=self.gap_rules.demand.sink,
+            window=self.gap_rules.demand.window,
+            protect_prompt=self.gap_rules.demand.protect_prompt,
+            max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+            max_model_len=vllm_config.model_config.max_model_len,
+        )
+
+
+class PartAttention:
+    """The heads of one layer in one bin: what runs."""
+
+    def __init__(self, own: BinAttention, part: Part) -> None:
+        self.bin_name, self.first, self.num_kv_heads = own.layer_name, part.first, len(part.heads)
+        self.num_heads = self.num_kv_heads * own.impl.num_heads // own.impl.num_kv_heads
+        self.kv_cache = torch.tensor([])
+        self.writes_first = not own.attn_backend.forward_includes_kv_cache_update
+        self.impl: Any = own.attn_backend.get_impl_cls()(
+            self.num_heads, own.head_size, own.impl.scale, self.num_kv_heads, None, None, own.kv_cache_dtype
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """What the engine's two attention operators do, with states ``[tokens, heads, size]``."""
+        metadata, own, _, slots = get_attention_context(self.bin_name)
+        if self.writes_first and slots is not None:
+            self.impl.do_kv_cache_update(own, key, value, self.kv_cache, slots)
+        self.impl.forward(own, query, key, value, self.kv_cache, metadata, output)
+
+
+class SplitAttention(nn.Module):
+    """In the place of a layer's attention, with the same call.
+
+    The projections' weights were reordered when they were loaded: each part reads and writes a slice.
+    """
+
+    def __init__(self, stock: Attention, parts: list[PartAttention], vllm_config: Any) -> None:
+        super().__init__()
+        self.layer_name, self.head_size, self.parts = stock.layer_name, stock.head_size, parts
+        self.heads, self.kv_heads = [part.num_heads for part in parts], [part.num_kv_heads for part in parts]
+        compilation = vllm_config.compilation_config
+        compilation.static_forward_context[self.layer_name] = self  # where the operator below finds it
+        if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
+            compilation.splitting_ops.append(OPERATOR)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """``[T, H * G * D]``, ``[T, H * D]`` twice, to ``[T, H * G * D]``."""
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        torch.ops.vllm.rlkv_split_attention(query, key, value, output, encode_layer_name(self.layer_name))
+        return output
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        states = [tensor.view(len(tensor), -1, self.head_size) for tensor in (query, key, value, output)]
+        counts = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        slices = (tensor.split_with_sizes(heads, 1) for tensor, heads in zip(states, counts, strict=True))
+        for part, *own in zip(self.parts, *slices, strict=True):
+            part.attend(*own)
+
+
+def _split_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerNameType) -> None:
+    layers = get_forward_context().no_compile_layers
+    layers[resolve_layer_name(layer_name)].attend(query, key, value, output)
+
+
+def _split_attention_fake(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerNameType
+) -> None: ...
+
+
+# one operator for all parts of a layer: compiled graphs must not see slices that are written to
+OPERATOR = "vllm::rlkv_split_attention"
+# the engine reads types off the function, and here they are only names
+_split_attention.__annotations__ = {
+    **dict.fromkeys(("query", "key", "value", "output"), Tensor),
+    "layer_name": LayerNameType,
+    "return": None,
+}
+direct_register_custom_op(
+    op_name="rlkv_split_attention",
+    op_func=_split_attention,
+    mutates_args=["output"],
+    fake_impl=_split_attention_fake,
+)
+
+_ATTENTION = re.compile(r"layers\.(\d+)\.(?:self_attn|attention)\.(.+)$")
+_PROJECTION = re.compile(r"(qkv|[qkvo])_proj\.(\w+)$")
+_NEITHER = re.compile(r"([qk]_norm\.weight|rotary_emb\.inv_freq)$")  # the same for all heads of a layer
+_OUTPUTS_FIRST = ("weight", "bias", "weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point")
+_INPUTS_FIRST = ("qweight", "qzeros", "scales")  # AWQ and GPTQ
+_OF_ALL_HEADS = ("weight_shape", "weight_global_scale", "input_scale", "input_global_scale", "input_zero_point")
+_GROUPS = ("g_idx", "weight_g_idx")  # the group of each input
+
+
+@dataclass(frozen=True)
+class HeadOrder:
+    """How the heads of a model were dealt out.
+
+    Attributes:
+        heads: the KV heads of each layer, in the order of ranks, and of parts in a rank.
+        group_size: query heads for each KV head.
+        head_size: of a query head, and of a KV head.
+    """
+
+    heads: Sequence[Sequence[int]]
+    group_size: int
+    head_size: int
+
+    def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors, whole: the engine cuts its rank's shard out of them.
+
+        Raises:
+            ValueError: for a tensor of an attention layer whose heads are not known, or not whole.
+        """
+        for name, tensor in weights:
+            found = _ATTENTION.search(name)
+            if found is None or _NEITHER.match(found[2]):
+                yield name, tensor
+                continue
+            projection = _PROJECTION.match(found[2])
+            if projection is None:
+                raise ValueError(f"rlkv: {name}: head reallocation does not know which heads this tensor has")
+            yield name, self._reorder(tensor, int(found[1]), projection[1], projection[2], name)
+
+    def _reorder(self, tensor: Tensor, layer: int, projection: str, kind: str, name: str) -> Tensor:
+        if kind in _OF_ALL_HEADS:
+            return tensor
+        if kind in _GROUPS:
+            if projection == "o" and not bool((tensor[1:] >= tensor[:-1]).all()):
+                raise ValueError(f"rlkv: {name}: head reallocation needs weights that were quantised without desc_act")
+            return tensor
+        if kind not in _OUTPUTS_FIRST + _INPUTS_FIRST:
+            raise ValueError(f"rlkv: {name}: head reallocation does not know the order of heads in a {kind}")
+        dim = int((projection == "o") == (kind in _OUTPUTS_FIRST))
+        if tensor.dim() <= dim or tensor.shape[dim] == 1:  # one number for all heads
+            return tensor
+        pieces = torch.tensor(self._pieces(layer, projection), device=tensor.device)
+        outputs = len(pieces) * self.head_size * (self.group_size if projection in "qo" else 1)
+        group, rest = divmod(outputs, tensor.shape[dim])
+        # groups have powers of two: with another quotient the last group is cut off, and some reach over heads
+        if tensor.shape[dim] % len(pieces) or rest or group & (group - 1):
+            raise ValueError(
+                f"rlkv: {name}: {tensor.shape[dim]} entries do not divide by {len(pieces)} heads, because groups of "
+                "quantised weights reach over several heads: serve weights with smaller groups"
+            )
+        # some types of numbers can only be moved as bytes
+        plain = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+        moved = plain.unflatten(dim, (len(pieces), -1)).index_select(dim, pieces).flatten(dim, dim + 1)
+        return moved.view(tensor.dtype)
+
+    def _pieces(self, layer: int, projection: str) -> list[int]:
+        """Numbers of pieces in their served order; a group of query heads is a piece of ``q`` and ``o``."""
+        heads = list(self.heads[layer])
+        if projection != "qkv":
+            return heads
+        size, number = self.group_size, len(heads)
+        queries = [head * size + member for head in heads for member in range(size)]
+        return queries + [head + number * first for first in (size, size + 1) for head in heads]
+
+
+logger = init_logger(f"vllm.{__name__}")  # the engine shows what its own loggers say
+
+
+def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
+    """Exchange the attention layers of a stock model; ValueError for what is not supported or does not fit it."""
+    check_engine(vllm_config)
+    settings = resolve_settings(vllm_config)
+    stock, longest = model.model.layers[0].self_attn.attn, vllm_config.model_config.max_model_len
+    group_size, ranks = stock.num_heads // stock.num_kv_heads, get_tensor_model_parallel_world_size()
+    check_layers([layer.self_attn.attn for layer in model.model.layers])
+    plans = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest, ranks)
+    rank = get_tensor_model_parallel_rank()
+    plan = plans[rank]
+    kept = _what_is_kept(settings, plan, longest)
+    bins = [BinAttention(stock, number, own, kept, vllm_config) for number, own in enumerate(plan.bins)]
+    model.rlkv_bins = nn.ModuleList(bins)
+    for number, layer in enumerate(model.model.layers):
+        stock = layer.self_attn.attn
+        del vllm_config.compilation_config.static_forward_context[stock.layer_name]
+        parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
+        layer.self_attn.attn = SplitAttention(stock, parts, vllm_config)
+    entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
+    where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
+    amounts = entry_bytes, *settings.reference(longest)
+    logger.info("rlkv: %s%s", where, plan.summary(*amounts))
+    bins[0].on_pool = lambda blocks: logger.info("rlkv: %s%s", where, plan.capacity(blocks, *amounts))
+    order = [[head for own in plans for head in own.head_order(number)] for number in range(len(model.model.layers))]
+    return HeadOrder(order, group_size, stock.head_size)
+
+
+def check_layers(layers: Sequence[Any]) -> None:
+    """Raise ``ValueError`` for stock attention layers that do more than plain attention, or differ in their heads."""
+    first = layers[0]
+    for layer in layers:
+        found = {
+            "a sliding window": layer.sliding_window is not None,
+            "keys and values of another layer": layer.kv_sharing_target_layer_name is not None,
+            "attention in both directions": layer.attn_type != AttentionType.DECODER,
+            "soft-capped logits": bool(getattr(layer.impl, "logits_soft_cap", None)),
+            "ALiBi": getattr(layer.impl, "alibi_slopes", None) is not None,
+            "learned sinks": getattr(layer.impl, "sinks", None) is not None,
+            "another number or size of heads than the first layer": any(
+                getattr(layer, name) != getattr(first, name) for name in ("num_heads", "num_kv_heads", "head_size")
+            ),
+            "another scale of logits than the first layer": layer.impl.scale != first.impl.scale,
+        }
+        for feature, applies in found.items():
+            if applies:
+                raise ValueError(
+                    f"rlkv: head reallocation does not work with this model: {layer.layer_name} has {feature}"
+                )
+
+
+def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) -> Eviction | GapRules | None:
+    """The policy of compressible heads and their buffer, or what reads sinks and window; None without such heads."""
+    demand = next((own.demand for own in plan.bins if not own.full), None)
+    if demand is None:
+        return None
+    if isinstance(demand, SinkWindowDemand):
+        return GapRules(demand, longest, settings.whole_prompts)
+    policy = settings.policy()
+    assert policy is not None
+    assert isinstance(demand, BufferDemand)
+    if demand.capacity >= longest:
+        raise ValueError(
+            f"rlkv: eviction would never drop anything: a head holds up to {demand.capacity:,} entries (budget + "
+            f"buffer), and no text is longer than {longest:,} tokens: lower the budget, or raise --max-model-len"
+        )
+    return Eviction(policy, demand)

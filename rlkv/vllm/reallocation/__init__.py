@@ -1,1 +1,0 @@
-"""Head reallocation in the stock engine."""

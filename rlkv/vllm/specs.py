@@ -1,0 +1,432 @@
+"""Blocks of compressible heads, for the engine's memory management; importing this registers them in a process.
+
+Blocks that fall out of a window are replaced by the null block in the request's block table; the kernels skip this gap
+(:mod:`rlkv.vllm.paged`). Under eviction a request keeps as many blocks as its buffer has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakKeyDictionary, WeakSet
+
+import vllm.envs as envs
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from rlkv.utils.files import write_json
+from rlkv.vllm.packing import BufferDemand, SinkWindowDemand
+
+FOLDER = "RLKV_METRICS_DIR"  # of the environment, which the engine's processes inherit
+EVERY = 5.0  # seconds between two reports: each walks all block tables
+
+
+@dataclass(frozen=True)
+class BinUsage:
+    """One bin of an engine.
+
+    Attributes:
+        full: whether its heads are full.
+        blocks: that requests hold.
+        block_bytes: KV of the bin's heads in one block.
+        whole: blocks that the full cache would hold of these heads for the same tokens; where requests share a prefix,
+            what heads have given back of it is counted for each.
+        evictions: of requests, since the engine started.
+    """
+
+    full: bool
+    blocks: int
+    block_bytes: int
+    whole: int
+    evictions: int = 0
+
+
+def read_usage(folder: str | Path) -> list[BinUsage]:
+    """All bins of the engines that report to ``folder``."""
+    reports = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
+    return [BinUsage(**found) for bins in reports for found in bins]
+
+
+class Reporter:
+    """All bins of one pool, which report together."""
+
+    def __init__(self) -> None:
+        self.bins: WeakSet[Counted] = WeakSet()
+        self.reported = 0.0
+
+    def report(self) -> None:
+        """Write what the bins hold, if it is time or no request is left."""
+        now = time.monotonic()
+        if now - self.reported < EVERY and any(own.req_to_blocks for own in self.bins):
+            return
+        folder = os.environ.get(FOLDER)
+        if folder is not None and Path(folder).is_dir():
+            self.reported = now
+            found = [asdict(own.usage()) for own in self.bins]
+            with suppress(OSError):  # a full disk must not stop the engine
+                write_json(Path(folder, f"{os.getpid()}-{id(self)}.json"), found)
+
+
+_REPORTERS: WeakKeyDictionary[Any, Reporter] = WeakKeyDictionary()  # by the pool
+
+
+class Counted(SingleTypeKVCacheManager):
+    """A block manager that reports what its bin holds."""
+
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.reporter = _REPORTERS.setdefault(self.block_pool, Reporter())
+        self.reporter.bins.add(self)
+
+    def usage(self) -> BinUsage:
+        """What the bin holds now."""
+        held = [block for table in self.req_to_blocks.values() for block in table if not block.is_null]
+        # a block of several requests, of a cached prefix, is one
+        blocks, shared = len(distinct := {block.block_id for block in held}), len(held) - len(distinct)
+        full = isinstance(self, FullAttentionManager)
+        return BinUsage(full, blocks, self.kv_cache_spec.page_size_bytes, self.whole() - shared)
+
+    def whole(self) -> int:
+        """Blocks of all tokens, request by request: those that were given back are still places of the table."""
+        return sum(map(len, self.req_to_blocks.values()))
+
+    def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
+        blocks = super().allocate_new_blocks(*args, **kwargs)
+        self.reporter.report()
+        return blocks
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        blocks = super().pop_blocks_for_free(request_id)
+        self.reporter.report()
+        return blocks
+
+
+class BlockManager(SingleTypeKVCacheManager):
+    """Base of rlkv's managers of blocks."""
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """None, for cascade attention: abstract in the engine's base class in 0.31, gone in 0.32."""
+        return 0
+
+
+def register_spec(spec: type[Any], manager: type[SingleTypeKVCacheManager], base: type[Any]) -> None:
+    """Make a kind of blocks known to this process; ``base``: the kind with which it may share a block table."""
+    # the registry fills itself with the stock specs only as long as it is empty
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(spec, manager, base)
+
+
+def choose_runner() -> bool:
+    """Pin the engine's model runner: the second one, its default where Triton runs, else the deprecated first one.
+
+    Returns:
+        Whether it is the second one. ``VLLM_USE_V2_MODEL_RUNNER`` decides where it is set.
+    """
+    asked = envs.VLLM_USE_V2_MODEL_RUNNER
+    second = HAS_TRITON if asked is None else asked
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(second))
+    return second
+
+
+class _OfBin:
+    """The heads of one bin (:mod:`rlkv.vllm.packing`) have a block table of their own."""
+
+    bin: int
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        return all(spec == self for spec in kv_cache_specs.values())
+
+    @classmethod
+    def merge(cls, specs: list[Self]) -> Self:
+        """The engine asks whether layers may share a block table by trying this; AssertionError means no."""
+        assert all(spec == specs[0] for spec in specs[1:]), "different bins"
+        return specs[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedFullSpec(_OfBin, FullAttentionSpec):
+    """A bin of full heads: blocks for every token; ``protect_prompt``: of the compressible heads."""
+
+    bin: int
+    protect_prompt: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWindowSpec(_OfBin, AttentionSpec):
+    """A bin of compressible heads: blocks of sinks, or a protected prompt if it is longer, and of the window."""
+
+    bin: int
+    sink: int
+    window: int
+    max_in_flight_tokens: int
+    max_model_len: int
+    protect_prompt: bool = False
+
+    @property
+    def demand(self) -> SinkWindowDemand:
+        return SinkWindowDemand(self.block_size, self.sink, self.window, self.protect_prompt)
+
+    def most_blocks(self, max_model_len: int | None = None) -> int:
+        """Blocks that one request may hold at once: the sinks', and window and unsettled tokens, whose first one may
+        lie anywhere in its block. A protected prompt may be the whole text."""
+        longest = self.max_model_len if max_model_len is None else max_model_len
+        if self.protect_prompt:
+            return self.demand.full(longest)
+        moving = min(self.window - 1 + self.max_in_flight_tokens, longest)
+        return min(self.demand.full(self.sink) + self.demand.full(moving) + 1, self.demand.full(longest))
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        return self.page_size_bytes * self.most_blocks(vllm_config.model_config.max_model_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictingSpec(_OfBin, AttentionSpec):
+    """A bin of compressible heads under an eviction policy; fields as of :class:`BufferDemand`."""
+
+    bin: int
+    budget: int
+    buffer: int
+    observation: int
+    group_size: int
+
+    @property
+    def demand(self) -> BufferDemand:
+        return BufferDemand(self.block_size, self.budget, self.buffer, self.observation, self.group_size)
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        return self.page_size_bytes * self.demand.compressible(vllm_config.model_config.max_model_len)
+
+    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+        """The engine computes slots by position, and looks them up even though they are not used here."""
+        return max(super().max_num_blocks_per_req(vllm_config, max_len), self.demand.compressible(max_len))
+
+
+class _PromptCaching(SingleTypeKVCacheManager):
+    """Where prompts are protected, a token sees more in a prompt than behind it: blocks of prompts alone are cached."""
+
+    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        if self.kv_cache_spec.protect_prompt:
+            if num_tokens >= request.num_prompt_tokens:
+                # preempted from now on, it must not find its own text in the prompt of another request
+                request.skip_reading_prefix_cache = True
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+
+class PackedFullManager(Counted, _PromptCaching, FullAttentionManager):
+    """Block tables of one bin of full heads."""
+
+
+class SinkWindowManager(Counted, _PromptCaching, BlockManager):
+    """Block tables of one bin with sinks and a window."""
+
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
+        # the engine sets this for its own kinds of spec only
+        kwargs["max_admission_blocks_per_request"] = kv_cache_spec.most_blocks()
+        super().__init__(kv_cache_spec, **kwargs)
+        self._prompts: dict[str, int] = {}
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Give back the blocks between the first tokens that are kept and the window of the next token.
+
+        RuntimeError if a protected prompt grows, as streamed inputs make it.
+        """
+        demand, prompt = self.kv_cache_spec.demand, num_prompt_tokens or 0
+        if demand.protect_prompt and self._prompts.setdefault(request_id, prompt) != prompt:
+            raise RuntimeError(
+                f"rlkv: the prompt of request {request_id} has grown to {prompt:,} tokens, but some of them were given "
+                "up since: streamed inputs do not work with protect_prompt, send whole prompts"
+            )
+        outside = processed_computed_tokens - demand.window + 1
+        kept = demand.full(demand.prefix(prompt))
+        self._remove_blocks_in_range(request_id, kept, max(0, outside) // self.block_size)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._prompts.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        """As the base class, but its cap counts the gap of a cached prefix as blocks that the request holds."""
+        needed = super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs)
+        most = self.max_admission_blocks_per_request
+        if not apply_admission_cap or most is None:
+            return needed
+        held = sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))
+        return min(needed, max(0, most - held))
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: Any,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """The longest prefix of whole blocks after which the sinks and a whole window are still there.
+
+        Of a protected prompt every block.
+        """
+        assert not drop_eagle_block, "speculative decoding is refused at start"
+        assert dcp_world_size * pcp_world_size == 1, "context parallelism is refused at start"
+        block_size = kv_cache_spec.block_size
+        hashes = resolve_block_hashes(
+            block_hashes,
+            block_pool.hash_block_size,
+            block_size,
+            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
+            alignment_tokens=alignment_tokens,
+        )
+        step = max(1, alignment_tokens // block_size)
+        longest = max_length // block_size
+        demand = kv_cache_spec.demand
+        found: dict[int, Sequence[KVCacheBlock]] = {}
+
+        def cached(number: int) -> bool:
+            if number not in found and (blocks := block_pool.get_cached_block(hashes[number], kv_cache_group_ids)):
+                found[number] = blocks
+            return number in found
+
+        wanted = longest if kv_cache_spec.protect_prompt else demand.full(kv_cache_spec.sink)
+        sinks, window = 0, demand.full(kv_cache_spec.window - 1)
+        while sinks < min(wanted, longest) and cached(sinks):
+            sinks += 1
+        end = (sinks if sinks < wanted else longest) // step * step
+        while end > sinks:
+            first = max(sinks, end - window)
+            missing = next((number for number in range(end - 1, first - 1, -1) if not cached(number)), None)
+            if missing is None:
+                break
+            end = missing // step * step
+        first = max(sinks, end - window)
+        table: tuple[list[KVCacheBlock], ...] = tuple([block_pool.null_block] * end for _ in kv_cache_group_ids)
+        for number in (number for number in range(end) if number < sinks or number >= first):
+            for row, block in zip(table, found[number], strict=True):
+                row[number] = block
+        return table, end * block_size
+
+
+class EvictingManager(Counted, BlockManager):
+    """Block tables of one bin under an eviction policy."""
+
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        assert not self.enable_caching, "prefix caching is switched off with the engine's settings"
+        self._computed: dict[str, int] = {}
+        self._ended = 0  # evictions of requests that are not running any more
+
+    def usage(self) -> BinUsage:
+        evictions = self._ended + sum(map(self.kv_cache_spec.demand.evictions, self._computed.values()))
+        return replace(super().usage(), evictions=evictions)
+
+    def whole(self) -> int:
+        return sum(map(self.kv_cache_spec.demand.full, self._computed.values()))
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        """As the base class; RuntimeError if a request goes back to earlier tokens, as streamed inputs do."""
+        if total_computed_tokens < self._computed.get(request_id, 0):
+            raise RuntimeError(
+                f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} on, but some of its "
+                "entries were evicted since: streamed inputs do not work with eviction, send whole prompts"
+            )
+        self._computed[request_id] = total_computed_tokens
+        held = len(self.req_to_blocks.get(request_id, ()))
+        return max(0, self.kv_cache_spec.demand.compressible(num_tokens) - held)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._ended += self.kv_cache_spec.demand.evictions(self._computed.pop(request_id, 0))
+        return super().pop_blocks_for_free(request_id)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        slots = self.kv_cache_spec.demand.compressible(num_tokens) * self.block_size
+        return super().allocate_new_blocks(request_id, slots, slots)
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: BlockHashList, max_length: int, kv_cache_group_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """None: what an eviction kept is not a prefix."""
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+
+register_spec(PackedFullSpec, PackedFullManager, FullAttentionSpec)
+register_spec(SinkWindowSpec, SinkWindowManager, SinkWindowSpec)
+register_spec(EvictingSpec, EvictingManager, EvictingSpec)
+
+KINDS = {True: "full", False: "compressible"}
+MEMORY = Path("/dev/shm")  # reports are not for the disk
+
+
+class UsageCollector(Collector):
+    """Reads the reports of the scheduler's process whenever the page is asked for."""
+
+    def __init__(self, sparsity: float) -> None:
+        self.sparsity = sparsity
+        self.folder = tempfile.TemporaryDirectory(prefix="rlkv_", dir=MEMORY if MEMORY.is_dir() else None)
+
+    def collect(self) -> Iterator[Any]:
+        bins = read_usage(self.folder.name)
+        blocks = GaugeMetricFamily("rlkv:kv_blocks", "Blocks that requests hold.", labels=["heads"])
+        held = GaugeMetricFamily("rlkv:kv_bytes", "Bytes of KV in these blocks.", labels=["heads"])
+        for full, kind in KINDS.items():
+            own = [found for found in bins if found.full == full]
+            blocks.add_metric([kind], sum(found.blocks for found in own))
+            held.add_metric([kind], sum(found.blocks * found.block_bytes for found in own))
+        yield from (blocks, held)
+        about = "Bytes of KV that the full cache would hold for the same tokens, less those that are held."
+        yield GaugeMetricFamily("rlkv:kv_bytes_saved", about, value=sum(map(_saved, bins)))
+        about = "Compactions of a request's entries by the eviction policy, counted per block table."
+        yield CounterMetricFamily("rlkv:evictions", about, value=sum(found.evictions for found in bins))
+        yield GaugeMetricFamily("rlkv:sparsity", "Share of KV heads that are compressible.", value=self.sparsity)
+
+
+def _saved(own: BinUsage) -> int:
+    return (own.whole - own.blocks) * own.block_bytes
+
+
+_published: list[UsageCollector] = []  # of this process: none or one
+
+
+def publish(sparsity: float) -> None:
+    """Add to this process's ``/metrics``, and have the schedulers that it starts report; the last engine's sparsity."""
+    if not _published:
+        _published.append(UsageCollector(sparsity))
+        os.environ[FOLDER] = _published[0].folder.name
+        REGISTRY.register(_published[0])
+    _published[0].sparsity = sparsity
