@@ -1,11 +1,13 @@
-"""Check the verifier against reference solutions: does it accept the right answer, and refuse another one?
+"""Check the verifier against reference solutions: does it accept the right answer, and refuse
+another one?
 
     python data_prep/check_verifier.py --input problems.jsonl more.parquet --output-dir results/verifier
     python data_prep/check_verifier.py --pairs pairs.jsonl --output-dir results/verifier
 
-Files have the fields problem, answer and solution.  Every solution is compared with its own answer and with the
-answer of the next problem, where that is another text.  Pairs have the fields text, gold, right and kind.  Writes
-verifier.json (with every wrong verdict) and verifier.md into --output-dir.
+Files have the fields problem, answer and solution.  Every solution is compared with its own answer
+and with the answer of the next problem, where that is another text.  Pairs have the fields text,
+gold, right and kind.  Writes verifier.json (with every wrong verdict) and verifier.md into
+--output-dir.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from pathlib import Path
 
 from rlkv.cli.app import parse, run_app
 from rlkv.data.problems import load_problems, read_rows
-from rlkv.evaluation.checks import Check, accepted, check_pairs, check_verifier, share_of, write_checks
+from rlkv.evaluation.checks import (
+    Check,
+    accepted,
+    check_pairs,
+    check_verifier,
+    share_of,
+    write_checks,
+)
 from rlkv.evaluation.report import Page
 from rlkv.utils.store import Row, check_results
 from rlkv.verifier import Verifier
@@ -39,8 +48,12 @@ def load_pairs(source: str) -> list[Row]:
     """The rows of a file of pairs; ValueError if one lacks a field."""
     rows = []
     for where, row in read_rows(source):
-        if not {"text", "gold", "right", "kind"} <= row.keys() or not isinstance(row["right"], bool):
-            raise ValueError(f"{where}: expected the fields text, gold, kind, and right, which is true or false")
+        if not {"text", "gold", "right", "kind"} <= row.keys() or not isinstance(
+            row["right"], bool
+        ):
+            raise ValueError(
+                f"{where}: expected the fields text, gold, kind, and right, which is true or false"
+            )
         rows.append(row)
     return rows
 
@@ -58,10 +71,20 @@ def pairs_table(page: Page, counts: list[Check]) -> None:
 def verifier_table(page: Page, rows: list[Check]) -> None:
     """The counts of :func:`check_verifier`, a row per ``input`` with its ``seconds``."""
     page.table(
-        ["solutions of", "own answer accepted", "next problem's answer accepted", "left out", "seconds"],
+        [
+            "solutions of",
+            "own answer accepted",
+            "next problem's answer accepted",
+            "left out",
+            "seconds",
+        ],
         [
             [
-                *(Path(row["input"]).name, accepted(row), f"{len(row['accepted'])} of {row['next']}"),
+                *(
+                    Path(row["input"]).name,
+                    accepted(row),
+                    f"{len(row['accepted'])} of {row['next']}",
+                ),
                 *(str(row["left_out"]), f"{row['seconds']:.1f}"),
             ]
             for row in rows

@@ -1,11 +1,13 @@
-"""Check the graders of the tasks on reference answers: are they accepted, and those of other problems refused?
+"""Check the graders of the tasks on reference answers: are they accepted, and those of other
+problems refused?
 
     python inference/check_graders.py --data ../shared/data --output-dir results/graders
 
-Maths: the reference in the prompt's form, and the reference solution in its own words where it has a box, each against
-its own answer and against the next problem's (where that is another text).  Code: the reference program, an empty one,
-a wrong one (functions of the right names that return nothing useful) and the next problem's.  Writes graders.json with
-every wrong verdict, and graders.md, into --output-dir.
+Maths: the reference in the prompt's form, and the reference solution in its own words where it has
+a box, each against its own answer and against the next problem's (where that is another text).
+Code: the reference program, an empty one, a wrong one (functions of the right names that return
+nothing useful) and the next problem's.  Writes graders.json with every wrong verdict, and
+graders.md, into --output-dir.
 """
 
 from __future__ import annotations
@@ -52,19 +54,29 @@ class GraderConfig:
 
 
 def stated(problem: EvalProblem) -> str:
-    """The reference as a completion in the form that the prompt asks for: the solution, then the answer in a box."""
+    """The reference as a completion in the form that the prompt asks for: the solution, then the
+    answer in a box.
+    """
     return f"{problem.meta['solution']}\n{SENTENCE % problem.answer}".lstrip()
 
 
-def check_math(problems: list[EvalProblem], verifier: Verifier, source: str, own_words: bool = False) -> Check:
-    """Reference answers against themselves and the next problem's; ``own_words``: the boxed solutions as they are."""
+def check_math(
+    problems: list[EvalProblem], verifier: Verifier, source: str, own_words: bool = False
+) -> Check:
+    """Reference answers against themselves and the next problem's; ``own_words``: the boxed
+    solutions as they are.
+    """
     chosen = [p for p in problems if not own_words or last_box(p.meta["solution"]) is not None]
-    rows = [Problem(p.prompt, p.answer, p.meta["solution"] if own_words else stated(p)) for p in chosen]
+    rows = [
+        Problem(p.prompt, p.answer, p.meta["solution"] if own_words else stated(p)) for p in chosen
+    ]
     return check_verifier(rows, verifier, source)
 
 
 def math_checks(data: Path, timeout: float, workers: int) -> list[Check]:
-    """Every maths task with a file, in the prompt's form and, where references have solutions, in their own words."""
+    """Every maths task with a file, in the prompt's form and, where references have solutions, in
+    their own words.
+    """
     rows = []
     here = {file.stem for file in data.iterdir() if file.suffix in SUFFIXES}
     with closing(Verifier(num_workers=workers, timeout=timeout)) as verifier:
@@ -88,9 +100,11 @@ def wrong_program(program: str) -> str:
 
 
 def check_code(problems: list[EvalProblem]) -> Check:
-    """Grade problems of MBPP with their reference program, an empty one, a wrong one and the next problem's.
+    """Grade problems of MBPP with their reference program, an empty one, a wrong one and the next
+    problem's.
 
-    ``refused`` has ids that fail with their reference, ``NAME_passed`` those that pass with another program.
+    ``refused`` has ids that fail with their reference, ``NAME_passed`` those that pass with another
+    program.
     """
     passed: dict[str, list[str]] = {name: [] for name in ("reference", "empty", "wrong", "next")}
     started = time.monotonic()
@@ -115,14 +129,20 @@ def grader_page(rows: list[Check], code: Check | None) -> Page:
     page.table(
         ["task", "completions", "own answer accepted", "next problem's answer refused"],
         [
-            [row["task"], row["form"], accepted(row), share_of(row["next"] - len(row["accepted"]), row["next"])]
+            [
+                row["task"],
+                row["form"],
+                accepted(row),
+                share_of(row["next"] - len(row["accepted"]), row["next"]),
+            ]
             for row in rows
         ],
     )
     if code is not None:
         passed = share_of(code["reference"] - len(code["refused"]), code["reference"])
         page.paragraph(
-            f"MBPP: the reference program passes {passed}, an empty program {len(code['empty_passed'])}, a wrong one "
+            f"MBPP: the reference program passes {passed}, an empty program "
+            f"{len(code['empty_passed'])}, a wrong one "
             f"{len(code['wrong_passed'])}, the next problem's {len(code['next_passed'])}."
         )
     return page
@@ -131,7 +151,9 @@ def grader_page(rows: list[Check], code: Check | None) -> Page:
 def main() -> None:
     config = parse(GraderConfig, __doc__)
     check_results(config.output_dir, "graders.json", ("graders.md",), ("math", "code"))
-    programs = load_task("mbpp", config.data, config.code_limit) if config.code else None  # its errors come first
+    programs = (
+        load_task("mbpp", config.data, config.code_limit) if config.code else None
+    )  # its errors come first
     rows = math_checks(config.data, config.timeout, config.workers)
     code = None if programs is None else check_code(programs)
     content = {"math": rows, "code": code, "timeout": config.timeout}

@@ -1,15 +1,17 @@
-r"""Measure the order of the heads that the gates keep: for sparsities above those at which the gates are certain.
+r"""Measure the order of the heads that the gates keep: for sparsities above those at which the gates
+are certain.
 
     python inference/rerank_heads.py --gates outputs/tiny/gates.pt --output outputs/tiny/reranked.pt \
         --curriculum results/curriculum/curriculum.parquet
 
-Heads that are full at sparsity ``--low`` are made compressible one by one up to ``--high``, each time the one without
-which recorded solutions are predicted most as with the full cache.  The gates' numbers are handed out in the new order,
-so the result is used as any gates file; below ``--low`` nothing changes.  It reads the curriculum that the gates were
-trained on, with the recorded outputs.
+Heads that are full at sparsity ``--low`` are made compressible one by one up to ``--high``, each
+time the one without which recorded solutions are predicted most as with the full cache.  The gates'
+numbers are handed out in the new order, so the result is used as any gates file; below ``--low``
+nothing changes.  It reads the curriculum that the gates were trained on, with the recorded outputs.
 
-It takes about half a pass over the solutions per head that is full at ``--low``, and one to three per head that goes;
-the gates file keeps how many, in ``training["reranked"]``: ``passes``, and ``cpu_seconds`` of all threads.  Without
+It takes about half a pass over the solutions per head that is full at ``--low``, and one to three
+per head that goes; the gates file keeps how many, in ``training["reranked"]``: ``passes``, and
+``cpu_seconds`` of all threads.  Without
 gates: ``rlkv-train --finder elimination``.
 """
 
@@ -57,7 +59,8 @@ class RerankConfig(ModelOptions):
     model: str = ""
     """tiny, a folder or a hub id; default: the one of the gates"""
     template: str | None = None
-    """prompt template: rlkv, boxed or plain; default: the curriculum's, else the gates', else rlkv"""
+    """prompt template: rlkv, boxed or plain; default: the curriculum's, else the gates', else rlkv
+    """
 
     def check(self) -> None:
         if self.output.suffix not in SUFFIXES:  # not after hours
@@ -74,7 +77,11 @@ def main() -> None:
     if not config.model and found.model is None:
         raise ValueError(f"{config.gates} names no model: pass --model")
     model, tokenizer = replace(config, model=config.model or found.model.model_id).load()  # type: ignore[union-attr]
-    named = (config.template, curriculum_template(config.curriculum), found.training.get("template"))
+    named = (
+        config.template,
+        curriculum_template(config.curriculum),
+        found.training.get("template"),
+    )
     template = choose_template(*named, model=model.config._name_or_path)
     traces = draw_traces(config.curriculum, tokenizer, template, config.num_traces, config.seed)
     span, work = (config.low, config.high), (config.budget, config.rows)

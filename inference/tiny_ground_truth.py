@@ -1,12 +1,15 @@
-r"""Measure which KV heads the built-in tiny model needs: the yardstick for every method that finds heads.
+r"""Measure which KV heads the built-in tiny model needs: the yardstick for every method that finds
+heads.
 
     python inference/tiny_ground_truth.py            # writes rlkv/tiny/model/ground_truth.json
 
-Three measurements with sink 4 and window 16 over chains of 3 to 12 definitions (decoding with prefill full):
-  1. the greedy accuracy with the full cache, with random halves of the heads compressible (10 draws), and with
+Three measurements with sink 4 and window 16 over chains of 3 to 12 definitions (decoding with
+  prefill full): 1. the greedy accuracy with the full cache, with random halves of the heads
+  compressible (10 draws), and with
      each single head compressible;
-  2. a greedy backward elimination: heads are made compressible one by one, each time the one whose loss leaves
-     the most correct solutions reproduced under teacher forcing (ties: the highest mean log-probability);
+  2. a greedy backward elimination: heads are made compressible one by one, each time the one whose
+     loss leaves the most correct solutions reproduced under teacher forcing (ties: the highest mean
+     log-probability);
   3. the greedy accuracy, by decoding, after every step of that elimination.
 """
 
@@ -21,7 +24,13 @@ import torch
 
 from rlkv.cache import CacheSettings
 from rlkv.cli.app import parse, run_app
-from rlkv.evaluation.elimination import Elimination, Trace, TraceScorer, backward_elimination, without_head
+from rlkv.evaluation.elimination import (
+    Elimination,
+    Trace,
+    TraceScorer,
+    backward_elimination,
+    without_head,
+)
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import ModelOptions, check_positive
@@ -71,16 +80,25 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
     layers, heads = shape.num_layers, shape.num_kv_heads
     total, limit = layers * heads, longest_solution(config.longest)
     everything = HeadAllocation(torch.ones(layers, heads, dtype=torch.bool))
-    engine = InferenceEngine(model, tokenizer, everything, config.sink, config.window, batch_size=100)
+    engine = InferenceEngine(
+        model, tokenizer, everything, config.sink, config.window, batch_size=100
+    )
     numbers = {"accuracy": config.num_problems, "traces": config.num_traces}
-    drawn = {kind: problems(numbers[kind], seed, max_definitions=config.longest) for kind, seed in SEEDS.items()}
-    rendered = {kind: [render_prompt(tokenizer, p["problem"]) for p in of] for kind, of in drawn.items()}
+    drawn = {
+        kind: problems(numbers[kind], seed, max_definitions=config.longest)
+        for kind, seed in SEEDS.items()
+    }
+    rendered = {
+        kind: [render_prompt(tokenizer, p["problem"]) for p in of] for kind, of in drawn.items()
+    }
 
     def decode(kind: str) -> tuple[list[list[int]], list[bool]]:
         """Tokens and verdict of every problem under the engine's allocation."""
         completions, _ = engine.batch(rendered[kind], SamplingParams(limit))
         pairs = zip(completions, drawn[kind], strict=True)
-        return [c.token_ids for c in completions], are_correct((c.text, p["answer"]) for c, p in pairs)
+        return [c.token_ids for c in completions], are_correct(
+            (c.text, p["answer"]) for c, p in pairs
+        )
 
     def accuracies(title: str, allocations: list[HeadAllocation]) -> list[float]:
         found = []
@@ -92,17 +110,29 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
         engine.allocation = everything
         return found
 
-    halves = [HeadAllocation.random(layers, heads, 0.5, seed) for seed in range(config.random_draws)]
+    halves = [
+        HeadAllocation.random(layers, heads, 0.5, seed) for seed in range(config.random_draws)
+    ]
     full_accuracy, *half_accuracy = accuracies("random halves", [everything, *halves])
-    single = [without_head(everything.full, layer, head) for layer in range(layers) for head in range(heads)]
+    single = [
+        without_head(everything.full, layer, head)
+        for layer in range(layers)
+        for head in range(heads)
+    ]
     lost = [full_accuracy - found for found in accuracies("single heads", single)]
     solved = zip(rendered["traces"], *decode("traces"), strict=True)
-    traces = [Trace(tuple(engine.encode(prompt)), tuple(output)) for prompt, output, right in solved if right]
+    traces = [
+        Trace(tuple(engine.encode(prompt)), tuple(output))
+        for prompt, output, right in solved
+        if right
+    ]
     with progress_bar("elimination", "scores", total * (total + 1) // 2) as bar:
         scorer = TraceScorer(model, traces, config.sink, config.window)
         steps = backward_elimination(scorer, everything, bar.advance)
     order = [(step.layer, step.head) for step in steps]
-    partial = [HeadAllocation.from_order(order, layers, heads, k / total) for k in range(1, total + 1)]
+    partial = [
+        HeadAllocation.from_order(order, layers, heads, k / total) for k in range(1, total + 1)
+    ]
     curve = accuracies("accuracy after every step", partial)
     settings = {**asdict(CacheSettings(config.sink, config.window)), "max_new_tokens": limit}
     return {
@@ -116,8 +146,13 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
         "random_half_accuracy": half_accuracy,
         "random_half_mean": sum(half_accuracy) / len(half_accuracy),
         "accuracy_lost_by_single_head": [lost[i : i + heads] for i in range(0, total, heads)],
-        "elimination": [{**_scores(step), "accuracy": decoded} for step, decoded in zip(steps, curve, strict=True)],
-        "heads_removable_before_0.95": next((k for k, a in enumerate(curve) if a < REMOVABLE), total),
+        "elimination": [
+            {**_scores(step), "accuracy": decoded}
+            for step, decoded in zip(steps, curve, strict=True)
+        ],
+        "heads_removable_before_0.95": next(
+            (k for k, a in enumerate(curve) if a < REMOVABLE), total
+        ),
     }
 
 

@@ -1,4 +1,5 @@
-"""RLKV: find which KV heads a reasoning LLM needs in full, and serve it with a small cache on all others.
+"""RLKV: find which KV heads a reasoning LLM needs in full, and serve it with a small cache on all
+others.
 
 Names are loaded on first use: ``import rlkv`` costs no heavy import.
 """

@@ -1,10 +1,11 @@
-"""Train the tiny model's gates twice per seed, sampling with transformers and with vLLM, and compare the rankings.
+"""Train the tiny model's gates twice per seed, sampling with transformers and with vLLM, and
+compare the rankings.
 
     python rollout/compare_rollouts.py --output docs/results/rollouts --steps 40 --seeds 0 1 2
 
-Runs alternate between the engines, on one machine, each in a process of its own.  A finished run is not repeated, and
-one that was stopped resumes, so the command can be repeated.  Writes results.json and table.md to the output folder;
-the runs themselves go to --runs.
+Runs alternate between the engines, on one machine, each in a process of its own.  A finished run is
+not repeated, and one that was stopped resumes, so the command can be repeated.  Writes results.json
+and table.md to the output folder; the runs themselves go to --runs.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ COMPARED = ("reward/mean", "response/length_mean")
 PARTS = ("rollout", "update", "step", "step_cpu")  # seconds of a step, the last in CPU time
 ENGINES = ("hf", "vllm")
 NOTE = (
-    "Ranking: the mean of every gate over the training. Equal rollouts: the first steps up to which rewards and "
-    "lengths are the same (the draws belong to the rows, so two engines give the same tokens until rounding flips "
-    "one). Seconds: medians over the steps without the first; rollout and update by the clock, which other work on "
+    "Ranking: the mean of every gate over the training. Equal rollouts: the first steps up to "
+    "which rewards and "
+    "lengths are the same (the draws belong to the rows, so two engines give the same tokens until "
+    "rounding flips "
+    "one). Seconds: medians over the steps without the first; rollout and update by the clock, "
+    "which other work on "
     "the machine slows down, and the whole step in CPU time. "
 )
 
@@ -64,8 +68,14 @@ class CompareConfig:
 
 
 def train(config: CompareConfig, engine: str, seed: int, curriculum: Path) -> Path:
-    """The folder of one run, made in a process of its own unless it is finished; ``ValueError`` if it fails."""
-    folder = config.runs / f"{engine}-{seed}-{config.steps}-{config.num_problems}-{config.max_definitions}"
+    """The folder of one run, made in a process of its own unless it is finished.
+
+    ``ValueError`` if it fails.
+    """
+    folder = (
+        config.runs
+        / f"{engine}-{seed}-{config.steps}-{config.num_problems}-{config.max_definitions}"
+    )
     options = {
         "config": "tiny",
         "curriculum": curriculum,
@@ -89,19 +99,25 @@ def seconds_per_step(folder: Path) -> dict[str, float]:
     """Median seconds of a step's parts; the first step is left out, which warms up and compiles."""
     records = read_log(folder / LOG)[1:]
     if not records:
-        raise ValueError(f"{folder} has fewer than two steps: nothing to compare after the first one")
-    return {name: statistics.median(record[f"time/{name}_s"] for record in records) for name in PARTS}
+        raise ValueError(
+            f"{folder} has fewer than two steps: nothing to compare after the first one"
+        )
+    return {
+        name: statistics.median(record[f"time/{name}_s"] for record in records) for name in PARTS
+    }
 
 
 def compare(*folders: Path) -> dict[str, Any]:
     """Compare two runs of the same seed, each an output folder of ``rlkv-train``.
 
     Returns:
-        ``steps``; ``spearman`` of the means of the gates over training; ``final_difference``, the largest of the gates;
-        ``equal_steps``, how many first steps had the same rewards and lengths; the largest difference of
-        log-probabilities and the seconds per step of each run.
+        ``steps``; ``spearman`` of the means of the gates over training; ``final_difference``, the
+        largest of the gates; ``equal_steps``, how many first steps had the same rewards and
+        lengths; the largest difference of log-probabilities and the seconds per step of each run.
     """
-    alphas = [HeadGates.load(folder / "gates.safetensors").mean_alpha.flatten() for folder in folders]
+    alphas = [
+        HeadGates.load(folder / "gates.safetensors").mean_alpha.flatten() for folder in folders
+    ]
     logs = [read_log(folder / LOG) for folder in folders]
     same = [all(a[key] == b[key] for key in COMPARED) for a, b in zip(*logs, strict=True)]
     last = [torch.tensor(read_log(folder / GATES_LOG)[-1]["alpha"]) for folder in folders]
@@ -110,20 +126,30 @@ def compare(*folders: Path) -> dict[str, Any]:
         "spearman": float(spearmanr(*alphas).statistic),
         "final_difference": (last[0] - last[1]).abs().max().item(),
         "equal_steps": [*same, False].index(False),
-        "logprob_diff_max": [max(record["rollout/logprob_diff_max"] for record in log) for log in logs],
+        "logprob_diff_max": [
+            max(record["rollout/logprob_diff_max"] for record in log) for log in logs
+        ],
         "seconds": [seconds_per_step(folder) for folder in folders],
     }
 
 
 def table_page(rows: dict[int, dict[str, Any]]) -> Page:
     """A row per seed, seconds of both engines side by side."""
-    columns = ["seed", "Spearman of the ranking", "largest difference of a gate", "steps with equal rollouts"]
+    columns = [
+        "seed",
+        "Spearman of the ranking",
+        "largest difference of a gate",
+        "steps with equal rollouts",
+    ]
     columns.append(f"max difference of log-probabilities, {ENGINES[1]}")
     columns += [f"{name}: rollout, update, CPU s per step" for name in ENGINES]
     cells = []
     for seed, row in rows.items():
         equal = f"{row['equal_steps']} of {row['steps']}"
-        times = [f"{part['rollout']:.2f}, {part['update']:.2f}, {part['step_cpu']:.2f}" for part in row["seconds"]]
+        times = [
+            f"{part['rollout']:.2f}, {part['update']:.2f}, {part['step_cpu']:.2f}"
+            for part in row["seconds"]
+        ]
         measured = [f"{row['spearman']:.3f}", f"{row['final_difference']:.1e}", equal]
         cells.append([str(seed), *measured, f"{row['logprob_diff_max'][1]:.1e}", *times])
     page = Page("Sampling with hf and vllm, otherwise the same runs")
@@ -137,7 +163,9 @@ def main() -> None:
     check_results(config.output, "results.json", ("table.md",), ("engines", "seeds"))
     FilterConfig(engine="vllm").check()  # before the first run, if it is not installed
     curriculum = config.runs / f"problems-{config.num_problems}-{config.max_definitions}.jsonl"
-    write_jsonl(curriculum, problems(config.num_problems, 0, max_definitions=config.max_definitions))
+    write_jsonl(
+        curriculum, problems(config.num_problems, 0, max_definitions=config.max_definitions)
+    )
     rows = {}
     for seed in config.seeds:
         rows[seed] = compare(*(train(config, engine, seed, curriculum) for engine in ENGINES))

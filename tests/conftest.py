@@ -1,4 +1,7 @@
-"""Shared fixtures: tiny random decoders of three families; and what is skipped where a package is missing."""
+"""Shared fixtures: tiny random decoders of three families.
+
+And what is skipped where a package is missing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from transformers import PreTrainedModel
 from tests.helpers.models import FAMILIES, make_tiny_model
 from tests.helpers.paths import ROOT
 
-# models this small lose more by waking threads than they win; workers of a parallel run have one core each
+# models this small lose more by waking threads than they win; workers of a parallel run have one
+# core each
 torch.set_num_threads(1)
 
 
@@ -39,7 +43,9 @@ def missing_package(error: BaseException | None) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
-    """Skip a file of tests that needs a package which is not installed, as on a machine lent with a GPU."""
+    """Skip a file of tests that needs a package which is not installed, as on a machine lent with a
+    GPU.
+    """
     report = yield
     call = getattr(report, "call", None)
     if report.failed and call is not None and call.excinfo is not None:

@@ -1,4 +1,6 @@
-"""Without an optional package the tests that need it are skipped by name, and all others are collected."""
+"""Without an optional package the tests that need it are skipped by name, and all others are
+collected.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,20 @@ import sys
 
 from tests.helpers.paths import ROOT
 
-TESTS = ("tests/attention/test_grouped.py", "tests/training/test_liger.py", "tests/training/test_head_gate.py")
+TESTS = (
+    "tests/attention/test_grouped.py",
+    "tests/training/test_liger.py",
+    "tests/training/test_head_gate.py",
+)
 
 
 def test_a_machine_without_the_packages_of_training() -> None:
     plugin = ["-p", "tests.helpers.without_packages"]
     command = [sys.executable, "-m", "pytest", *plugin, "-m", "gpu", "--collect-only", "-q", *TESTS]
     variables = {**os.environ, "WITHOUT": "trl,peft,datasets", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=280)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=280
+    )
     assert done.returncode == 0, done.stdout
     assert "test_a_fused_kernel_serves_groups" in done.stdout
     assert "SKIPPED [1] tests/training/test_head_gate.py:1: peft is not installed" in done.stdout

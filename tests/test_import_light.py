@@ -7,7 +7,17 @@ import sys
 
 import pytest
 
-HEAVY = ("trl", "vllm", "deepspeed", "wandb", "triton", "transformers", "peft", "datasets", "matplotlib")
+HEAVY = (
+    "trl",
+    "vllm",
+    "deepspeed",
+    "wandb",
+    "triton",
+    "transformers",
+    "peft",
+    "datasets",
+    "matplotlib",
+)
 OPTIONAL = ("trl", "vllm", "deepspeed", "wandb", "peft", "datasets")
 
 
@@ -24,10 +34,16 @@ def test_the_package_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     "statement",
-    ["from rlkv import HeadGates", "from rlkv import HeadAllocation", "import rlkv.cli.gates, rlkv.gates.publish"],
+    [
+        "from rlkv import HeadGates",
+        "from rlkv import HeadAllocation",
+        "import rlkv.cli.gates, rlkv.gates.publish",
+    ],
 )
 def test_gates_load_nothing_heavy(statement: str) -> None:
-    assert loaded_after(statement) - {"triton"} == set()  # torch itself may load triton on a GPU machine
+    assert (
+        loaded_after(statement) - {"triton"} == set()
+    )  # torch itself may load triton on a GPU machine
 
 
 @pytest.mark.parametrize("name", ["HeadReallocationCache", "compress"])

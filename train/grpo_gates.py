@@ -1,4 +1,5 @@
-"""Find the heads (by GRPO with the packaged configs): a file that ``accelerate launch`` and ``torchrun`` can start.
+"""Find the heads (by GRPO with the packaged configs): a file that ``accelerate launch`` and
+``torchrun`` can start.
 
     python train/grpo_gates.py --config tiny
     accelerate launch --config_file configs/accelerate/ddp.yaml train/grpo_gates.py --config configs/llama8b.yaml

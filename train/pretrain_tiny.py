@@ -3,14 +3,16 @@
     python train/pretrain_tiny.py                      # 4,000 steps, about 40 minutes on 2 CPU cores
     python train/pretrain_tiny.py --output-dir my_tiny --steps 200
 
-Next-token loss on worked solutions.  Recall of far bindings is slow to emerge, so the longest chain grows with
-training.  A batch holds problems of one number of definitions: their token counts are equal, nothing is padded.
+Next-token loss on worked solutions.  Recall of far bindings is slow to emerge, so the longest chain
+grows with training.  A batch holds problems of one number of definitions: their token counts are
+equal, nothing is padded.
 
-A closing stage makes half of the KV heads specialise: in every step all, about half or none of LOCAL_HEADS read only
-the first 4 and the last 16 tokens.  Without it nearly every head takes part in far recall; large models do have local
-heads.
+A closing stage makes half of the KV heads specialise: in every step all, about half or none of
+LOCAL_HEADS read only the first 4 and the last 16 tokens.  Without it nearly every head takes part
+in far recall; large models do have local heads.
 
-Seeded; resumes from checkpoint.pt in the work folder after a kill.  Accuracy on problems that it never drew:
+Seeded; resumes from checkpoint.pt in the work folder after a kill.  Accuracy on problems that it
+never drew:
 
     rlkv-eval --model my_tiny --tasks tiny --methods full --limit 1000 --seed 1000003 --output-dir results/my_tiny
 """
@@ -46,10 +48,15 @@ from rlkv.utils.store import hold_folder
 MUON_LR, ADAMW_LR, MAX_GRAD_NORM = 5e-3, 3e-3, 1.0
 WARMUP_STEPS, FINAL_LR = 50, 0.02
 SPECIALISE_LR = 0.2  # of the peaks, in the closing stage
-CURRICULUM = ((0.12, 5), (0.22, 8), (0.35, 14))  # until this share of the steps, no longer chains than this
+CURRICULUM = (
+    (0.12, 5),
+    (0.22, 8),
+    (0.35, 14),
+)  # until this share of the steps, no longer chains than this
 TOKENS_PER_DEFINITION = 24  # 6 in the problem, 18 in the solution
 SINK, WINDOW = 4, 16
-# (layer, head): the twelve that a backward elimination on the model of the first stage (seed 0) could best spare
+# (layer, head): the twelve that a backward elimination on the model of the first stage (seed 0)
+# could best spare
 LOCAL_HEADS = (
     *((0, 1), (0, 2), (0, 3), (1, 2), (1, 4)),
     *((2, 0), (2, 1), (2, 2), (2, 4), (3, 2), (3, 3), (3, 5)),
@@ -89,12 +96,21 @@ class PretrainConfig:
 
     def longest_chain(self, step: int) -> int:
         """The largest number of definitions that ``step`` (0-based) may draw."""
-        return next((longest for end, longest in CURRICULUM if step < end * self.steps), MAX_DEFINITIONS)
+        return next(
+            (longest for end, longest in CURRICULUM if step < end * self.steps), MAX_DEFINITIONS
+        )
 
     def lr_scale(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to ``FINAL_LR`` of the peak; a second, lower cosine to specialise."""
+        """Linear warm-up, then a cosine down to ``FINAL_LR`` of the peak.
+
+        A second, lower cosine to specialise.
+        """
         if step >= self.steps:
-            return SPECIALISE_LR * 0.5 * (1 + math.cos(math.pi * (step - self.steps) / self.specialise_steps))
+            return (
+                SPECIALISE_LR
+                * 0.5
+                * (1 + math.cos(math.pi * (step - self.steps) / self.specialise_steps))
+            )
         cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
         return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LR + (1 - FINAL_LR) * cosine)
 
@@ -123,10 +139,15 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausal
 def encode_batch(
     tokenizer: PreTrainedTokenizerBase, rng: random.Random, num_definitions: int, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """``(input_ids, labels)``, both int64 ``[rows, length]``; prompt positions carry the label -100."""
+    """``(input_ids, labels)``, both int64 ``[rows, length]``.
+
+    Prompt positions carry the label -100.
+    """
     drawn = [draw_problem(rng, num_definitions) for _ in range(rows)]
     prompts = [render_prompt(tokenizer, p.problem) for p in drawn]
-    texts = [prompt + p.solution + tokenizer.eos_token for prompt, p in zip(prompts, drawn, strict=True)]
+    texts = [
+        prompt + p.solution + tokenizer.eos_token for prompt, p in zip(prompts, drawn, strict=True)
+    ]
     ids = torch.tensor(tokenizer(texts, add_special_tokens=False).input_ids)
     labels = ids.clone()
     labels[:, : len(tokenizer(prompts[0], add_special_tokens=False).input_ids)] = -100
@@ -145,9 +166,12 @@ def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 class LocalHeads:
-    """Attention of the closing stage: ``draw`` decides for one step which of LOCAL_HEADS read locally.
+    """Attention of the closing stage:
 
-    One dense mask per head in a single attention call: at these lengths far cheaper than two branches.
+    ``draw`` decides for one step which of LOCAL_HEADS read locally.
+
+    One dense mask per head in a single attention call: at these lengths far cheaper than two
+    branches.
     """
 
     IMPLEMENTATION = "rlkv_tiny_pretraining"
@@ -156,7 +180,9 @@ class LocalHeads:
         config = model.config
         assert config.num_key_value_heads is not None
         self.model, self.before = model, config._attn_implementation
-        self.is_local = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, dtype=torch.bool)
+        self.is_local = torch.zeros(
+            config.num_hidden_layers, config.num_key_value_heads, dtype=torch.bool
+        )
         AttentionInterface.register(self.IMPLEMENTATION, self._attend)
         AttentionMaskInterface.register(self.IMPLEMENTATION, lambda *args, **kwargs: None)
         model.set_attn_implementation(self.IMPLEMENTATION)
@@ -168,14 +194,27 @@ class LocalHeads:
             self.is_local[layer, head] = rng.random() < share
 
     def _attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: Any
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        scaling: float,
+        **_: Any,
     ) -> tuple[Tensor, None]:
         position = torch.arange(query.shape[2], device=query.device)
         past = position[:, None] - position  # [query, key]
         near = (past < WINDOW) | (position < SINK)
-        is_local = self.is_local[module.layer_idx].to(query.device).repeat_interleave(query.shape[1] // key.shape[1])
+        is_local = (
+            self.is_local[module.layer_idx]
+            .to(query.device)
+            .repeat_interleave(query.shape[1] // key.shape[1])
+        )
         mask = (past >= 0) & (near | ~is_local[:, None, None])
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[None], scale=scaling, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask[None], scale=scaling, enable_gqa=True
+        )
         return out.transpose(1, 2), None
 
     def remove(self) -> None:
@@ -191,16 +230,21 @@ def pretrain(
 ) -> None:
     """Train ``model`` in place; ``on_step(step, loss)`` is called after every step.
 
-    Continues from the file ``checkpoint`` if it exists.  The batch of a step depends on the seed and the step alone.
+    Continues from the file ``checkpoint`` if it exists.  The batch of a step depends on the seed
+    and the step alone.
     """
     optimizers = build_optimizers(model)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     first = 0
     if checkpoint.exists():
         state = load_tensors(checkpoint)
-        recipe = state.get("recipe", {"seed": state.get("seed")})  # checkpoints of earlier versions say no more
+        recipe = state.get(
+            "recipe", {"seed": state.get("seed")}
+        )  # checkpoints of earlier versions say no more
         if recipe != config.recipe:
-            before = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in recipe.items())
+            before = " ".join(
+                f"--{name.replace('_', '-')} {value}" for name, value in recipe.items()
+            )
             raise ValueError(f"{checkpoint} is of {before}: give the same, or another --work-dir")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -225,7 +269,10 @@ def pretrain(
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % config.checkpoint_every == 0:
-            saved = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            saved = {
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+            }
             save_tensors(checkpoint, {**saved, "step": step + 1, "recipe": config.recipe})
         on_step(step, loss.item())
     if local_heads is not None:
@@ -237,7 +284,10 @@ def main() -> None:
     config = parse(PretrainConfig, __doc__)
     summary_file = config.output_dir / "pretraining.json"
     if (config.output_dir / "config.json").exists() and not summary_file.exists():
-        raise ValueError(f"{config.output_dir} holds a model that this program did not make: take another --output-dir")
+        raise ValueError(
+            f"{config.output_dir} holds a model that this program did not make: take another "
+            "--output-dir"
+        )
     hold_folder(config.work_dir)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, config.seed)
@@ -249,7 +299,12 @@ def main() -> None:
             if not bar.done:
                 bar.resume(step)
                 # a killed run may have gone on beyond its checkpoint
-                write_jsonl(log, [known for known in read_log(log) if known["step"] < step] if log.exists() else [])
+                write_jsonl(
+                    log,
+                    [known for known in read_log(log) if known["step"] < step]
+                    if log.exists()
+                    else [],
+                )
             bar.update(step + 1, note=f"loss {loss:.4f}")
             append_line(log, {"step": step, "loss": loss})
 
@@ -257,7 +312,9 @@ def main() -> None:
     model.save_pretrained(config.output_dir)
     tokenizer.save_pretrained(config.output_dir)
     summary = {
-        "config": {name: value for name, value in asdict(config).items() if not isinstance(value, Path)},
+        "config": {
+            name: value for name, value in asdict(config).items() if not isinstance(value, Path)
+        },
         "parameters": model.num_parameters(),
         "torch": torch.__version__,
         "seconds_of_last_run": round(time.monotonic() - started),

@@ -1,4 +1,7 @@
-"""Mixed attention: ``alpha * full + (1 - alpha) * local`` per KV head; registers ``rlkv_mixed`` with transformers."""
+"""Mixed attention:
+
+``alpha * full + (1 - alpha) * local`` per KV head; registers ``rlkv_mixed`` with transformers.
+"""
 
 from rlkv.attention.call import LocalSizes
 from rlkv.attention.mixed import IMPLEMENTATION, Gate

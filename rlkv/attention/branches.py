@@ -1,8 +1,8 @@
 """The two branches of mixed attention: full and local, in the form that is cheapest for the call.
 
-Shapes: B rows, H KV heads, G query heads per KV head, Q queries, K keys, D size of a head, S sinks, W window.
-Every function takes query ``[B, H * G, Q, D]``, key and value ``[B, H, K, D]`` and returns ``[B, H * G, Q, D]``.
-Rows of padding hold finite values without meaning.
+Shapes: B rows, H KV heads, G query heads per KV head, Q queries, K keys, D size of a head, S sinks,
+W window. Every function takes query ``[B, H * G, Q, D]``, key and value ``[B, H, K, D]`` and
+returns ``[B, H * G, Q, D]``. Rows of padding hold finite values without meaning.
 """
 
 from __future__ import annotations
@@ -33,25 +33,36 @@ def grouped_attention(
 
 
 def _flash_attention_takes(query: Tensor, mask: Tensor | None) -> bool:
-    """Of torch's fused kernels for GPUs only this one has groups; without it all scores would be held at once."""
+    """Of torch's fused kernels for GPUs only this one has groups.
+
+    Without it all scores would be held at once.
+    """
     half = query.dtype in (torch.float16, torch.bfloat16)
     return mask is None and half and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-# one row or several, short or long, with gradients or without, in inference mode, for each model of a process
+# one row or several, short or long, with gradients or without, in inference mode, for each model of
+# a process
 VARIANTS_COMPILED = 64
 FLEX_BLOCK = 128  # queries, and keys, of a block of FlexAttention: torch's default
-MIN_BLOCK = 64  # queries per block of the banded form; below it the matrix products are too small to be fast
+# queries per block of the banded form; below it the matrix products are too small to be fast
+MIN_BLOCK = 64
 
 
-def one_query_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def one_query_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     """One query per row: the group takes the place of the queries, and no key is copied per head."""
     grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])
     # fused kernels of a GPU give their output transposed, which no view can undo
-    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).reshape(query.shape)
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).reshape(
+        query.shape
+    )
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> Tensor:
     """The plain form: ``mask`` is bool ``[B, 1, Q, K]``."""
     if query.shape[2] == 1:
         return one_query_attention(query, key, value, mask, scale)
@@ -60,7 +71,9 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
-def full_attention(query: Tensor, key: Tensor, value: Tensor, call: MixedCall, scale: float) -> Tensor:
+def full_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, scale: float
+) -> Tensor:
     """Causal attention over everything; without left padding it needs no mask."""
     rows = call.rows(query.device)
     if call.q_length == 1 and not rows.left and not rows.right:
@@ -68,13 +81,17 @@ def full_attention(query: Tensor, key: Tensor, value: Tensor, call: MixedCall, s
     if call.q_length == call.kv_length and not rows.left:
         # padding on the right is later than every real token, which therefore never sees it
         return grouped_attention(query, key, value, None, causal=True, scale=scale)
-    return dense_attention(query, key, value, call.dense_local_mask(call.kv_length, 0, query.device), scale)
+    return dense_attention(
+        query, key, value, call.dense_local_mask(call.kv_length, 0, query.device), scale
+    )
 
 
 def local_attention(
     query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
-    """Attention over each row's first ``sink`` tokens and the last ``window`` tokens of every query."""
+    """Attention over each row's first ``sink`` tokens and the last ``window`` tokens of every
+    query.
+    """
     rows = call.rows(query.device)
     if call.q_length == 1 and not rows.right:
         if call.kv_length > sink + window:
@@ -84,11 +101,16 @@ def local_attention(
             return flex_local_attention(query, key, value, call, sink, window, scale)
         if call.kv_length > sink + window + 2 * MIN_BLOCK:
             return banded_local_attention(query, key, value, call, sink, window, scale)
-    return dense_attention(query, key, value, call.dense_local_mask(sink, window, query.device), scale)
+    return dense_attention(
+        query, key, value, call.dense_local_mask(sink, window, query.device), scale
+    )
 
 
 def _take_sinks(states: Tensor, position_BS: Tensor | None, sink: int) -> Tensor:
-    """The entries at ``position_BS`` int64 ``[B, S]`` (None: the first ``sink``): ``[B, H, S, D]``."""
+    """The entries at ``position_BS`` int64 ``[B, S]`` (None: the first ``sink``):
+
+    ``[B, H, S, D]``.
+    """
     if position_BS is None:
         return states[:, :, :sink]
     index = position_BS[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[-1])
@@ -122,7 +144,10 @@ def decode_local_attention(
 def banded_local_attention(
     query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
-    """Blocks of C queries, each over the sinks, the W keys before the block and its own C keys: T * (S + W + C)."""
+    """Blocks of C queries, each over the sinks, the W keys before the block and its own C keys:
+
+    T * (S + W + C).
+    """
     batch, kv_heads, length, size = key.shape
     groups = query.shape[1] // kv_heads
     block = max(window, MIN_BLOCK)
@@ -156,8 +181,12 @@ def banded_local_attention(
         return torch.cat([sinks, before, own], dim=3).transpose(1, 2).flatten(0, 1)
 
     padded = F.pad(query, (0, 0, 0, extra)).view(batch, kv_heads, groups, blocks, block, size)
-    grouped = padded.permute(0, 3, 1, 2, 4, 5).reshape(batch * blocks, kv_heads, groups * block, size)
-    out = F.scaled_dot_product_attention(grouped, of_blocks(key), of_blocks(value), attn_mask=mask, scale=scale)
+    grouped = padded.permute(0, 3, 1, 2, 4, 5).reshape(
+        batch * blocks, kv_heads, groups * block, size
+    )
+    out = F.scaled_dot_product_attention(
+        grouped, of_blocks(key), of_blocks(value), attn_mask=mask, scale=scale
+    )
     out = out.reshape(batch, blocks, kv_heads, groups, block, size).permute(0, 2, 3, 1, 4, 5)
     return out.reshape(batch, kv_heads * groups, blocks * block, size)[:, :, :length]
 
@@ -170,7 +199,9 @@ def _compiled_flex() -> Any:
 
 
 def compile_variants(function: Callable[..., Any], **options: Any) -> Any:
-    """``function`` compiled for up to ``VARIANTS_COMPILED`` variants: beyond torch's own 8 it would run uncompiled."""
+    """``function`` compiled for up to ``VARIANTS_COMPILED`` variants: beyond torch's own 8 it would
+    run uncompiled.
+    """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = VARIANTS_COMPILED
         return torch.compile(function, dynamic=True, **options)
@@ -178,7 +209,8 @@ def compile_variants(function: Callable[..., Any], **options: Any) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # in each call, as torch keeps such settings by thread and the backward pass of a GPU has its own
+        # in each call, as torch keeps such settings by thread and the backward pass of a GPU has
+        # its own
         with torch._dynamo.config.patch(recompile_limit=VARIANTS_COMPILED):
             return compiled(*args, **kwargs)
 
@@ -188,26 +220,36 @@ def compile_variants(function: Callable[..., Any], **options: Any) -> Any:
 def local_block_mask(call: MixedCall, sink: int, window: int, device: torch.device) -> Any:
     """The block mask of FlexAttention, from each row's first and last token.
 
-    Torch's ``create_block_mask`` makes it out of a dense mask, which takes several bytes for each row, query and key:
-    gigabytes for 16 rows of 8k tokens.
+    Torch's ``create_block_mask`` makes it out of a dense mask, which takes several bytes for each
+    row, query and key: gigabytes for 16 rows of 8k tokens.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     rows, length = call.rows(device), call.kv_length
     begin = torch.arange(0, length, FLEX_BLOCK, device=device)
     last = begin + FLEX_BLOCK - 1
-    query, query_last = begin[:, None], last.clamp(max=length - 1)[:, None]  # of the blocks of queries
+    query, query_last = (
+        begin[:, None],
+        last.clamp(max=length - 1)[:, None],
+    )  # of the blocks of queries
     first, end = rows.first[:, None, None], rows.end[:, None, None]
     # the real keys of a block, and those of them that are sinks
     key, key_last = begin.maximum(first), last.minimum(end - 1)
     sink_last = key_last.minimum(first + sink - 1)
     in_window = (key <= key_last) & (key <= query_last) & (query - key_last < window)
     is_seen = in_window | ((key <= sink_last) & (key <= query_last)) | (query == begin)
-    # seen by all queries: earlier ones, without padding, of which none is older than the window unless it is a sink
+    # seen by all queries: earlier ones, without padding, of which none is older than the window
+    # unless it is a sink
     oldest = begin.maximum(first + sink)
     in_reach = (oldest > last) | (query_last - oldest < window)
     # a block that reaches beyond the text is never one of these
-    is_whole = (query > begin) & (query + FLEX_BLOCK <= length) & (begin >= first) & (last < end) & in_reach
+    is_whole = (
+        (query > begin)
+        & (query + FLEX_BLOCK <= length)
+        & (begin >= first)
+        & (last < end)
+        & in_reach
+    )
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
         """How many blocks of keys each block of queries has, and which: those come first."""
@@ -230,7 +272,8 @@ def flex_local_attention(
     from torch.nn.attention.flex_attention import flex_attention
 
     block_mask = call.once(
-        ("flex", sink, window, query.device), lambda: local_block_mask(call, sink, window, query.device)
+        ("flex", sink, window, query.device),
+        lambda: local_block_mask(call, sink, window, query.device),
     )
     # compiled on a GPU; eager (dense, slow) elsewhere, where only the tests use it
     attend = _compiled_flex() if query.device.type == "cuda" else flex_attention

@@ -1,6 +1,8 @@
-"""What the layers of one forward call share: where each row's tokens lie, and the masks made from that.
+"""What the layers of one forward call share: where each row's tokens lie, and the masks made from
+that.
 
-transformers calls the mask function once per forward call and hands its result, a :class:`MixedCall`, to each layer.
+transformers calls the mask function once per forward call and hands its result, a
+:class:`MixedCall`, to each layer.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rlkv.utils.numbers import check_whole
 
-# keyword arguments of an attention call that do not change its result: they are meant for other parts of the model
+# keyword arguments of an attention call that do not change its result: they are meant for other
+# parts of the model
 UNDERSTOOD = frozenset(
     {
         "cache_position",
@@ -34,11 +37,13 @@ OF_SDPA = frozenset({"is_causal", "position_bias"})
 OF_MASKED_SDPA = OF_SDPA | {"sliding_window"}
 
 
-def refuse_variants(arguments: dict[str, Any], who: str, also: frozenset[str] = frozenset()) -> None:
+def refuse_variants(
+    arguments: dict[str, Any], who: str, also: frozenset[str] = frozenset()
+) -> None:
     """Raise ``ValueError`` if an attention call has a keyword argument that ``who`` would ignore.
 
-    Whatever is not known to be harmless may change the result (learned sinks, soft-capped logits, position biases,
-    packed sequences), so it is refused unless its value is None or False.
+    Whatever is not known to be harmless may change the result (learned sinks, soft-capped logits,
+    position biases, packed sequences), so it is refused unless its value is None or False.
 
     Args:
         arguments: the keyword arguments of the call.
@@ -60,13 +65,15 @@ def refuse_variants(arguments: dict[str, Any], who: str, also: frozenset[str] = 
         raise ValueError(f"{who} does not compute attention weights: leave output_attentions out")
     if ignored:
         raise ValueError(
-            f"{who} does not support attention with {', '.join(sorted(ignored))}, which this model or call asks for: "
+            f"{who} does not support attention with {', '.join(sorted(ignored))}, which this model "
+            "or call asks for: "
             "use a model with plain causal softmax attention, without packed sequences"
         )
 
 
 class Unread:
-    """What a mask function or a cache gives to an attention function through a model that must not look into it.
+    """What a mask function or a cache gives to an attention function through a model that must not
+    look into it.
 
     Raises:
         ValueError: for any use as a tensor.
@@ -86,15 +93,19 @@ class Unread:
     @classmethod
     def _refuse(cls, operation: str) -> NoReturn:
         raise ValueError(
-            f"the attention modules of this model compute with the {cls.what} themselves ({operation}) before they "
-            "call the attention function, so its heads cannot be served or gated one by one: use a model that hands "
+            f"the attention modules of this model compute with the {cls.what} themselves "
+            f"({operation}) before they "
+            "call the attention function, so its heads cannot be served or gated one by one: use a "
+            "model that hands "
             "them on unchanged, such as Llama, Qwen or Mistral"
         )
 
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """S, the first tokens that the local branch sees, and W, the last ones, the query's own included."""
+    """S, the first tokens that the local branch sees, and W, the last ones, the query's own
+    included.
+    """
 
     sink: int
     window: int
@@ -112,7 +123,9 @@ class Rows:
         left, right: whether any row is padded on that side.
     """
 
-    def __init__(self, padding_BK: Tensor | None, batch_size: int, kv_length: int, device: torch.device) -> None:
+    def __init__(
+        self, padding_BK: Tensor | None, batch_size: int, kv_length: int, device: torch.device
+    ) -> None:
         """``padding_BK``: bool, True for real tokens; None: no padding.
 
         Raises:
@@ -120,7 +133,8 @@ class Rows:
         """
         if padding_BK is not None and padding_BK.shape != (batch_size, kv_length):
             raise ValueError(
-                f"the attention_mask has shape {tuple(padding_BK.shape)}, but the call has {batch_size} rows of "
+                f"the attention_mask has shape {tuple(padding_BK.shape)}, but the call has "
+                f"{batch_size} rows of "
                 f"{kv_length} tokens, those in the cache included: pass one entry per token"
             )
         self.kv_length = kv_length
@@ -135,17 +149,20 @@ class Rows:
         solid = (order >= self.first[:, None]) & (order < self.end[:, None])
         if not bool((solid == padding_BK).all()):
             raise ValueError(
-                "the attention_mask has padding between the tokens of a row: gated attention takes padding on the "
+                "the attention_mask has padding between the tokens of a row: gated attention takes "
+                "padding on the "
                 "left and on the right of a row only"
             )
         self.left, self.right = bool(self.first.any()), bool((self.end < kv_length).any())
 
 
 def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, Any], Any]:
-    """The mask of local attention as a function of (row, head, query position, key position), integers or tensors.
+    """The mask of local attention as a function of (row, head, query position, key position),
+    integers or tensors.
 
-    True for the row's first ``sink`` real tokens and for the last ``window`` tokens, the query's own included, never
-    for a later token or padding.  A padding query sees itself, so that its softmax is defined.
+    True for the row's first ``sink`` real tokens and for the last ``window`` tokens, the query's
+    own included, never for a later token or padding.  A padding query sees itself, so that its
+    softmax is defined.
     """
     first, end = rows.first, rows.end
 
@@ -159,10 +176,13 @@ def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, A
 
 @dataclass(eq=False)
 class MixedCall(Unread):
-    """One forward call: ``q_length`` queries that start at position ``q_offset``, over ``kv_length`` keys.
+    """One forward call:
 
-    ``padding_BK`` is the 2D mask; ``make_stock_mask`` makes the mask of the implementation ``sdpa``.  ``sink`` and
-    ``window`` come from each layer's gate, so that adapters with different sizes can coexist.
+    ``q_length`` queries that start at position ``q_offset``, over ``kv_length`` keys.
+
+    ``padding_BK`` is the 2D mask; ``make_stock_mask`` makes the mask of the implementation
+    ``sdpa``.  ``sink`` and ``window`` come from each layer's gate, so that adapters with different
+    sizes can coexist.
     """
 
     batch_size: int
@@ -182,7 +202,9 @@ class MixedCall(Unread):
         return self._made[key]
 
     def stock_mask(self) -> Tensor | None:
-        """The mask that the implementation ``sdpa`` gets: bool ``[B, 1, Q, K]``, or None for plain causal."""
+        """The mask that the implementation ``sdpa`` gets: bool ``[B, 1, Q, K]``, or None for plain
+        causal.
+        """
         return self.once("stock", self.make_stock_mask)
 
     def rows(self, device: torch.device) -> Rows:
@@ -200,24 +222,40 @@ class MixedCall(Unread):
         def make() -> Tensor:
             rule = local_rule(self.rows(device), sink, window)
             row = torch.arange(self.batch_size, device=device)[:, None, None, None]
-            query = torch.arange(self.q_offset, self.q_offset + self.q_length, device=device)[:, None]
+            query = torch.arange(self.q_offset, self.q_offset + self.q_length, device=device)[
+                :, None
+            ]
             return rule(row, None, query, torch.arange(self.kv_length, device=device))
 
         return self.once(("local", sink, window, device), make)
 
 
-def mixed_mask(*, q_length: int, kv_length: int, q_offset: int | Tensor, **kwargs: Any) -> MixedCall | Tensor | None:
-    """The mask function of ``rlkv_mixed``.  Sliding-window and chunked layers (``local_size``) get their usual mask.
+def mixed_mask(
+    *, q_length: int, kv_length: int, q_offset: int | Tensor, **kwargs: Any
+) -> MixedCall | Tensor | None:
+    """The mask function of ``rlkv_mixed``.  Sliding-window and chunked layers (``local_size``) get
+    their usual mask.
 
     ValueError with a static cache, whose keys do not end at the query.
     """
-    stock_mask = partial(sdpa_mask, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs)
+    stock_mask = partial(
+        sdpa_mask, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs
+    )
     if kwargs.get("local_size") is not None:
         return stock_mask()
     if isinstance(q_offset, Tensor) or kwargs.get("kv_offset") or q_offset + q_length != kv_length:
         raise ValueError(
-            "gated attention does not work with a static or offloaded static cache (cache_implementation='static'): "
+            "gated attention does not work with a static or offloaded static cache "
+            "(cache_implementation='static'): "
             "leave cache_implementation at its default"
         )
     causal = kwargs["mask_function"] is causal_mask_function
-    return MixedCall(kwargs["batch_size"], q_length, kv_length, q_offset, kwargs["attention_mask"], causal, stock_mask)
+    return MixedCall(
+        kwargs["batch_size"],
+        q_length,
+        kv_length,
+        q_offset,
+        kwargs["attention_mask"],
+        causal,
+        stock_mask,
+    )

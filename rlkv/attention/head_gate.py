@@ -4,8 +4,8 @@
     model.save_pretrained("gates/", save_embedding_layers=False)  # L tensors of num_kv_heads numbers
     PeftModel.from_pretrained(base, "gates/")  # with model.disable_adapter(): the untouched model
 
-At its default, ``save_embedding_layers`` asks the hub for the base model's config, half a minute without a network.
-A gate cannot be merged into the weights: it chooses between two attentions.
+At its default, ``save_embedding_layers`` asks the hub for the base model's config, half a minute
+without a network. A gate cannot be merged into the weights: it chooses between two attentions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from typing import Any, NoReturn, cast
 
 import torch
 from peft import PeftConfig
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.mapping import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_PREFIX_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+)
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
@@ -28,7 +32,9 @@ from rlkv.utils.devices import leave_cudnn_out
 
 
 class _PeftName(str):
-    """A PEFT type outside peft's own enum: equal to its name, with the ``value`` that peft's messages print."""
+    """A PEFT type outside peft's own enum: equal to its name, with the ``value`` that peft's
+    messages print.
+    """
 
     @property
     def value(self) -> str:
@@ -36,8 +42,9 @@ class _PeftName(str):
 
 
 HEAD_GATE = _PeftName("HEAD_GATE")
-# What stands before an adapter's name in the names of parameters.  peft and transformers put that name behind it when
-# they load a file, and peft takes a module for a part of an adapter if its name contains it.
+# What stands before an adapter's name in the names of parameters.  peft and transformers put that
+# name behind it when they load a file, and peft takes a module for a part of an adapter if its name
+# contains it.
 PREFIX = f"{GATE}.alpha"
 
 
@@ -52,8 +59,8 @@ class HeadGateConfig(PeftConfig):
         target_modules: names of the gated attention modules; None: every layer with full attention.
         exclude_modules: names of attention modules without gates.
         modules_to_save: not used: only gates are trained.
-        num_layers, num_kv_heads: shape of the model that the gates are for; None: that of the first one they are put
-            on.
+        num_layers, num_kv_heads: shape of the model that the gates are for; None: that of the first
+            one they are put on.
     """
 
     sink: int = 128
@@ -70,7 +77,10 @@ class HeadGateConfig(PeftConfig):
         self.peft_type = HEAD_GATE
         self.task_type = self.task_type or "CAUSAL_LM"
         if self.sink < 0 or self.window < 1:
-            raise ValueError(f"sink must be 0 or more and window 1 or more, got sink={self.sink}, window={self.window}")
+            raise ValueError(
+                f"sink must be 0 or more and window 1 or more, got sink={self.sink}, "
+                f"window={self.window}"
+            )
         if not 0.0 <= self.init_value <= 1.0:
             raise ValueError(f"init_value must lie in [0, 1], got {self.init_value}")
 
@@ -90,19 +100,25 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
 
     def add(self, adapter_name: str, config: HeadGateConfig) -> None:
         """A new adapter's gates, float32 whatever the base model's dtype."""
-        start = torch.full((self.num_kv_heads,), config.init_value, dtype=torch.float32, device=self._device)
+        start = torch.full(
+            (self.num_kv_heads,), config.init_value, dtype=torch.float32, device=self._device
+        )
         self.alpha[adapter_name] = nn.Parameter(start)
         self._sizes[adapter_name] = (config.sink, config.window)
         self.set_adapter(adapter_name, inference_mode=config.inference_mode)
 
     def current(self) -> Gate | None:
-        """The active gate, None while adapters are disabled; ``ValueError`` if several are active at once."""
+        """The active gate, None while adapters are disabled.
+
+        ``ValueError`` if several are active at once.
+        """
         names = [name for name in self.active_adapters if name in self.alpha]
         if self.disable_adapters or not names:
             return None
         if len(names) > 1:
             raise ValueError(
-                f"one set of gates at a time: adapters {', '.join(names)} are active, set_adapter(one of them)"
+                f"one set of gates at a time: adapters {', '.join(names)} are active, "
+                "set_adapter(one of them)"
             )
         return Gate(self.alpha[names[0]], *self._sizes[names[0]])
 
@@ -128,32 +144,45 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
 
 def _refuse_merge() -> NoReturn:
     raise ValueError(
-        "head gates cannot be merged into the weights: use unload() for the untouched model, or rlkv.compress(...) to "
+        "head gates cannot be merged into the weights: use unload() for the untouched model, or "
+        "rlkv.compress(...) to "
         "serve with the gates"
     )
 
 
 def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError("a gated model cannot run continuous batching, which bypasses the gates: use generate()")
+    raise ValueError(
+        "a gated model cannot run continuous batching, which bypasses the gates: use generate()"
+    )
 
 
-_BATCHING_METHODS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+_BATCHING_METHODS = (
+    "generate_batch",
+    "init_continuous_batching",
+    "continuous_batching_context_manager",
+)
 
 
 def _refuse_bypass(module: Any, args: Any) -> None:
     """Before every gated layer: the attention implementation must still be ours."""
     if module.config.output_attentions:
-        raise ValueError("output_attentions=True: a model with head gates computes no attention weights to return")
+        raise ValueError(
+            "output_attentions=True: a model with head gates computes no attention weights to "
+            "return"
+        )
     found = module.config._attn_implementation
     if found != IMPLEMENTATION and getattr(module, GATE).current() is not None:
         raise ValueError(
-            f"the attention implementation of a gated model was changed to {found!r}, which bypasses the gates: set it "
+            f"the attention implementation of a gated model was changed to {found!r}, which "
+            "bypasses the gates: set it "
             f"back with set_attn_implementation({IMPLEMENTATION!r}), or unload() the gates"
         )
 
 
 def full_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``(name, attention module)`` of every layer that sees the whole past, not of sliding or linear layers."""
+    """``(name, attention module)`` of every layer that sees the whole past, not of sliding or
+    linear layers.
+    """
     for name, module in model.named_modules():
         if not (hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups")):
             continue
@@ -162,7 +191,9 @@ def full_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if layer_types is not None:
             is_full = layer_types[module.layer_idx] == "full_attention"
         else:
-            uses_window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+            uses_window = getattr(config, "use_sliding_window", True) and getattr(
+                config, "sliding_window", None
+            )
             is_full = not uses_window and getattr(module, "sliding_window", None) is None
         if is_full:
             yield name, module
@@ -173,17 +204,27 @@ def _why_no_gates(model: Any) -> str:
     config = model.config.get_text_config()
     name = config.model_type
     if not model._can_set_attn_implementation():
-        return f"{name} computes attention in its own code, not through transformers' attention interface"
+        return (
+            f"{name} computes attention in its own code, not through transformers' attention "
+            "interface"
+        )
     if getattr(config, "num_attention_heads", None) is None:
         return f"{name} has no attention heads (its config has no num_attention_heads)"
     kinds = set(getattr(config, "layer_types", None) or [])
     if kinds and "full_attention" not in kinds:
         return (
-            f"{name} has no layer with full attention to put gates on, only layers of kind {', '.join(sorted(kinds))}"
+            f"{name} has no layer with full attention to put gates on, only layers of kind "
+            f"{', '.join(sorted(kinds))}"
         )
     if not any(hasattr(module, "num_key_value_groups") for module in model.modules()):
-        return f"the attention modules of {name} have no num_key_value_groups, which says what query heads share"
-    return f"{name} has no layer with full attention to put gates on, as all that attend have a sliding window"
+        return (
+            f"the attention modules of {name} have no num_key_value_groups, which says what "
+            "query heads share"
+        )
+    return (
+        f"{name} has no layer with full attention to put gates on, as all that attend have a "
+        "sliding window"
+    )
 
 
 def _check_shape(config: HeadGateConfig, shape: ModelShape) -> None:
@@ -191,14 +232,18 @@ def _check_shape(config: HeadGateConfig, shape: ModelShape) -> None:
     stated = (config.num_layers or shape.num_layers, config.num_kv_heads or shape.num_kv_heads)
     if stated != (shape.num_layers, shape.num_kv_heads):
         raise ValueError(
-            f"these gates are for {stated[0]} layers x {stated[1]} KV heads, but the model {shape.model_id} has "
-            f"{shape.num_layers} x {shape.num_kv_heads}: use the gates that were trained for this model"
+            f"these gates are for {stated[0]} layers x {stated[1]} KV heads, but the model "
+            f"{shape.model_id} has "
+            f"{shape.num_layers} x {shape.num_kv_heads}: use the gates that were trained for this "
+            "model"
         )
     config.num_layers, config.num_kv_heads = stated
 
 
 class HeadGateModel(BaseTuner):
-    """Attaches a :class:`HeadGateLayer` to every full-attention module and switches to mixed attention."""
+    """Attaches a :class:`HeadGateLayer` to every full-attention module and switches to mixed
+    attention.
+    """
 
     prefix = PREFIX
     tuner_layer_cls = HeadGateLayer
@@ -209,7 +254,8 @@ class HeadGateModel(BaseTuner):
         available = [name for name, _ in full_attention_modules(self.model)]
         if not available:
             raise ValueError(
-                f"{_why_no_gates(self.model)}: use a model with full attention and grouped heads, such as Llama, Qwen3 "
+                f"{_why_no_gates(self.model)}: use a model with full attention and grouped heads, "
+                "such as Llama, Qwen3 "
                 "or Gemma 3"
             )
         _check_shape(peft_config, ModelShape.from_config(self.model.config))
@@ -219,9 +265,11 @@ class HeadGateModel(BaseTuner):
         return peft_config
 
     def _present(self, targets: list[str], available: list[str]) -> list[str]:
-        """The modules ``available`` that ``targets`` name, by their whole names or by the last parts of them.
+        """The modules ``available`` that ``targets`` name, by their whole names or by the last
+        parts of them.
 
-        A model without a head for its vocabulary has no prefix for its decoder, so it may be missing on either side.
+        A model without a head for its vocabulary has no prefix for its decoder, so it may be
+        missing on either side.
         """
         prefix = f"{cast(Any, self.model).base_model_prefix}."
         found: dict[str, None] = {}
@@ -231,27 +279,35 @@ class HeadGateModel(BaseTuner):
             names = names or [name for name in available if name.endswith(f".{short}")]
             if not names:
                 raise ValueError(
-                    f"the gates are for {target}, which is not a layer with full attention of this model: gates do not "
+                    f"the gates are for {target}, which is not a layer with full attention of this "
+                    "model: gates do not "
                     "work there, so use the gates of this model, or other target_modules"
                 )
             found.update(dict.fromkeys(names))
         return list(found)
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         if len(self.peft_config) > 1:
             return
         try:
-            try_forward(model, use_cache=False)  # what gates cannot work with is refused before any training
+            try_forward(
+                model, use_cache=False
+            )  # what gates cannot work with is refused before any training
         except BaseException:
             self._unload_and_optionally_merge(merge=False)
             raise
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete the gates ``adapter_name``; ``ValueError`` if they are the only ones, which ``unload()`` takes off."""
+        """Delete the gates ``adapter_name``; ``ValueError`` if they are the only ones, which
+        ``unload()`` takes off.
+        """
         if list(self.peft_config) == [adapter_name]:
             raise ValueError(
-                f"{adapter_name!r} is the only set of gates of this model: use unload() for the untouched model"
+                f"{adapter_name!r} is the only set of gates of this model: use unload() for the "
+                "untouched model"
             )
         super().delete_adapter(adapter_name)
 
@@ -259,9 +315,12 @@ class HeadGateModel(BaseTuner):
         if not hasattr(self, "_implementation_before"):
             self._implementation_before = model.config._attn_implementation
             model.set_attn_implementation(IMPLEMENTATION)
-        if model.config._attn_implementation != IMPLEMENTATION:  # transformers only warns when it cannot switch
+        if (
+            model.config._attn_implementation != IMPLEMENTATION
+        ):  # transformers only warns when it cannot switch
             raise ValueError(
-                f"{type(model).__name__} does not let its attention be exchanged: gates cannot work with it"
+                f"{type(model).__name__} does not let its attention be exchanged: gates cannot "
+                "work with it"
             )
         for name in _BATCHING_METHODS:
             if hasattr(type(model), name):
@@ -278,10 +337,14 @@ class HeadGateModel(BaseTuner):
         parameter_name: str | None = None,
     ) -> None:
         if current_key not in dict(full_attention_modules(self.model)):
-            raise ValueError(f"{current_key} is not a layer with full attention: gates do not work there")
+            raise ValueError(
+                f"{current_key} is not a layer with full attention: gates do not work there"
+            )
         if not hasattr(target, GATE):
             config = target.config
-            num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            num_kv_heads = (
+                getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            )
             setattr(target, GATE, HeadGateLayer(num_kv_heads, next(target.parameters()).device))
             target.rlkv_gate_guard = target.register_forward_pre_hook(_refuse_bypass)
         getattr(target, GATE).add(adapter_name, peft_config)
@@ -308,25 +371,33 @@ class HeadGateModel(BaseTuner):
 
 
 def gate_parameters(model: nn.Module) -> list[tuple[int, nn.Parameter]]:
-    """``(layer index, active gate parameter [num_kv_heads])`` by layer; ``ValueError`` if the model has no gates."""
+    """``(layer index, active gate parameter [num_kv_heads])`` by layer.
+
+    ``ValueError`` if the model has no gates.
+    """
     found: list[tuple[int, nn.Parameter]] = []
     for module in cast(Iterator[Any], model.modules()):
         holder = getattr(module, GATE, None)
         if isinstance(holder, HeadGateLayer) and holder.active_adapters[0] in holder.alpha:
             found.append((module.layer_idx, holder.alpha[holder.active_adapters[0]]))
     if not found:
-        raise ValueError("the model has no gates: wrap it with get_peft_model(model, HeadGateConfig(...)) first")
+        raise ValueError(
+            "the model has no gates: wrap it with get_peft_model(model, HeadGateConfig(...)) first"
+        )
     return sorted(found, key=lambda item: item[0])
 
 
 def gates_matrix(model: nn.Module) -> Tensor:
     """The gates as float32 ``[num_layers, num_kv_heads]`` on the CPU.
 
-    Layers without gates (sliding-window layers of mixed models) read 1.0, as they are never compressed.
+    Layers without gates (sliding-window layers of mixed models) read 1.0, as they are never
+    compressed.
     """
     parameters = gate_parameters(model)
     config: Any = model.config
-    matrix = torch.ones(config.get_text_config().num_hidden_layers, len(parameters[0][1]), dtype=torch.float32)
+    matrix = torch.ones(
+        config.get_text_config().num_hidden_layers, len(parameters[0][1]), dtype=torch.float32
+    )
     for layer, parameter in parameters:
         matrix[layer] = parameter.detach().float().cpu()
     return matrix
@@ -334,14 +405,22 @@ def gates_matrix(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def set_gates(model: nn.Module, alpha_LH: Tensor) -> None:
-    """Put ``[num_layers, num_kv_heads]`` numbers in [0, 1] into the gates; layers without gates ignore theirs."""
+    """Put ``[num_layers, num_kv_heads]`` numbers in [0, 1] into the gates.
+
+    Layers without gates ignore theirs.
+    """
     for layer, parameter in gate_parameters(model):
         parameter.copy_(alpha_LH[layer])
 
 
 def gate_shares(alpha_LH: Tensor) -> dict[str, float]:
     """Mean of the gates and the shares below 0.1, below 0.5, at 0 and at 1, as they are logged."""
-    shares = {"below_0.1": alpha_LH < 0.1, "below_0.5": alpha_LH < 0.5, "at_0": alpha_LH == 0, "at_1": alpha_LH == 1}
+    shares = {
+        "below_0.1": alpha_LH < 0.1,
+        "below_0.5": alpha_LH < 0.5,
+        "at_0": alpha_LH == 0,
+        "at_1": alpha_LH == 1,
+    }
     found = {f"gates/{name}": share.float().mean().item() for name, share in shares.items()}
     return {"gates/mean": alpha_LH.mean().item(), **found}
 

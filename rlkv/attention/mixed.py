@@ -1,7 +1,7 @@
 """The attention implementation ``rlkv_mixed`` (arXiv 2510.08525, equation of the mixed attention).
 
-Layers without a gate, and all layers while the adapter is disabled, run the stock ``sdpa`` attention and mask, except
-where one token is decoded.
+Layers without a gate, and all layers while the adapter is disabled, run the stock ``sdpa``
+attention and mask, except where one token is decoded.
 """
 
 from __future__ import annotations
@@ -18,16 +18,28 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlkv.attention.branches import full_attention, local_attention
-from rlkv.attention.call import OF_MASKED_SDPA, OF_SDPA, UNDERSTOOD, MixedCall, mixed_mask, refuse_variants
+from rlkv.attention.call import (
+    OF_MASKED_SDPA,
+    OF_SDPA,
+    UNDERSTOOD,
+    MixedCall,
+    mixed_mask,
+    refuse_variants,
+)
 from rlkv.utils.devices import leave_cudnn_out
 
-IMPLEMENTATION = "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
+IMPLEMENTATION = (
+    "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
+)
 PLAIN = "rlkv_plain"  # the same without gates
 GATE = "rlkv_gate"  # the attribute of an attention module that holds its gate
 
 
 class Gate(NamedTuple):
-    """The gate of one layer: ``alpha_H`` ``[num_kv_heads]`` (float32 or wider), and the local branch's sizes."""
+    """The gate of one layer:
+
+    ``alpha_H`` ``[num_kv_heads]`` (float32 or wider), and the local branch's sizes.
+    """
 
     alpha_H: Tensor
     sink: int
@@ -37,7 +49,8 @@ class Gate(NamedTuple):
 def mix(full: Tensor, local: Tensor, alpha_H: Tensor) -> Tensor:
     """``alpha * full + (1 - alpha) * local`` in float32 or wider, back in the branches' dtype.
 
-    ``full`` and ``local`` are ``[B, H * G, Q, D]``.  Exact at alpha 0 and 1; bf16 would round 0.999 to 1.
+    ``full`` and ``local`` are ``[B, H * G, Q, D]``.  Exact at alpha 0 and 1; bf16 would round 0.999
+    to 1.
     """
     wide = torch.promote_types(torch.float32, torch.promote_types(full.dtype, alpha_H.dtype))
     grouped = (full.shape[0], alpha_H.shape[0], -1, *full.shape[2:])
@@ -50,7 +63,9 @@ Branch = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _is_mask(alpha_H: Tensor, queries: int) -> bool:
-    """Whether no gradient is wanted, every gate is exactly 1 or exactly 0, and one branch per head is cheaper."""
+    """Whether no gradient is wanted, every gate is exactly 1 or exactly 0, and one branch per head
+    is cheaper.
+    """
     # on a GPU, reading the gates would cost a synchronisation per layer and token
     if torch.is_grad_enabled() or alpha_H.device.type != "cpu":
         return False
@@ -61,7 +76,9 @@ def _is_mask(alpha_H: Tensor, queries: int) -> bool:
     return queries > 1 and bool(((alpha_H == 0) | (alpha_H == 1)).all())
 
 
-def _each_head_once(query: Tensor, key: Tensor, value: Tensor, full_H: Tensor, full: Branch, local: Branch) -> Tensor:
+def _each_head_once(
+    query: Tensor, key: Tensor, value: Tensor, full_H: Tensor, full: Branch, local: Branch
+) -> Tensor:
     """The full branch for the heads of ``full_H`` (bool ``[H]``), the local one for the others."""
     if full_H.all() or not full_H.any():
         return (full if full_H[0] else local)(query, key, value)
@@ -83,33 +100,49 @@ def mixed_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: query ``[B, H * G, Q, D]``, key, value ``[B, H, K, D]`` -> ``([B, Q, H * G, D], None)``.
+    """The attention function: query ``[B, H * G, Q, D]``, key, value ``[B, H, K, D]`` -> ``([B, Q,
+    H * G, D], None)``.
 
     Raises:
-        ValueError: if a layer, gated or not, gets an argument that would be ignored, or a gated layer a call that
-            would bypass its gate: a prepared 4D mask, packed sequences, or dropout.
+        ValueError: if a layer, gated or not, gets an argument that would be ignored, or a gated
+            layer a call that would bypass its gate: a prepared 4D mask, packed sequences, or
+            dropout.
     """
     holder = getattr(module, GATE, None)
     gate: Gate | None = holder.current() if holder is not None else None
     is_ours = isinstance(attention_mask, MixedCall)
     if gate is None:
-        refuse_variants(kwargs, "a model with head gates", also=OF_SDPA if is_ours else OF_MASKED_SDPA)
-        return plain_attention(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+        refuse_variants(
+            kwargs, "a model with head gates", also=OF_SDPA if is_ours else OF_MASKED_SDPA
+        )
+        return plain_attention(
+            module, query, key, value, attention_mask, scaling, dropout, **kwargs
+        )
     refuse_variants(kwargs, "gated attention")
     if not is_ours:
-        raise ValueError("a gated model takes a 2D attention_mask [rows, tokens], not a prepared 4D one")
+        raise ValueError(
+            "a gated model takes a 2D attention_mask [rows, tokens], not a prepared 4D one"
+        )
     if not attention_mask.causal:
-        raise ValueError("a gated model takes plain causal attention: no packed sequences, no image or prefix masks")
+        raise ValueError(
+            "a gated model takes plain causal attention: no packed sequences, no image or prefix "
+            "masks"
+        )
     if dropout:
-        raise ValueError(f"gated attention has no dropout: set attention_dropout to 0 (it is {dropout})")
+        raise ValueError(
+            f"gated attention has no dropout: set attention_dropout to 0 (it is {dropout})"
+        )
     if key.shape[1] != len(gate.alpha_H):
         raise ValueError(
             f"layer {getattr(module, 'layer_idx', '')} has {key.shape[1]} KV heads, but gates for "
-            f"{len(gate.alpha_H)}, as its config says: gates need a model with one number of KV heads in all layers"
+            f"{len(gate.alpha_H)}, as its config says: gates need a model with one number of KV "
+            "heads in all layers"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     full = partial(full_attention, call=attention_mask, scale=scale)
-    local = partial(local_attention, call=attention_mask, sink=gate.sink, window=gate.window, scale=scale)
+    local = partial(
+        local_attention, call=attention_mask, sink=gate.sink, window=gate.window, scale=scale
+    )
     if _is_mask(gate.alpha_H, query.shape[2]):
         out = _each_head_once(query, key, value, gate.alpha_H == 1, full, local)
     else:
@@ -127,23 +160,36 @@ def plain_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of layers without a gate: what ``sdpa`` computes, faster where each row has one query."""
+    """The attention of layers without a gate: what ``sdpa`` computes, faster where each row has one
+    query.
+    """
     if _is_one_causal_query(attention_mask, dropout, kwargs):
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return full_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
+        return full_attention(query, key, value, attention_mask, scale).transpose(
+            1, 2
+        ).contiguous(), None
     mask = attention_mask.stock_mask() if isinstance(attention_mask, MixedCall) else attention_mask
-    return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    return sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+    )
 
 
 def _is_one_causal_query(mask: Any, dropout: float, arguments: dict[str, Any]) -> bool:
-    """Whether each row has one query that sees all its tokens: sdpa would copy keys and values per query head."""
+    """Whether each row has one query that sees all its tokens: sdpa would copy keys and values per
+    query head.
+    """
     is_plain = isinstance(mask, MixedCall) and mask.causal and mask.q_length == 1 and not dropout
-    return is_plain and all(name in UNDERSTOOD or value is None for name, value in arguments.items())
+    return is_plain and all(
+        name in UNDERSTOOD or value is None for name, value in arguments.items()
+    )
 
 
 @contextmanager
 def fast_decoding(model: Any) -> Iterator[None]:
-    """Inside, a model with the attention ``sdpa`` decodes faster (``rlkv_plain``); others are left as they are."""
+    """Inside, a model with the attention ``sdpa`` decodes faster (``rlkv_plain``).
+
+    Others are left as they are.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     leave_cudnn_out(base.device)
     if base.config._attn_implementation != "sdpa":

@@ -10,7 +10,10 @@ ALLOWED_OF_MODELS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the difference over that of ``wanted``; infinite if ``found`` is not finite."""
+    """Root mean square of the difference over that of ``wanted``.
+
+    Infinite if ``found`` is not finite.
+    """
     wanted = wanted.to(found.device)
     error = (found.to(wanted.dtype) - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
     return float(error) if bool(error.isfinite()) else torch.inf

@@ -1,8 +1,8 @@
 """One attention layer while decoding: latency, and the bandwidth at which keys and values are read.
 
-A step stores the new token's key and value and attends.  It is compared with torch's own attention over a buffer of
-fixed size in which all heads keep all tokens, its best case.  Planning a step is left out: a model does it once for
-all layers.  States are random.
+A step stores the new token's key and value and attends.  It is compared with torch's own attention
+over a buffer of fixed size in which all heads keep all tokens, its best case.  Planning a step is
+left out: a model does it once for all layers.  States are random.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ from rlkv.kernels.step import DecodeStep
 from rlkv.utils.progress import progress_bar
 
 STOCK = "torch, full cache"
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # relative errors of the output
+ALLOWED = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 2e-2,
+    torch.float16: 5e-3,
+}  # relative errors of the output
 COLUMNS = {
     "batch": "{batch}",
     "tokens": "{tokens}",
@@ -46,7 +50,8 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(ProcessConfig):
-    """Latency of one decoding attention layer, and GB/s of keys and values read, against torch over a full cache.
+    """Latency of one decoding attention layer, and GB/s of keys and values read, against torch over
+    a full cache.
 
     rlkv-bench attention                                      # a few minutes on 2 cores
     rlkv-bench attention --device cuda --dtype bfloat16 --query-heads 32 --head-dim 128 \
@@ -74,14 +79,22 @@ class AttentionConfig(ProcessConfig):
 
     def check(self) -> None:
         super().check()
-        at_least(1, batches=self.batches, lengths=self.lengths, steps=self.steps, window=self.window)
+        at_least(
+            1, batches=self.batches, lengths=self.lengths, steps=self.steps, window=self.window
+        )
         at_least(1, query_heads=self.query_heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
         at_least(0, sink=self.sink)
         if self.query_heads % self.kv_heads:
-            raise ValueError(f"--query-heads {self.query_heads} must be a multiple of --kv-heads {self.kv_heads}")
+            raise ValueError(
+                f"--query-heads {self.query_heads} must be a multiple of --kv-heads {self.kv_heads}"
+            )
 
     def describe(self) -> tuple[str, dict[str, Any]]:
-        return f"attention of {self.query_heads} query heads, {self.kv_heads} KV heads of {self.head_dim}", {}
+        return (
+            f"attention of {self.query_heads} query heads, {self.kv_heads} KV heads of "
+            f"{self.head_dim}",
+            {},
+        )
 
     def run(self) -> None:
         """Measure and write the results; a panel per batch."""
@@ -111,11 +124,16 @@ class Contender:
 
 
 class Layer:
-    """Random states of one head, which stand for those of all rows and KV heads; drawing all would take longer."""
+    """Random states of one head, which stand for those of all rows and KV heads.
+
+    Drawing all would take longer.
+    """
 
     def __init__(self, config: AttentionConfig, batch: int, tokens: int) -> None:
         self.config, self.batch, self.tokens = config, batch, tokens
-        self.key_T, self.value_T = (torch.randn(tokens + 1, config.head_dim, **config.options) for _ in "kv")
+        self.key_T, self.value_T = (
+            torch.randn(tokens + 1, config.head_dim, **config.options) for _ in "kv"
+        )
         self.query_Q = torch.randn(config.query_heads, config.head_dim, **config.options)
         self.scale = config.head_dim**-0.5
         heads = (self.query_Q[None], self.key_T[None], self.value_T[None])
@@ -143,12 +161,18 @@ class Layer:
         def attend(end: int) -> Tensor:
             keys[:, :, end - 1 : end], values[:, :, end - 1 : end] = new
             parts = (query, keys[:, :, :end], values[:, :, :end])
-            return F.scaled_dot_product_attention(*parts, scale=self.scale, enable_gqa=True).transpose(1, 2)
+            return F.scaled_dot_product_attention(
+                *parts, scale=self.scale, enable_gqa=True
+            ).transpose(1, 2)
 
-        return lambda step: partial(attend, self.tokens + 1 + step), 2 * keys[:, :, : self.tokens].nbytes
+        return lambda step: partial(attend, self.tokens + 1 + step), 2 * keys[
+            :, :, : self.tokens
+        ].nbytes
 
     def ours(self, full: Tensor, kernel: bool) -> tuple[Callable[[int], Callable[[], Tensor]], int]:
-        """The cache of the deployed model, by plain torch or by the decode kernel; ``full``: bool ``[1, H]``."""
+        """The cache of the deployed model, by plain torch or by the decode kernel; ``full``: bool
+        ``[1, H]``.
+        """
         cache = HeadReallocationCache(full, self.config.sink, self.config.window)
         cache.state.decode_kernel = kernel
         cache.fill(*self.states(0, self.tokens))
@@ -160,7 +184,9 @@ class Layer:
 
         def prepare(step: int) -> Callable[[], Tensor]:
             start = self.tokens + step
-            parts = CachedCall(mask[:, : start + 1], start, 1, self.batch).plan(cache.state, query.device)
+            parts = CachedCall(mask[:, : start + 1], start, 1, self.batch).plan(
+                cache.state, query.device
+            )
             if kernel:  # its numbers and scratch, which all layers share
                 shared[:] = shared or [parts[0].decode_step]
                 shared[0].start.fill_(start)
@@ -171,9 +197,15 @@ class Layer:
 
     def error(self, out: Tensor, full: Tensor) -> float:
         """Relative error of a first output ``[B, 1, Q, D]``; ``full``: bool ``[1, H]``."""
-        is_full = full[0].to(out.device).repeat_interleave(self.config.query_heads // self.config.kv_heads)
+        is_full = (
+            full[0]
+            .to(out.device)
+            .repeat_interleave(self.config.query_heads // self.config.kv_heads)
+        )
         whole, local = self.wanted
-        return relative_error(out[:, 0], torch.where(is_full[:, None], whole, local).expand(self.batch, -1, -1))
+        return relative_error(
+            out[:, 0], torch.where(is_full[:, None], whole, local).expand(self.batch, -1, -1)
+        )
 
 
 @torch.inference_mode()
@@ -186,14 +218,19 @@ def take_turn(layer: Layer, contender: Contender) -> None:
 
 
 def measure_attention(config: AttentionConfig) -> list[dict[str, Any]]:
-    """A row for each batch, length and way to attend, which take turns; no figures where the memory did not suffice."""
+    """A row for each batch, length and way to attend, which take turns.
+
+    No figures where the memory did not suffice.
+    """
     config.begin()
     settings, results = list(product(config.batches, config.lengths)), []
     ways = list(product((False, True) if kernel_serves(config) else (False,), config.sparsities))
     with progress_bar("attention", "turns", len(settings) * config.rounds * (1 + len(ways))) as bar:
         for batch, tokens in settings:
             layer = Layer(config, batch, tokens)
-            contenders = [Contender(STOCK, layer.stock, torch.ones(1, config.kv_heads, dtype=torch.bool))]
+            contenders = [
+                Contender(STOCK, layer.stock, torch.ones(1, config.kv_heads, dtype=torch.bool))
+            ]
             for kernel, sparsity in ways:
                 full = HeadAllocation.random(1, config.kv_heads, sparsity, seed=0).full
                 name = f"sparsity {sparsity:g}{KERNEL * kernel}"
@@ -207,7 +244,12 @@ def measure_attention(config: AttentionConfig) -> list[dict[str, Any]]:
 
 def _row(layer: Layer, contender: Contender, stock: Contender) -> dict[str, Any]:
     """``speedup`` only where the output is right, and torch's fits."""
-    row: dict[str, Any] = {"batch": layer.batch, "tokens": layer.tokens, "attention": contender.name, "note": ""}
+    row: dict[str, Any] = {
+        "batch": layer.batch,
+        "tokens": layer.tokens,
+        "attention": contender.name,
+        "note": "",
+    }
     if not contender.fits:
         return row | {"note": "out of memory"}
     seconds, allowed = statistics.median(contender.times), ALLOWED[layer.key_T.dtype]

@@ -1,4 +1,6 @@
-"""What the benchmarks share: the sizes of a random Llama, the options of those that time a process, their files."""
+"""What the benchmarks share: the sizes of a random Llama, the options of those that time a process,
+their files.
+"""
 
 from __future__ import annotations
 
@@ -100,8 +102,14 @@ class ProcessConfig(ABC):
         panels: list[Panel],
         sharey: bool = True,
     ) -> None:
-        """The files of a benchmark: a table (:meth:`Page.records`), and a title that says what ran, and where."""
-        (what, facts), device, dtype = self.describe(), self.options["device"], str(self.options["dtype"])[6:]
+        """The files of a benchmark: a table (:meth:`Page.records`), and a title that says what ran,
+        and where.
+        """
+        (what, facts), device, dtype = (
+            self.describe(),
+            self.options["device"],
+            str(self.options["dtype"])[6:],
+        )
         threads = f", {hardware()['torch_threads']} threads" if device.type == "cpu" else ""
         title, page = f"{what}, {dtype}, {hardware_line()}{threads}", Page(f"rlkv-bench {name}")
         page.records(results, columns)
@@ -149,11 +157,16 @@ def at_least(least: float, **options: float | tuple[float, ...]) -> None:
         given = values if isinstance(values, tuple) else (values,)
         if not given or min(given) < least:
             shown = " ".join(f"{value:g}" for value in given)
-            raise ValueError(f"--{name.replace('_', '-')} {shown}: give numbers of {least:g} or more")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {shown}: give numbers of {least:g} or more"
+            )
 
 
 def kernel_serves(config: Any) -> bool:
-    """Whether the decode kernel serves layers of these heads on this device; it warns of what a GPU lacks."""
+    """Whether the decode kernel serves layers of these heads on this device.
+
+    It warns of what a GPU lacks.
+    """
     group = config.query_heads // config.kv_heads
     query = torch.empty(1, config.kv_heads, group, 1, config.head_dim, **config.options)
     return serves(query, query[:, :, 0], query[:, :, 0])
@@ -170,7 +183,10 @@ def write_result(
     sharey: bool = True,
     **facts: Any,
 ) -> None:
-    """Write NAME.json (with ``facts``; their ``versions`` join the installed ones), .md and .png; print the page."""
+    """Write NAME.json (with ``facts``; their ``versions`` join the installed ones), .md and .png.
+
+    Print the page.
+    """
     found = provenance()
     found["versions"] |= facts.pop("versions", {})
     content = {"config": asdict(config), "title": title, **facts, **found, "results": results}

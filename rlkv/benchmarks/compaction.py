@@ -1,4 +1,5 @@
-"""What an eviction costs: its time in all layers against one decode step, and its memory high-water mark.
+"""What an eviction costs: its time in all layers against one decode step, and its memory high-water
+mark.
 
 A policy with a buffer pays that once per ``buffer`` tokens. States are random.
 """
@@ -21,7 +22,8 @@ from rlkv.evaluation.report import Panel, Point
 from rlkv.eviction import POLICIES, EvictionPolicy, make_policy
 from rlkv.utils.progress import progress_bar
 
-ALIKE = "rkv, keys alike"  # R-KV's cost depends on how many keys are similar: none of the random ones is
+# R-KV's cost depends on how many keys are similar: none of the random ones is
+ALIKE = "rkv, keys alike"
 CASES = (*POLICIES, "rkv published", ALIKE)
 MIN_ENTRIES = 128
 COLUMNS = {
@@ -63,7 +65,9 @@ class CompactionConfig(TimingConfig):
         for row in results:
             curves[row["policy"]].append((row["entries"], *[row["share_of_a_step"]] * 3))
         axes = ("entries before an eviction", curves, "time added to a decode step (share)")
-        self.write("compaction", results, COLUMNS, [Panel("Eviction", *axes, limits=None, log=True)])
+        self.write(
+            "compaction", results, COLUMNS, [Panel("Eviction", *axes, limits=None, log=True)]
+        )
 
 
 def build_policy(name: str, entries: int) -> EvictionPolicy:
@@ -72,28 +76,42 @@ def build_policy(name: str, entries: int) -> EvictionPolicy:
     return make_policy(kind, budget=entries // 2, **({"variant": variant} if variant else {}))
 
 
-def draw_states(config: CompactionConfig, name: str, entries: int) -> tuple[EvictionPolicy, Tensor, Tensor, Tensor]:
+def draw_states(
+    config: CompactionConfig, name: str, entries: int
+) -> tuple[EvictionPolicy, Tensor, Tensor, Tensor]:
     """The policy of a case, keys and values ``[B, H, entries, D]``, queries ``[B, Q, a, D]``."""
     policy, size = build_policy(name, entries), config.head_dim
     torch.manual_seed(0)
-    keys, values = (torch.randn(config.rows, config.kv_heads, entries, size, **config.options) for _ in "kv")
+    keys, values = (
+        torch.randn(config.rows, config.kv_heads, entries, size, **config.options) for _ in "kv"
+    )
     if name == ALIKE:  # keys share more than half
         keys += 1.2 * torch.randn(config.rows, config.kv_heads, 1, size, **config.options)
-    queries = torch.randn(config.rows, config.query_heads, policy.observation, size, **config.options)
+    queries = torch.randn(
+        config.rows, config.query_heads, policy.observation, size, **config.options
+    )
     return policy, keys, values, queries
 
 
 @torch.inference_mode()
-def evict_once(policy: EvictionPolicy, keys: Tensor, values: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
+def evict_once(
+    policy: EvictionPolicy, keys: Tensor, values: Tensor, queries: Tensor
+) -> tuple[Tensor, Tensor]:
     """One eviction of one layer: choose, and gather keys and values."""
-    kept = policy.select(keys, queries, keys.shape[2] // 2)[..., None].expand(-1, -1, -1, keys.shape[3])
+    kept = policy.select(keys, queries, keys.shape[2] // 2)[..., None].expand(
+        -1, -1, -1, keys.shape[3]
+    )
     return keys.gather(2, kept), values.gather(2, kept)
 
 
 def measure_compaction(config: CompactionConfig) -> list[dict[str, Any]]:
-    """Rows of policy, entries, ms of an eviction (one layer), ms of a decode step, ratios, buffer, peak bytes."""
+    """Rows of policy, entries, ms of an eviction (one layer), ms of a decode step, ratios, buffer,
+    peak bytes.
+    """
     model, results = config.build_model(max(config.entries) + 1024), []
-    with progress_bar("compaction", "turns", len(config.entries) * config.rounds * (len(CASES) + 1)) as bar:
+    with progress_bar(
+        "compaction", "turns", len(config.entries) * config.rounds * (len(CASES) + 1)
+    ) as bar:
         for entries in config.entries:
             step = realloc_variant(config, "full cache", entries)
             times: dict[str, list[float]] = {name: [] for name in CASES}
@@ -106,11 +124,15 @@ def measure_compaction(config: CompactionConfig) -> list[dict[str, Any]]:
                     bar.advance()
                 take_turn(model, step, config.rows, config)
                 bar.advance()
-            results += [_row(config, name, entries, times[name], step.milliseconds()) for name in CASES]
+            results += [
+                _row(config, name, entries, times[name], step.milliseconds()) for name in CASES
+            ]
     return results
 
 
-def _row(config: CompactionConfig, name: str, entries: int, times: list[float], step_ms: float) -> dict[str, Any]:
+def _row(
+    config: CompactionConfig, name: str, entries: int, times: list[float], step_ms: float
+) -> dict[str, Any]:
     policy, middle = build_policy(name, entries), 1000 * statistics.median(times)
     ratio = config.layers * middle / step_ms
     return {
@@ -122,6 +144,8 @@ def _row(config: CompactionConfig, name: str, entries: int, times: list[float], 
         "buffer": policy.buffer,
         "share_of_a_step": ratio / policy.buffer,
         # beyond keys, values and queries
-        "peak_bytes": peak_bytes(partial(evict_once, *draw_states(config, name, entries)), config.options["device"]),
+        "peak_bytes": peak_bytes(
+            partial(evict_once, *draw_states(config, name, entries)), config.options["device"]
+        ),
         "options": asdict(policy),
     }

@@ -1,8 +1,10 @@
-"""How long a decode step takes and how many bytes of KV it reads, against transformers' DynamicCache and StaticCache.
+"""How long a decode step takes and how many bytes of KV it reads, against transformers'
+DynamicCache and StaticCache.
 
-Caches hold random states, the same in all variants. A ratio is given only where the logits agree: those of other caches
-of transformers and of sparsity 0 with DynamicCache's, those of the decode kernel with plain torch's, at another
-sparsity if those of 0 do. All variants take turns, so that a machine that slows down slows all of them.
+Caches hold random states, the same in all variants. A ratio is given only where the logits agree:
+those of other caches of transformers and of sparsity 0 with DynamicCache's, those of the decode
+kernel with plain torch's, at another sparsity if those of 0 do. All variants take turns, so that a
+machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(TimingConfig):
-    """Median time of a decode step against DynamicCache and StaticCache, with bytes of KV held and of the full cache.
+    """Median time of a decode step against DynamicCache and StaticCache, with bytes of KV held and
+    of the full cache.
 
     rlkv-bench decode            # about 15 minutes on 2 cores
     rlkv-bench decode --quick    # a small model, under a minute
@@ -82,7 +85,11 @@ class DecodeConfig(TimingConfig):
 
     def sized(self) -> DecodeConfig:
         """With ``quick``, small sizes for the options that were not given."""
-        unset = {name: value for name, value in QUICK.items() if getattr(self, name) == getattr(type(self), name)}
+        unset = {
+            name: value
+            for name, value in QUICK.items()
+            if getattr(self, name) == getattr(type(self), name)
+        }
         return replace(self, **unset) if self.quick else self  # type: ignore[arg-type]
 
     def run(self) -> None:
@@ -94,7 +101,9 @@ class DecodeConfig(TimingConfig):
             curves: dict[str, list[Point]] = defaultdict(list)
             for row in results:
                 if row["batch"] == batch:
-                    curves[row["cache"]].append((row["context"], row["ms_per_step"], *row["ms_quartiles"]))
+                    curves[row["cache"]].append(
+                        (row["context"], row["ms_per_step"], *row["ms_quartiles"])
+                    )
             axes = ("tokens cached", curves, "ms per decode step (median)")
             panels.append(Panel(f"batch {batch}", *axes, limits=None, log=True))
         config.write("decode", results, COLUMNS, panels)
@@ -102,7 +111,8 @@ class DecodeConfig(TimingConfig):
 
 @dataclass
 class Variant:
-    """One cache that takes its turns: seconds per step, and bytes held when ``context`` tokens are cached.
+    """One cache that takes its turns: seconds per step, and bytes held when ``context`` tokens are
+    cached.
 
     ``logits``: of the first two steps of a turn, in float32 on the CPU.
     """
@@ -142,22 +152,36 @@ def realloc_variant(
 
 def _variants(config: DecodeConfig, context: int) -> list[Variant]:
     sizes, room = (config.sink, config.window), context + 1 + config.max_steps
-    static = partial(StaticCache, config.llama(room), room)  # as long as the turn needs it, its best case
-    theirs = [Variant(STOCK, "sdpa", DynamicCache, context), Variant(STATIC, "sdpa", static, context)]
+    static = partial(
+        StaticCache, config.llama(room), room
+    )  # as long as the turn needs it, its best case
+    theirs = [
+        Variant(STOCK, "sdpa", DynamicCache, context),
+        Variant(STATIC, "sdpa", static, context),
+    ]
     device = resolve_device(config.device)
     on_gpu = device.type == "cuda"
-    if on_gpu and resolve_dtype(config.dtype, device) != torch.float32 and is_flash_attn_2_available():
+    if (
+        on_gpu
+        and resolve_dtype(config.dtype, device) != torch.float32
+        and is_flash_attn_2_available()
+    ):
         theirs.append(Variant(FLASH, "flash_attention_2", DynamicCache, context))
-    ours = [realloc_variant(config, f"sparsity {s:g}", context, s, *sizes) for s in config.sparsities]
+    ours = [
+        realloc_variant(config, f"sparsity {s:g}", context, s, *sizes) for s in config.sparsities
+    ]
     if kernel_serves(config):
         for s in config.sparsities:
-            ours.append(realloc_variant(config, f"sparsity {s:g}{KERNEL}", context, s, *sizes, kernel=True))
+            ours.append(
+                realloc_variant(config, f"sparsity {s:g}{KERNEL}", context, s, *sizes, kernel=True)
+            )
     return [*theirs, *ours, realloc_variant(config, EMPTY, context=1)]
 
 
 def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: int) -> None:
     shape = (rows, model.config.num_key_value_heads, context, model.config.head_dim)
-    # one random head stands for all rows and heads: drawing them all would take longer than the measurement
+    # one random head stands for all rows and heads: drawing them all would take longer than the
+    # measurement
     draw = torch.Generator().manual_seed(context)
     states = torch.randn(2, 1, 1, *shape[2:], generator=draw).to(model.device, model.dtype)
     key, value = (one.expand(shape) for one in states)
@@ -171,7 +195,10 @@ def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: i
 
 @torch.inference_mode()
 def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: TimingConfig) -> None:
-    """Fill a cache, decode one token to warm up, then time tokens one by one; the cache is dropped at the end."""
+    """Fill a cache, decode one token to warm up, then time tokens one by one.
+
+    The cache is dropped at the end.
+    """
     model.set_attn_implementation(variant.implementation)
     assert model.config._attn_implementation == variant.implementation
     cache = variant.make()
@@ -183,8 +210,13 @@ def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: Timin
     spent = 0.0
     for step in range(1 + config.max_steps):
         held = variant.context + step
-        mask = torch.ones(rows, held + 1, dtype=torch.long, device=model.device)  # as generate passes it
-        inputs = {"attention_mask": mask, "position_ids": torch.full((rows, 1), held, device=model.device)}
+        mask = torch.ones(
+            rows, held + 1, dtype=torch.long, device=model.device
+        )  # as generate passes it
+        inputs = {
+            "attention_mask": mask,
+            "position_ids": torch.full((rows, 1), held, device=model.device),
+        }
         forward = partial(model, token, past_key_values=cache, use_cache=True, **inputs)
         seconds = timed(lambda: latest.append(forward()), model.device)  # noqa: B023  (called here)
         if step < COMPARED:
@@ -199,19 +231,27 @@ def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: Timin
 def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[str, Any]]:
     """One result per variant; ratios where logits differ by at most ``allowed``.
 
-    ``kv_share``: the part of a full-cache step that depends on what is cached, ``1 - t(1 token) / t(context)``, at
-    sparsity 0.  ``expected_ms``: what a step would take if that part shrank exactly as the bytes of KV do.
+    ``kv_share``: the part of a full-cache step that depends on what is cached, ``1 - t(1 token) /
+    t(context)``, at sparsity 0.  ``expected_ms``: what a step would take if that part shrank
+    exactly as the bytes of KV do.
     """
     named = {variant.name: variant for variant in variants}
     stock, base, empty = named[STOCK], named["sparsity 0"], named.pop(EMPTY)
     cached_part = base.milliseconds() - empty.milliseconds()
-    found, notes = [], {variant.name: _disagreement(variant, named, allowed) for variant in named.values()}
+    found, notes = (
+        [],
+        {variant.name: _disagreement(variant, named, allowed) for variant in named.values()},
+    )
     for variant in named.values():
         own_note = notes[variant.name] or notes[base.name]
         by_kernel = variant.name.endswith(KERNEL)
         note = notes[variant.name] if variant.name in THEIRS else own_note
         expected = empty.milliseconds() + cached_part * variant.kv_bytes / stock.kv_bytes
-        quartiles = statistics.quantiles(variant.times, n=4) if len(variant.times) > 1 else variant.times * 3
+        quartiles = (
+            statistics.quantiles(variant.times, n=4)
+            if len(variant.times) > 1
+            else variant.times * 3
+        )
         found.append(
             {
                 "batch": rows,
@@ -220,8 +260,12 @@ def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[st
                 "ms_per_step": variant.milliseconds(),
                 "ms_quartiles": [1000 * quartiles[0], 1000 * quartiles[2]],
                 "steps": len(variant.times),
-                "speedup_over_dynamic_cache": None if note else stock.milliseconds() / variant.milliseconds(),
-                "speedup_over_sparsity_0": None if own_note else base.milliseconds() / variant.milliseconds(),
+                "speedup_over_dynamic_cache": None
+                if note
+                else stock.milliseconds() / variant.milliseconds(),
+                "speedup_over_sparsity_0": None
+                if own_note
+                else base.milliseconds() / variant.milliseconds(),
                 "expected_ms": None if by_kernel or variant.name in THEIRS else expected,
                 "kv_share": None if by_kernel else cached_part / base.milliseconds(),
                 "kv_bytes": variant.kv_bytes,
@@ -233,11 +277,16 @@ def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[st
 
 
 def _disagreement(variant: Variant, named: dict[str, Variant], allowed: float) -> str:
-    """What is wrong with the logits, compared with those of another variant; empty if nothing is."""
+    """What is wrong with the logits, compared with those of another variant.
+
+    Empty if nothing is.
+    """
     same = STOCK if variant.name in (*THEIRS, "sparsity 0") else variant.name.removesuffix(KERNEL)
     expected = named[same].logits
     steps = min(len(variant.logits), len(expected))
-    error = max(relative_error(a, b) for a, b in zip(variant.logits[:steps], expected[:steps], strict=True))
+    error = max(
+        relative_error(a, b) for a, b in zip(variant.logits[:steps], expected[:steps], strict=True)
+    )
     return "" if error <= allowed else f"wrong logits: relative difference to {same} {error:.2g}"
 
 

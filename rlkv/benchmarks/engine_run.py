@@ -1,4 +1,6 @@
-"""One run of the serving benchmark, in its own process: python -m rlkv.benchmarks.engine_run TASK.json RESULT.json"""
+"""One run of the serving benchmark, in its own process: python -m rlkv.benchmarks.engine_run
+TASK.json RESULT.json
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,24 @@ class Watch:
     """What the scheduler does: sums over its steps in ``totals``."""
 
     def __init__(self, scheduler: Any, block_bytes: int) -> None:
-        self.scheduler, self.block_bytes, self.totals, self.most_running = scheduler, block_bytes, Counter[str](), 0
+        self.scheduler, self.block_bytes, self.totals, self.most_running = (
+            scheduler,
+            block_bytes,
+            Counter[str](),
+            0,
+        )
         self._schedule, scheduler.schedule = scheduler.schedule, self._watched
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
-            rows, pool = len(output.num_scheduled_tokens), self.scheduler.kv_cache_manager.block_pool
-            used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # the engine sets one block aside
+            rows, pool = (
+                len(output.num_scheduled_tokens),
+                self.scheduler.kv_cache_manager.block_pool,
+            )
+            used = (
+                pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+            )  # the engine sets one block aside
             self.most_running = max(self.most_running, rows)
             self.totals.update(
                 steps=1,
@@ -54,7 +66,8 @@ class Watch:
 def run(task: dict[str, Any]) -> dict[str, Any]:
     """Serve all requests at once and say how it went, in seconds; they all arrive at the start.
 
-    ``task``: ``workload``, ``setting``, ``model`` (a folder with a config), ``rlkv`` (settings of the plugin or None).
+    ``task``: ``workload``, ``setting``, ``model`` (a folder with a config), ``rlkv`` (settings of
+    the plugin or None).
     """
     work = Workload.from_dict(task["workload"])
     engine = _start_engine(work, task)
@@ -68,7 +81,10 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     made = [len(outputs[number].outputs[0].token_ids) for number in range(work.requests)]
     if made != work.output_lengths:
-        raise RuntimeError(f"the engine made outputs of {made[:5]}... tokens instead of {work.output_lengths[:5]}...")
+        raise RuntimeError(
+            f"the engine made outputs of {made[:5]}... tokens instead of "
+            f"{work.output_lengths[:5]}..."
+        )
     totals, times = watch.totals, [output.metrics for output in outputs.values()]
     return {
         "seconds": seconds,
@@ -96,8 +112,12 @@ def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
 def _start_engine(work: Workload, task: dict[str, Any]) -> Any:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # the engine prefers it to the pool that is asked for
-    for name in VARIABLES.values():  # they would ask for head reallocation in the runs of the full cache too
+    os.environ.pop(
+        "VLLM_CPU_KVCACHE_SPACE", None
+    )  # the engine prefers it to the pool that is asked for
+    for name in (
+        VARIABLES.values()
+    ):  # they would ask for head reallocation in the runs of the full cache too
         os.environ.pop(name, None)
     from vllm import LLM
 
@@ -128,7 +148,11 @@ def _serve(engine: Any, prompts: list[list[int]], lengths: list[int], name: str)
 
     numbers = {f"{name} {number}": number for number in range(len(prompts))}
     for (request, number), length in zip(numbers.items(), lengths, strict=True):
-        final = {"ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+        final = {
+            "ignore_eos": True,
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
         params = SamplingParams(temperature=0, max_tokens=length, **final)
         engine.add_request(request, {"prompt_token_ids": prompts[number]}, params)
     found = {}

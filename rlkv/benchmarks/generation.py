@@ -1,7 +1,9 @@
-"""Whole texts with each method of compression and batch size: memory, latency, throughput, and the largest batch.
+"""Whole texts with each method of compression and batch size: memory, latency, throughput, and the
+largest batch.
 
-Weights and prompts are random.  All settings take turns, so that a machine that slows down slows all of them.  Tables
-of this form: RLKV (arXiv 2510.08525), table 2; R-KV (arXiv 2505.24133), tables 1 and 3.  The cache of a text as it
+Weights and prompts are random.  All settings take turns, so that a machine that slows down slows
+all of them.  Tables of this form: RLKV (arXiv 2510.08525), table 2; R-KV (arXiv 2505.24133), tables
+1 and 3.  The cache of a text as it
 grows: RPC (arXiv 2505.13866), figure 5.
 """
 
@@ -54,8 +56,10 @@ class GenerationConfig(ModelConfig):
     batches: tuple[int, ...] = (1, 8)
     """Texts written together."""
     memory_gib: float | None = None
-    """Also run each method with the largest batch whose weights and KV in use fit into this memory; it must leave room
-    for activations and for the headroom of buffers."""
+    """Also run each method with the largest batch whose weights and KV in use fit into this memory.
+
+    It must leave room for activations and for the headroom of buffers.
+    """
     prompt_tokens: int = 128
     """Tokens of a prompt."""
     new_tokens: int = 512
@@ -67,7 +71,9 @@ class GenerationConfig(ModelConfig):
 
     def check(self) -> None:
         super().check()
-        at_least(1, batches=self.batches, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
+        at_least(
+            1, batches=self.batches, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens
+        )
         _ = self.parsed
 
     def model(self) -> PreTrainedModel:
@@ -84,14 +90,22 @@ class GenerationConfig(ModelConfig):
         model = self.model()
         results = measure_generation(self, model)
         curves: dict[str, list[Point]] = {method.name: [] for method in self.parsed}
-        for row in sorted((row for row in results if "seconds" in row), key=lambda row: row["batch"]):
+        for row in sorted(
+            (row for row in results if "seconds" in row), key=lambda row: row["batch"]
+        ):
             curves[row["method"]].append((row["batch"], *[row["tokens_per_second"]] * 3))
         text = f"{self.prompt_tokens} + {self.new_tokens} tokens"
         grown: dict[str, list[Point]] = {}
         for method in self.parsed:
             sizes = [size / 2**20 for size in bytes_by_length(self, model, method)]
-            grown[method.name] = [(self.prompt_tokens + i, size, size, size) for i, size in enumerate(sizes)]
-        plain, x, y = {name: {"marker": ""} for name in grown}, "tokens read and written", "MiB of KV in use"
+            grown[method.name] = [
+                (self.prompt_tokens + i, size, size, size) for i, size in enumerate(sizes)
+            ]
+        plain, x, y = (
+            {name: {"marker": ""} for name in grown},
+            "tokens read and written",
+            "MiB of KV in use",
+        )
         panels = [
             Panel(text, "texts at once", curves, "tokens/s", limits=None, log=True),
             Panel("one text", x, grown, y, styles=plain, limits=None, ticks=False),
@@ -101,9 +115,11 @@ class GenerationConfig(ModelConfig):
 
 @dataclass
 class Setting:
-    """A method with a batch size, and what its turns measured: seconds for the prompts and for the new tokens.
+    """A method with a batch size, and what its turns measured: seconds for the prompts and for the
+    new tokens.
 
-    ``fits``: whether no turn ran out of memory; a setting that does not fit takes no further turns and has no figures.
+    ``fits``: whether no turn ran out of memory; a setting that does not fit takes no further turns
+    and has no figures.
     """
 
     method: CompressionMethod
@@ -124,7 +140,9 @@ class Setting:
         return cache
 
 
-def bytes_by_length(config: GenerationConfig, model: PreTrainedModel, method: CompressionMethod) -> list[int]:
+def bytes_by_length(
+    config: GenerationConfig, model: PreTrainedModel, method: CompressionMethod
+) -> list[int]:
     """Bytes of KV in use for one text: after its prompt, after one more token, ..."""
     tokens = torch.arange(config.prompt_tokens, config.prompt_tokens + config.new_tokens)
     settings = CacheSettings(config.sink, config.window, eviction=method.policy)
@@ -133,14 +151,20 @@ def bytes_by_length(config: GenerationConfig, model: PreTrainedModel, method: Co
     return kv_nbytes(settings, full, EntrySize.of(model), prompts, tokens)[0].tolist()
 
 
-def largest_batch(config: GenerationConfig, model: PreTrainedModel, method: CompressionMethod) -> int:
-    """Texts whose KV fits next to the weights in ``memory_gib``; ValueError if not even one does."""
+def largest_batch(
+    config: GenerationConfig, model: PreTrainedModel, method: CompressionMethod
+) -> int:
+    """Texts whose KV fits next to the weights in ``memory_gib``.
+
+    ValueError if not even one does.
+    """
     assert config.memory_gib is not None
     weights = sum(parameter.nbytes for parameter in model.parameters())
     found = int((config.memory_gib * GIB - weights) // max(bytes_by_length(config, model, method)))
     if found < 1:
         raise ValueError(
-            f"--memory-gib {config.memory_gib:g} does not hold the weights ({weights / GIB:.2f} GiB) and one text of "
+            f"--memory-gib {config.memory_gib:g} does not hold the weights ({weights / GIB:.2f} "
+            "GiB) and one text of "
             f"{method.name}: give more memory or fewer --new-tokens"
         )
     return found
@@ -148,14 +172,19 @@ def largest_batch(config: GenerationConfig, model: PreTrainedModel, method: Comp
 
 @torch.inference_mode()
 def take_turn(config: GenerationConfig, model: PreTrainedModel, setting: Setting) -> None:
-    """Read the prompts and write greedily, with times and bytes noted in ``setting``; the cache is dropped."""
+    """Read the prompts and write greedily, with times and bytes noted in ``setting``.
+
+    The cache is dropped.
+    """
     model.set_attn_implementation("sdpa" if setting.method.name == FULL else IMPLEMENTATION)
     cuda = model.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(model.device)
     cache = setting.new_cache(config, model)
     shape = (setting.batch, config.prompt_tokens)
-    token = torch.randint(config.vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(model.device)
+    token = torch.randint(config.vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(
+        model.device
+    )
 
     def read() -> None:
         nonlocal token
@@ -173,10 +202,14 @@ def take_turn(config: GenerationConfig, model: PreTrainedModel, setting: Setting
 
 
 def measure_generation(config: GenerationConfig, model: PreTrainedModel) -> list[dict[str, Any]]:
-    """A row for each method and batch; times are medians over the turns, absent where the memory did not suffice."""
+    """A row for each method and batch; times are medians over the turns, absent where the memory
+    did not suffice.
+    """
     settings = [Setting(method, batch) for method in config.parsed for batch in config.batches]
     if config.memory_gib is not None:
-        settings += [Setting(method, largest_batch(config, model, method)) for method in config.parsed]
+        settings += [
+            Setting(method, largest_batch(config, model, method)) for method in config.parsed
+        ]
     with progress_bar("generation", "turns", len(settings) * config.rounds) as bar:
         for setting in turns(settings, config.rounds):
             setting.fits = setting.fits and fits(partial(take_turn, config, model, setting))
@@ -187,7 +220,10 @@ def measure_generation(config: GenerationConfig, model: PreTrainedModel) -> list
 def _row(config: GenerationConfig, model: PreTrainedModel, setting: Setting) -> dict[str, Any]:
     if not setting.fits:
         return {"method": setting.method.name, "batch": setting.batch, "note": "out of memory"}
-    prompt, decode = statistics.median(setting.prompt_seconds), statistics.median(setting.decode_seconds)
+    prompt, decode = (
+        statistics.median(setting.prompt_seconds),
+        statistics.median(setting.decode_seconds),
+    )
     heads, cached = config.layers * config.kv_heads, config.prompt_tokens + config.new_tokens - 1
     return {
         "method": setting.method.name,

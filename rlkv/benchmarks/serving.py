@@ -1,6 +1,8 @@
-"""Offline throughput of the vLLM plugin: the full cache and head reallocation in turns, each run in its own process.
+"""Offline throughput of the vLLM plugin: the full cache and head reallocation in turns, each run in
+its own process.
 
-All requests arrive at once, with forced output lengths, and all modes have pools of the same bytes. Weights are random.
+All requests arrive at once, with forced output lengths, and all modes have pools of the same bytes.
+Weights are random.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig(Workload):
-    """Output tokens per second with vLLM, full cache and head reallocation in turns, in pools of equal bytes.
+    """Output tokens per second with vLLM, full cache and head reallocation in turns, in pools of
+    equal bytes.
 
     rlkv-bench serving                           # about an hour on 2 cores; resumes
     rlkv-bench serving --config bench_llama8b    # for a GPU of 40 GB or more
@@ -70,13 +73,22 @@ class ServingConfig(Workload):
         super().check()
         at_least(1, rounds=self.rounds)
         if self.eviction is not None and self.eviction not in EVICTIONS:
-            raise ValueError(f"--eviction {self.eviction!r} is not served: choose from {', '.join(EVICTIONS)}")
+            raise ValueError(
+                f"--eviction {self.eviction!r} is not served: choose from {', '.join(EVICTIONS)}"
+            )
         unknown = [setting for setting in self.settings if setting not in SETTINGS]
         if unknown:
-            raise ValueError(f"--settings {unknown[0]!r} is unknown: choose from {', '.join(SETTINGS)}")
-        if len(set(self.sparsities)) != len(self.sparsities) or not all(0 < s <= 1 for s in self.sparsities):
+            raise ValueError(
+                f"--settings {unknown[0]!r} is unknown: choose from {', '.join(SETTINGS)}"
+            )
+        if len(set(self.sparsities)) != len(self.sparsities) or not all(
+            0 < s <= 1 for s in self.sparsities
+        ):
             shown = " ".join(f"{sparsity:g}" for sparsity in self.sparsities)
-            raise ValueError(f"--sparsities {shown}: give each once, above 0 and up to 1 (the full cache always runs)")
+            raise ValueError(
+                f"--sparsities {shown}: give each once, above 0 and up to 1 (the full cache always "
+                "runs)"
+            )
         self.policy(self.eviction)  # for its errors
 
     def runs(self) -> list[Run]:
@@ -95,7 +107,8 @@ class ServingConfig(Workload):
         found = HeadGates.load(self.gates) if self.gates else self.random_gates()
         if found.alpha.shape != (self.layers, self.kv_heads):
             raise ValueError(
-                f"{found.source}: gates of {found.num_layers} x {found.num_kv_heads} heads, the model has "
+                f"{found.source}: gates of {found.num_layers} x {found.num_kv_heads} heads, the "
+                "model has "
                 f"{self.layers} x {self.kv_heads}"
             )
         return found
@@ -103,7 +116,9 @@ class ServingConfig(Workload):
 
 @dataclass(frozen=True)
 class Run:
-    """``sparsity`` None: the stock engine; ``eviction``: the policy of compressible heads, None: sinks and window."""
+    """``sparsity`` None: the stock engine; ``eviction``: the policy of compressible heads, None:
+    sinks and window.
+    """
 
     setting: str
     sparsity: float | None
@@ -114,7 +129,9 @@ class Run:
     def mode(self) -> str:
         if self.sparsity is None:
             return FULL_CACHE
-        return f"sparsity {self.sparsity:g}" + ("" if self.eviction is None else f" + {self.eviction}")
+        return f"sparsity {self.sparsity:g}" + (
+            "" if self.eviction is None else f" + {self.eviction}"
+        )
 
 
 def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
@@ -130,11 +147,16 @@ def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
 
 
 def do_runs(config: ServingConfig, gates: HeadGates) -> list[dict[str, Any]]:
-    """Do the runs that the folder does not hold yet; a result per run (:func:`rlkv.benchmarks.engine_run.run`)."""
+    """Do the runs that the folder does not hold yet.
+
+    A result per run (:func:`rlkv.benchmarks.engine_run.run`).
+    """
     path, runs = config.output_dir / RUNS, config.runs()
     keys = {(run.setting, run.mode, run.round): run for run in runs}
     with (
-        open_store(path, settings_of(config, gates), KEY, provenance(), fresh=config.fresh) as store,
+        open_store(
+            path, settings_of(config, gates), KEY, provenance(), fresh=config.fresh
+        ) as store,
         progress_bar("serving", "runs", len(runs)) as bar,
     ):
         bar.resume(len(keys.keys() & store.done))
@@ -146,23 +168,40 @@ def do_runs(config: ServingConfig, gates: HeadGates) -> list[dict[str, Any]]:
 
 def _run_in_process(config: ServingConfig, gates: HeadGates, run: Run) -> dict[str, Any]:
     policy = config.policy(run.eviction)
-    kept = {"sink": config.sink, "window": config.window} if policy is None else {"eviction": policy.describe()}
+    kept = (
+        {"sink": config.sink, "window": config.window}
+        if policy is None
+        else {"eviction": policy.describe()}
+    )
     log = config.output_dir / "serving_run.log"
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(config.llama(config.positions).to_json_string())
         gates.save(folder / "gates.safetensors")
-        request: dict[str, Any] = {"gates": str(folder / "gates.safetensors"), "sparsity": run.sparsity, **kept}
+        request: dict[str, Any] = {
+            "gates": str(folder / "gates.safetensors"),
+            "sparsity": run.sparsity,
+            **kept,
+        }
         request["reference_tokens"] = round(config.mean_length)
         plugin = None if run.sparsity is None else request
         task = {"workload": config.to_dict(), "setting": run.setting, "model": name, "rlkv": plugin}
         (folder / "task").write_text(json.dumps(task))
-        command = [sys.executable, "-m", "rlkv.benchmarks.engine_run", str(folder / "task"), str(folder / "result")]
+        command = [
+            sys.executable,
+            "-m",
+            "rlkv.benchmarks.engine_run",
+            str(folder / "task"),
+            str(folder / "result"),
+        ]
         with log.open("w") as output:
-            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+            code = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, check=False
+            ).returncode
         if code != 0 or not (folder / "result").exists():
             raise ValueError(
-                f"the run {run.setting!r}, {run.mode}, failed: {_last_error(log, code)}; its output is in {log}"
+                f"the run {run.setting!r}, {run.mode}, failed: {_last_error(log, code)}; its "
+                f"output is in {log}"
             )
         log.unlink()
         return json.loads((folder / "result").read_text())
@@ -185,10 +224,13 @@ class Spread(list[float]):
         return middle if least == greatest else f"{middle} [{least}, {greatest}]"
 
 
-def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarize(
+    work: Workload, gates: HeadGates, results: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """One row per setting and mode: a :class:`Spread` of every metric over the rounds.
 
-    ``speedup`` and ``step_ratio`` compare a run with the full cache's of the same round.  ValueError if pools differ.
+    ``speedup`` and ``step_ratio`` compare a run with the full cache's of the same round.
+    ValueError if pools differ.
     """
     full = {(row["setting"], row["round"]): row for row in results if row["sparsity"] is None}
     rows: list[dict[str, Any]] = []
@@ -204,9 +246,17 @@ def summarize(work: Workload, gates: HeadGates, results: list[dict[str, Any]]) -
                 )
         rows.append(
             {
-                **{"setting": setting, "mode": mode, "sparsity": sparsity, "eviction": eviction, "rounds": len(own)},
+                **{
+                    "setting": setting,
+                    "mode": mode,
+                    "sparsity": sparsity,
+                    "eviction": eviction,
+                    "rounds": len(own),
+                },
                 **{name: Spread([row[name] for row in own]) for name in METRICS},
-                "speedup": Spread([row["tokens_per_second"] / other["tokens_per_second"] for row, other in pairs]),
+                "speedup": Spread(
+                    [row["tokens_per_second"] / other["tokens_per_second"] for row, other in pairs]
+                ),
                 "step_ratio": Spread([other["steps"] / row["steps"] for row, other in pairs]),
             }
         )

@@ -14,11 +14,16 @@ from rlkv.utils.runtime import hardware_line
 from rlkv.vllm.plugin import check_installed, installed_version
 
 NOTE = (
-    "Medians over the rounds, in brackets the least and the greatest. x full: tokens/s over those of the full cache in "
-    "the same round. Theory: 1 / ((1-s) + s K/L) with the mean length L and room for K entries, S+W or budget and "
-    "buffer. By blocks: the same for the blocks that these requests hold over their lives. Both apply where memory is "
-    "the limit. KV bytes per token: bytes of the blocks in use over the tokens of the running requests, mean over all "
-    "steps. Pool: KV tokens by the engine's own count for requests of the longest length. Times are from the start, "
+    "Medians over the rounds, in brackets the least and the greatest. x full: tokens/s over those "
+    "of the full cache in "
+    "the same round. Theory: 1 / ((1-s) + s K/L) with the mean length L and room for K entries, "
+    "S+W or budget and "
+    "buffer. By blocks: the same for the blocks that these requests hold over their lives. Both "
+    "apply where memory is "
+    "the limit. KV bytes per token: bytes of the blocks in use over the tokens of the running "
+    "requests, mean over all "
+    "steps. Pool: KV tokens by the engine's own count for requests of the longest length. Times "
+    "are from the start, "
     "when all requests arrive. Every run is a process of its own, with the scheduler in it."
 )
 SPEED = {
@@ -49,10 +54,14 @@ def serving_page(work: Workload, rows: list[dict[str, Any]]) -> Page:
         pool, own = work.pool_bytes(setting), [row for row in rows if row["setting"] == setting]
         page.heading(setting.capitalize())
         page.paragraph(
-            f"{work.requests} requests at once, prompts of {low} to {high} tokens, outputs of {work.mean_output} "
-            f"tokens on average (lognormal, spread {work.spread:g}, at most {work.max_output}), mean length "
-            f"{work.mean_length:.0f}; up to {work.rows_of(setting)} may run; a pool of {pool:,} bytes, "
-            f"{pool // work.bytes_per_token:,} tokens of the full cache; S={work.sink}, W={work.window}, with eviction "
+            f"{work.requests} requests at once, prompts of {low} to {high} tokens, outputs of "
+            f"{work.mean_output} "
+            f"tokens on average (lognormal, spread {work.spread:g}, at most {work.max_output}), "
+            "mean length "
+            f"{work.mean_length:.0f}; up to {work.rows_of(setting)} may run; a pool of {pool:,} "
+            "bytes, "
+            f"{pool // work.bytes_per_token:,} tokens of the full cache; S={work.sink}, "
+            f"W={work.window}, with eviction "
             f"{work.budget} entries and a buffer of {work.buffer}; blocks of {work.block_size}."
         )
         page.records(own, SPEED)
@@ -62,8 +71,12 @@ def serving_page(work: Workload, rows: list[dict[str, Any]]) -> Page:
 
 
 def serving_plot(rows: list[dict[str, Any]]) -> list[Panel]:
-    """A panel per setting: tokens/s over those of the full cache at each sparsity, and what was expected."""
-    compressed = sorted((row for row in rows if row["sparsity"] is not None), key=lambda row: row["sparsity"])
+    """A panel per setting: tokens/s over those of the full cache at each sparsity, and what was
+    expected.
+    """
+    compressed = sorted(
+        (row for row in rows if row["sparsity"] is not None), key=lambda row: row["sparsity"]
+    )
     variants = list(dict.fromkeys(map(_variant, compressed)))
     panels = []
     for setting in dict.fromkeys(row["setting"] for row in compressed):
@@ -96,14 +109,19 @@ def run_serving(config: ServingConfig) -> None:
     runs = do_runs(config, gates)
     rows = summarize(config, gates, runs)
     title = (
-        f"Llama of {config.layers} layers, {config.kv_heads} KV heads of {config.head_dim}, hidden {config.hidden}, "
-        f"random weights, {config.dtype}, {config.gates or 'random gates'}; vLLM {installed_version()}, "
+        f"Llama of {config.layers} layers, {config.kv_heads} KV heads of {config.head_dim}, hidden "
+        f"{config.hidden}, "
+        f"random weights, {config.dtype}, {config.gates or 'random gates'}; vLLM "
+        f"{installed_version()}, "
         f"{'eager' if config.eager else 'compiled'}; {hardware_line()}"
     )
     facts: dict[str, Any] = {
         "device": resolve_device().type,
         "runs": runs,
-        "lengths": {"prompts": [len(prompt) for prompt in config.prompts], "outputs": config.output_lengths},
+        "lengths": {
+            "prompts": [len(prompt) for prompt in config.prompts],
+            "outputs": config.output_lengths,
+        },
         "versions": {"vllm": installed_version()},  # also where the distribution is that for CPUs
     }
     page, panels = serving_page(config, rows), serving_plot(rows)

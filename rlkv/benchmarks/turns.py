@@ -13,7 +13,9 @@ T = TypeVar("T")
 
 
 def turns(contenders: Sequence[T], rounds: int) -> Iterator[T]:
-    """Each of them once a round; each round starts with another, so that none always runs on a rested machine."""
+    """Each of them once a round; each round starts with another, so that none always runs on a
+    rested machine.
+    """
     for turn in range(rounds):
         shift = turn % len(contenders)
         yield from (*contenders[shift:], *contenders[:shift])
@@ -37,9 +39,15 @@ def peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         work()
-    changes = (event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    changes = (
+        event.nbytes()
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
     return max(accumulate(changes, initial=0))
 
 

@@ -1,4 +1,6 @@
-"""What the serving benchmark runs: requests of fixed lengths, pools of equal bytes, and what to expect of them."""
+"""What the serving benchmark runs: requests of fixed lengths, pools of equal bytes, and what to
+expect of them.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,18 @@ class Workload(LlamaSizes):
         """Raise ValueError for impossible settings."""
         low, high = self.prompt_tokens
         if not 1 <= low <= high:
-            raise ValueError(f"--prompt-tokens {low} {high}: give the shortest and the longest prompt")
+            raise ValueError(
+                f"--prompt-tokens {low} {high}: give the shortest and the longest prompt"
+            )
         if not 1 <= self.mean_output < self.max_output:
             raise ValueError(
-                f"--mean-output is {self.mean_output}: it must be at least 1 and below --max-output, {self.max_output}"
+                f"--mean-output is {self.mean_output}: it must be at least 1 and below "
+                f"--max-output, {self.max_output}"
             )
         if self.pool_tokens < self.positions:
             raise ValueError(
-                f"--pool-tokens is {self.pool_tokens}: the pool must hold one request of {self.positions} tokens"
+                f"--pool-tokens is {self.pool_tokens}: the pool must hold one request of "
+                f"{self.positions} tokens"
             )
         at_least(0, sink=self.sink)
         at_least(1, window=self.window, requests=self.requests, block_size=self.block_size)
@@ -86,7 +92,11 @@ class Workload(LlamaSizes):
 
     def policy(self, eviction: str | None) -> EvictionPolicy | None:
         """The policy of this name; None: sinks and window."""
-        return None if eviction is None else make_policy(eviction, budget=self.budget, buffer=self.buffer)
+        return (
+            None
+            if eviction is None
+            else make_policy(eviction, budget=self.budget, buffer=self.buffer)
+        )
 
     def demand(self, eviction: str | None) -> BlockDemand:
         """Blocks that requests take."""
@@ -119,9 +129,13 @@ class Workload(LlamaSizes):
 
     @cached_property
     def output_lengths(self) -> list[int]:
-        """Lognormal draws, clipped to ``1 .. max_output``, with a median that makes their mean ``mean_output``."""
+        """Lognormal draws, clipped to ``1 .. max_output``, with a median that makes their mean
+        ``mean_output``.
+        """
         draws = torch.Generator().manual_seed(self.seed + 1)
-        factors = (self.spread * torch.randn(self.requests, generator=draws, dtype=torch.float64)).exp()
+        factors = (
+            self.spread * torch.randn(self.requests, generator=draws, dtype=torch.float64)
+        ).exp()
 
         def lengths(median: float) -> torch.Tensor:
             return (median * factors).round().clamp(1, self.max_output)
@@ -129,7 +143,11 @@ class Workload(LlamaSizes):
         low, high = 0.0, float(self.max_output) / float(factors.min())
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if float(lengths(middle).mean()) < self.mean_output else (low, middle)
+            low, high = (
+                (middle, high)
+                if float(lengths(middle).mean()) < self.mean_output
+                else (low, middle)
+            )
         return [int(length) for length in lengths(high)]
 
     @cached_property
@@ -138,9 +156,13 @@ class Workload(LlamaSizes):
         return (sum(map(len, self.prompts)) + sum(self.output_lengths)) / self.requests
 
     def pool_bytes(self, setting: str) -> int:
-        """The same for every mode: whole blocks of the full cache, and the one that the engine sets aside."""
+        """The same for every mode: whole blocks of the full cache, and the one that the engine sets
+        aside.
+        """
         blocks = -(-self.pool_tokens // self.block_size)
-        if setting == ROOMY:  # the longest requests at once, and a tenth more for what packing leaves empty
+        if (
+            setting == ROOMY
+        ):  # the longest requests at once, and a tenth more for what packing leaves empty
             blocks = math.ceil(1.1 * self.roomy_rows * (-(-self.positions // self.block_size) + 1))
         return (blocks + 1) * self.block_size * self.bytes_per_token
 
@@ -148,8 +170,12 @@ class Workload(LlamaSizes):
         return self.roomy_rows if setting == ROOMY else self.rows
 
     def random_gates(self) -> HeadGates:
-        """Gates that nothing was trained for: time and memory do not depend on which heads are full."""
-        alpha = torch.rand(self.layers, self.kv_heads, generator=torch.Generator().manual_seed(self.seed))
+        """Gates that nothing was trained for: time and memory do not depend on which heads are
+        full.
+        """
+        alpha = torch.rand(
+            self.layers, self.kv_heads, generator=torch.Generator().manual_seed(self.seed)
+        )
         shape = ModelShape("", "llama", self.layers, self.kv_heads, self.query_heads, self.head_dim)
         return HeadGates(alpha, model=shape, deploy_sink=self.sink, deploy_window=self.window)
 
@@ -165,21 +191,30 @@ class Workload(LlamaSizes):
 
 
 def theoretical_speedup(sparsity: float, kept: int, length: float) -> float:
-    """``1 / ((1 - s) + s * kept / L)``: requests that fit more, if a request always had its mean length ``L``."""
+    """``1 / ((1 - s) + s * kept / L)``: requests that fit more, if a request always had its mean
+    length ``L``.
+    """
     return 1 / (1 - sparsity + sparsity * min(kept, length) / length)
 
 
-def expect(work: Workload, gates: HeadGates, sparsity: float, eviction: str | None = None) -> dict[str, float]:
-    """What ``sparsity`` should bring where memory is the limit, from lengths alone; ``eviction``: name of a policy.
+def expect(
+    work: Workload, gates: HeadGates, sparsity: float, eviction: str | None = None
+) -> dict[str, float]:
+    """What ``sparsity`` should bring where memory is the limit, from lengths alone; ``eviction``:
+    name of a policy.
 
-    ``by_blocks``: bytes times tokens that requests hold over their lives, full cache over this allocation.
+    ``by_blocks``: bytes times tokens that requests hold over their lives, full cache over this
+    allocation.
     """
     allocation = HeadAllocation.from_gates(gates, sparsity)
     plan = plan_packing(allocation.full, work.demand(eviction), round(work.mean_length))
     theory = theoretical_speedup(allocation.sparsity, work.kept(eviction), work.mean_length)
     held, full = (
-        [0, *accumulate(map(count, range(1, work.positions + 1)))] for count in (plan.held, plan.uncompressed)
+        [0, *accumulate(map(count, range(1, work.positions + 1)))]
+        for count in (plan.held, plan.uncompressed)
     )  # running sums over the length of a text
     spans = [(len(p), len(p) + n) for p, n in zip(work.prompts, work.output_lengths, strict=True)]
-    gain = sum(full[end] - full[start] for start, end in spans) / sum(held[end] - held[start] for start, end in spans)
+    gain = sum(full[end] - full[start] for start, end in spans) / sum(
+        held[end] - held[start] for start, end in spans
+    )
     return {"sparsity": allocation.sparsity, "theory": theory, "by_blocks": gain}

@@ -1,4 +1,6 @@
-"""The serving cache; importing it registers the attention implementation ``rlkv_realloc`` with transformers."""
+"""The serving cache; importing it registers the attention implementation ``rlkv_realloc`` with
+transformers.
+"""
 
 from rlkv.cache.layer import IMPLEMENTATION
 from rlkv.cache.plan import PREFILL_MODES, CacheSettings

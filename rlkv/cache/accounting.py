@@ -17,7 +17,10 @@ from rlkv.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class EntrySize:
-    """What one head's share of one token takes: ``head_dim`` elements of ``itemsize`` bytes, G query heads."""
+    """What one head's share of one token takes:
+
+    ``head_dim`` elements of ``itemsize`` bytes, G query heads.
+    """
 
     head_dim: int
     group_size: int
@@ -26,14 +29,19 @@ class EntrySize:
     @classmethod
     def of(cls, model: PreTrainedModel) -> EntrySize:
         """The sizes of a model; ValueError if it has layers without full attention."""
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+        kinds = set(
+            getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+        )
         if kinds != {"full_attention"}:
             raise ValueError(
-                f"{model.config.model_type} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}: bytes "
+                f"{model.config.model_type} has layers of kind "
+                f"{', '.join(sorted(kinds - {'full_attention'}))}: bytes "
                 "of KV can be computed for models with full attention in every layer only"
             )
         shape = ModelShape.from_config(model.config)
-        return cls(shape.head_dim, shape.num_query_heads // shape.num_kv_heads, model.dtype.itemsize)
+        return cls(
+            shape.head_dim, shape.num_query_heads // shape.num_kv_heads, model.dtype.itemsize
+        )
 
     @property
     def nbytes(self) -> int:
@@ -44,14 +52,17 @@ class EntrySize:
 def entries_by_step(
     policy: EvictionPolicy, prompts: Tensor, prefill: str = "full", planned: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Entries that a compressible head holds of each row, int64 ``[B]``: after the prompts, after one more token, ...
+    """Entries that a compressible head holds of each row, int64 ``[B]``: after the prompts, after
+    one more token, ...
 
-    ``prompts`` int64 ``[B]``: tokens of the first call, the others come one at a time; ``prefill`` as of the cache,
-    ``planned`` as of :class:`RowCounts`.
+    ``prompts`` int64 ``[B]``: tokens of the first call, the others come one at a time; ``prefill``
+    as of the cache, ``planned`` as of :class:`RowCounts`.
     """
     seen, counts = int(prompts.max()), RowCounts.start(len(prompts), planned)
     for part in split_call(prefill, 0, seen):
-        segments = plan_segments(policy, counts, seen - prompts, *part, protect=policy.protect_prompt)
+        segments = plan_segments(
+            policy, counts, seen - prompts, *part, protect=policy.protect_prompt
+        )
         counts = segments[-1].after
     while True:
         yield counts.held
@@ -72,7 +83,8 @@ def kv_nbytes(
     Args:
         settings: what compressible heads keep; full: bool ``[layers, KV heads]``.
         prompts, tokens: int64 ``[B]``, tokens of the first call and of all calls.
-        planned: int64 ``[B]``, lengths of texts that fix the budgets of a ratio; None: budgets grow with the text.
+        planned: int64 ``[B]``, lengths of texts that fix the budgets of a ratio; None: budgets grow
+            with the text.
     """
     entries = torch.zeros_like(prompts)
     if settings.eviction is not None:
@@ -88,5 +100,14 @@ def kv_nbytes(
         copies = size.group_size if policy.per_query_head else 1
         of_head = copies * entries * (size.nbytes + (4 if policy.accumulates else 0))
         if policy.uses_queries and not policy.accumulates:
-            of_head = of_head + tokens.clamp(max=policy.observation) * size.group_size * size.head_dim * size.itemsize
-    return num_full * tokens * size.nbytes + num_compressible * of_head, full.numel() * tokens * size.nbytes
+            of_head = (
+                of_head
+                + tokens.clamp(max=policy.observation)
+                * size.group_size
+                * size.head_dim
+                * size.itemsize
+            )
+    return (
+        num_full * tokens * size.nbytes + num_compressible * of_head,
+        full.numel() * tokens * size.nbytes,
+    )

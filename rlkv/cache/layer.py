@@ -32,7 +32,8 @@ class NewStates(Unread):
 
 
 class ReallocationLayer(CacheLayerMixin):
-    """KV of one layer; the attention function, which knows the padding, stores the states that ``update`` hands on.
+    """KV of one layer; the attention function, which knows the padding, stores the states that
+    ``update`` hands on.
 
     Args:
         full_heads: bool ``[H]``.
@@ -46,7 +47,11 @@ class ReallocationLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, full_heads: Tensor, state: CacheState, compressible: Callable[[list[int]], Store], reserve: int = 0
+        self,
+        full_heads: Tensor,
+        state: CacheState,
+        compressible: Callable[[list[int]], Store],
+        reserve: int = 0,
     ) -> None:
         super().__init__()
         self.state = state
@@ -56,7 +61,9 @@ class ReallocationLayer(CacheLayerMixin):
         self.counts = [count for count in (len(full), len(others)) if count]
         self.restore = self.order.argsort()
         # as the decode kernel counts heads
-        self.places = torch.cat([torch.arange(len(full)), -1 - torch.arange(len(others))])[self.restore].int()
+        self.places = torch.cat([torch.arange(len(full)), -1 - torch.arange(len(others))])[
+            self.restore
+        ].int()
         self.stores: list[Store] = []
         if len(full):
             self.stores.append(FullStore(len(full), state, reserve))
@@ -69,18 +76,26 @@ class ReallocationLayer(CacheLayerMixin):
         found = key_states.shape[1]
         if found != self.num_heads:
             raise ValueError(
-                f"the allocation has {self.num_heads} KV heads a layer but the model has {found} in one with a full "
-                "cache: the allocation must be of this model, and all of its layers must have as many KV heads as its "
+                f"the allocation has {self.num_heads} KV heads a layer but the model has {found} "
+                "in one with a full "
+                "cache: the allocation must be of this model, and all of its layers must have as "
+                "many KV heads as its "
                 "config says"
             )
-        self.device, self.dtype, self.batch_size = key_states.device, key_states.dtype, key_states.shape[0]
+        self.device, self.dtype, self.batch_size = (
+            key_states.device,
+            key_states.dtype,
+            key_states.shape[0],
+        )
         self.order, self.restore = self.order.to(self.device), self.restore.to(self.device)
         self.places = self.places.to(self.device)
         for store in self.stores:
             store.allocate(key_states, value_states)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         """The new states, for the attention function ``rlkv_realloc`` to store and attend to."""
         return NewStates(self, key_states), NewStates(self, value_states)
 
@@ -102,12 +117,16 @@ class ReallocationLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
             raise ValueError(
-                "HeadReallocationCache cannot crop: compressible heads have given up the tokens that a shorter past "
-                "needs; start a new cache instead (assisted generation is not possible for the same reason)"
+                "HeadReallocationCache cannot crop: compressible heads have given up the tokens "
+                "that a shorter past "
+                "needs; start a new cache instead (assisted generation is not possible for the "
+                "same reason)"
             )
 
     def offload(self) -> None:
-        raise ValueError("HeadReallocationCache does not offload: use the default cache implementation")
+        raise ValueError(
+            "HeadReallocationCache does not offload: use the default cache implementation"
+        )
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep (or repeat, or reorder) the rows ``rows`` int64 ``[B']`` of the batch."""
@@ -144,38 +163,69 @@ class ReallocationLayer(CacheLayerMixin):
     def attend_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, parts: list[CallLayout], scale: float
     ) -> Tensor:
-        """Cache the n new tokens and attend, part by part: query ``[B, H * G, n, D]`` -> ``[B, n, H * G, D]``."""
+        """Cache the n new tokens and attend, part by part: query ``[B, H * G, n, D]`` -> ``[B, n, H
+        * G, D]``.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         elif key.shape[0] != self.batch_size:
-            raise ValueError(f"the cache holds {self.batch_size} rows but the call has {key.shape[0]}: use a new cache")
+            raise ValueError(
+                f"the cache holds {self.batch_size} rows but the call has {key.shape[0]}: use a "
+                "new cache"
+            )
         # inference only: a graph through the buffers would never be freed
-        query, key, value = query.detach().unflatten(1, (self.num_heads, -1)), key.detach(), value.detach()
+        query, key, value = (
+            query.detach().unflatten(1, (self.num_heads, -1)),
+            key.detach(),
+            value.detach(),
+        )
         if len(parts) == 1 and self._kernel_serves(query, key, value):
             return self._decode(query, key, value, parts[0], scale)
         if len(parts) == 1:
             out = self._attend_part(query, key, value, parts[0], scale)
         else:
             lengths = [plan.length for plan in parts]
-            split = zip(query.split(lengths, 3), key.split(lengths, 2), value.split(lengths, 2), parts, strict=True)
+            split = zip(
+                query.split(lengths, 3),
+                key.split(lengths, 2),
+                value.split(lengths, 2),
+                parts,
+                strict=True,
+            )
             out = torch.cat([self._attend_part(*states, scale) for states in split], dim=3)
         return out.flatten(1, 2).transpose(1, 2).contiguous()
 
-    def _attend_part(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
+    def _attend_part(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+    ) -> Tensor:
         """Query ``[B, H, G, n, D]`` -> its shape."""
         if plan.is_prompt:
             out = attend(query, key, value, plan.full_mask, plan.is_causal, scale)
             self.store(query, key, value, plan, scale)
             return out
-        of_stores = [store.attend(q, k, v, plan, scale) for store, q, k, v in self._shared_out(query, key, value)]
+        of_stores = [
+            store.attend(q, k, v, plan, scale)
+            for store, q, k, v in self._shared_out(query, key, value)
+        ]
         self.length = plan.end
-        return of_stores[0] if len(of_stores) == 1 else torch.cat(of_stores, dim=1).index_select(1, self.restore)
+        return (
+            of_stores[0]
+            if len(of_stores) == 1
+            else torch.cat(of_stores, dim=1).index_select(1, self.restore)
+        )
 
     def _kernel_serves(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         plain = all(isinstance(store, PlainStore) for store in self.stores)
-        return self.state.decode_kernel and plain and key.dtype == self.dtype and serves(query, key, value)
+        return (
+            self.state.decode_kernel
+            and plain
+            and key.dtype == self.dtype
+            and serves(query, key, value)
+        )
 
-    def _decode(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+    ) -> Tensor:
         """One token for all heads in one launch: query ``[B, H, G, 1, D]`` -> ``[B, 1, H * G, D]``."""
         from rlkv.kernels.decode import decode
 
@@ -191,7 +241,9 @@ class ReallocationLayer(CacheLayerMixin):
         self.length = plan.end
         return out.flatten(1, 2)[:, None]
 
-    def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
+    def store(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+    ) -> None:
         """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending to anything."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
@@ -199,22 +251,32 @@ class ReallocationLayer(CacheLayerMixin):
             store.store(q, k, v, plan, scale)
         self.length = plan.end
 
-    def _shared_out(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Store, Tensor, Tensor, Tensor]]:
+    def _shared_out(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> Iterator[tuple[Store, Tensor, Tensor, Tensor]]:
         """Each store with the heads, of states ``[B, H, ...]``, that are in it."""
         if len(self.stores) == 1:
             yield self.stores[0], query, key, value
             return
         # one gather of each, not one for every store
-        sorted_by_store = (states.index_select(1, self.order).split(self.counts, 1) for states in (query, key, value))
+        sorted_by_store = (
+            states.index_select(1, self.order).split(self.counts, 1)
+            for states in (query, key, value)
+        )
         yield from zip(self.stores, *sorted_by_store, strict=True)
 
 
-IMPLEMENTATION = "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
+IMPLEMENTATION = (
+    "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
+)
 
 
 @dataclass(eq=False)
 class CachedCall(Unread):
-    """One forward call, as the mask function sees it; its layers share the layouts of its parts on each device."""
+    """One forward call, as the mask function sees it.
+
+    Its layers share the layouts of its parts on each device.
+    """
 
     attention_mask: Tensor | None
     start: int
@@ -225,7 +287,9 @@ class CachedCall(Unread):
     _parts: list[CallPart] = field(default_factory=list)
 
     def plan(self, state: CacheState, device: torch.device) -> list[CallLayout]:
-        """The parts on ``device``; the first layer of the call notes padding and counts in ``state``."""
+        """The parts on ``device``; the first layer of the call notes padding and counts in
+        ``state``.
+        """
         if not self._parts:
             self._parts = state.begin_call(self.attention_mask, self.start, self.length, self.rows)
         if device not in self._plans:
@@ -234,10 +298,15 @@ class CachedCall(Unread):
 
 
 def realloc_mask(**call: Any) -> Any:
-    """The mask function: keeps the 2D mask ``[B, T]``; masks of sliding-window layers are made as for sdpa."""
+    """The mask function: keeps the 2D mask ``[B, T]``.
+
+    Masks of sliding-window layers are made as for sdpa.
+    """
     if call["mask_function"] is not causal_mask_function:
         return sdpa_mask(**call)
-    return CachedCall(call["attention_mask"], int(call["q_offset"]), call["q_length"], call["batch_size"])
+    return CachedCall(
+        call["attention_mask"], int(call["q_offset"]), call["q_length"], call["batch_size"]
+    )
 
 
 def realloc_attention(
@@ -253,8 +322,8 @@ def realloc_attention(
     """The attention function: query ``[B, H * G, n, D]`` -> ``([B, n, H * G, D], None)``.
 
     Raises:
-        ValueError: if a layer, changed or not, gets an argument that would be ignored, or if the call would bypass the
-            allocation: no cache or another cache, a 4D mask, or dropout.
+        ValueError: if a layer, changed or not, gets an argument that would be ignored, or if the
+            call would bypass the allocation: no cache or another cache, a 4D mask, or dropout.
     """
     if isinstance(key, NewStates):
         refuse_variants(kwargs, IMPLEMENTATION)
@@ -266,12 +335,14 @@ def realloc_attention(
         )
     else:
         raise ValueError(
-            f"{IMPLEMENTATION} needs a HeadReallocationCache as past_key_values: call the model under "
+            f"{IMPLEMENTATION} needs a HeadReallocationCache as past_key_values: call the model "
+            "under "
             "rlkv.compress(...), which provides it"
         )
     if not isinstance(attention_mask, CachedCall):
         raise ValueError(
-            f"{IMPLEMENTATION} serves causal decoders and takes a 2D attention_mask [rows, tokens]: this call has "
+            f"{IMPLEMENTATION} serves causal decoders and takes a 2D attention_mask [rows, "
+            "tokens]: this call has "
             "another mask (prepared in 4D, sliding, chunked, packed or with images)"
         )
     if dropout:
@@ -280,7 +351,8 @@ def realloc_attention(
     plan = attention_mask.plan(key.layer.state, query.device)
     if key.layer.length != attention_mask.start:
         raise ValueError(
-            f"layer {getattr(module, 'layer_idx', '')} attends to keys and values of another layer, which are in the "
+            f"layer {getattr(module, 'layer_idx', '')} attends to keys and values of another "
+            "layer, which are in the "
             f"cache already: {IMPLEMENTATION} needs a model in which every layer has its own"
         )
     return key.layer.attend_and_store(query, key.states, value.states, plan, scale), None

@@ -1,10 +1,10 @@
 """Where the tokens of one forward call go in the cache, and what each of them may see.
 
 Shapes: B rows, n tokens of this call, T tokens after it, S sinks, W window, R ring entries.
-A row's *position* counts its real tokens from 0; left padding has negative positions.  Position p lives in
-ring slot p if p < S, else in slot S + (p - S) mod W: the newest token overwrites the one that leaves the window, and
-slot j < S + W of a row whose newest position is t is in use exactly if j <= t.  With a protected prompt S is a number
-of each row, and R is the largest S + W.
+A row's *position* counts its real tokens from 0; left padding has negative positions.  Position p
+lives in ring slot p if p < S, else in slot S + (p - S) mod W: the newest token overwrites the one
+that leaves the window, and slot j < S + W of a row whose newest position is t is in use exactly if
+j <= t.  With a protected prompt S is a number of each row, and R is the largest S + W.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from rlkv.attention import LocalSizes
-from rlkv.cache.schedule import PREFILL_MODES, RowCounts, Segment, SegmentTensors, plan_segments, split_call
+from rlkv.cache.schedule import (
+    PREFILL_MODES,
+    RowCounts,
+    Segment,
+    SegmentTensors,
+    plan_segments,
+    split_call,
+)
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.kernels.step import DecodeStep, switched_on
 
@@ -60,27 +67,32 @@ class PerRow:
         return self if self.largest else None
 
 
-def read_padding(attention_mask: Tensor | None, known: PerRow | None, start: int, length: int) -> PerRow | None:
+def read_padding(
+    attention_mask: Tensor | None, known: PerRow | None, start: int, length: int
+) -> PerRow | None:
     """The left padding that a 2D mask ``[B, start + length]`` describes, None if no row is padded.
 
     ``known`` is that of the cache if start > 0.
 
     Raises:
-        ValueError: if padding lies anywhere but at the start of the rows, or changes between two calls.
+        ValueError: if padding lies anywhere but at the start of the rows, or changes between two
+            calls.
     """
     end = start + length
     if attention_mask is None:
         return known if start else None
     if attention_mask.shape[-1] != end:
         raise ValueError(
-            f"attention_mask has {attention_mask.shape[-1]} columns but the cache will hold {end} tokens: pass one "
+            f"attention_mask has {attention_mask.shape[-1]} columns but the cache will hold {end} "
+            "tokens: pass one "
             "column for every token so far, cached and new"
         )
     padding = known if start else PerRow.of(end - attention_mask.sum(-1)).nonzero
     expected = True if padding is None else padding.real(end).to(attention_mask.device)
     if not (attention_mask == expected).all():
         raise ValueError(
-            "attention_mask masks tokens that are not padding at the start of a row: this cache takes left padding "
+            "attention_mask masks tokens that are not padding at the start of a row: this cache "
+            "takes left padding "
             "only, the same in every call (set tokenizer.padding_side = 'left')"
         )
     return padding
@@ -93,8 +105,9 @@ BLOCK = 512  # queries of a local prompt that attend together: the cost is linea
 class CacheSettings(LocalSizes):
     """What the compressible heads keep: ``sink`` first and ``window`` last real tokens of each row.
 
-    ``protect_prompt``: of the first ones at least the prompt, that is, the tokens of the first call.  With ``eviction``
-    they keep what that policy chooses instead, and ``sink``, ``window`` and ``protect_prompt`` have no effect.
+    ``protect_prompt``: of the first ones at least the prompt, that is, the tokens of the first
+    call.  With ``eviction`` they keep what that policy chooses instead, and ``sink``, ``window``
+    and ``protect_prompt`` have no effect.
     """
 
     sink: int = 16
@@ -106,7 +119,9 @@ class CacheSettings(LocalSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prefill not in PREFILL_MODES:
-            raise ValueError(f"unknown prefill {self.prefill!r}: choose one of {', '.join(PREFILL_MODES)}")
+            raise ValueError(
+                f"unknown prefill {self.prefill!r}: choose one of {', '.join(PREFILL_MODES)}"
+            )
         if self.eviction is not None and not isinstance(self.eviction, EvictionPolicy):
             raise ValueError(
                 f"eviction is {self.eviction!r}, which is not a policy: pass an instance, such as "
@@ -123,7 +138,8 @@ class CacheSettings(LocalSizes):
         """
         if self.eviction is None and max(self.sink, self.window) > positions:
             raise ValueError(
-                f"sink is {self.sink} and window is {self.window}, but the model has {positions} positions: no head "
+                f"sink is {self.sink} and window is {self.window}, but the model has {positions} "
+                "positions: no head "
                 "can keep more tokens than that"
             )
 
@@ -132,15 +148,22 @@ class CacheSettings(LocalSizes):
         return replace(self, eviction=policy, protect_prompt=self.protect_prompt and policy is None)
 
     def sinks(self, prompts: Tensor) -> Tensor:
-        """First tokens that a compressible head keeps of rows with ``prompts`` tokens in their first call."""
-        return prompts.clamp(min=self.sink) if self.protect_prompt else torch.full_like(prompts, self.sink)
+        """First tokens that a compressible head keeps of rows with ``prompts`` tokens in their
+        first call.
+        """
+        return (
+            prompts.clamp(min=self.sink)
+            if self.protect_prompt
+            else torch.full_like(prompts, self.sink)
+        )
 
 
 @dataclass(frozen=True)
 class CallPart:
     """Tokens of a call that are read in one way (:func:`rlkv.cache.schedule.split_call`).
 
-    ``start``: columns before them; ``segments``: how an eviction policy stores them, empty without one.
+    ``start``: columns before them; ``segments``: how an eviction policy stores them, empty without
+    one.
     """
 
     start: int
@@ -153,10 +176,11 @@ class CallPart:
 class CacheState:
     """What the layers of one cache share.
 
-    ``limit`` is the length at which generation ends, if known; ``sinks`` how many first tokens of each row compressible
-    heads keep, None where all keep ``settings.sink``; ``row_counts`` where the rows stand under an eviction policy;
-    ``record`` whether the positions of cached tokens are noted; ``planned`` as of :class:`RowCounts`;
-    ``decode_kernel`` whether the decode kernel takes the calls that it serves.
+    ``limit`` is the length at which generation ends, if known; ``sinks`` how many first tokens of
+    each row compressible heads keep, None where all keep ``settings.sink``; ``row_counts`` where
+    the rows stand under an eviction policy; ``record`` whether the positions of cached tokens are
+    noted; ``planned`` as of :class:`RowCounts`; ``decode_kernel`` whether the decode kernel takes
+    the calls that it serves.
     """
 
     settings: CacheSettings
@@ -169,11 +193,15 @@ class CacheState:
     decode_kernel: bool = field(default_factory=switched_on)
 
     def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[CallPart]:
-        """Note the padding, cut the call into its parts, and plan how an eviction policy stores them."""
+        """Note the padding, cut the call into its parts, and plan how an eviction policy stores
+        them.
+        """
         self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
         if self.settings.protect_prompt and policy is None and start == 0:
-            padding = torch.zeros(rows, dtype=torch.long) if self.padding is None else self.padding.counts
+            padding = (
+                torch.zeros(rows, dtype=torch.long) if self.padding is None else self.padding.counts
+            )
             self.sinks = PerRow.of(self.settings.sinks(length - padding))
         parts = [CallPart(*part) for part in split_call(self.settings.prefill, start, length)]
         if policy is None:
@@ -191,7 +219,9 @@ class CacheState:
     @property
     def ring(self) -> int:
         """R: entries for which a compressible head has memory for each row."""
-        return self.settings.window + (self.settings.sink if self.sinks is None else self.sinks.largest)
+        return self.settings.window + (
+            self.settings.sink if self.sinks is None else self.sinks.largest
+        )
 
     def first_kept(self, rows: int) -> Tensor:
         """S of each of the ``rows`` rows: int64 ``[B]`` on the CPU."""
@@ -200,10 +230,19 @@ class CacheState:
     def join(self, other: CacheState, rows: tuple[int, int], layout: JoinLayout) -> None:
         """Append the rows of ``other``; ``rows``: how many each has."""
         parts = []
-        for state, count, columns in zip((self, other), rows, (layout.own, layout.others), strict=True):
-            padding = torch.zeros(count, dtype=torch.long) if state.padding is None else state.padding.counts
+        for state, count, columns in zip(
+            (self, other), rows, (layout.own, layout.others), strict=True
+        ):
+            padding = (
+                torch.zeros(count, dtype=torch.long)
+                if state.padding is None
+                else state.padding.counts
+            )
             parts.append(padding + layout.columns - columns)
-        device = next((state.padding.counts.device for state in (self, other) if state.padding is not None), "cpu")
+        device = next(
+            (state.padding.counts.device for state in (self, other) if state.padding is not None),
+            "cpu",
+        )
         self.padding = PerRow.of(torch.cat([part.to(device) for part in parts])).nonzero
         self.limit = layout.limit
         if self.sinks is not None and other.sinks is not None:
@@ -215,7 +254,10 @@ class CacheState:
 
 @dataclass(frozen=True)
 class JoinLayout:
-    """The rows of two caches, of ``own`` and ``others`` columns, in one of ``columns``; text ends at ``limit``."""
+    """The rows of two caches, of ``own`` and ``others`` columns, in one of ``columns``.
+
+    Text ends at ``limit``.
+    """
 
     own: int
     others: int
@@ -238,7 +280,10 @@ class Block:
 
 
 class CallLayout:
-    """Indices and masks that all layers share in one part of a call; each is built once, when first asked for."""
+    """Indices and masks that all layers share in one part of a call.
+
+    Each is built once, when first asked for.
+    """
 
     def __init__(self, part: CallPart, state: CacheState, device: torch.device) -> None:
         self.window, self.ring, self.device = state.settings.window, state.ring, device
@@ -282,9 +327,13 @@ class CallLayout:
         """Slot of the new token: one int, or int64 ``[B]`` where it is not the same in all rows."""
         if any(rows is not None and rows.differ for rows in (self.padding, self.sinks)):
             positions, sinks = (self.start - self._counts[:, 0]).clamp(min=0), self._sinks[:, 0]
-            return torch.where(positions < sinks, positions, sinks + (positions - sinks) % self.window)
+            return torch.where(
+                positions < sinks, positions, sinks + (positions - sinks) % self.window
+            )
         position = max(0, self.start - self._least_padding)
-        return position if position < self.sink else self.sink + (position - self.sink) % self.window
+        return (
+            position if position < self.sink else self.sink + (position - self.sink) % self.window
+        )
 
     @cached_property
     def ring_view(self) -> int:
@@ -305,7 +354,9 @@ class CallLayout:
     @cached_property
     def decode_step(self) -> DecodeStep:
         """The same for the decode kernel, which computes slots and masks itself."""
-        start = torch.full((1,), self.start, device=self.device)  # a fill: a copy would wait for the device
+        start = torch.full(
+            (1,), self.start, device=self.device
+        )  # a fill: a copy would wait for the device
         return DecodeStep(start, self._counts[:, 0], self._sinks[:, 0], self.window)
 
     @property
@@ -321,7 +372,9 @@ class CallLayout:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """The part in blocks; one if it is read in full: queries see all earlier tokens of their block."""
+        """The part in blocks; one if it is read in full: queries see all earlier tokens of their
+        block.
+        """
         step, blocks = self.length if self.in_full else BLOCK, []
         for begin in range(self.start, self.end, step):
             end = min(begin + step, self.end)
@@ -361,7 +414,10 @@ class CallLayout:
         return source, after >= (begin - self._counts).clamp(min=0)
 
     def _ring_positions(self, held: Tensor) -> Tensor:
-        """int64 ``[B, R]``: the position in each slot once ``held`` ``[B, 1]`` tokens were cached; -1 if empty."""
+        """int64 ``[B, R]``: the position in each slot once ``held`` ``[B, 1]`` tokens were cached.
+
+        -1 if empty.
+        """
         slot = torch.arange(self.ring, device=self.device)
         newest = held - 1
         in_window = newest - (newest - slot) % self.window

@@ -1,8 +1,8 @@
 """When the rows of a batch evict, and down to how many entries: bookkeeping that all layers share.
 
-Its tensors are int64 ``[B]``, of B rows, on the CPU: nothing waits for a GPU.  Rows end at a common column, as
-left-padded tokens do: of the M columns in use, row b holds the last ``held[b]``; M is the largest ``held``.  So a new
-token goes to the same column in all rows.
+Its tensors are int64 ``[B]``, of B rows, on the CPU: nothing waits for a GPU.  Rows end at a common
+column, as left-padded tokens do: of the M columns in use, row b holds the last ``held[b]``; M is
+the largest ``held``.  So a new token goes to the same column in all rows.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ from torch import Tensor
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.utils.devices import moved
 
-DECODED = 50  # last tokens of a prompt that RLKV's evaluator decodes (decoding_simulation_length in its code)
-_IN_FULL = {"full": lambda length: length, "local": lambda length: 0, "published": lambda n: max(0, n - DECODED)}
+# last tokens of a prompt that RLKV's evaluator decodes (decoding_simulation_length in its code)
+DECODED = 50
+_IN_FULL = {
+    "full": lambda length: length,
+    "local": lambda length: 0,
+    "published": lambda n: max(0, n - DECODED),
+}
 PREFILL_MODES = tuple(_IN_FULL)
 
 
 def split_call(prefill: str, start: int, length: int) -> list[tuple[int, int, bool]]:
-    """The parts of a call of ``length`` tokens after ``start`` cached ones, as (start, length, in full).
+    """The parts of a call of ``length`` tokens after ``start`` cached ones, as (start, length, in
+    full).
 
-    Tokens of a part that is read in full see each other in all heads, and compressible heads are compressed after it;
-    other parts are read as if their tokens came one at a time.  Rows end at the last column, so that the last
-    ``DECODED`` columns hold the last tokens of every row, or all of a shorter one.
+    Tokens of a part that is read in full see each other in all heads, and compressible heads are
+    compressed after it; other parts are read as if their tokens came one at a time.  Rows end at
+    the last column, so that the last ``DECODED`` columns hold the last tokens of every row, or all
+    of a shorter one.
     """
     whole = _IN_FULL[prefill](length)
     parts = [(start, whole, True), (start + whole, length - whole, False)]
@@ -35,9 +42,11 @@ def split_call(prefill: str, start: int, length: int) -> list[tuple[int, int, bo
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Of each row, int64 ``[B]``: entries held, tokens seen, how many of the first are never evicted, evictions.
+    """Of each row, int64 ``[B]``: entries held, tokens seen, how many of the first are never
+    evicted, evictions.
 
-    ``planned``: length of the text by which the row's budget is fixed from its start; 0: it grows with the text.
+    ``planned``: length of the text by which the row's budget is fixed from its start; 0: it grows
+    with the text.
     """
 
     held: Tensor
@@ -57,8 +66,12 @@ class RowCounts:
 
     @property
     def counted(self) -> Tensor:
-        """Tokens by which the policy counts: those seen, or of the planned text, without protected ones."""
-        return (torch.where(self.planned > 0, self.planned, self.seen) - self.protected).clamp(min=0)
+        """Tokens by which the policy counts: those seen, or of the planned text, without protected
+        ones.
+        """
+        return (torch.where(self.planned > 0, self.planned, self.seen) - self.protected).clamp(
+            min=0
+        )
 
     @property
     def columns(self) -> int:
@@ -71,7 +84,9 @@ class RowCounts:
 
     def join(self, other: RowCounts) -> RowCounts:
         """The rows of both."""
-        return RowCounts(*(torch.cat(pair) for pair in zip(self._columns, other._columns, strict=True)))
+        return RowCounts(
+            *(torch.cat(pair) for pair in zip(self._columns, other._columns, strict=True))
+        )
 
     def due(self, policy: EvictionPolicy) -> Tensor:
         """bool ``[B]``: rows whose evictable entries have reached the policy's capacity."""
@@ -83,19 +98,23 @@ class RowCounts:
         return replace(self, held=self.held + tokens, seen=self.seen + tokens, protected=protected)
 
     def evict(self, policy: EvictionPolicy, due: Tensor) -> tuple[RowCounts, Tensor]:
-        """The counts after the rows ``due`` evicted, and how many evictable entries each row then has."""
+        """The counts after the rows ``due`` evicted, and how many evictable entries each row then
+        has.
+        """
         evictable = self.held - self.protected
         entries = policy.entries(self.counted, self.evictions)
         kept = torch.where(due, torch.minimum(entries, evictable), evictable)
-        return replace(self, held=self.protected + kept, evictions=self.evictions + due.long()), kept
+        return replace(
+            self, held=self.protected + kept, evictions=self.evictions + due.long()
+        ), kept
 
 
 @dataclass(frozen=True)
 class Segment:
     """Tokens ``begin <= i < end`` of a call, which are stored and attended to together.
 
-    ``before``: the rows when they arrive; ``stored``: with them; ``after``: the same, or after an eviction, when
-    rows have ``kept`` ``[B]`` evictable entries (None: no row evicts).
+    ``before``: the rows when they arrive; ``stored``: with them; ``after``: the same, or after an
+    eviction, when rows have ``kept`` ``[B]`` evictable entries (None: no row evicts).
     """
 
     begin: int
@@ -120,8 +139,9 @@ def plan_segments(
     Args:
         counts: the rows before the call.
         padding: int64 ``[B]`` on the CPU, columns of left padding in each row; None: no padding.
-        in_one_go: the tokens of the call see each other in full and eviction waits for its end; otherwise rows evict
-            at exactly the tokens at which they would if the tokens came one at a time.
+        in_one_go: the tokens of the call see each other in full and eviction waits for its end;
+            otherwise rows evict at exactly the tokens at which they would if the tokens came one at
+            a time.
         protect: none of the tokens may ever be evicted.
     """
     begin, end = start, start + length
@@ -138,7 +158,9 @@ def plan_segments(
     return segments
 
 
-def _next_eviction(policy: EvictionPolicy, counts: RowCounts, padding: Tensor, begin: int, end: int) -> int:
+def _next_eviction(
+    policy: EvictionPolicy, counts: RowCounts, padding: Tensor, begin: int, end: int
+) -> int:
     """The first token count after ``begin`` at which some row is due; ``end`` if none is before."""
     if end - begin == 1:
         return end
@@ -147,7 +169,9 @@ def _next_eviction(policy: EvictionPolicy, counts: RowCounts, padding: Tensor, b
     while True:
         # a capacity may grow with the tokens read: go on until each row is due or at the end
         stored = counts.advance(tokens, False)
-        missing = policy.capacity(stored.counted, stored.evictions) - (stored.held - stored.protected)
+        missing = policy.capacity(stored.counted, stored.evictions) - (
+            stored.held - stored.protected
+        )
         open_rows = (missing > 0) & (first + tokens < end)
         if not open_rows.any():
             return min(end, int((first + tokens).min()))
@@ -157,20 +181,24 @@ def _next_eviction(policy: EvictionPolicy, counts: RowCounts, padding: Tensor, b
 class SegmentTensors:
     """What the layers on one device need of a segment; each tensor is built when first asked for.
 
-    M: columns once the segment is stored, N: columns that hold its evictable entries (the last of the M), M': columns
-    after an eviction.
+    M: columns once the segment is stored, N: columns that hold its evictable entries (the last of
+    the M), M': columns after an eviction.
     """
 
     def __init__(self, segment: Segment, device: torch.device) -> None:
         self.segment, self.device = segment, device
         self.length = segment.end - segment.begin
         self.columns_before = segment.before.columns
-        self.total = self.columns_before + self.length  # columns while attending: padding of the call too
+        self.total = (
+            self.columns_before + self.length
+        )  # columns while attending: padding of the call too
         self.columns = segment.stored.columns
         self.columns_after = segment.after.columns
         evictable = segment.stored.held - segment.stored.protected
         self.evictable, self.evictable_columns = evictable, int(evictable.max())
-        self.due = None if segment.kept is None else (segment.after.evictions > segment.before.evictions)
+        self.due = (
+            None if segment.kept is None else (segment.after.evictions > segment.before.evictions)
+        )
 
     @property
     def is_causal(self) -> bool:
@@ -180,7 +208,10 @@ class SegmentTensors:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """What the queries of the segment see: bool ``[B, 1, length, total]``; None where a causal mask is enough."""
+        """What the queries of the segment see: bool ``[B, 1, length, total]``.
+
+        None where a causal mask is enough.
+        """
         held = self.segment.stored.held
         if self.is_causal or (self.length == 1 and bool((held == self.total).all())):
             return None
@@ -194,7 +225,9 @@ class SegmentTensors:
     def valid(self) -> Tensor:
         """bool ``[B, N]``: which of the last N columns are evictable entries."""
         n = self.evictable_columns
-        return torch.arange(n, device=self.device) >= (n - moved(self.evictable, self.device))[:, None]
+        return (
+            torch.arange(n, device=self.device) >= (n - moved(self.evictable, self.device))[:, None]
+        )
 
     @cached_property
     def due_rows(self) -> Tensor | None:
@@ -217,7 +250,10 @@ class SegmentTensors:
     def _place(self) -> Tensor:
         """int64 ``[B, M']``: which entry of its row is to be in which column; negative: none."""
         after = moved(self.segment.after.held, self.device)
-        return torch.arange(self.columns_after, device=self.device) - (self.columns_after - after)[:, None]
+        return (
+            torch.arange(self.columns_after, device=self.device)
+            - (self.columns_after - after)[:, None]
+        )
 
     def sources(self, kept: Tensor) -> Tensor:
         """Where the entries of each column come from: int64 ``[B, H, M']``, columns of the M.
@@ -232,6 +268,10 @@ class SegmentTensors:
         evictable_place = (self._place - moved(stored.protected, self.device)[:, None])[due]
         budgets = moved(self.budgets, self.device)
         within = (evictable_place + kept.shape[2] - budgets[:, None]).clamp(0, kept.shape[2] - 1)
-        picked = kept.gather(2, within[:, None].expand(-1, kept.shape[1], -1)) + self.columns - self.evictable_columns
+        picked = (
+            kept.gather(2, within[:, None].expand(-1, kept.shape[1], -1))
+            + self.columns
+            - self.evictable_columns
+        )
         source[due] = torch.where((evictable_place >= 0)[:, None], picked, source[due])
         return source.clamp(0, self.columns - 1)

@@ -1,6 +1,8 @@
-"""Stores of a layer's KV, and the two simple ones: a growing buffer for full heads, a ring for compressible ones.
+"""Stores of a layer's KV, and the two simple ones: a growing buffer for full heads, a ring for
+compressible ones.
 
-Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, R ring entries, D head size.
+Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, R ring entries, D
+head size.
 """
 
 from __future__ import annotations
@@ -15,33 +17,44 @@ from torch import Tensor
 from rlkv.attention.branches import grouped_attention
 from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 
-# A buffer grows by 1/16 of its entries, rounded up to a multiple of 16: little headroom, and copying 16 entries a token
-# (on average) costs little compared with reading all of them in each step.
+# A buffer grows by 1/16 of its entries, rounded up to a multiple of 16: little headroom, and
+# copying 16 entries a token (on average) costs little compared with reading all of them in each
+# step.
 GROWTH = GRANULE = 16
 
 
 def grown_capacity(capacity: int, needed: int, limit: int | None) -> int:
-    """Entries of the next buffer; ``limit``, the length at which generation ends, cuts the headroom off."""
+    """Entries of the next buffer; ``limit``, the length at which generation ends, cuts the headroom
+    off.
+    """
     wanted = max(needed, capacity + capacity // GROWTH)
     rounded = -(-wanted // GRANULE) * GRANULE
     return max(needed, min(rounded, limit)) if limit is not None else rounded
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Attention of one group of heads: query ``[B, H, G, n, D]``, keys and values ``[B, H, N, D]`` -> query's shape."""
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """Attention of one group of heads: query ``[B, H, G, n, D]``, keys and values ``[B, H, N, D]``
+    -> query's shape.
+    """
     b, h, g, n, d = query.shape
     if n == 1:
         # the G queries of a KV head as G rows of one product: its keys are read once, not G times
-        out = F.scaled_dot_product_attention(query.reshape(b, h, g, d), keys, values, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(
+            query.reshape(b, h, g, d), keys, values, attn_mask=mask, scale=scale
+        )
     else:
         out = grouped_attention(query.flatten(1, 2), keys, values, mask, causal, scale)
     return out.reshape(b, h, g, n, values.shape[-1])
 
 
 def stack_rows(parts: list[Tensor], columns: int, capacity: int) -> Tensor:
-    """The rows of buffers ``[B, H, T, ...]`` in one ``[sum of B, H, capacity, ...]`` in which all end at ``columns``.
+    """The rows of buffers ``[B, H, T, ...]`` in one ``[sum of B, H, capacity, ...]`` in which all
+    end at ``columns``.
 
-    Longer parts lose entries at their front, which must be padding of every row; what is added is 0.
+    Longer parts lose entries at their front, which must be padding of every row; what is added is
+    0.
     """
     first = parts[0]
     out = first.new_zeros(sum(map(len, parts)), first.shape[1], capacity, *first.shape[3:])
@@ -54,7 +67,9 @@ def stack_rows(parts: list[Tensor], columns: int, capacity: int) -> Tensor:
 
 
 class Store(ABC):
-    """KV of some heads of a layer; ``planes``: what is held per entry, ``[B, H, entries, ...]``, by name."""
+    """KV of some heads of a layer; ``planes``: what is held per entry, ``[B, H, entries, ...]``, by
+    name.
+    """
 
     def __init__(self, num_heads: int, state: CacheState) -> None:
         self.num_heads, self.state = num_heads, state
@@ -74,17 +89,28 @@ class Store(ABC):
         return (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size()
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
-        """Make buffers of ``entries`` for the batch, device and dtype of the first states ``[B, H, n, D]``."""
+        """Make buffers of ``entries`` for the batch, device and dtype of the first states ``[B, H,
+        n, D]``.
+        """
         for name, states in (("keys", key), ("values", value)):
-            self.planes[name] = states.new_empty(states.shape[0], self.num_heads, entries, states.shape[-1])
+            self.planes[name] = states.new_empty(
+                states.shape[0], self.num_heads, entries, states.shape[-1]
+            )
 
     @abstractmethod
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+    ) -> Tensor:
         """Store the new states ``[B, H, n, D]`` and attend: query ``[B, H, G, n, D]`` -> its shape."""
 
     @abstractmethod
-    def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
-        """Store the states of a whole prompt without attending to anything; arguments as of :meth:`attend`."""
+    def store(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+    ) -> None:
+        """Store the states of a whole prompt without attending to anything.
+
+        Arguments as of :meth:`attend`.
+        """
 
     @abstractmethod
     def used_nbytes(self, tokens: int) -> int:
@@ -132,9 +158,13 @@ class FullStore(PlainStore):
         self.reserved = reserved
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
-        super().allocate(key, value, self.reserved or grown_capacity(0, key.shape[2], self.state.limit))
+        super().allocate(
+            key, value, self.reserved or grown_capacity(0, key.shape[2], self.state.limit)
+        )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+    ) -> Tensor:
         self.store(query, key, value, plan, scale)
         keys, values = self.keys.narrow(2, 0, plan.end), self.values.narrow(2, 0, plan.end)
         return attend(query, keys, values, plan.full_mask, plan.is_causal, scale)
@@ -143,7 +173,9 @@ class FullStore(PlainStore):
         if plan.end > self.keys.shape[2]:
             self.reserve(grown_capacity(self.keys.shape[2], plan.end, self.state.limit), plan.start)
 
-    def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
+    def store(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+    ) -> None:
         self.make_room(plan)
         self.keys.narrow(2, plan.start, plan.length).copy_(key)
         self.values.narrow(2, plan.start, plan.length).copy_(value)
@@ -162,7 +194,9 @@ class FullStore(PlainStore):
 
 
 class RingStore(PlainStore):
-    """The first S and the last W real tokens of each row, in a ring of R slots (:mod:`rlkv.cache.plan`)."""
+    """The first S and the last W real tokens of each row, in a ring of R slots
+    (:mod:`rlkv.cache.plan`).
+    """
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
         super().allocate(key, value, self.state.ring)
@@ -172,12 +206,17 @@ class RingStore(PlainStore):
     def make_room(self, plan: CallLayout) -> None:
         self._resize(plan.ring)  # may differ for the first prompt after a reset
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+    ) -> Tensor:
         self.make_room(plan)
         if plan.length == 1:
             _write_token(self.keys, key, plan.ring_slot)
             _write_token(self.values, value, plan.ring_slot)
-            keys, values = self.keys.narrow(2, 0, plan.ring_view), self.values.narrow(2, 0, plan.ring_view)
+            keys, values = (
+                self.keys.narrow(2, 0, plan.ring_view),
+                self.values.narrow(2, 0, plan.ring_view),
+            )
             return attend(query, keys, values, plan.ring_mask, False, scale)
         parts = []
         for block in plan.blocks:
@@ -189,7 +228,9 @@ class RingStore(PlainStore):
             _write_tokens(self.values, value[:, :, span], block.source, block.fresh)
         return torch.cat(parts, dim=3)
 
-    def store(self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float) -> None:
+    def store(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+    ) -> None:
         self.make_room(plan)
         _write_tokens(self.keys, key, *plan.whole_write)
         _write_tokens(self.values, value, *plan.whole_write)
@@ -204,16 +245,23 @@ class RingStore(PlainStore):
         slots = max(self.state.ring, other.state.ring)
         for store in (self, other):
             store._resize(slots)
-        self.planes = {name: torch.cat([plane, other.planes[name]]) for name, plane in self.planes.items()}
+        self.planes = {
+            name: torch.cat([plane, other.planes[name]]) for name, plane in self.planes.items()
+        }
 
     def used_nbytes(self, tokens: int) -> int:
-        padding, most = self.state.padding, self.state.first_kept(self.keys.shape[0]) + self.state.settings.window
+        padding, most = (
+            self.state.padding,
+            self.state.first_kept(self.keys.shape[0]) + self.state.settings.window,
+        )
         real = torch.full_like(most, tokens) if padding is None else tokens - padding.on_host
         return self.num_heads * int(torch.minimum(real, most).sum()) * self.entry_nbytes
 
     def held(self, row: int, tokens: int) -> Tensor:
         position, sink = torch.arange(tokens), self.state.first_kept(self.keys.shape[0])[row]
-        return ((position < sink) | (position >= tokens - self.state.settings.window)).expand(self.num_heads, -1)
+        return ((position < sink) | (position >= tokens - self.state.settings.window)).expand(
+            self.num_heads, -1
+        )
 
     def _resize(self, slots: int) -> None:
         """Make the ring ``slots`` long, the new ones 0."""

@@ -1,8 +1,10 @@
-"""Command lines from typed dataclasses: a YAML file sets defaults, options override them, unknown names are refused.
+"""Command lines from typed dataclasses: a YAML file sets defaults, options override them, unknown
+names are refused.
 
-The fields of a config class, with their types and the docstrings below them, are the options; ``--config`` takes the
-name of a packaged file or a path.  A class with a field ``preset`` takes what neither sets from
-``configs/presets/PRESET.yaml``.  What was parsed *is* what a result file records (``dataclasses.asdict``).
+The fields of a config class, with their types and the docstrings below them, are the options;
+``--config`` takes the name of a packaged file or a path.  A class with a field ``preset`` takes
+what neither sets from ``configs/presets/PRESET.yaml``.  What was parsed *is* what a result file
+records (``dataclasses.asdict``).
 """
 
 from __future__ import annotations
@@ -29,8 +31,15 @@ from rlkv.utils.configs import packaged, preset_file, read_config, take_config
 USER_ERROR = 2
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what shells expect
 VERBOSE = "RLKV_VERBOSE"
-DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS)  # user's, also of a stream without name
-# libraries read these when they are imported, child processes inherit them; what the user has set stays
+DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EFBIG,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EROFS,
+)  # user's, also of a stream without name
+# libraries read these when they are imported, child processes inherit them; what the user has set
+# stays
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -47,7 +56,10 @@ QUIET = {
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence logs, bars and warnings of other libraries; ``UserWarning`` of this package are one line each."""
+    """Silence logs, bars and warnings of other libraries.
+
+    ``UserWarning`` of this package are one line each.
+    """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if "transformers" in sys.modules:  # too late for its variables
@@ -58,7 +70,9 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", category=UserWarning, module=r"rlkv\.|__main__")
-        warnings.showwarning = lambda message, *_, **__: print("warning:", *str(message).split(), file=sys.stderr)
+        warnings.showwarning = lambda message, *_, **__: print(
+            "warning:", *str(message).split(), file=sys.stderr
+        )
         logging.disable(logging.WARNING)
         try:
             yield
@@ -94,10 +108,12 @@ def _refuse(error: ValueError | OSError) -> NoReturn:
 
 
 def run_app(app: Callable[[], Any]) -> NoReturn:
-    """Run a program's ``main`` and exit with its code; ``main`` imports heavy libraries itself, so that they are quiet.
+    """Run a program's ``main`` and exit with its code; ``main`` imports heavy libraries itself, so
+    that they are quiet.
 
-    A ``ValueError``, or an ``OSError`` that names a file (absent, not writable) or says that a disk is full, is printed
-    as ``error: ...`` and exits with 2; Ctrl-C exits with 130; anything else is a bug and keeps its traceback.
+    A ``ValueError``, or an ``OSError`` that names a file (absent, not writable) or says that a disk
+    is full, is printed as ``error: ...`` and exits with 2; Ctrl-C exits with 130; anything else is
+    a bug and keeps its traceback.
     """
     if "--verbose" in sys.argv:
         sys.argv.remove("--verbose")
@@ -135,7 +151,10 @@ CONFIG_HELP = """
 
 
 def parse(
-    kind: type[T], description: str | None = None, arguments: Sequence[str] | None = None, prog: str | None = None
+    kind: type[T],
+    description: str | None = None,
+    arguments: Sequence[str] | None = None,
+    prog: str | None = None,
 ) -> T:
     """An object of the dataclass ``kind`` from ``arguments`` (default: the command line's).
 
@@ -144,16 +163,20 @@ def parse(
         prog: the command's name in ``--help``; default: the program's file name.
 
     Raises:
-        ValueError: for a config file that is missing, damaged or has unknown keys, an unknown preset, an option that is
-            given twice, a value that is not among an option's choices, and what the method ``check`` of the class
-            refuses, if any.
-        SystemExit: with code 2, after one box on stderr, for an unknown option or a value of the wrong type.
+        ValueError: for a config file that is missing, damaged or has unknown keys, an unknown
+            preset, an option that is given twice, a value that is not among an option's choices,
+            and what the method ``check`` of the class refuses, if any.
+        SystemExit: with code 2, after one box on stderr, for an unknown option or a value of the
+            wrong type.
     """
     file, given = take_config(sys.argv[1:] if arguments is None else arguments, kind)
     names = Counter(_field(argument) for argument in given if argument.startswith("--"))
     twice = [field for field, count in names.items() if count > 1]
     if twice:
-        raise ValueError(f"--{twice[0].replace('_', '-')} is given twice: give it once, several values after one name")
+        raise ValueError(
+            f"--{twice[0].replace('_', '-')} is given twice: give it once, several values after "
+            "one name"
+        )
     values = {} if file is None else _read_values(kind, file, f"--config {file}")
     preset = _preset(given) or values.get("preset")
     if preset is not None and "preset" in _field_names(kind):
@@ -176,10 +199,16 @@ def parse(
 
 
 def parse_command(prog: str, kinds: Mapping[str, type], description: str) -> Any:
-    """An object of the dataclass that the first argument of the command line names; errors as :func:`parse`."""
+    """An object of the dataclass that the first argument of the command line names.
+
+    Errors as :func:`parse`.
+    """
     given = sys.argv[1:]
     if not given or given[0] in ("-h", "--help"):
-        print(f"{description.strip()}\n\n{prog} COMMAND --help shows the options of {', '.join(kinds)}.")
+        print(
+            f"{description.strip()}\n\n{prog} COMMAND --help shows the options of "
+            f"{', '.join(kinds)}."
+        )
         sys.exit(0)
     if given[0] not in kinds:
         raise ValueError(f"there is no command {given[0]!r}: choose one of {', '.join(kinds)}")
@@ -198,14 +227,18 @@ def _check_choices(kind: type, arguments: Sequence[str]) -> None:
         hint = hints.get(_field(option)) if option.startswith("--") else None
         given = value if equals else following
         if get_origin(hint) is Literal and given not in get_args(hint):
-            raise ValueError(f"unknown {option} {given!r}: choose one of {', '.join(get_args(hint))}")
+            raise ValueError(
+                f"unknown {option} {given!r}: choose one of {', '.join(get_args(hint))}"
+            )
 
 
 def _with_truth_values(kind: type, arguments: Sequence[str]) -> list[str]:
     """``--name`` and ``--no-name`` of a field that is true, false or not given, as tyro reads them."""
     hints = get_type_hints(kind)
     optional = {name for name, hint in hints.items() if hint == bool | None}
-    flags = {f"--{no}{name.replace('_', '-')}": (name, not no) for name in optional for no in ("", "no-")}
+    flags = {
+        f"--{no}{name.replace('_', '-')}": (name, not no) for name in optional for no in ("", "no-")
+    }
     found = []
     for argument, following in pairwise([*arguments, ""]):
         name, value = flags.get(argument, ("", False))

@@ -1,7 +1,9 @@
-"""Look at gates files, convert, plot, compare and share them; report on the training that makes them.
+"""Look at gates files, convert, plot, compare and share them.
 
-A gates file is a .pt, .safetensors or .tsv file, a PEFT folder, hf://owner/name[@revision] on the hub, or tiny for the
-packaged gates of the built-in model.
+Report on the training that makes them.
+
+A gates file is a .pt, .safetensors or .tsv file, a PEFT folder, hf://owner/name[@revision] on the
+hub, or tiny for the packaged gates of the built-in model.
 
     rlkv-gates inspect gates.pt                    what it holds, what a sparsity keeps
     rlkv-gates convert gates.pt gates.safetensors  another format, by the suffix
@@ -30,7 +32,8 @@ from rlkv.utils.files import check_new
 
 @dataclass(frozen=True)
 class Report:
-    """Write one HTML page of a training run: is it collapsing, is it converging, which heads are left?
+    """Write one HTML page of a training run: is it collapsing, is it converging, which heads are
+    left?
 
     RUN_DIR is the output folder of rlkv-train (any finder) or rlkv-distill, also while it trains.
 
@@ -55,7 +58,8 @@ Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
 
 @dataclass(frozen=True)
 class Push:
-    """Publish gates on the Hugging Face hub: a PEFT adapter, a model card and a heat map, in one commit.
+    """Publish gates on the Hugging Face hub: a PEFT adapter, a model card and a heat map, in one
+    commit.
 
     rlkv-gates push outputs/gates/gates.pt hf://owner/name
     rlkv-gates push gates.pt hf://owner/name --evaluation results/eval/results.json --private
@@ -78,7 +82,8 @@ class Push:
 
 @dataclass(frozen=True)
 class Pull:
-    """Download gates from the Hugging Face hub, in the format of OUT's suffix (none: a PEFT folder).
+    """Download gates from the Hugging Face hub, in the format of OUT's suffix (none: a PEFT
+    folder).
 
     rlkv-gates pull hf://owner/name gates.pt
     rlkv-gates pull hf://owner/name@revision adapter/
@@ -93,7 +98,9 @@ class Pull:
 
     def check(self) -> None:
         if not self.address.startswith("hf://"):
-            raise ValueError(f"{self.address}: not on the hub: give hf://owner/name, or use rlkv-gates convert")
+            raise ValueError(
+                f"{self.address}: not on the hub: give hf://owner/name, or use rlkv-gates convert"
+            )
         check_new(self.out, self.overwrite)
 
     def run(self) -> None:
@@ -108,7 +115,8 @@ Out = Annotated[Positional[Path], arg(metavar="OUT")]
 
 @dataclass(frozen=True)
 class Inspect:
-    """What a gates file holds, layer by layer, and how many heads of each layer a sparsity keeps full.
+    """What a gates file holds, layer by layer, and how many heads of each layer a sparsity keeps
+    full.
 
     rlkv-gates inspect results/demo/gates.pt
     rlkv-gates inspect gates.pt --sparsities 0.3 0.45 --scope layer
@@ -130,8 +138,14 @@ class Inspect:
         for layer, row in enumerate(loaded.alpha):
             extremes = f"{int((row == 0).sum()):4d}  {int((row == 1).sum()):4d}"
             counts = "".join(f"{int(choice.full[layer].sum()):5d} " for choice in choices.values())
-            print(f"{layer:5d}  {row.mean():.3f}  {extremes}  {counts}  {' '.join(f'{value:.2f}' for value in row)}")
-        print(f"\nsparsity = share of KV heads that are compressible; heads are ranked by scope {self.scope}:")
+            print(
+                f"{layer:5d}  {row.mean():.3f}  {extremes}  {counts}  "
+                f"{' '.join(f'{value:.2f}' for value in row)}"
+            )
+        print(
+            "\nsparsity = share of KV heads that are compressible; heads are ranked by scope "
+            f"{self.scope}:"
+        )
         for asked, choice in choices.items():
             counted = f"{choice.num_full} full, {choice.num_compressible} compressible"
             print(f"  {asked:g}: {counted}, actual {choice.sparsity:.4f}")
@@ -139,7 +153,9 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Convert:
-    """Write gates in another format, chosen by OUT's suffix; a name without suffix is a PEFT folder.
+    """Write gates in another format, chosen by OUT's suffix.
+
+    A name without suffix is a PEFT folder.
 
     rlkv-gates convert adapter_weights.tsv gates.safetensors
     rlkv-gates convert gates.pt peft_adapter/
@@ -159,8 +175,14 @@ class Convert:
         loaded = HeadGates.load(self.gates)
         loaded.save(self.out)
         if self.out.suffix == ".tsv":
-            print("a .tsv holds the gates alone: mean gates, model, sizes and training summary are not in it")
-        print(f"{self.out}: {loaded.num_layers} layers x {loaded.num_kv_heads} KV heads, from {self.gates}")
+            print(
+                "a .tsv holds the gates alone: mean gates, model, sizes and training summary are "
+                "not in it"
+            )
+        print(
+            f"{self.out}: {loaded.num_layers} layers x {loaded.num_kv_heads} KV heads, from "
+            f"{self.gates}"
+        )
 
 
 @dataclass(frozen=True)
@@ -213,17 +235,24 @@ class Diff:
         first, second = HeadGates.load(self.a), HeadGates.load(self.b)
         if first.alpha.shape != second.alpha.shape:
             raise ValueError(
-                f"cannot compare {self.a} ({first.num_layers} layers x {first.num_kv_heads} KV heads) with {self.b} "
+                f"cannot compare {self.a} ({first.num_layers} layers x {first.num_kv_heads} KV "
+                f"heads) with {self.b} "
                 f"({second.num_layers} x {second.num_kv_heads}): they belong to different models"
             )
         change = second.alpha - first.alpha
         print(f"Spearman correlation  {_correlation(first, second)}")
-        print(f"mean change           {change.mean():+.4f}, mean absolute change {change.abs().mean():.4f}")
+        print(
+            f"mean change           {change.mean():+.4f}, mean absolute change "
+            f"{change.abs().mean():.4f}"
+        )
         print("full heads in common  (two random draws would share 1 - sparsity)")
         for sparsity in SPARSITIES:
             pair = [HeadAllocation.from_gates(gates, sparsity) for gates in (first, second)]
             common = int((pair[0].full & pair[1].full).sum())
-            print(f"  sparsity {sparsity:g}: {pair[0].overlap(pair[1]):.3f}  ({common} of {pair[0].num_full})")
+            print(
+                f"  sparsity {sparsity:g}: {pair[0].overlap(pair[1]):.3f}  ({common} of "
+                f"{pair[0].num_full})"
+            )
         largest = change.abs().flatten().sort(descending=True, stable=True).indices[: self.changes]
         listed = [int(i) for i in largest if change.flatten()[i] != 0]
         if listed:
@@ -253,8 +282,16 @@ def _print_summary(gates: HeadGates) -> None:
         text = json.dumps(value)
         print(f"          {key}: {text if len(text) <= 100 else text[:97] + '...'}")
     prompt = ", and the whole prompt" if gates.deploy_protect_prompt else ""
-    print(f"serving   sink {gates.deploy_sink}, window {gates.deploy_window} tokens{prompt} (recommended)")
-    shares = [("at 0", alpha == 0), ("below 0.1", alpha < 0.1), ("below 0.5", alpha < 0.5), ("at 1", alpha == 1)]
+    print(
+        f"serving   sink {gates.deploy_sink}, window {gates.deploy_window} tokens{prompt} "
+        "(recommended)"
+    )
+    shares = [
+        ("at 0", alpha == 0),
+        ("below 0.1", alpha < 0.1),
+        ("below 0.5", alpha < 0.5),
+        ("at 1", alpha == 1),
+    ]
     text = ", ".join(f"{100 * chosen.float().mean():.1f}% {name}" for name, chosen in shares)
     print(f"gates     mean {alpha.mean():.3f}; {text}; {alpha.unique().numel()} distinct values")
 

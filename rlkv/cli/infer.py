@@ -46,13 +46,18 @@ DIM, NORMAL = "\033[2m", "\033[0m"
 
 
 class ThinkingStream:
-    """Prints each piece of text at once; on a terminal, from ``<think>`` to ``</think>`` in dim letters.
+    """Prints each piece of text at once.
+
+    On a terminal, from ``<think>`` to ``</think>`` in dim letters.
 
     transformers streams whole words, so a tag is never split.
     """
 
     def __init__(self, prompt: str) -> None:
-        """``prompt``: the rendered one; the chat templates of some models open the thinking at its end."""
+        """``prompt``: the rendered one.
+
+        The chat templates of some models open the thinking at its end.
+        """
         self._style = sys.stdout.isatty()
         if prompt.rstrip().endswith("<think>"):
             self._dim()
@@ -90,13 +95,18 @@ def infer() -> None:
 
 
 def _description() -> str | None:
-    """The text of ``--help``, with the policies that there are: they are imported only where help is asked for."""
+    """The text of ``--help``, with the policies that there are: they are imported only where help
+    is asked for.
+    """
     if not {"-h", "--help"} & set(sys.argv[1:]):
         return __doc__
     from rlkv.eviction import POLICIES
     from rlkv.vllm.settings import EVICTIONS
 
-    return f"{__doc__}\nPolicies of --eviction: {', '.join(POLICIES)}; with --backend vllm {', '.join(EVICTIONS)}."
+    return (
+        f"{__doc__}\nPolicies of --eviction: {', '.join(POLICIES)}; with --backend vllm "
+        f"{', '.join(EVICTIONS)}."
+    )
 
 
 def _say(text: str) -> None:
@@ -115,7 +125,11 @@ def _streamed(session: InferSession, decode: Callable[[OnText], Reply], message:
 
 def _cut(completion: Completion) -> str:
     ended = completion.finish_reason != "length"
-    return "" if ended else f", cut at {len(completion.token_ids)} tokens (--max-new-tokens or the model's limit)"
+    return (
+        ""
+        if ended
+        else f", cut at {len(completion.token_ids)} tokens (--max-new-tokens or the model's limit)"
+    )
 
 
 def _answer(session: InferSession, prompt: str) -> None:
@@ -146,9 +160,15 @@ def _answer_file(session: InferSession) -> None:
     report = run_batches(session)
     earlier = f", {report.resumed} of them from an earlier run" if report.resumed else ""
     _say(f"{len(report.rows)} answers in {session.config.output}{earlier}")
-    for name, usage, field in (("compressed", report.usage, ""), ("full cache", report.usage_full, "_full")):
+    for name, usage, field in (
+        ("compressed", report.usage, ""),
+        ("full cache", report.usage_full, "_full"),
+    ):
         if usage.tokens:
-            _say(f"{name}  {usage.summary()} (largest batch)" + ("" if field else f", {session.heads()}"))
+            _say(
+                f"{name}  {usage.summary()} (largest batch)"
+                + ("" if field else f", {session.heads()}")
+            )
         accuracy = report.accuracy("correct" + field)
         if accuracy is not None:
             share, graded = accuracy

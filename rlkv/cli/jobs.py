@@ -1,4 +1,6 @@
-"""The commands `rlkv-filter`, `rlkv-eval`, `rlkv-study` and `rlkv-bench`: parse the options, run, print the result."""
+"""The commands `rlkv-filter`, `rlkv-eval`, `rlkv-study` and `rlkv-bench`: parse the options, run,
+print the result.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,8 @@ def run_filter_job() -> None:
         total = config.shard.partition("/")[2]
         listed = ", ".join(f"{i}/{total} ({n} problems)" for i, n in result.open_shards.items())
         print(
-            f"Shard {config.shard} is complete. Not complete yet: {listed}. Run them with the same settings: "
+            f"Shard {config.shard} is complete. Not complete yet: {listed}. Run them with the same "
+            "settings: "
             "the last one to finish writes the curriculum."
         )
         return

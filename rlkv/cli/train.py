@@ -1,4 +1,5 @@
-"""Find the heads on problems that the model solves: by a short distillation and elimination, or by GRPO.
+"""Find the heads on problems that the model solves: by a short distillation and elimination, or by
+GRPO.
 
     rlkv-train --config tiny --finder elimination --curriculum results/curriculum/curriculum.parquet
     rlkv-train --config tiny                                     # GRPO; the built-in model on problems of its own task
@@ -6,17 +7,17 @@
     rlkv-train --config llama8b --plan --plan_gpus 8xh100        # what that takes: steps, memory, engine, time
 
 --finder elimination, the default, distils and then measures: heads go one by one, each time the one that the
-curriculum's recorded solutions need least.  It reads the options of the model, the curriculum, the sizes for serving,
-the rows of a pass, gradient_checkpointing and elimination_*.
+curriculum's recorded solutions need least.  It reads the options of the model, the curriculum, the
+sizes for serving, the rows of a pass, gradient_checkpointing and elimination_*.
 
 --finder rlkv, which all packaged configs name, is GRPO with an L1 penalty that pulls every gate to 0.
 
 --config takes a file or the name of a packaged one.  It sets defaults; every name in it is an option too
 (--l1_beta 2e-3), and so are those of trl's GRPOConfig.  --verbose shows what other libraries print.
 
-The run goes to --output_dir: log.jsonl, checkpoints every save_steps, and at the end gates.pt, gates.safetensors,
-adapter_weights.tsv, adapter/, figures and summary.json.  A run that was stopped or killed resumes from its last
-checkpoint when the same command is given again.
+The run goes to --output_dir: log.jsonl, checkpoints every save_steps, and at the end gates.pt,
+gates.safetensors, adapter_weights.tsv, adapter/, figures and summary.json.  A run that was stopped
+or killed resumes from its last checkpoint when the same command is given again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The curriculum: solved problems sampled per bucket of output tokens.
 
-Source: arXiv 2510.08525, section on training data: of the problems that the full-cache model solves, 600 with
-0-2k output tokens, 600 with 2-4k, 1,000 with 4-6k and 800 with 6-8k.
+Source: arXiv 2510.08525, section on training data: of the problems that the full-cache model
+solves, 600 with 0-2k output tokens, 600 with 2-4k, 1,000 with 4-6k and 800 with 6-8k.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from rlkv.models.shape import short_name
 
 
 def curriculum_folder(model: str) -> Path:
-    """Where the filter writes the curriculum of ``model`` by default, and where the packaged configs look for it."""
+    """Where the filter writes the curriculum of ``model`` by default, and where the packaged
+    configs look for it.
+    """
     return Path("results") / f"curriculum_{short_name(model)}"
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Outputs of more than ``low`` and at most ``high`` tokens, of which ``wanted`` are to be sampled."""
+    """Outputs of more than ``low`` and at most ``high`` tokens, of which ``wanted`` are to be
+    sampled.
+    """
 
     low: int
     high: int
@@ -43,13 +47,25 @@ class Bucket:
         return self.low < tokens <= self.high
 
 
-PAPER_BUCKETS = (Bucket(0, 2000, 600), Bucket(2000, 4000, 600), Bucket(4000, 6000, 1000), Bucket(6000, 8000, 800))
-SMOL_BUCKETS = (Bucket(0, 160, 40), Bucket(160, 220, 40), Bucket(220, 280, 40), Bucket(280, 448, 40))
+PAPER_BUCKETS = (
+    Bucket(0, 2000, 600),
+    Bucket(2000, 4000, 600),
+    Bucket(4000, 6000, 1000),
+    Bucket(6000, 8000, 800),
+)
+SMOL_BUCKETS = (
+    Bucket(0, 160, 40),
+    Bucket(160, 220, 40),
+    Bucket(220, 280, 40),
+    Bucket(280, 448, 40),
+)
 TINY_BUCKETS = (Bucket(0, 64, 60), Bucket(64, 128, 60), Bucket(128, 256, 60), Bucket(256, 440, 60))
 
 
 def parse_buckets(text: str) -> tuple[Bucket, ...]:
-    """Buckets written as ``LOW-HIGH:COUNT,...``, for instance ``0-64:40,64-128:40``; in ascending order.
+    """Buckets written as ``LOW-HIGH:COUNT,...``, for instance ``0-64:40,64-128:40``.
+
+    In ascending order.
 
     Raises:
         ValueError: if the text is of another form, or buckets are impossible or overlap.
@@ -59,7 +75,8 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
         match = re.fullmatch(r"(\d+)-(\d+):(\d+)", part.strip())
         if not match:
             raise ValueError(
-                f"bucket {part.strip()!r} is not of the form LOW-HIGH:COUNT, for instance 0-64:40,64-128:40"
+                f"bucket {part.strip()!r} is not of the form LOW-HIGH:COUNT, for instance "
+                "0-64:40,64-128:40"
             )
         buckets.append(Bucket(*map(int, match.groups())))
     ordered = tuple(sorted(buckets, key=lambda b: b.low))
@@ -85,18 +102,23 @@ class BucketFill:
 
 @dataclass(frozen=True)
 class Selection:
-    """``chosen`` maps the index of a problem to the name of the bucket that its own length falls into."""
+    """``chosen`` maps the index of a problem to the name of the bucket that its own length falls
+    into.
+    """
 
     chosen: dict[int, str]
     fills: list[BucketFill]
     outside: int
 
 
-def select(lengths: dict[int, int], buckets: tuple[Bucket, ...], seed: int, fill_short: bool = False) -> Selection:
-    """Sample per bucket from ``lengths`` (problem index -> output tokens), the same for the same arguments.
+def select(
+    lengths: dict[int, int], buckets: tuple[Bucket, ...], seed: int, fill_short: bool = False
+) -> Selection:
+    """Sample per bucket from ``lengths`` (problem index -> output tokens), the same for the same
+    arguments.
 
-    A bucket with too few gives all it has.  With ``fill_short``, what is missing is then taken from what the
-    nearest buckets have left over.  ``outside`` counts outputs that fall into no bucket.
+    A bucket with too few gives all it has.  With ``fill_short``, what is missing is then taken from
+    what the nearest buckets have left over.  ``outside`` counts outputs that fall into no bucket.
     """
     pools = {bucket: [i for i in sorted(lengths) if bucket.holds(lengths[i])] for bucket in buckets}
     available = {bucket: len(pool) for bucket, pool in pools.items()}
@@ -117,4 +139,6 @@ def select(lengths: dict[int, int], buckets: tuple[Bucket, ...], seed: int, fill
         for donor in sorted(others, key=lambda b: abs(b.low + b.high - bucket.low - bucket.high)):
             filled[bucket] += take(donor, bucket.wanted - taken[bucket] - filled[bucket])
     fills = [BucketFill(b, available[b], taken[b], filled[b]) for b in buckets]
-    return Selection(dict(sorted(chosen.items())), fills, outside=len(lengths) - sum(available.values()))
+    return Selection(
+        dict(sorted(chosen.items())), fills, outside=len(lengths) - sum(available.values())
+    )

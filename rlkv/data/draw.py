@@ -1,4 +1,6 @@
-"""Problems that no model filtered: a test set of a built-in task, or a draw from the pool of the filter."""
+"""Problems that no model filtered: a test set of a built-in task, or a draw from the pool of the
+filter.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ from rlkv.utils.files import check_new, write_jsonl
 
 @dataclass(frozen=True, kw_only=True)
 class DrawConfig(FilterConfig):
-    """The filter's options, of which input, num_problems, seed and limit say what to draw from; and where to."""
+    """The filter's options, of which input, num_problems, seed and limit say what to draw from.
+
+    And where to.
+    """
 
     model: str = TINY
     """says which input is the default: tiny, smol, or DeepScaleR for every other model"""
     output: Path
     """.jsonl file to write: problem, answer"""
     steps: str | None = None
-    """length of the chains, such as 3-12: definitions of a tiny problem, computations of a smol one"""
+    """length of the chains, such as 3-12: definitions of a tiny problem, computations of a smol one
+    """
     held_out_names: bool = False
     """smol: take the names that fine-tuning never saw"""
     as_many_as: str | None = None
@@ -48,7 +54,9 @@ def load_pool(config: DrawConfig) -> list[Problem]:
         pool = load_problems(source, config.num_problems, config.seed, config.limit)
         return [problem for problem in pool if problem.answer.strip()]
     if source not in (TINY, SMOL):
-        raise ValueError(f"--steps {config.steps} belongs to the problems of tiny and smol, not to {source}")
+        raise ValueError(
+            f"--steps {config.steps} belongs to the problems of tiny and smol, not to {source}"
+        )
     low, high = parse_range(config.steps) if config.steps else (MIN_STEPS, MAX_STEPS)
     if source == TINY:
         drawn = tiny_problems(config.num_problems, config.seed, low, high)
@@ -69,14 +77,16 @@ def draw(config: DrawConfig) -> int:
     """Write the problems; how many they are.
 
     Raises:
-        ValueError: for settings that give no problems, or if ``as_many_as`` has more problems than the pool.
+        ValueError: for settings that give no problems, or if ``as_many_as`` has more problems than
+            the pool.
     """
     pool = load_pool(config)
     if config.as_many_as is not None:
         wanted = len(read_curriculum(config.as_many_as))
         if wanted > len(pool):
             raise ValueError(
-                f"--as-many-as {config.as_many_as}: it has {wanted} problems, there are only {len(pool)} to draw"
+                f"--as-many-as {config.as_many_as}: it has {wanted} problems, there are only "
+                f"{len(pool)} to draw"
             )
         pool = random.Random(f"rlkv-raw-{config.seed}").sample(pool, wanted)
     write_jsonl(config.output, [{"problem": p.problem, "answer": p.answer} for p in pool])

@@ -1,4 +1,7 @@
-"""Problems with their answers: DeepScaleR from the hub, a local file of the same fields, or new tiny problems."""
+"""Problems with their answers:
+
+DeepScaleR from the hub, a local file of the same fields, or new tiny problems.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +19,35 @@ from rlkv.utils.runtime import require
 HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
 SUFFIXES = (".jsonl", ".parquet")
 _ADVICE = (
-    "pass a local file with --input FILE.jsonl (or .parquet) and a local model with --model FOLDER, or take the "
+    "pass a local file with --input FILE.jsonl (or .parquet) and a local model with --model "
+    "FOLDER, or take the "
     "built-in model and its problems with --model tiny"
 )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem; ``answer`` and ``solution`` (a reference solution) are empty where the data set has none."""
+    """One problem; ``answer`` and ``solution`` (a reference solution) are empty where the data set
+    has none.
+    """
 
     problem: str
     answer: str
     solution: str = ""
 
 
-def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: int | None = None) -> list[Problem]:
+def load_problems(
+    source: str, num_problems: int = 400, seed: int = 0, limit: int | None = None
+) -> list[Problem]:
     """The problems of ``source``, in its order, at most ``limit``.
 
-    ``source`` is ``tiny`` or ``smol`` (``num_problems`` new ones drawn with ``seed``), a local ``.jsonl`` or
-    ``.parquet`` file with the fields problem, answer and perhaps solution, or the id of a hub data set.
+    ``source`` is ``tiny`` or ``smol`` (``num_problems`` new ones drawn with ``seed``), a local
+    ``.jsonl`` or ``.parquet`` file with the fields problem, answer and perhaps solution, or the id
+    of a hub data set.
 
     Raises:
-        ValueError: if the source is absent or unreachable, or a row of it is broken (names file and row).
+        ValueError: if the source is absent or unreachable, or a row of it is broken (names file and
+            row).
     """
     if source in (TINY, SMOL):
         task = import_module(f"rlkv.{source}.task")
@@ -49,14 +59,20 @@ def load_problems(source: str, num_problems: int = 400, seed: int = 0, limit: in
     return loaded[:limit]
 
 
-def read_curriculum(path: str | Path, fields: Sequence[str] = ("problem", "answer")) -> list[dict[str, Any]]:
+def read_curriculum(
+    path: str | Path, fields: Sequence[str] = ("problem", "answer")
+) -> list[dict[str, Any]]:
     """The rows of a curriculum that ``rlkv-filter`` wrote, as Parquet or JSONL.
 
     Raises:
-        ValueError: if the file is absent, damaged, of another kind, or a row lacks one of ``fields``.
+        ValueError: if the file is absent, damaged, of another kind, or a row lacks one of
+            ``fields``.
     """
     if Path(path).suffix not in SUFFIXES:
-        raise ValueError(f"{path}: not a curriculum, expected a .parquet or .jsonl file with {' and '.join(fields)}")
+        raise ValueError(
+            f"{path}: not a curriculum, expected a .parquet or .jsonl file with "
+            f"{' and '.join(fields)}"
+        )
     if not Path(path).exists():
         raise ValueError(f"{path}: there is no such file; rlkv-filter writes one")
     rows = []
@@ -68,7 +84,9 @@ def read_curriculum(path: str | Path, fields: Sequence[str] = ("problem", "answe
 
 
 def curriculum_template(path: str | Path | None) -> str | None:
-    """The prompt template that a curriculum's outputs were decoded with; None if it does not say (or there is none).
+    """The prompt template that a curriculum's outputs were decoded with.
+
+    None if it does not say (or there is none).
 
     Raises:
         ValueError: if its rows name several, and as :func:`read_curriculum`.
@@ -76,7 +94,9 @@ def curriculum_template(path: str | Path | None) -> str | None:
     names = set() if path is None else {row.get("template") for row in read_curriculum(path)}
     if len(names) > 1:
         found = ", ".join(sorted(map(str, names)))
-        raise ValueError(f"{path}: its rows name several prompt templates ({found}): pass --template")
+        raise ValueError(
+            f"{path}: its rows name several prompt templates ({found}): pass --template"
+        )
     return next(iter(names), None)
 
 
@@ -87,7 +107,9 @@ def other_models(path: str | Path, model: str) -> list[str]:
 
 
 def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(where, row)`` of a local JSONL or Parquet file or a hub data set; ``where`` names file and row.
+    """``(where, row)`` of a local JSONL or Parquet file or a hub data set.
+
+    ``where`` names file and row.
 
     Raises:
         ValueError: as :func:`load_problems`.
@@ -96,7 +118,9 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix not in SUFFIXES and not path.exists():
         yield from dataset_rows(source, "train", f"data set {source!r}", _ADVICE)
     elif not path.is_file():
-        raise ValueError(f"{source} does not exist: pass a .jsonl or .parquet file, or a data set of the hub")
+        raise ValueError(
+            f"{source} does not exist: pass a .jsonl or .parquet file, or a data set of the hub"
+        )
     elif path.suffix == ".jsonl":
         yield from read_jsonl(path)
     elif path.suffix == ".parquet":
@@ -110,7 +134,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         rows = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}"
+        ) from None
     yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
 
 
@@ -124,9 +150,14 @@ def parse_problem(row: dict[str, Any], where: str) -> Problem:
 
 
 def text_field(row: dict[str, Any], name: str, where: str) -> str:
-    """The field as text (a number as its digits, null as nothing); else a ValueError that names ``where``."""
+    """The field as text (a number as its digits, null as nothing).
+
+    Else a ValueError that names ``where``.
+    """
     if name not in row:
-        raise ValueError(f"{where} has no field {name!r}: it has {', '.join(sorted(map(str, row))) or 'none'}")
+        raise ValueError(
+            f"{where} has no field {name!r}: it has {', '.join(sorted(map(str, row))) or 'none'}"
+        )
     value = row[name]
     if value is None:
         return ""
@@ -134,4 +165,6 @@ def text_field(row: dict[str, Any], name: str, where: str) -> str:
         value = str(value)
     if not isinstance(value, str):
         raise ValueError(f"{where}: field {name!r} is a {type(value).__name__}, expected text")
-    return value.encode("utf-8", "replace").decode()  # tokenizers and Parquet refuse half a surrogate pair
+    return value.encode(
+        "utf-8", "replace"
+    ).decode()  # tokenizers and Parquet refuse half a surrogate pair

@@ -1,12 +1,14 @@
-"""DuoAttention's recall task (arXiv 2410.10819): passkeys hidden in a haystack, asked for at its end.
+"""DuoAttention's recall task (arXiv 2410.10819): passkeys hidden in a haystack, asked for at its
+end.
 
-In text, word sequences in a file or in random common words of the tokenizer's vocabulary; for the tiny model, bindings
-among definitions of its task.
+In text, word sequences in a file or in random common words of the tokenizer's vocabulary; for the
+tiny model, bindings among definitions of its task.
 
-As in the published code, passkeys lie at depths of 5 to 95% of the haystack, and all tokens after the haystack count,
-questions and passkeys (in the paper's text the passkeys alone).  Different are the wording and the words; the haystack,
-there always the beginning of BookSum; the lengths, there 50 values between the limits; and that the states compared are
-those that predict these tokens, one position earlier.
+As in the published code, passkeys lie at depths of 5 to 95% of the haystack, and all tokens after
+the haystack count, questions and passkeys (in the paper's text the passkeys alone).  Different are
+the wording and the words; the haystack, there always the beginning of BookSum; the lengths, there
+50 values between the limits; and that the states compared are those that predict these tokens, one
+position earlier.
 """
 
 from __future__ import annotations
@@ -24,17 +26,57 @@ from rlkv.tiny import NAMES, OPERATORS, apply_operator
 MAX_PASSKEYS = 16  # of the tiny model's task
 # words of passkeys: any fixed list of distinct words will do
 PASSKEY_WORDS = (
-    *("amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "harbor", "island", "jungle", "kettle", "lemon"),
-    *("maple", "needle", "orange", "pepper", "quartz", "river", "silver", "tunnel", "urban", "velvet", "window"),
+    *(
+        "amber",
+        "basil",
+        "cedar",
+        "delta",
+        "ember",
+        "fjord",
+        "grove",
+        "harbor",
+        "island",
+        "jungle",
+        "kettle",
+        "lemon",
+    ),
+    *(
+        "maple",
+        "needle",
+        "orange",
+        "pepper",
+        "quartz",
+        "river",
+        "silver",
+        "tunnel",
+        "urban",
+        "velvet",
+        "window",
+    ),
 )
 ORDINALS = (
-    *("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"),
+    *(
+        "first",
+        "second",
+        "third",
+        "fourth",
+        "fifth",
+        "sixth",
+        "seventh",
+        "eighth",
+        "ninth",
+        "tenth",
+    ),
     *("eleventh", "twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth"),
 )
 INTRODUCTION = "The following text hides several passkeys. Read it and remember them.\n\n"
 NEEDLE = "\n\nPlease remember: the {ordinal} passkey is:{words}.\n\n"
 QUESTION = "\n\nWhat was the {ordinal} passkey in the text above? The {ordinal} passkey is:"
-DEPTHS, SHALLOWEST, DEEPEST = 1000, 0.05, 0.95  # of passkeys: evenly spaced shares of the haystack, both ends included
+DEPTHS, SHALLOWEST, DEEPEST = (
+    1000,
+    0.05,
+    0.95,
+)  # of passkeys: evenly spaced shares of the haystack, both ends included
 WORDS_PER_SENTENCE = 12
 FEWEST_FILLER_WORDS = 200
 
@@ -53,14 +95,18 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def filler_words(tokenizer: Any) -> list[str]:
-    """Lower-case words of 3 to 8 letters that are one token each, by id; ``ValueError`` if there are too few."""
+    """Lower-case words of 3 to 8 letters that are one token each, by id.
+
+    ``ValueError`` if there are too few.
+    """
     special = set(tokenizer.all_special_ids)
     ids = [i for i in range(len(tokenizer)) if i not in special]
     texts = [tokenizer.decode([i]) for i in ids]
     words = list(dict.fromkeys(text[1:] for text in texts if re.fullmatch(r" [a-z]{3,8}", text)))
     if len(words) < FEWEST_FILLER_WORDS:
         raise ValueError(
-            f"the tokenizer has only {len(words)} whole words to make a haystack of: pass --haystack FILE with any text"
+            f"the tokenizer has only {len(words)} whole words to make a haystack of: pass "
+            "--haystack FILE with any text"
         )
     return words
 
@@ -88,7 +134,8 @@ class TextRecall:
     """Draws samples of the recall task in plain text.
 
     Args:
-        haystack: token ids to cut pieces from (repeated where they are too short); None: words of the vocabulary.
+        haystack: token ids to cut pieces from (repeated where they are too short); None: words of
+            the vocabulary.
         passkeys: sequences to remember, each of ``passkey_words`` words.
         min_length, max_length: tokens of a sample, drawn evenly between them.
 
@@ -116,12 +163,16 @@ class TextRecall:
         without = self._fixed_length(self._pieces(random.Random(0)))
         if without >= max_length:
             raise ValueError(
-                f"{passkeys} passkeys of {passkey_words} words with their questions take about {without} tokens, which "
-                f"leaves nothing of max_length={max_length}: raise max_length, or lower passkeys or passkey_words"
+                f"{passkeys} passkeys of {passkey_words} words with their questions take about "
+                f"{without} tokens, which "
+                f"leaves nothing of max_length={max_length}: raise max_length, or lower passkeys "
+                "or passkey_words"
             )
 
     def draw(self, rng: random.Random) -> MarkedText:
-        """A sample of min_length to max_length tokens, or of what the passkeys alone take where that is more."""
+        """A sample of min_length to max_length tokens, or of what the passkeys alone take where
+        that is more.
+        """
         pieces = self._pieces(rng)
         room = rng.randint(self.min_length, self.max_length) - self._fixed_length(pieces)
         text = self._filler(rng, max(0, room))
@@ -144,7 +195,11 @@ class TextRecall:
         found = []
         for ordinal in ORDINALS[: self.passkeys]:
             words = "".join(f" {rng.choice(PASSKEY_WORDS)}" for _ in range(self.passkey_words))
-            texts = (NEEDLE.format(ordinal=ordinal, words=words), QUESTION.format(ordinal=ordinal), words)
+            texts = (
+                NEEDLE.format(ordinal=ordinal, words=words),
+                QUESTION.format(ordinal=ordinal),
+                words,
+            )
             found.append(_Piece(*(encode(self.tokenizer, text) for text in texts)))
         return found
 
@@ -168,11 +223,14 @@ def knows_bindings(tokenizer: Any) -> bool:
 
 
 def draw_recall(rng: random.Random, passkeys: int) -> tuple[str, list[tuple[str, bool]]]:
-    r"""``(problem, words of the answer part)`` in the tiny model's own words; a word carries whether it is a passkey.
+    r"""``(problem, words of the answer part)`` in the tiny model's own words.
 
-    The passkeys are given bindings (``k=3``), spread among definitions that are not asked for, the haystack.  The
-    answer part restates definitions over two passkeys, the one way of asking that the model knows; the two bindings
-    that follow are the passkeys to be recalled (here in brackets)::
+    A word carries whether it is a passkey.
+
+    The passkeys are given bindings (``k=3``), spread among definitions that are not asked for, the
+    haystack.  The answer part restates definitions over two passkeys, the one way of asking that
+    the model knows; the two bindings that follow are the passkeys to be recalled (here in
+    brackets)::
 
         a=7 . b=2 . c = a * b . k=3 . d = b - c . e = k + a . ... find e ?
         c = a * b , [a=7] , [b=2] , 7 * 2 = 4 , c=4 . e = k + a , [k=3] , [a=7] , ...
@@ -180,7 +238,10 @@ def draw_recall(rng: random.Random, passkeys: int) -> tuple[str, list[tuple[str,
     Of at most 26 names, ``passkeys`` are given values, half as many definitions are asked for.
     """
     if not 2 <= passkeys <= MAX_PASSKEYS:
-        raise ValueError(f"passkeys must lie in [2, {MAX_PASSKEYS}] for the tiny model's recall task, got {passkeys}")
+        raise ValueError(
+            f"passkeys must lie in [2, {MAX_PASSKEYS}] for the tiny model's recall task, got "
+            f"{passkeys}"
+        )
     asked = passkeys // 2
     filler = rng.randint(0, len(NAMES) - passkeys - asked)
     kinds = ["given"] * (passkeys - 2) + ["asked"] * asked + ["filler"] * filler
@@ -203,9 +264,16 @@ def draw_recall(rng: random.Random, passkeys: int) -> tuple[str, list[tuple[str,
         definition = f"{name} = {left} {operator} {right}"
         statements.append(definition)
         if kind == "asked":
-            result = f", {values[left]} {operator} {values[right]} = {values[name]} , {name}={values[name]} ."
+            result = (
+                f", {values[left]} {operator} {values[right]} = {values[name]} , "
+                f"{name}={values[name]} ."
+            )
             answer += [(word, False) for word in f"{definition} ,".split()]
-            answer += [(f"{left}={values[left]}", True), (",", False), (f"{right}={values[right]}", True)]
+            answer += [
+                (f"{left}={values[left]}", True),
+                (",", False),
+                (f"{right}={values[right]}", True),
+            ]
             answer += [(word, False) for word in result.split()]
     return " . ".join(statements) + f" . find {names[-1]} ?", answer
 

@@ -1,4 +1,6 @@
-"""What texts are like: error modes (RLKV, figures 9, 13), lengths (figures 10, 15), repetition (RPC, equation 1)."""
+"""What texts are like: error modes (RLKV, figures 9, 13), lengths (figures 10, 15), repetition
+(RPC, equation 1).
+"""
 
 from __future__ import annotations
 
@@ -106,11 +108,17 @@ REPETITION = tuple(f"{n}-gram {what}" for what in MEASURES for n in NGRAMS)
 
 
 def mode_shares(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
-    """The share of each error mode among the problems that the full cache solves, with intervals; None without any."""
+    """The share of each error mode among the problems that the full cache solves, with intervals.
+
+    None without any.
+    """
     solved = full.correct == 1
     if not solved.any():
         return None
-    occurs = {mode: np.mean([[found == mode for found in run.modes] for run in runs], axis=0) for mode in MODES}
+    occurs = {
+        mode: np.mean([[found == mode for found in run.modes] for run in runs], axis=0)
+        for mode in MODES
+    }
     return {mode: asdict(mean_with_interval(scores[solved])) for mode, scores in occurs.items()}
 
 
@@ -138,25 +146,37 @@ class ErrorModes(Analysis):
         shares = found["methods"][metrics["first"]][-1]
         parts = ", ".join(f"{mode} {estimate(shares[mode])}" for mode in MODES)
         return [
-            f"{task}: of the {found['solved']} problems that the full cache solves, {metrics['first']} at "
+            f"{task}: of the {found['solved']} problems that the full cache solves, "
+            f"{metrics['first']} at "
             f"{metrics['sparsities'][-1]:g} fails as follows (shares): {parts}."
         ]
 
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+    def write_task(
+        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
+    ) -> None:
         if not found["solved"]:
-            page.paragraph(f"{task}: the full cache solves no problem, so there are no error modes to count.")
+            page.paragraph(
+                f"{task}: the full cache solves no problem, so there are no error modes to count."
+            )
             return
-        rule, solved = metrics["rule"], f"the {found['solved']} of {found['n']} problems that the full cache solves"
+        rule, solved = (
+            metrics["rule"],
+            f"the {found['solved']} of {found['n']} problems that the full cache solves",
+        )
         page.table(
             ["heads", *levels(metrics["sparsities"])],
             [[name, *map(_modes_cell, of)] for name, of in found["methods"].items()],
-            f"{task}: share that fails, of {solved} (mean over seeds); then how it fails, with 95% intervals over "
-            f"problems. Repetitive: fewer than {rule['distinct']} distinct tokens in a stretch of {rule['window']} "
-            "(not the first); overlength: cut at the limit; incorrect: the rest. The first that fits counts.",
+            f"{task}: share that fails, of {solved} (mean over seeds); then how it fails, with 95% "
+            "intervals over "
+            f"problems. Repetitive: fewer than {rule['distinct']} distinct tokens in a stretch of "
+            f"{rule['window']} "
+            "(not the first); overlength: cut at the limit; incorrect: the rest. The first that "
+            "fits counts.",
         )
         panels = {
             f"s = {sparsity:g}": {
-                name: {mode: of[i][mode]["mean"] for mode in MODES} for name, of in found["methods"].items()
+                name: {mode: of[i][mode]["mean"] for mode in MODES}
+                for name, of in found["methods"].items()
             }
             for i, sparsity in enumerate(metrics["sparsities"])
         }
@@ -164,14 +184,16 @@ class ErrorModes(Analysis):
         page.picture(plot, f"{task}: error modes among {solved}, per sparsity.")
         for mode, example in found["examples"].items():
             page.paragraph(
-                f"{mode}: {example['problem']} under {metrics['first']} at {example['sparsity']:g}, first seed, "
+                f"{mode}: {example['problem']} under {metrics['first']} at "
+                f"{example['sparsity']:g}, first seed, "
                 f"{example['tokens']} tokens:"
             )
             page.code(example["text"])
 
 
 def failed_texts(study: Study, task: str) -> dict[str, Metrics]:
-    """For each mode the first text of the first ranking that fails so, at the lowest sparsity at which one does.
+    """For each mode the first text of the first ranking that fails so, at the lowest sparsity at
+    which one does.
 
     Only problems that the full cache solves; the middle of a long text is left out.
     """
@@ -179,29 +201,42 @@ def failed_texts(study: Study, task: str) -> dict[str, Metrics]:
     problems, tokenizer = study.measurements.tasks[task].problems, study.measurements.tokenizer
     for sparsity in study.sparsities:
         run = study.runs(task, study.first, sparsity)[0]
-        for problem, mode, tokens, solved in zip(problems, run.modes, run.tokens, right, strict=True):
+        for problem, mode, tokens, solved in zip(
+            problems, run.modes, run.tokens, right, strict=True
+        ):
             if not solved or mode is None or mode in found:
                 continue
             text = str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
             if len(text) > 2 * SHOWN:
                 text = f"{text[:SHOWN]}\n[...]\n{text[-SHOWN:]}"
-            found[mode] = {"problem": problem.key, "sparsity": sparsity, "tokens": len(tokens), "text": text}
+            found[mode] = {
+                "problem": problem.key,
+                "sparsity": sparsity,
+                "tokens": len(tokens),
+                "text": text,
+            }
     return found
 
 
 def _modes_cell(shares: Metrics) -> Cell:
     failing = sum(shares[mode]["mean"] for mode in MODES)
-    return Cell(f"{failing:.3f}", "", "\n".join(f"{mode} {estimate(shares[mode])}" for mode in MODES))
+    return Cell(
+        f"{failing:.3f}", "", "\n".join(f"{mode} {estimate(shares[mode])}" for mode in MODES)
+    )
 
 
 def repetition_of(tokens: Sequence[NDArray[np.int32]]) -> Floats:
     """For each text what :data:`MEASURES` say of its n-grams, n = 1 to 3: float ``[texts, 9]``."""
     texts = [ids.tolist() for ids in tokens]
-    return np.array([[measure(text, n) for measure in MEASURES.values() for n in NGRAMS] for text in texts])
+    return np.array(
+        [[measure(text, n) for measure in MEASURES.values() for n in NGRAMS] for text in texts]
+    )
 
 
 def both_right(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
-    """Output tokens where a run and the full cache are both right; None if there is no such problem.
+    """Output tokens where a run and the full cache are both right.
+
+    None if there is no such problem.
 
     A problem counts once, with the mean over the seeds that solve it.
     """
@@ -209,7 +244,9 @@ def both_right(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
     kept = right.sum(axis=0) > 0
     if not kept.any():
         return None
-    own = (right * np.stack([run.lengths for run in runs])).sum(axis=0)[kept] / right.sum(axis=0)[kept]
+    own = (right * np.stack([run.lengths for run in runs])).sum(axis=0)[kept] / right.sum(axis=0)[
+        kept
+    ]
     return {
         "own": asdict(bootstrap_mean(own)),
         "full": asdict(bootstrap_mean(full.lengths[kept])),
@@ -224,13 +261,22 @@ class Lengths(Analysis):
     title = "Lengths and repetition"
 
     def __init__(self) -> None:
-        self._repetition: dict[str, Floats] = {}  # by condition: seeds with the same heads have the same texts
+        self._repetition: dict[
+            str, Floats
+        ] = {}  # by condition: seeds with the same heads have the same texts
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)
         methods, last = study.sweep(task, self._of), study.sparsities[-1]
-        texts = {FULL_CACHE: [full], **{ranking.name: study.runs(task, ranking, last) for ranking in study.rankings}}
-        return {"full": self._of([full], full), "methods": methods, "histogram": length_shares(texts)}
+        texts = {
+            FULL_CACHE: [full],
+            **{ranking.name: study.runs(task, ranking, last) for ranking in study.rankings},
+        }
+        return {
+            "full": self._of([full], full),
+            "methods": methods,
+            "histogram": length_shares(texts),
+        }
 
     def _of(self, runs: Sequence[Outcome], full: Outcome) -> Metrics:
         for run in runs:
@@ -240,31 +286,47 @@ class Lengths(Analysis):
         return {
             "all": asdict(bootstrap_mean(np.mean([run.lengths for run in runs], axis=0))),
             "both_right": both_right(runs, full),
-            "repetition": {name: asdict(bootstrap_mean(c)) for name, c in zip(REPETITION, columns, strict=True)},
+            "repetition": {
+                name: asdict(bootstrap_mean(c)) for name, c in zip(REPETITION, columns, strict=True)
+            },
         }
 
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+    def write_task(
+        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
+    ) -> None:
         full, sparsities = found["full"], metrics["sparsities"]
         n, rows = full["all"]["n"], [(FULL_CACHE, full)]
         for name, lengths in found["methods"].items():
-            rows += [(f"{name}, {level}", of) for level, of in zip(levels(sparsities), lengths, strict=True)]
+            rows += [
+                (f"{name}, {level}", of)
+                for level, of in zip(levels(sparsities), lengths, strict=True)
+            ]
         page.table(
             ["heads", *levels(sparsities)],
             [
                 [FULL_CACHE, *[_length_cell(full)] * len(sparsities)],
                 *([name, *map(_length_cell, of)] for name, of in found["methods"].items()),
             ],
-            f"{task}: output tokens, mean over {n} problems and seeds; then, on the problems that the method and the "
-            "full cache both solve, the mean, its difference to the full cache's, and their number. Brackets: 95% "
-            "bootstrap intervals over problems. A length does not say whether the answer was right, so compare 'both "
+            f"{task}: output tokens, mean over {n} problems and seeds; then, on the problems that "
+            "the method and the "
+            "full cache both solve, the mean, its difference to the full cache's, and their "
+            "number. Brackets: 95% "
+            "bootstrap intervals over problems. A length does not say whether the answer was "
+            "right, so compare 'both "
             "right' first.",
         )
         page.table(
             ["heads, sparsity", *REPETITION],
-            [[label, *(estimate(of["repetition"][name]) for name in REPETITION)] for label, of in rows],
-            f"{task}: entropy of the n-grams of a text (bits), share of its n-grams that occurred in it before, and "
-            "how often the n-gram at a random position occurs in the text (our reading of R-KV's figure 2, which has "
-            f"no formula), mean over the {n} texts; brackets: 95% bootstrap intervals over problems. Longer texts have "
+            [
+                [label, *(estimate(of["repetition"][name]) for name in REPETITION)]
+                for label, of in rows
+            ],
+            f"{task}: entropy of the n-grams of a text (bits), share of its n-grams that occurred "
+            "in it before, and "
+            "how often the n-gram at a random position occurs in the text (our reading of R-KV's "
+            "figure 2, which has "
+            f"no formula), mean over the {n} texts; brackets: 95% bootstrap intervals over "
+            "problems. Longer texts have "
             "more n-grams: all of these grow with length.",
         )
         every, common = {}, {}
@@ -275,7 +337,13 @@ class Lengths(Analysis):
         tokens, mean = "output tokens", full["all"]["mean"]
         panels = [
             Panel(f"{task}: all problems", SPARSITY, every, tokens, reference=mean, limits=None),
-            Panel(f"{task}: both right", SPARSITY, common, f"{tokens}, minus the full cache's", limits=None),
+            Panel(
+                f"{task}: both right",
+                SPARSITY,
+                common,
+                f"{tokens}, minus the full cache's",
+                limits=None,
+            ),
         ]
         histogram = found["histogram"]
         shares = {
@@ -285,14 +353,18 @@ class Lengths(Analysis):
         by_length = f"{task}: lengths at s = {sparsities[-1]:g}"
         panels.append(Panel(by_length, tokens, shares, "share of texts", limits=None, ticks=False))
         caption = (
-            f"{task}: output tokens with 95% intervals, of all problems and where both are right; shares of texts by "
+            f"{task}: output tokens with 95% intervals, of all problems and where both are right; "
+            "shares of texts by "
             f"length, {len(histogram['centres'])} bins."
         )
         self.add_plot(page, folder, task, caption, *panels)
 
 
 def length_shares(texts: dict[str, list[Outcome]]) -> Metrics:
-    """Shares of texts by length: ``centres`` of :data:`BINS` bins of equal width, and ``shares`` for each name."""
+    """Shares of texts by length:
+
+    ``centres`` of :data:`BINS` bins of equal width, and ``shares`` for each name.
+    """
     lengths = {name: np.concatenate([run.lengths for run in runs]) for name, runs in texts.items()}
     edges = np.histogram_bin_edges(np.concatenate(list(lengths.values())), BINS)
     shares = {name: (np.histogram(of, edges)[0] / of.size).tolist() for name, of in lengths.items()}
@@ -306,7 +378,9 @@ def _length_cell(metrics: Metrics) -> Cell:
         test = both["difference"]
         change = f"{test['mean']:+.1f} [{test['low']:+.1f}, {test['high']:+.1f}], n = {test['n']}"
         note = f"{estimate(both['own'], 1)}\n{change}"
-    return Cell(f"{metrics['all']['mean']:.1f}", "", f"{interval(metrics['all'], 1)}\nboth right: {note}")
+    return Cell(
+        f"{metrics['all']['mean']:.1f}", "", f"{interval(metrics['all'], 1)}\nboth right: {note}"
+    )
 
 
 HELD = "bytes of KV in use / bytes of the full cache"
@@ -323,7 +397,9 @@ class Budget(Analysis):
 
     def _matched(self, study: Study, task: str) -> list[Match]:
         if task not in self._matches:
-            self._matches[task] = matched_methods(study, task)  # walks all texts for each budget: once
+            self._matches[task] = matched_methods(
+                study, task
+            )  # walks all texts for each budget: once
         return self._matches[task]
 
     def conditions(self, study: Study) -> ConditionRequests:
@@ -334,7 +410,9 @@ class Budget(Analysis):
 
     def settings(self, study: Study) -> Metrics:
         config = study.config
-        sizes = {name: getattr(config, name) for name in ("head_share", "buffer", "observation", "extra")}
+        sizes = {
+            name: getattr(config, name) for name in ("head_share", "buffer", "observation", "extra")
+        }
         return {
             "first": study.first.name,
             "savings": config.each("savings"),
@@ -344,7 +422,9 @@ class Budget(Analysis):
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         full = study.full(task)
-        outcomes: dict[float, dict[str, Outcome]] = {saved: {} for saved in study.config.each("savings")}
+        outcomes: dict[float, dict[str, Outcome]] = {
+            saved: {} for saved in study.config.each("savings")
+        }
         rows: dict[str, Metrics] = {}
         for match in self._matched(study, task):
             row = rows.setdefault(match.method, {"heads": match.heads, "savings": []})
@@ -357,7 +437,9 @@ class Budget(Analysis):
         return {
             "full": accuracy_of([full]),
             "methods": rows,
-            "dynamic_minus_fixed": _differences(outcomes, study.config.policies) if study.config.fixed_budgets else [],
+            "dynamic_minus_fixed": _differences(outcomes, study.config.policies)
+            if study.config.fixed_budgets
+            else [],
             "best": [_best(measured) for measured in outcomes.values()],
         }
 
@@ -367,52 +449,85 @@ class Budget(Analysis):
             if best is None:
                 lines.append(f"{task}, {saved:.0%} of the bytes saved: no method fits.")
                 continue
-            alike = f"; {SAME} (p >= {LEVEL:g}): {', '.join(best['alike'])}" if best["alike"] else ""
+            alike = (
+                f"; {SAME} (p >= {LEVEL:g}): {', '.join(best['alike'])}" if best["alike"] else ""
+            )
             accuracy = f"{best['accuracy']:.3f} (n = {found['full']['n']})"
-            lines.append(f"{task}, {saved:.0%} of the bytes saved: best is {best['method']} with {accuracy}{alike}.")
+            lines.append(
+                f"{task}, {saved:.0%} of the bytes saved: best is {best['method']} with "
+                f"{accuracy}{alike}."
+            )
         tested = [row for row in found["dynamic_minus_fixed"] if row["difference"] is not None]
-        parts = [f"{row['policy']} at {row['saved']:.0%} saved {verdict(row['difference'])}" for row in tested]
+        parts = [
+            f"{row['policy']} at {row['saved']:.0%} saved {verdict(row['difference'])}"
+            for row in tested
+        ]
         if parts:
-            lines.append(f"{task}: dynamic minus fixed budget at the same bytes, accuracy: {'; '.join(parts)}.")
+            lines.append(
+                f"{task}: dynamic minus fixed budget at the same bytes, accuracy: "
+                f"{'; '.join(parts)}."
+            )
         return lines
 
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+    def write_task(
+        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
+    ) -> None:
         titles, full = [f"{saved:.0%} saved" for saved in metrics["savings"]], found["full"]
         differences, shares = found["dynamic_minus_fixed"], "each is a share of the text so far"
         if differences:
-            shares = "a fixed one is a share of the problem's text there, a dynamic one of the text so far"
+            shares = (
+                "a fixed one is a share of the problem's text there, a dynamic one of the "
+                "text so far"
+            )
         page.table(
             ["method", *titles],
             _rows(found, _accuracy_cell),
-            f"{task}: greedy accuracy on {full['n']} problems, in parentheses the difference to the full cache "
-            f"({full['mean']:.3f}); then its 95% interval over problems, what the method's own texts held, and its "
-            f"budget. {LEGEND} Budgets are the largest that hold at most the rest of the full cache's bytes over the "
-            f"texts of the full-cache run; {shares}. {BYTES_NOTE}. A policy alone evicts in all heads; 'ranking + "
-            f"policy' keeps heads full and gives the others about {metrics['head_share']:g} of the mean budget. "
-            f"Rankings are their first seeds, random heads all draws. {NOT_AVAILABLE}: what must stay (the prompt, "
+            f"{task}: greedy accuracy on {full['n']} problems, in parentheses the difference to "
+            "the full cache "
+            f"({full['mean']:.3f}); then its 95% interval over problems, what the method's own "
+            "texts held, and its "
+            f"budget. {LEGEND} Budgets are the largest that hold at most the rest of the full "
+            "cache's bytes over the "
+            f"texts of the full-cache run; {shares}. {BYTES_NOTE}. A policy alone evicts in all "
+            "heads; 'ranking + "
+            f"policy' keeps heads full and gives the others about {metrics['head_share']:g} of the "
+            "mean budget. "
+            f"Rankings are their first seeds, random heads all draws. {NOT_AVAILABLE}: what must "
+            "stay (the prompt, "
             f"{metrics['extra']} entries) is more than that.",
         )
         page.table(
             ["method", *titles],
             _rows(found, _failure_cell),
-            f"{task}: problems that the full cache solves and the method does not ({' / '.join(MODES)}), and mean "
+            f"{task}: problems that the full cache solves and the method does not "
+            f"({' / '.join(MODES)}), and mean "
             "output tokens.",
         )
         if differences:
             page.table(
                 ["policy in all heads", "dynamic minus fixed", "p"],
                 [
-                    [f"{of['policy']}, {of['saved']:.0%} saved", *_difference_cells(of["difference"])]
+                    [
+                        f"{of['policy']}, {of['saved']:.0%} saved",
+                        *_difference_cells(of["difference"]),
+                    ]
                     for of in differences
                 ],
-                f"{task}: paired difference in accuracy between a dynamic and a fixed budget of the same bytes (▲: "
+                f"{task}: paired difference in accuracy between a dynamic and a fixed budget of "
+                "the same bytes (▲: "
                 "dynamic is better, ▼: fixed is).",
             )
         panels = [
             _panel(f"{task}: {title}", found, some_full)
-            for title, some_full in (("tokens dropped in all heads", False), ("some heads full", True))
+            for title, some_full in (
+                ("tokens dropped in all heads", False),
+                ("some heads full", True),
+            )
         ]
-        caption = f"{task}: accuracy over bytes held, 95% intervals{'; dashed: fixed budgets' if differences else ''}."
+        caption = (
+            f"{task}: accuracy over bytes held, 95% "
+            f"intervals{'; dashed: fixed budgets' if differences else ''}."
+        )
         self.add_plot(page, folder, task, caption, *panels)
 
 
@@ -442,7 +557,9 @@ def _of(condition: Condition, outcome: Outcome, full: Outcome) -> Metrics:
         "budget": None if policy is None else policy.describe(),
         "fixed": condition.planned is not None,
         "accuracy": accuracy_of([outcome], full),
-        "modes": None if shares is None else {mode: round(of["mean"] * solved) for mode, of in shares.items()},
+        "modes": None
+        if shares is None
+        else {mode: round(of["mean"] * solved) for mode, of in shares.items()},
         "mean_output_tokens": float(np.mean(outcome.lengths)),
     }
 
@@ -453,13 +570,22 @@ def _best(outcomes: dict[str, Outcome]) -> Metrics | None:
         return None
     method = max(outcomes, key=lambda name: float(outcomes[name].correct.mean()))
     best = outcomes[method]
-    tests = {name: paired_difference(best.correct, of.correct) for name, of in outcomes.items() if name != method}
+    tests = {
+        name: paired_difference(best.correct, of.correct)
+        for name, of in outcomes.items()
+        if name != method
+    }
     alike = [name for name, test in tests.items() if test.p_value >= LEVEL]
     return {"method": method, "accuracy": float(best.correct.mean()), "alike": alike}
 
 
-def _differences(outcomes: dict[float, dict[str, Outcome]], policies: Sequence[str]) -> list[Metrics]:
-    """Dynamic minus fixed budget of each policy at each saving; None where one of them does not fit."""
+def _differences(
+    outcomes: dict[float, dict[str, Outcome]], policies: Sequence[str]
+) -> list[Metrics]:
+    """Dynamic minus fixed budget of each policy at each saving.
+
+    None where one of them does not fit.
+    """
     found: list[Metrics] = []
     for policy, (saved, measured) in product(policies, outcomes.items()):
         pair = [measured[name] for name in (policy, f"{policy}, {FIXED}") if name in measured]
@@ -474,29 +600,41 @@ def _accuracy_cell(of: Metrics) -> Cell:
         kept = f"{of['full_heads']} heads full"
     else:
         heads = f"{of['full_heads']} heads full, " if of["full_heads"] else ""
-        kept = f"{heads}{budget['ratio']:.3f} of the {'full-cache text' if of['fixed'] else 'text'} + {budget['extra']}"
+        kept = (
+            f"{heads}{budget['ratio']:.3f} of the "
+            f"{'full-cache text' if of['fixed'] else 'text'} + {budget['extra']}"
+        )
     return Cell(cell.text, cell.sign, f"{cell.note}\n{of['accuracy']['kv_share']:.0%} held: {kept}")
 
 
 def _failure_cell(of: Metrics) -> str:
-    modes = NOT_AVAILABLE if of["modes"] is None else " / ".join(str(of["modes"][mode]) for mode in MODES)
+    modes = (
+        NOT_AVAILABLE
+        if of["modes"] is None
+        else " / ".join(str(of["modes"][mode]) for mode in MODES)
+    )
     return f"{modes}, {of['mean_output_tokens']:.0f}"
 
 
 def _difference_cells(test: Metrics | None) -> list[Cell | str]:
-    return [NOT_AVAILABLE] * 2 if test is None else [difference_cell(test), p_number(test["p_value"])]
+    return (
+        [NOT_AVAILABLE] * 2 if test is None else [difference_cell(test), p_number(test["p_value"])]
+    )
 
 
-# fields of the training log and of the re-ranking's summary, the better unit first: CPU time does not depend on what
-# else the machine does
+# fields of the training log and of the re-ranking's summary, the better unit first: CPU time does
+# not depend on what else the machine does
 COST_FIELDS = {
     "training": (("CPU", "time/step_cpu_s"), ("wall", "time/step_s")),
     "re-ranking": (("CPU", "cpu_seconds"),),
 }
 COST_NOTE = (
-    "Seconds of all optimizer steps (from the log next to the gates file), mean over seeds; CPU: processor time of the "
-    "process without the verifier's helpers, wall: time on the clock, which other work on the machine makes longer. "
-    "What came before (a curriculum, which DuoAttention does not need, gates to start from) is not included."
+    "Seconds of all optimizer steps (from the log next to the gates file), mean over seeds; CPU: "
+    "processor time of the "
+    "process without the verifier's helpers, wall: time on the clock, which other work on the "
+    "machine makes longer. "
+    "What came before (a curriculum, which DuoAttention does not need, gates to start from) is not "
+    "included."
 )
 
 
@@ -527,15 +665,26 @@ class Comparison(Analysis):
         for sparsity in dict.fromkeys(row["sparsity"] for row in found["rows"]):
             rows = [row for row in found["rows"] if row["sparsity"] == sparsity]
             name, first = metrics["first"], rows[0]["first"]
-            others = "; ".join(f"{row['other']} {against(row, 'second', name, row['other'])}" for row in rows)
-            lines.append(f"{task} at {sparsity:g}, n = {first['n']}: {name} {first['mean']:.3f} against {others}.")
+            others = "; ".join(
+                f"{row['other']} {against(row, 'second', name, row['other'])}" for row in rows
+            )
+            lines.append(
+                f"{task} at {sparsity:g}, n = {first['n']}: {name} {first['mean']:.3f} against "
+                f"{others}."
+            )
         return lines
 
     def findings(self, metrics: Metrics) -> list[str]:
-        known = [f"{name} {text}" for name, cost in metrics["costs"].items() if (text := cost_text(cost))]
-        return super().findings(metrics) + ([f"Finding the heads took: {'; '.join(known)}."] if known else [])
+        known = [
+            f"{name} {text}" for name, cost in metrics["costs"].items() if (text := cost_text(cost))
+        ]
+        return super().findings(metrics) + (
+            [f"Finding the heads took: {'; '.join(known)}."] if known else []
+        )
 
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+    def write_task(
+        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
+    ) -> None:
         first = metrics["first"]
         rows: list[list[Cell | str]] = [
             [
@@ -550,11 +699,22 @@ class Comparison(Analysis):
             for row in found["rows"]
         ]
         page.table(
-            ["against", first, "the other", f"{first} minus the other", "p", "problems that differ", "same heads"],
+            [
+                "against",
+                first,
+                "the other",
+                f"{first} minus the other",
+                "p",
+                "problems that differ",
+                "same heads",
+            ],
             rows,
-            f"{task}: accuracy, mean over seeds; difference with its 95% interval (paired bootstrap over problems) "
-            f"and a two-sided sign-flip test. ▲: {first} is better, ▼: worse (p < 0.05), no mark: {SAME}. "
-            f"The table makes {len(rows)} tests, whose p values are not corrected for their number.",
+            f"{task}: accuracy, mean over seeds; difference with its 95% interval (paired "
+            "bootstrap over problems) "
+            f"and a two-sided sign-flip test. ▲: {first} is better, ▼: worse (p < 0.05), no mark: "
+            f"{SAME}. "
+            f"The table makes {len(rows)} tests, whose p values are not corrected for their "
+            "number.",
         )
 
     def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
@@ -582,20 +742,27 @@ class Ablations(Analysis):
         levels = study.config.ascending("ablate_at")
         first = [study.runs(task, study.first, sparsity) for sparsity in levels]
         return {
-            of.name: [compare(study.runs(task, of, s), base) for s, base in zip(levels, first, strict=True)]
+            of.name: [
+                compare(study.runs(task, of, s), base)
+                for s, base in zip(levels, first, strict=True)
+            ]
             for of in study.variants
         }
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
         lines, first = [], metrics["first"]
         for i, sparsity in enumerate(metrics["sparsities"]):
-            variants = [f"{name} {against(rows[i], 'first', name, first)}" for name, rows in found.items()][1:]
+            variants = [
+                f"{name} {against(rows[i], 'first', name, first)}" for name, rows in found.items()
+            ][1:]
             base = found[first][i]["first"]
             measured = f"n = {base['n']}, variants of {first} ({base['mean']:.3f})"
             lines.append(f"{task} at {sparsity:g}, {measured}: {'; '.join(variants)}.")
         return lines
 
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+    def write_task(
+        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
+    ) -> None:
         first, sparsities = metrics["first"], metrics["sparsities"]
         rows: list[list[Cell | str]] = []
         for name, compared in found.items():
@@ -608,15 +775,29 @@ class Ablations(Analysis):
                 ]
         n = found[first][0]["first"]["n"]
         page.table(
-            ["variant", *(text for level in levels(sparsities) for text in (f"{level}: accuracy", f"minus {first}"))],
+            [
+                "variant",
+                *(
+                    text
+                    for level in levels(sparsities)
+                    for text in (f"{level}: accuracy", f"minus {first}")
+                ),
+            ],
             rows,
-            f"{task}: greedy accuracy on {n} problems and the paired difference to {first} with its 95% interval. "
-            f"{INTERVAL_NOTE} ▲: better than {first}, ▼: worse (paired permutation test, p < 0.05, not "
+            f"{task}: greedy accuracy on {n} problems and the paired difference to {first} with "
+            "its 95% interval. "
+            f"{INTERVAL_NOTE} ▲: better than {first}, ▼: worse (paired permutation test, p < 0.05, "
+            "not "
             f"corrected), no mark: {SAME}.",
         )
-        curves = {name: curve(sparsities, [of["first"] for of in compared]) for name, compared in found.items()}
+        curves = {
+            name: curve(sparsities, [of["first"] for of in compared])
+            for name, compared in found.items()
+        }
         panel = Panel(f"{task}: training ablations, 95% intervals", SPARSITY, curves)
-        self.add_plot(page, folder, task, f"{task}: greedy accuracy on {n} problems, of each variant.", panel)
+        self.add_plot(
+            page, folder, task, f"{task}: greedy accuracy on {n} problems, of each variant.", panel
+        )
 
     def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
         super().write(metrics, page, folder)
@@ -644,10 +825,17 @@ def cost_metrics(ranking: Ranking) -> Metrics:
 
 
 def cost_text(metrics: Metrics) -> str:
-    """One phrase, such as ``370 s CPU (350 to 390, 3 seeds) + 55 s wall re-ranking``; empty if nothing is known."""
+    """One phrase, such as ``370 s CPU (350 to 390, 3 seeds) + 55 s wall re-ranking``.
+
+    Empty if nothing is known.
+    """
     parts = []
     for step in metrics["steps"]:
-        several = f" ({step['low']:.0f} to {step['high']:.0f}, {step['n']} seeds)" if step["n"] > 1 else ""
+        several = (
+            f" ({step['low']:.0f} to {step['high']:.0f}, {step['n']} seeds)"
+            if step["n"] > 1
+            else ""
+        )
         what = "" if step["step"] == "training" else f" {step['step']}"
         parts.append(f"{step['mean']:.0f} s {step['unit']}{what}{several}")
     return " + ".join(parts)
@@ -665,11 +853,15 @@ BETWEEN = (0.1, 0.9)  # gates in here are neither closed nor open
 
 
 def seeds_metrics(ranking: Ranking, study: Study) -> list[Metrics]:
-    """For each seed: mean, shares, the heads shared with the first method's first seed, agreement with the oracle."""
+    """For each seed: mean, shares, the heads shared with the first method's first seed, agreement
+    with the oracle.
+    """
     levels, rows = study.config.ascending("compare_at"), []
     for seed, gates in enumerate(ranking.gates):
         alpha = gates.alpha
-        shared = {s: ranking.allocations(s)[seed].overlap(study.first.allocations(s)[0]) for s in levels}
+        shared = {
+            s: ranking.allocations(s)[seed].overlap(study.first.allocations(s)[0]) for s in levels
+        }
         rows.append(
             {
                 "file": Path(ranking.files[seed]).name,
@@ -679,7 +871,9 @@ def seeds_metrics(ranking: Ranking, study: Study) -> list[Metrics]:
                 "at_1": int((alpha == 1).sum()),
                 "between": int(((alpha > BETWEEN[0]) & (alpha < BETWEEN[1])).sum()),
                 "heads": alpha.numel(),
-                "overlap_with_first": [{"sparsity": s, "share": share} for s, share in shared.items()],
+                "overlap_with_first": [
+                    {"sparsity": s, "share": share} for s, share in shared.items()
+                ],
                 "agreement": None if study.truth is None else agreement(gates, study.truth),
             }
         )
@@ -698,11 +892,17 @@ class GateDistribution(Analysis):
     def task_metrics(self, study: Study, task: str) -> Metrics:
         return {}
 
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+    def write_task(
+        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
+    ) -> None:
         """Gates do not depend on a task."""
 
     def metrics(self, study: Study) -> Metrics:
-        methods = {ranking.name: seeds_metrics(ranking, study) for ranking in study.rankings if ranking.gates}
+        methods = {
+            ranking.name: seeds_metrics(ranking, study)
+            for ranking in study.rankings
+            if ranking.gates
+        }
         variants = {ranking.name: seeds_metrics(ranking, study) for ranking in study.ablations}
         return {"first": study.first.name, "methods": methods, "variants": variants, "tasks": {}}
 
@@ -714,21 +914,39 @@ class GateDistribution(Analysis):
         ]
         first = metrics["methods"][metrics["first"]][0]
         overlaps = [f"full heads shared at {o['sparsity']:g}" for o in first["overlap_with_first"]]
-        agreements = ["oracle's full heads at 0.5", "correlation with elimination", "correlation with single heads"]
+        agreements = [
+            "oracle's full heads at 0.5",
+            "correlation with elimination",
+            "correlation with single heads",
+        ]
         page.table(
-            ["gates", "mean", "at 0", f"{BETWEEN[0]:g} to {BETWEEN[1]:g}", "at 1", *overlaps, *agreements],
+            [
+                "gates",
+                "mean",
+                "at 0",
+                f"{BETWEEN[0]:g} to {BETWEEN[1]:g}",
+                "at 1",
+                *overlaps,
+                *agreements,
+            ],
             rows,
-            f"The gates of {first['heads']} KV heads: mean, and numbers of heads at exactly 0, in between, and at "
-            f"exactly 1. Shared: share of the full heads that {metrics['first']} (first seed) keeps full too. Oracle: "
-            "the measured elimination; the share of its full heads at sparsity 0.5 that the gates keep too, and "
-            "Spearman correlations of the gates with the order of elimination and with the accuracy that each head "
+            f"The gates of {first['heads']} KV heads: mean, and numbers of heads at exactly 0, in "
+            "between, and at "
+            f"exactly 1. Shared: share of the full heads that {metrics['first']} (first seed) "
+            "keeps full too. Oracle: "
+            "the measured elimination; the share of its full heads at sparsity 0.5 that the gates "
+            "keep too, and "
+            "Spearman correlations of the gates with the order of elimination and with the "
+            "accuracy that each head "
             "alone costs.",
         )
         first_alphas = {name: seeds[0]["alpha"] for name, seeds in metrics["methods"].items()}
         caption = "Gates in ascending order and their histogram: first seed of each method."
         page.picture(plot_distributions(first_alphas, folder / "gates.png"), caption)
         plot_heat_maps(first_alphas, folder / "heat-maps.png")
-        page.picture(folder / "heat-maps.png", "Gates by layer and KV head: first seed of each method.")
+        page.picture(
+            folder / "heat-maps.png", "Gates by layer and KV head: first seed of each method."
+        )
 
 
 def _row(label: str, seed: Metrics) -> list[str]:
@@ -736,8 +954,17 @@ def _row(label: str, seed: Metrics) -> list[str]:
     agrees, shown = seed["agreement"], [NOT_AVAILABLE] * 3
     if agrees is not None:
         values = (agrees["spearman_elimination"], agrees["spearman_single_head"])
-        shown = [f"{agrees['overlap_at_0.5']:.0%}", *(NOT_AVAILABLE if v is None else f"{v:.2f}" for v in values)]
-    return [label, f"{seed['mean']:.3f}", *(str(seed[name]) for name in ("at_0", "between", "at_1")), *shared, *shown]
+        shown = [
+            f"{agrees['overlap_at_0.5']:.0%}",
+            *(NOT_AVAILABLE if v is None else f"{v:.2f}" for v in values),
+        ]
+    return [
+        label,
+        f"{seed['mean']:.3f}",
+        *(str(seed[name]) for name in ("at_0", "between", "at_1")),
+        *shared,
+        *shown,
+    ]
 
 
 def plot_distributions(alphas: dict[str, list[list[float]]], path: Path) -> Path:
@@ -770,7 +997,9 @@ def plot_heat_maps(alphas: dict[str, list[list[float]]], path: Path) -> None:
     image: Any = None
     for axes, (name, alpha) in zip(grid, alphas.items(), strict=False):
         by_head = list(zip(*alpha, strict=True))
-        image = axes.imshow(by_head, vmin=0, vmax=1, cmap=COLORS, aspect="auto", interpolation="nearest")
+        image = axes.imshow(
+            by_head, vmin=0, vmax=1, cmap=COLORS, aspect="auto", interpolation="nearest"
+        )
         axes.set_title(name, fontsize=TITLE_SIZE)
         axes.set_xlabel("layer", fontsize=TEXT_SIZE)
         axes.set_ylabel("KV head", fontsize=TEXT_SIZE)
@@ -796,18 +1025,26 @@ class Sweep(Analysis):
         return {
             **super().settings(study),
             "published": study.published,
-            "costs": {ranking.name: cost_metrics(ranking) for ranking in study.rankings if ranking.files},
+            "costs": {
+                ranking.name: cost_metrics(ranking) for ranking in study.rankings if ranking.files
+            },
         }
 
     def task_metrics(self, study: Study, task: str) -> Metrics:
         return {"full": accuracy_of([study.full(task)]), "methods": study.sweep(task, accuracy_of)}
 
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+    def write_task(
+        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
+    ) -> None:
         write_table(page, task, found, metrics)
         full, sparsities = found["full"], metrics["sparsities"]
-        curves = {name: curve(sparsities, accuracies) for name, accuracies in found["methods"].items()}
+        curves = {
+            name: curve(sparsities, accuracies) for name, accuracies in found["methods"].items()
+        }
         panel = Panel(f"{task}: accuracy, 95% intervals", SPARSITY, curves, reference=full["mean"])
-        caption = f"{task}: greedy accuracy against sparsity on {full['n']} problems, 95% intervals."
+        caption = (
+            f"{task}: greedy accuracy against sparsity on {full['n']} problems, 95% intervals."
+        )
         self.add_plot(page, folder, task, caption, panel)
         if metrics["published"]:
             write_published(page, metrics["published"], task)
@@ -825,12 +1062,17 @@ def write_table(page: Page, task: str, found: Metrics, metrics: Metrics) -> None
         ]
         for name, accuracies in methods.items()
     ]
-    held = [_share_range([of["kv_share"] for of in column]) for column in zip(*methods.values(), strict=True)]
+    held = [
+        _share_range([of["kv_share"] for of in column])
+        for column in zip(*methods.values(), strict=True)
+    ]
     page.table(
         ["heads", "s = 0", *levels(metrics["sparsities"]), "seconds to find"],
         [*rows, ["KV held, of full", "100%", *held, ""]],
-        f"{task}: greedy accuracy on {found['full']['n']} problems (1 = all right), in parentheses the difference to "
-        f"the full cache (s = 0). {INTERVAL_NOTE} {LEGEND} {BYTES_NOTE}, from the lowest to the highest row.",
+        f"{task}: greedy accuracy on {found['full']['n']} problems (1 = all right), in parentheses "
+        "the difference to "
+        f"the full cache (s = 0). {INTERVAL_NOTE} {LEGEND} {BYTES_NOTE}, from the lowest to the "
+        "highest row.",
     )
 
 
@@ -840,7 +1082,8 @@ def _share_range(shares: list[float]) -> str:
 
 
 def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
-    """How many of ``total`` heads to compress from the top: whole numbers, or shares of all heads if below 1.
+    """How many of ``total`` heads to compress from the top: whole numbers, or shares of all heads
+    if below 1.
 
     By default 1 to 8 heads of a small model, 1% to 20% of a large one.
     """
@@ -849,9 +1092,13 @@ def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
         if not 0 <= value <= total and values:
             raise ValueError(f"--top-heads {value:g} is outside 0 to {total}")
         if value == 0:
-            raise ValueError("--top-heads: 0 heads are the full cache: give 1 or more, or a share above 0")
+            raise ValueError(
+                "--top-heads: 0 heads are the full cache: give 1 or more, or a share above 0"
+            )
         if value >= 1 and value != int(value):
-            raise ValueError(f"--top-heads: {value:g} is neither a whole number nor a share below 1")
+            raise ValueError(
+                f"--top-heads: {value:g} is neither a whole number nor a share below 1"
+            )
         found.add(int(value) if value >= 1 else max(1, round(value * total)))
     return tuple(sorted(n for n in found if values or n < total))
 
@@ -881,7 +1128,10 @@ class Sensitivity(Analysis):
             for ranking in study.rankings
         }
         # of each problem, mean over seeds and numbers of heads
-        scores = {name: np.mean([mean_scores(of) for of in by_heads], axis=0) for name, by_heads in runs.items()}
+        scores = {
+            name: np.mean([mean_scores(of) for of in by_heads], axis=0)
+            for name, by_heads in runs.items()
+        }
         methods = {
             name: {
                 "by_heads": [accuracy_of(of, full) for of in by_heads],
@@ -893,28 +1143,37 @@ class Sensitivity(Analysis):
         return {"full": accuracy_of([full]), "methods": methods}
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
-        means = sorted((of["mean_over_heads"]["mean"], name) for name, of in found["methods"].items())
+        means = sorted(
+            (of["mean_over_heads"]["mean"], name) for name, of in found["methods"].items()
+        )
         counts = ", ".join(map(str, metrics["top_heads"]))
         return [
-            f"{task}: mean accuracy when only the most needed {counts} of {metrics['total_heads']} heads are "
+            f"{task}: mean accuracy when only the most needed {counts} of {metrics['total_heads']} "
+            "heads are "
             "compressed (lower: the ranking knows better which heads are needed; tests below): "
             f"{', '.join(f'{name} {mean:.3f}' for mean, name in means)}."
         ]
 
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+    def write_task(
+        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
+    ) -> None:
         first, counts, total = metrics["first"], metrics["top_heads"], metrics["total_heads"]
         rows: list[list[Cell | str]] = []
         for name, of in found["methods"].items():
             test, mean = of["versus_first"], of["mean_over_heads"]
             # a ranking whose accuracy falls less than the first one's is the worse one
-            against = "" if name == first else difference_cell(test, p_text(test["p_value"]), sign=-1)
+            against = (
+                "" if name == first else difference_cell(test, p_text(test["p_value"]), sign=-1)
+            )
             cells = map(accuracy_cell, of["by_heads"])
             rows.append([name, *cells, Cell(f"{mean['mean']:.3f}", "", interval(mean)), against])
         page.table(
             ["heads", *(plural(n, "head") for n in counts), "mean", f"mean minus {first}'s"],
             rows,
-            f"{task}: greedy accuracy on {found['full']['n']} problems when only so many of the {total} heads are "
-            f"compressed, those that the ranking puts last. {INTERVAL_NOTE} {LEGEND} Last column: ▲ where accuracy "
+            f"{task}: greedy accuracy on {found['full']['n']} problems when only so many of the "
+            f"{total} heads are "
+            f"compressed, those that the ranking puts last. {INTERVAL_NOTE} {LEGEND} Last column: "
+            "▲ where accuracy "
             f"falls faster than under {first}, ▼ where it falls slower.",
         )
         curves = {name: curve(counts, of["by_heads"]) for name, of in found["methods"].items()}
@@ -929,7 +1188,11 @@ NOT_SAID = "its file does not say"
 
 
 def write_report(
-    title: str, study: Study, analyses: Sequence[Analysis], metrics: dict[str, Metrics], seconds: float
+    title: str,
+    study: Study,
+    analyses: Sequence[Analysis],
+    metrics: dict[str, Metrics],
+    seconds: float,
 ) -> None:
     """All files of a study but its rows; ``seconds``: wall-clock time of this run."""
     folder, conditions = study.config.output_dir, study.measurements.describe()
@@ -938,21 +1201,33 @@ def write_report(
     content = {
         "config": asdict(study.config),
         "resolved": {
-            "cache": {name: getattr(settings.cache, name) for name in ("sink", "window", "protect_prompt")},
-            "max_new_tokens": [task.settings.sampling.max_new_tokens for task in study.measurements.tasks.values()],
+            "cache": {
+                name: getattr(settings.cache, name) for name in ("sink", "window", "protect_prompt")
+            },
+            "max_new_tokens": [
+                task.settings.sampling.max_new_tokens for task in study.measurements.tasks.values()
+            ],
             "top_heads": study.top_heads,
             "policies": {name: policy.describe() for name, policy in study.policies.items()},
             "dtype": str(study.measurements.model.dtype),
             "device": str(study.measurements.model.device),
         },
         **provenance(),
-        "seconds": {"this run, wall": round(seconds, 1), "decoding of all conditions, wall": round(measured, 1)},
+        "seconds": {
+            "this run, wall": round(seconds, 1),
+            "decoding of all conditions, wall": round(measured, 1),
+        },
         "full_cache": {
-            task: {"accuracy": float(study.full(task).correct.mean()), "n": int(study.full(task).correct.size)}
+            task: {
+                "accuracy": float(study.full(task).correct.mean()),
+                "n": int(study.full(task).correct.size),
+            }
             for task in study.tasks
         },
         "training": _training(study),
-        "findings": {analysis.name: analysis.findings(metrics[analysis.name]) for analysis in analyses},
+        "findings": {
+            analysis.name: analysis.findings(metrics[analysis.name]) for analysis in analyses
+        },
         "findings_note": SEEDS_FIXED,
         "analyses": metrics,
         "conditions": conditions,
@@ -966,12 +1241,17 @@ def write_report(
     page.heading("How it was measured")
     page.code(content["command"])
     took = (
-        f"This run took {seconds:.0f} s of wall time; decoding all conditions, also those of earlier runs and of other "
+        f"This run took {seconds:.0f} s of wall time; decoding all conditions, also those of "
+        "earlier runs and of other "
         f"processes, {measured:.0f} s."
     )
     page.bullets([*provenance_facts(content), took])
     options = {**content["config"], **content["resolved"]}
-    page.table(["option", "value"], [[name, _value(value)] for name, value in options.items()], "Configuration")
+    page.table(
+        ["option", "value"],
+        [[name, _value(value)] for name, value in options.items()],
+        "Configuration",
+    )
     _write_training(page, content["training"])
     page.write_report(folder)
     if Sweep.name in metrics:
@@ -987,15 +1267,19 @@ def _write_findings(page: Page, content: dict[str, Any]) -> None:
     for task, full in content["full_cache"].items():
         measured = sum(condition["task"] == task for condition in content["conditions"])
         page.paragraph(
-            f"{task}: {full['n']} problems, of which the full cache solves {round(full['accuracy'] * full['n'])} "
-            f"({full['accuracy']:.3f}), decoded greedily. {measured} different conditions were measured, each draw of "
+            f"{task}: {full['n']} problems, of which the full cache solves "
+            f"{round(full['accuracy'] * full['n'])} "
+            f"({full['accuracy']:.3f}), decoded greedily. {measured} different conditions were "
+            "measured, each draw of "
             "random heads counted as one."
         )
     lines = [line for lines in content["findings"].values() for line in lines]
     page.bullets(lines or ["The requested analyses have no findings."])
     page.paragraph(
-        "Every sentence above is made from the numbers below by fixed rules: 'better' and 'worse' are used where a "
-        f"paired permutation test gives p < 0.05 (not corrected for the number of tests), '{SAME}' everywhere else. "
+        "Every sentence above is made from the numbers below by fixed rules: 'better' and 'worse' "
+        "are used where a "
+        f"paired permutation test gives p < 0.05 (not corrected for the number of tests), '{SAME}' "
+        "everywhere else. "
         f"{FEW_CHANGED} {SEEDS_FIXED}"
     )
 
@@ -1004,7 +1288,11 @@ def _training(study: Study) -> dict[str, list[dict[str, Any]]]:
     """For each name and seed what its gates file says about its training, without lists."""
     return {
         ranking.name: [
-            {key: value for key, value in gates.training.items() if not isinstance(value, list | dict)}
+            {
+                key: value
+                for key, value in gates.training.items()
+                if not isinstance(value, list | dict)
+            }
             for gates in ranking.gates
         ]
         for ranking in [*study.rankings, *study.ablations]
@@ -1025,7 +1313,8 @@ def _write_training(page: Page, training: dict[str, list[dict[str, Any]]]) -> No
     page.table(
         ["gates", "training"],
         rows,
-        "How the heads were found, according to the gates files of the first seeds; for methods trained like "
+        "How the heads were found, according to the gates files of the first seeds; for methods "
+        "trained like "
         f"{first}, what differs.",
     )
 
@@ -1040,7 +1329,9 @@ def _value(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], margin: float) -> Metrics:
+def near_lossless(
+    full: Floats, scores: Floats, sparsities: Sequence[float], margin: float
+) -> Metrics:
     """The largest sparsity up to which no measured one loses more than ``margin``, 0 if all do.
 
     Args:
@@ -1048,11 +1339,12 @@ def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], mar
         scores: of the method, ``[sparsities, problems]``; ``sparsities`` ascend.
 
     Returns:
-        ``sparsity`` with its 95% interval, ``low`` and ``high``, by bootstrap over problems, the same for both runs.
-        ``support``: share of resamples with the same threshold; near 1 where methods tie, however few the problems.
-        ``not_excluded``: the largest loss in accuracy that ``n`` problems do not exclude at the sparsities up to this
-        one: Wilson's upper bound (95%) of the share of problems that got worse, each counted as wholly lost and none
-        compensated by a gain; None where the sparsity is 0.
+        ``sparsity`` with its 95% interval, ``low`` and ``high``, by bootstrap over problems, the
+        same for both runs. ``support``: share of resamples with the same threshold; near 1 where
+        methods tie, however few the problems. ``not_excluded``: the largest loss in accuracy that
+        ``n`` problems do not exclude at the sparsities up to this
+        one: Wilson's upper bound (95%) of the share of problems that got worse, each counted as
+        wholly lost and none compensated by a gain; None where the sparsity is 0.
     """
     values = np.array([0.0, *sparsities])
     losses = full - scores
@@ -1069,12 +1361,20 @@ def near_lossless(full: Floats, scores: Floats, sparsities: Sequence[float], mar
     support = float(np.mean(thresholds == found))
     worse = int((losses[:steps] > ROUNDING).sum(axis=1).max(initial=0))
     not_excluded = wilson_interval(worse, full.size)[1] if steps else None
-    interval = {"low": float(low), "high": float(high), "support": support, "not_excluded": not_excluded}
+    interval = {
+        "low": float(low),
+        "high": float(high),
+        "support": support,
+        "not_excluded": not_excluded,
+    }
     return {"sparsity": float(found), **interval, "margin": margin, "n": full.size}
 
 
 def _steps(losses: Floats, margin: float) -> np.ndarray:
-    """How many sparsities from the first one on lose at most the margin: ``[S, R]`` -> int ``[R]``."""
+    """How many sparsities from the first one on lose at most the margin:
+
+    ``[S, R]`` -> int ``[R]``.
+    """
     return np.cumprod(losses <= margin + ROUNDING, axis=0).sum(axis=0)
 
 
@@ -1091,37 +1391,69 @@ class NearLossless(Analysis):
         full, methods = study.full(task).correct, {}
         for ranking in study.rankings:
             scores = np.stack([mean_scores(study.runs(task, ranking, s)) for s in study.sparsities])
-            methods[ranking.name] = near_lossless(full, scores, study.sparsities, study.config.margin)
+            methods[ranking.name] = near_lossless(
+                full, scores, study.sparsities, study.config.margin
+            )
         model = study.published
         published = find_published(model, task, metric="near_lossless_sparsity") if model else []
-        return {"methods": methods, "published": [[n.source.where, n.method, n.value] for n in published]}
+        return {
+            "methods": methods,
+            "published": [[n.source.where, n.method, n.value] for n in published],
+        }
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
         thresholds = found["methods"].items()
         return [
-            f"{task}: near-lossless (at most {100 * metrics['margin']:g} points below the full cache at every measured "
-            f"sparsity) up to {', '.join(f'{name} {_text(threshold)}' for name, threshold in thresholds)}.",
-            *(f"{task}: {name}: {excluded_text(of)}." for name, of in thresholds if not _shows_margin(of)),
+            f"{task}: near-lossless (at most {100 * metrics['margin']:g} points below the full "
+            "cache at every measured "
+            "sparsity) up to "
+            f"{', '.join(f'{name} {_text(threshold)}' for name, threshold in thresholds)}.",
+            *(
+                f"{task}: {name}: {excluded_text(of)}."
+                for name, of in thresholds
+                if not _shows_margin(of)
+            ),
         ]
 
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+    def write_task(
+        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
+    ) -> None:
         measured = ", ".join(f"{s:g}" for s in metrics["sparsities"])
         rows = [
-            [name, _text(of), f"{of['support']:.0%}", str(of["n"]), excluded_text(of) or NOT_AVAILABLE]
+            [
+                name,
+                _text(of),
+                f"{of['support']:.0%}",
+                str(of["n"]),
+                excluded_text(of) or NOT_AVAILABLE,
+            ]
             for name, of in found["methods"].items()
         ]
         page.table(
-            ["heads", "largest near-lossless sparsity", "resamples that agree", "problems", "what they exclude"],
+            [
+                "heads",
+                "largest near-lossless sparsity",
+                "resamples that agree",
+                "problems",
+                "what they exclude",
+            ],
             rows,
-            f"{task}: the largest sparsity up to which no measured one is below the full cache by more than "
-            f"{100 * metrics['margin']:g} points (margin {metrics['margin']:g}), on the mean over seeds; brackets: 95% "
-            f"interval by bootstrap over problems. It can only be one of the measured sparsities ({measured}) or 0. "
-            "Where methods tie the interval has no width, however few the problems. What they exclude is the last "
-            "column: the loss above Wilson's bound (95%) on the share of problems that got worse at any of the "
+            f"{task}: the largest sparsity up to which no measured one is below the full cache by "
+            "more than "
+            f"{100 * metrics['margin']:g} points (margin {metrics['margin']:g}), on the mean over "
+            "seeds; brackets: 95% "
+            "interval by bootstrap over problems. It can only be one of the measured sparsities "
+            f"({measured}) or 0. "
+            "Where methods tie the interval has no width, however few the problems. What they "
+            "exclude is the last "
+            "column: the loss above Wilson's bound (95%) on the share of problems that got worse "
+            "at any of the "
             "sparsities up to the threshold, gains not counted.",
         )
         for where, method, value in found["published"]:
-            page.paragraph(f"Published for {task} ({where}, {method}; without a stated rule): {value:g}.")
+            page.paragraph(
+                f"Published for {task} ({where}, {method}; without a stated rule): {value:g}."
+            )
 
 
 def _shows_margin(threshold: Metrics) -> bool:
@@ -1129,12 +1461,21 @@ def _shows_margin(threshold: Metrics) -> bool:
 
 
 def excluded_text(threshold: Metrics) -> str:
-    """What the problems exclude, and that it is not the margin where it is not; empty for a threshold of 0."""
+    """What the problems exclude, and that it is not the margin where it is not.
+
+    Empty for a threshold of 0.
+    """
     if threshold["not_excluded"] is None:
         return ""
-    text = f"n = {threshold['n']} excludes a loss of more than {100 * threshold['not_excluded']:.1f} points"
+    text = (
+        f"n = {threshold['n']} excludes a loss of more than "
+        f"{100 * threshold['not_excluded']:.1f} points"
+    )
     if not _shows_margin(threshold):
-        text += f", which is above the margin of {100 * threshold['margin']:g}: near-lossless is not shown"
+        text += (
+            f", which is above the margin of {100 * threshold['margin']:g}: near-lossless is "
+            "not shown"
+        )
     return text
 
 
@@ -1142,8 +1483,20 @@ def _text(threshold: Metrics) -> str:
     return f"{threshold['sparsity']:g} [{threshold['low']:g}, {threshold['high']:g}]"
 
 
-_KINDS = (Sweep, Comparison, NearLossless, Sensitivity, ErrorModes, Lengths, Budget, GateDistribution, Ablations)
-ANALYSES: dict[str, type[Analysis]] = {kind.name: kind for kind in _KINDS}  # in the order of the report
+_KINDS = (
+    Sweep,
+    Comparison,
+    NearLossless,
+    Sensitivity,
+    ErrorModes,
+    Lengths,
+    Budget,
+    GateDistribution,
+    Ablations,
+)
+ANALYSES: dict[str, type[Analysis]] = {
+    kind.name: kind for kind in _KINDS
+}  # in the order of the report
 
 
 def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]:
@@ -1151,9 +1504,13 @@ def choose_analyses(names: Sequence[str], has_ablations: bool) -> list[Analysis]
     names = names or [name for name in ANALYSES if has_ablations or name != Ablations.name]
     for name in names:
         if name not in ANALYSES:
-            raise ValueError(f"--analyses: there is no analysis {name!r}: choose from {', '.join(ANALYSES)}")
+            raise ValueError(
+                f"--analyses: there is no analysis {name!r}: choose from {', '.join(ANALYSES)}"
+            )
     if Ablations.name in names and not has_ablations:
-        raise ValueError("--analyses names ablations, but there are no gates for them: add --ablation NAME=FILE")
+        raise ValueError(
+            "--analyses names ablations, but there are no gates for them: add --ablation NAME=FILE"
+        )
     return [kind() for name, kind in ANALYSES.items() if name in names]
 
 
@@ -1162,7 +1519,10 @@ def load_study(config: StudyConfig) -> Study:
     find_tasks(config.tasks, config.data)  # a wrong name is refused before the model is loaded
     published = published_name(config.published or config.model)
     if config.published and published is None:
-        raise ValueError(f"--published {config.published!r}: nothing is known to be published for a model of this name")
+        raise ValueError(
+            f"--published {config.published!r}: nothing is known to be published for a model of "
+            "this name"
+        )
     model, tokenizer = config.load()
     shape = ModelShape.from_config(model.config)
     truth = read_truth(config.oracle, shape) if config.oracle else None
@@ -1171,7 +1531,9 @@ def load_study(config: StudyConfig) -> Study:
     cache = config.cache_settings({"first": methods[0].gates[0]})
     extra = config.extra
     if extra is None:
-        extra = default_extra(config.policies, config.observation, cache.sink, cache.sink + cache.window)
+        extra = default_extra(
+            config.policies, config.observation, cache.sink, cache.sink + cache.window
+        )
     config = replace(config, extra=extra)
     sizes = (config.buffer, config.observation, extra, cache.sink)
     policies = policy_templates(config.policies, *sizes, config.prompt_variants)
@@ -1180,7 +1542,9 @@ def load_study(config: StudyConfig) -> Study:
     return Study(
         rankings=(*methods, *reference_rankings(shape, truth, config.random_draws)),
         ablations=tuple(variants),
-        measurements=Measurements(model, tokenizer, prepared, config.output_dir / "rows", {"model": config.model}),
+        measurements=Measurements(
+            model, tokenizer, prepared, config.output_dir / "rows", {"model": config.model}
+        ),
         entry_size=EntrySize.of(model),
         config=config,
         policies=policies,
@@ -1193,12 +1557,16 @@ def load_study(config: StudyConfig) -> Study:
 def run_study(config: StudyConfig) -> list[str] | None:
     """Measure and report; the findings, or None with ``measure_only``."""
     started = time.monotonic()
-    check_results(config.output_dir, "results.json", ("report.html", "report.md", "table.md"), ("analyses",))
+    check_results(
+        config.output_dir, "results.json", ("report.html", "report.md", "table.md"), ("analyses",)
+    )
     check_results(config.output_dir, "measured.json", (), ("conditions",))
     analyses = choose_analyses(config.analyses, bool(config.ablation))
     study = load_study(config)
     # the full cache first: matched budgets need its texts
-    study.measurements.measure(FULL_CACHE, [(FULL_CACHE, study.full_condition(task)) for task in study.tasks])
+    study.measurements.measure(
+        FULL_CACHE, [(FULL_CACHE, study.full_condition(task)) for task in study.tasks]
+    )
     requests = (request for analysis in analyses for request in analysis.conditions(study))
     study.measurements.measure("conditions", requests)
     if config.measure_only:

@@ -16,16 +16,22 @@ Check = dict[str, Any]  # JSON-able
 
 
 def check_verifier(problems: list[Problem], verifier: Verifier, source: str) -> Check:
-    """Compare every reference solution with its own answer and the next problem's; ``source`` names them in errors.
+    """Compare every reference solution with its own answer and the next problem's.
+
+    ``source`` names them in errors.
 
     Returns:
-        ``own``: solutions compared with their own answer, of which ``refused`` were not accepted.  ``next``: solutions
-        compared with the answer of the following problem (the first one's after the last), where it is another text,
-        of which ``accepted`` were accepted.  Problems without solution or answer are ``left_out``.
+        ``own``: solutions compared with their own answer, of which ``refused`` were not accepted.
+        ``next``: solutions compared with the answer of the following problem (the first one's after
+        the last), where it is another text, of which ``accepted`` were accepted.  Problems without
+        solution or answer are ``left_out``.
     """
     rows = [(i, p) for i, p in enumerate(problems) if p.solution.strip() and p.answer.strip()]
     if not rows:
-        raise ValueError(f"{source}: no problem has both a solution and an answer, nothing to check the verifier on")
+        raise ValueError(
+            f"{source}: no problem has both a solution and an answer, nothing to check the "
+            "verifier on"
+        )
     own = [(i, p.solution, p.answer) for i, p in rows]
     following = zip(rows, [*rows[1:], rows[0]], strict=True)
     swapped = [(i, p.solution, q.answer) for (i, p), (_, q) in following if p.answer != q.answer]
@@ -55,7 +61,9 @@ def check_pairs(rows: list[Row], verifier: Verifier) -> list[Check]:
     counts: dict[str, Check] = {}
     for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         for kind in (row["kind"], "total"):
-            count = counts.setdefault(kind, {"kind": kind, "right": 0, "wrong": 0, "refused": [], "accepted": []})
+            count = counts.setdefault(
+                kind, {"kind": kind, "right": 0, "wrong": 0, "refused": [], "accepted": []}
+            )
             count["right" if row["right"] else "wrong"] += 1
             if verdict != row["right"]:
                 count["accepted" if verdict else "refused"].append(index)
@@ -74,7 +82,9 @@ def share_of(part: int, n: int) -> str:
 
 
 def write_checks(folder: Path, name: str, content: dict[str, Any], page: Page) -> None:
-    """``NAME.json`` with the content and where it comes from, ``NAME.md`` with the page, which is printed too."""
+    """``NAME.json`` with the content and where it comes from, ``NAME.md`` with the page, which is
+    printed too.
+    """
     write_json(folder / f"{name}.json", {**content, **provenance()})
     page.paragraph(f"{hardware_line()}.")
     page.write(folder / f"{name}.md")

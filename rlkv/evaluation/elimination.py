@@ -1,6 +1,8 @@
-"""In which order heads can go, without a shortcut: the reference that finders of heads are compared with.
+"""In which order heads can go, without a shortcut: the reference that finders of heads are compared
+with.
 
-Every head that is left is scored at every step: :mod:`rlkv.training.elimination` needs far fewer scores.
+Every head that is left is scored at every step: :mod:`rlkv.training.elimination` needs far fewer
+scores.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from transformers import PreTrainedModel
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import compress
 
-# of an allocation; larger is better, and in a tuple a finer measure breaks the ties of a coarser one
+# of an allocation; larger is better, and in a tuple a finer measure breaks the ties of a coarser
+# one
 Score = Callable[[HeadAllocation], Any]
 
 
@@ -30,10 +33,13 @@ class Trace:
 
 
 class TraceScorer:
-    """Scores allocations on fixed traces: ``(share of traces reproduced, mean log-probability per token)``.
+    """Scores allocations on fixed traces:
 
-    Prompt and solution are read in one call with ``prefill="local"``: every token sees the cache entries that it would
-    see in decoding.  A trace whose every token is the argmax is what greedy decoding writes.
+    ``(share of traces reproduced, mean log-probability per token)``.
+
+    Prompt and solution are read in one call with ``prefill="local"``: every token sees the cache
+    entries that it would see in decoding.  A trace whose every token is the argmax is what greedy
+    decoding writes.
     """
 
     def __init__(self, model: PreTrainedModel, traces: list[Trace], sink: int, window: int) -> None:
@@ -55,7 +61,9 @@ class TraceScorer:
         log_likelihood = 0.0
         with compress(self.model, allocation, sink=self.sink, window=self.window, prefill="local"):
             for ids, output_length in self.batches:
-                logits = self.model(input_ids=ids, use_cache=True, logits_to_keep=output_length + 1).logits[:, :-1]
+                logits = self.model(
+                    input_ids=ids, use_cache=True, logits_to_keep=output_length + 1
+                ).logits[:, :-1]
                 output = ids[:, -output_length:]
                 reproduced += int((logits.argmax(-1) == output).all(dim=1).sum())
                 picked = logits.float().log_softmax(-1).gather(-1, output[..., None])
@@ -80,10 +88,13 @@ def without_head(full: Tensor, layer: int, head: int) -> HeadAllocation:
     return HeadAllocation(reduced)
 
 
-def backward_elimination(score: Score, start: HeadAllocation, on_call: Callable[[], None]) -> list[Elimination]:
+def backward_elimination(
+    score: Score, start: HeadAllocation, on_call: Callable[[], None]
+) -> list[Elimination]:
     """Make heads compressible one by one, each time the one whose loss leaves the best score.
 
-    Begins with ``start``, whose n full heads take ``n (n + 1) / 2`` scores.  Ties go to the lower (layer, head).
+    Begins with ``start``, whose n full heads take ``n (n + 1) / 2`` scores.  Ties go to the lower
+    (layer, head).
     """
     full = start.full.clone()
     steps: list[Elimination] = []

@@ -1,7 +1,8 @@
 """An evaluation: methods on tasks, every generation in a file.
 
-Rows are in ``TASK/METHOD/rows-RANK-of-PROCESSES.jsonl`` of the output folder.  They do not depend on which process
-decoded them, so that a run with another number of processes resumes from all files.
+Rows are in ``TASK/METHOD/rows-RANK-of-PROCESSES.jsonl`` of the output folder.  They do not depend
+on which process decoded them, so that a run with another number of processes resumes from all
+files.
 """
 
 from __future__ import annotations
@@ -46,28 +47,36 @@ class Processes:
     device: str
 
     def wait_for_all(self) -> None:
-        """Return when every process has come here; a ``ValueError`` if one of them ended without.  Only once."""
+        """Return when every process has come here.
+
+        A ``ValueError`` if one of them ended without.  Only once.
+        """
         if self.count == 1:
             return
         try:
             dist.barrier()
         except RuntimeError as error:
             raise ValueError(
-                "another process of this run ended before its share was done: its output says why; finished rows "
+                "another process of this run ended before its share was done: its output says why; "
+                "finished rows "
                 "are kept: run the same command again to resume"
             ) from error
         dist.destroy_process_group()
 
 
 def join_processes(device: str) -> Processes:
-    """This process among those that torchrun or ``accelerate launch`` started; one if it was started alone.
+    """This process among those that torchrun or ``accelerate launch`` started.
 
-    With ``device`` ``auto`` or ``cuda`` each of several processes has a GPU of its own where there are GPUs.
+    One if it was started alone.
+
+    With ``device`` ``auto`` or ``cuda`` each of several processes has a GPU of its own where there
+    are GPUs.
     """
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return Processes(0, 1, device)
-    # gloo: only the end is waited for, and it notices closed connections where nccl waits for its timeout
+    # gloo: only the end is waited for, and it notices closed connections where nccl waits for its
+    # timeout
     dist.init_process_group("gloo", timeout=WAIT)
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -80,14 +89,18 @@ RANDOM_HEADS = "random-heads"
 
 @dataclass(frozen=True)
 class CompressionMethod:
-    """A parsed name; without a ranking all heads are compressible (none for ``full``), without a policy: a window."""
+    """A parsed name; without a ranking all heads are compressible (none for ``full``), without a
+    policy: a window.
+    """
 
     name: str
     ranking: str | None
     sparsity: float | None
     policy: EvictionPolicy | None
 
-    def allocation(self, config: PretrainedConfig, gates: dict[str, HeadGates], seed: int) -> HeadAllocation:
+    def allocation(
+        self, config: PretrainedConfig, gates: dict[str, HeadGates], seed: int
+    ) -> HeadAllocation:
         """The full heads for a model; a ``ValueError`` if the gates are not those of the model."""
         shape = ModelShape.from_config(config)
         size = (shape.num_layers, shape.num_kv_heads)
@@ -110,7 +123,9 @@ def parse_methods(names: Sequence[str], rankings: list[str]) -> list[Compression
 
 
 def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
-    """The method ``name``; ``rankings`` are the names of the gates files.  A ``ValueError`` says what is known."""
+    """The method ``name``; ``rankings`` are the names of the gates files.  A ``ValueError`` says
+    what is known.
+    """
     if name == FULL:
         return CompressionMethod(name, None, None, None)
     parts = name.split("+")
@@ -119,7 +134,8 @@ def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
     if len(heads) > 1 or len(policies) > 1 or len(heads) + len(policies) != len(parts):
         known = ", ".join([FULL, *rankings, RANDOM_HEADS, *POLICIES])
         raise ValueError(
-            f"method {name!r} is not understood: write full, HEADS@SPARSITY, POLICY@BUDGET or both joined by +, of "
+            f"method {name!r} is not understood: write full, HEADS@SPARSITY, POLICY@BUDGET or both "
+            "joined by +, of "
             f"{known}"
         )
     ranking, sparsity = None, None
@@ -128,7 +144,9 @@ def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
         sparsity = _number(text, name, f"{ranking}@0.5")
         if not 0 <= sparsity <= 1:
             raise ValueError(f"method {name!r}: sparsity {text} is not in [0, 1]")
-    return CompressionMethod(name, ranking, sparsity, _parse_policy(policies[0], name) if policies else None)
+    return CompressionMethod(
+        name, ranking, sparsity, _parse_policy(policies[0], name) if policies else None
+    )
 
 
 def _parse_policy(part: str, name: str) -> EvictionPolicy:
@@ -139,7 +157,9 @@ def _parse_policy(part: str, name: str) -> EvictionPolicy:
         options["ratio"] = _number(size.removeprefix("ratio="), name, f"{kind}@ratio=0.5")
     elif size:
         if not size.isdigit():
-            raise ValueError(f"method {name!r}: the budget {size!r} is not a number of entries: write {kind}@256")
+            raise ValueError(
+                f"method {name!r}: the budget {size!r} is not a number of entries: write {kind}@256"
+            )
         options["budget"] = int(size)
     return make_policy(kind, **options)
 
@@ -152,16 +172,24 @@ def _number(text: str, name: str, example: str) -> float:
 
 
 def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[str, HeadGates]:
-    """Gates files given as FILE or NAME=FILE, by names that are not ``reserved``; an existing file is taken whole."""
+    """Gates files given as FILE or NAME=FILE, by names that are not ``reserved``.
+
+    An existing file is taken whole.
+    """
     named: dict[str, str] = {}
     for item in items:
         name, separator, file = item.partition("=")
         if Path(item).is_file() or not separator:
             name, file = Path(item).stem, item
         if not name.strip() or set(name) & set("/+@,:"):
-            raise ValueError(f"--gates: {name!r} cannot name a ranking: give NAME=FILE, the name without / + @ , or :")
+            raise ValueError(
+                f"--gates: {name!r} cannot name a ranking: give NAME=FILE, the name without / + @ "
+                ", or :"
+            )
         if name in named or name in reserved:
-            raise ValueError(f"--gates: the name {name!r} is used twice or reserved: give NAME=FILE")
+            raise ValueError(
+                f"--gates: the name {name!r} is used twice or reserved: give NAME=FILE"
+            )
         named[name] = file
     return {name: HeadGates.load(file) for name, file in named.items()}
 
@@ -181,7 +209,9 @@ class TaskOptions(CacheOptions, ModelOptions):
     max_new_tokens: tuple[str, ...] = ()
     """N, or TASK=N for single tasks; default: the tasks' published limits"""
     template: str | None = None
-    """prompt template of maths tasks: rlkv, boxed or plain; default: the one of all gates, else the task's"""
+    """prompt template of maths tasks: rlkv, boxed or plain; default: the one of all gates, else the
+    task's
+    """
     repetition: tuple[int, int] = (400, 40)
     """WINDOW DISTINCT: a text is repetitive if a window holds fewer distinct tokens"""
     batch_size: int = 16
@@ -203,7 +233,9 @@ class TaskOptions(CacheOptions, ModelOptions):
         return number_for(task.name, self.max_new_tokens, "--max-new-tokens") or task.max_new_tokens
 
     def chosen_template(self, gates: Iterable[HeadGates]) -> str | None:
-        """The template as given, else the one of all gates; None: the tasks' own, which are the published ones."""
+        """The template as given, else the one of all gates; None: the tasks' own, which are the
+        published ones.
+        """
         return self.template or trained_template(gates)
 
     def problems(self, template: str | None) -> list[tuple[EvalTask, list[EvalProblem]]]:
@@ -213,10 +245,12 @@ class TaskOptions(CacheOptions, ModelOptions):
 
 
 def number_for(task: str, values: Sequence[str], option: str) -> int | None:
-    """The number of ``task`` in values such as ``4 math500=2``: its own, else that of all tasks, else None.
+    """The number of ``task`` in values such as ``4 math500=2``: its own, else that of all tasks,
+    else None.
 
     Raises:
-        ValueError: for a value of another form, a number below 1, a task that is unknown or named twice.
+        ValueError: for a value of another form, a number below 1, a task that is unknown or named
+            twice.
     """
     found: dict[str, int] = {}
     for value in values:
@@ -225,7 +259,8 @@ def number_for(task: str, values: Sequence[str], option: str) -> int | None:
             find_task(name)
         if not number.isdecimal() or int(number) < 1 or name in found:
             raise ValueError(
-                f"{option} {' '.join(values)}: {value!r} is wrong or a second value for the same tasks: give N for all "
+                f"{option} {' '.join(values)}: {value!r} is wrong or a second value for the same "
+                "tasks: give N for all "
                 "tasks and TASK=N for single ones, N at least 1"
             )
         found[name] = int(number)
@@ -253,7 +288,9 @@ class EvalConfig(SamplingOptions, TaskOptions):
     stop_repetitive: bool = False
     """end a text when it is repetitive (recorded in its row)"""
     preset: str | None = None
-    """rlkv, rkv, rpc or modern: a published protocol, which sets what neither --config nor the command line does"""
+    """rlkv, rkv, rpc or modern: a published protocol, which sets what neither --config nor the
+    command line does
+    """
 
     def check(self) -> None:
         """As of :class:`TaskOptions`, and the numbers of samples."""
@@ -267,7 +304,9 @@ class EvalConfig(SamplingOptions, TaskOptions):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was decoded: rows by (task, method), and ``config``, the options with what was chosen for their defaults."""
+    """What was decoded: rows by (task, method), and ``config``, the options with what was chosen
+    for their defaults.
+    """
 
     methods: list[CompressionMethod]
     rows: dict[tuple[str, str], list[Row]]
@@ -275,13 +314,19 @@ class Evaluation:
 
 
 def evaluate(config: EvalConfig) -> Evaluation | None:
-    """Decode and grade what the output folder does not hold yet; None in all processes of a run but the first."""
+    """Decode and grade what the output folder does not hold yet.
+
+    None in all processes of a run but the first.
+    """
     check_results(config.output_dir, RESULTS, REPORTS, ("config", "results"))
     rankings = named_gates(config.gates, (FULL, RANDOM_HEADS, *POLICIES))
     methods = parse_methods(config.methods, list(rankings))
     names = [method.name for method in methods]
     if config.baseline is not None and config.baseline not in names:
-        raise ValueError(f"--baseline {config.baseline!r} is not among the methods: choose from {', '.join(names)}")
+        raise ValueError(
+            f"--baseline {config.baseline!r} is not among the methods: choose from "
+            f"{', '.join(names)}"
+        )
     cache, template = config.cache_settings(rankings), config.chosen_template(rankings.values())
     loaded = config.problems(template)
     settings = {
@@ -297,14 +342,18 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     }
     processes = join_processes(config.device)  # before the model, which takes long to load
     model, tokenizer = replace(config, device=processes.device).load()
-    allocations = {method.name: method.allocation(model.config, rankings, config.seed) for method in methods}
+    allocations = {
+        method.name: method.allocation(model.config, rankings, config.seed) for method in methods
+    }
     problems = {task.name: render_problems(task, found, tokenizer) for task, found in loaded}
     folders = {
         (task, method.name): config.output_dir / task.replace(":", "_") / method.name
         for task, method in product(problems, methods)
     }
     for task, method in product(problems, methods):
-        title = f"{task} {method.name}" + (f" (process 0 of {processes.count})" if processes.count > 1 else "")
+        title = f"{task} {method.name}" + (
+            f" (process 0 of {processes.count})" if processes.count > 1 else ""
+        )
         folder = folders[task, method.name]
         own = replace(settings[task], cache=cache.with_policy(method.policy))
         own = replace(own, rank=processes.rank, ranks=processes.count)
@@ -313,15 +362,23 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         file = folder / f"rows-{processes.rank}-of-{processes.count}.jsonl"
         heads = allocations[method.name]
         with progress_bar(title, "texts", disable=processes.rank > 0) as bar:
-            run_method(model, tokenizer, problems[task], heads, own, file, {}, partial(_show, bar), earlier)
+            run_method(
+                model, tokenizer, problems[task], heads, own, file, {}, partial(_show, bar), earlier
+            )
     processes.wait_for_all()
     if processes.rank > 0:
         return None
     rows = {}
     for (task, name), folder in folders.items():
-        found = {(row["key"], row["sample"]): row for file in _files(folder) for row in iter_rows(file, KEY)}
+        found = {
+            (row["key"], row["sample"]): row
+            for file in _files(folder)
+            for row in iter_rows(file, KEY)
+        }
         samples = range(settings[task].num_samples)
-        rows[task, name] = [found[problem.key, sample] for problem, sample in product(problems[task], samples)]
+        rows[task, name] = [
+            found[problem.key, sample] for problem, sample in product(problems[task], samples)
+        ]
     chosen = {
         "protect_prompt": cache.protect_prompt,
         "sink": cache.sink,

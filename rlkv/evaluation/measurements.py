@@ -1,8 +1,9 @@
 """Conditions, each measured once.
 
-Greedy decoding is deterministic, so seeds that keep the same heads share one measurement.  Its rows are in one file; a
-study that was stopped resumes from the files.  Of several processes each takes conditions that no other one is at.
-Random draws share the problems: each decodes a part of them, and the parts are joined into one outcome.
+Greedy decoding is deterministic, so seeds that keep the same heads share one measurement.  Its rows
+are in one file; a study that was stopped resumes from the files.  Of several processes each takes
+conditions that no other one is at. Random draws share the problems: each decodes a part of them,
+and the parts are joined into one outcome.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ class Outcome:
     Attributes:
         key: of the condition; seeds that keep the same heads share one outcome.
         correct: 1.0 or 0.0.
-        modes: how the answer failed (:data:`rlkv.evaluation.metrics.MODES`), None where it is right.
+        modes: how the answer failed (:data:`rlkv.evaluation.metrics.MODES`), None where it is
+            right.
         tokens: the output tokens.
-        kv_bytes, kv_bytes_full: bytes of KV in use at the end of each text, and of the full cache for the same tokens.
+        kv_bytes, kv_bytes_full: bytes of KV in use at the end of each text, and of the full cache
+            for the same tokens.
         seconds: that decoding took.
-        draws: random orders of the heads that share the problems; 1: all problems have the same heads.
+        draws: random orders of the heads that share the problems; 1: all problems have the same
+            heads.
     """
 
     key: str
@@ -86,10 +90,14 @@ def outcome_of(key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
 
 
 def join(parts: Sequence[Outcome]) -> Outcome:
-    """One outcome of all problems; of k ``parts`` the i-th one has the problems i, i + k, i + 2k and so on."""
+    """One outcome of all problems; of k ``parts`` the i-th one has the problems i, i + k, i + 2k
+    and so on.
+    """
     count, total = len(parts), sum(part.correct.size for part in parts)
     order = np.argsort([problem for i in range(count) for problem in range(i, total, count)])
-    modes, tokens = ([value for part in parts for value in getattr(part, name)] for name in ("modes", "tokens"))
+    modes, tokens = (
+        [value for part in parts for value in getattr(part, name)] for name in ("modes", "tokens")
+    )
     return Outcome(
         "+".join(part.key for part in parts),
         np.concatenate([part.correct for part in parts])[order],
@@ -111,13 +119,16 @@ def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics
     """A method in one setting, over its seeds ``runs``.
 
     Returns:
-        ``mean, low, high, n`` over problems, of the mean over seeds; ``seeds``, the accuracy of each; ``distinct``, the
-        different measurements among them (seeds with the same heads are one); ``draws``, the random orders that share
-        the problems, else 1; ``kv_share``, bytes of KV in use over those of the full cache; ``versus_full``, the paired
-        difference to ``full``, None without it.
+        ``mean, low, high, n`` over problems, of the mean over seeds; ``seeds``, the accuracy of
+        each; ``distinct``, the different measurements among them (seeds with the same heads are
+        one); ``draws``, the random orders that share the problems, else 1; ``kv_share``, bytes of
+        KV in use over those of the full cache; ``versus_full``, the paired difference to ``full``,
+        None without it.
     """
     scores = mean_scores(runs)
-    held, whole = (sum(int(getattr(run, name).sum()) for run in runs) for name in ("kv_bytes", "kv_bytes_full"))
+    held, whole = (
+        sum(int(getattr(run, name).sum()) for run in runs) for name in ("kv_bytes", "kv_bytes_full")
+    )
     return {
         **asdict(mean_with_interval(scores)),
         "seeds": [float(run.correct.mean()) for run in runs],
@@ -131,12 +142,16 @@ def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics
 def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
     """Both accuracies and the paired difference, first minus second.
 
-    ``per_seed`` has the difference of each set of heads to the other's mean over seeds, seeds with the same heads once;
-    empty for draws that share the problems, of which none has decoded all of them.
+    ``per_seed`` has the difference of each set of heads to the other's mean over seeds, seeds with
+    the same heads once; empty for draws that share the problems, of which none has decoded all of
+    them.
     """
     means = [float(mean_scores(runs).mean()) for runs in (first, second)]
     distinct = [{run.key: float(run.correct.mean()) for run in runs} for runs in (first, second)]
-    whole = [[] if runs[0].draws > 1 else list(of.values()) for runs, of in zip((first, second), distinct, strict=True)]
+    whole = [
+        [] if runs[0].draws > 1 else list(of.values())
+        for runs, of in zip((first, second), distinct, strict=True)
+    ]
     test = paired_difference(mean_scores(second), mean_scores(first))
     return {
         "first": accuracy_of(first),
@@ -169,10 +184,11 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Condition:
-    """A task under an allocation; compressible heads keep sinks and a window, or what ``policy`` chooses.
+    """A task under an allocation; compressible heads keep sinks and a window, or what ``policy``
+    chooses.
 
-    ``planned``: for each problem the length of a text, of which the policy's ratio is taken from the start.
-    ``sizes``: in place of the task's own sinks and window.
+    ``planned``: for each problem the length of a text, of which the policy's ratio is taken from
+    the start. ``sizes``: in place of the task's own sinks and window.
     ``part``: (i, k), only the problems i, i + k, i + 2k and so on; None: all.
     """
 
@@ -193,9 +209,13 @@ class Condition:
         """A short name of all that the condition is."""
         policy = None if self.policy is None else self.policy.describe()
         further = [self.planned, None if self.sizes is None else self.sizes._asdict(), self.part]
-        while further and further[-1] is None:  # keys, which name files, stay what they were before there was a field
+        while (
+            further and further[-1] is None
+        ):  # keys, which name files, stay what they were before there was a field
             further.pop()
-        content = json.dumps([self.allocation.full.int().tolist(), policy, *further], sort_keys=True)
+        content = json.dumps(
+            [self.allocation.full.int().tolist(), policy, *further], sort_keys=True
+        )
         return f"{self.task.replace(':', '_')}-{digest(content.encode())[:12]}"
 
 
@@ -213,7 +233,10 @@ class StudyTask:
 
 
 class Measurements:
-    """Measures conditions, with rows in ``folder``, and hands out what was measured; rows depend on ``facts`` too."""
+    """Measures conditions, with rows in ``folder``, and hands out what was measured.
+
+    Rows depend on ``facts`` too.
+    """
 
     def __init__(
         self,
@@ -229,7 +252,9 @@ class Measurements:
         self._outcomes: dict[Condition, Outcome] = {}
 
     def measure(self, title: str, requests: ConditionRequests) -> None:
-        """Measure the (name, condition) ``requests`` that were not measured yet, with a progress bar."""
+        """Measure the (name, condition) ``requests`` that were not measured yet, with a progress
+        bar.
+        """
         for label, condition in dict.fromkeys(requests):
             self.labels.setdefault(condition, []).append(label)
         waiting = deque(condition for condition in self.labels if condition not in self._outcomes)
@@ -263,11 +288,17 @@ class Measurements:
         sizes = {} if condition.sizes is None else condition.sizes._asdict()
         cache = replace(task.settings.cache, **sizes).with_policy(condition.policy)
         rank, ranks = condition.part or (0, 1)
-        settings = replace(task.settings, cache=cache, planned=condition.planned, rank=rank, ranks=ranks)
+        settings = replace(
+            task.settings, cache=cache, planned=condition.planned, rank=rank, ranks=ranks
+        )
         file = self.folder / f"rows-{condition.key}.jsonl"
-        rows = run_method(self.model, self.tokenizer, task.problems, heads, settings, file, self.facts, on_rows)
+        rows = run_method(
+            self.model, self.tokenizer, task.problems, heads, settings, file, self.facts, on_rows
+        )
         found = {row["key"]: row for row in rows}
-        return outcome_of(condition.key, [found[problem.key] for problem in self._problems(condition)])
+        return outcome_of(
+            condition.key, [found[problem.key] for problem in self._problems(condition)]
+        )
 
     def outcome(self, condition: Condition) -> Outcome:
         """What was measured of a condition, which :meth:`measure` must have been asked for."""
@@ -317,7 +348,8 @@ class Ranking:
         shape: (layers, KV heads).
         orders: for each seed or draw (layer, head) from the first to compress to the last.
         gates, files: for each seed, where the order is that of a gates file; else empty.
-        drawn: the orders are random draws, which share the problems of a task; else each one decodes all of them.
+        drawn: the orders are random draws, which share the problems of a task; else each one
+            decodes all of them.
     """
 
     name: str
@@ -328,11 +360,14 @@ class Ranking:
     drawn: bool = False
 
     def allocations(self, sparsity: float) -> list[HeadAllocation]:
-        """For each seed, the allocation in which the first ``sparsity`` of its order is compressible."""
+        """For each seed, the allocation in which the first ``sparsity`` of its order is
+        compressible.
+        """
         return [HeadAllocation.from_order(order, *self.shape, sparsity) for order in self.orders]
 
     def without_top(self, heads: int) -> list[HeadAllocation]:
-        """For each seed, the allocation in which only the *last* ``heads`` of its order are compressible.
+        """For each seed, the allocation in which only the *last* ``heads`` of its order are
+        compressible.
 
         Those are the heads that the ranking considers most needed.
         """
@@ -340,13 +375,20 @@ class Ranking:
         return [HeadAllocation.from_order(order[::-1], *self.shape, share) for order in self.orders]
 
 
-def group_by_name(items: Sequence[str], option: str, taken: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Files of ``NAME=FILE`` texts by name, which must not be ``taken``; several files are seeds of one method."""
+def group_by_name(
+    items: Sequence[str], option: str, taken: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """Files of ``NAME=FILE`` texts by name, which must not be ``taken``.
+
+    Several files are seeds of one method.
+    """
     files: dict[str, list[str]] = {}
     for item in items:
         name, separator, file = item.partition("=")
         if not separator or not name.strip() or not file:
-            raise ValueError(f"{option} {item!r} must be NAME=FILE, such as RLKV=results/demo/gates.pt")
+            raise ValueError(
+                f"{option} {item!r} must be NAME=FILE, such as RLKV=results/demo/gates.pt"
+            )
         if name in taken:
             raise ValueError(f"{option}: the name {name!r} is taken: give these gates another one")
         files.setdefault(name, []).append(file)
@@ -361,11 +403,15 @@ def gates_rankings(files: dict[str, list[str]], config: PretrainedConfig) -> lis
         for each in gates:
             each.check_model(config)
         orders = tuple(tuple(compression_order(each)) for each in gates)
-        found.append(Ranking(name, (gates[0].num_layers, gates[0].num_kv_heads), orders, gates, tuple(paths)))
+        found.append(
+            Ranking(name, (gates[0].num_layers, gates[0].num_kv_heads), orders, gates, tuple(paths))
+        )
     return found
 
 
-def reference_rankings(shape: ModelShape, truth: dict[str, Any] | None, random_draws: int) -> list[Ranking]:
+def reference_rankings(
+    shape: ModelShape, truth: dict[str, Any] | None, random_draws: int
+) -> list[Ranking]:
     """The elimination order of a ground truth, where there is one, and random draws."""
     size = (shape.num_layers, shape.num_kv_heads)
     found = []
@@ -386,18 +432,21 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
     """A ground-truth file, whole.
 
     Raises:
-        ValueError: if it is not such a file, does not name every head of a model of this shape once, or has no number
-            for the accuracy lost by each head.
+        ValueError: if it is not such a file, does not name every head of a model of this shape
+            once, or has no number for the accuracy lost by each head.
     """
     try:
         truth: dict[str, Any] = read_json(path)
         order = elimination_order(truth)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"--oracle {path} is not a ground-truth file with an elimination order ({error})") from None
+        raise ValueError(
+            f"--oracle {path} is not a ground-truth file with an elimination order ({error})"
+        ) from None
     size = (shape.num_layers, shape.num_kv_heads)
     if sorted(order) != list(product(*map(range, size))):
         raise ValueError(
-            f"--oracle {path} must eliminate each head of a model with {size[0]} layers x {size[1]} KV heads once: "
+            f"--oracle {path} must eliminate each head of a model with {size[0]} layers x "
+            f"{size[1]} KV heads once: "
             "measure it with inference/tiny_ground_truth.py"
         )
     try:
@@ -406,14 +455,17 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
         lost = np.array(None)
     if lost.shape != size or lost.dtype.kind not in "if" or not np.isfinite(lost).all():
         raise ValueError(
-            f"--oracle {path}: accuracy_lost_by_single_head must be {shape.num_layers} lists of {shape.num_kv_heads} "
-            "numbers, the accuracy that each head alone costs: measure it with inference/tiny_ground_truth.py"
+            f"--oracle {path}: accuracy_lost_by_single_head must be {shape.num_layers} lists of "
+            f"{shape.num_kv_heads} "
+            "numbers, the accuracy that each head alone costs: measure it with "
+            "inference/tiny_ground_truth.py"
         )
     return truth
 
 
 def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:
-    """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the gates keep full too.
+    """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the
+    gates keep full too.
 
     A correlation is None where all gates are equal.  ``truth``: a ground-truth file.
     """
@@ -423,7 +475,9 @@ def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None
         position[head] = place
     oracle = HeadAllocation.from_order(order, gates.num_layers, gates.num_kv_heads, 0.5)
     return {
-        "spearman_single_head": _correlation(gates.alpha, torch.tensor(truth["accuracy_lost_by_single_head"])),
+        "spearman_single_head": _correlation(
+            gates.alpha, torch.tensor(truth["accuracy_lost_by_single_head"])
+        ),
         "spearman_elimination": _correlation(gates.alpha, position),
         "overlap_at_0.5": HeadAllocation.from_gates(gates, 0.5).overlap(oracle),
     }

@@ -1,4 +1,6 @@
-"""Metrics of a run over problems: pass@k, intervals, paired tests, repetition of texts, error modes."""
+"""Metrics of a run over problems: pass@k, intervals, paired tests, repetition of texts, error
+modes.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest, bootstrap, permutation_test
 
-MODES = ("repetitive", "overlength", "incorrect")  # how a compressed model fails where the full cache succeeds
+MODES = (
+    "repetitive",
+    "overlength",
+    "incorrect",
+)  # how a compressed model fails where the full cache succeeds
 RESAMPLES = 10_000
 AT_ONCE = 500  # resamples drawn together: bounds the memory
 FEW_CHANGED = (
-    "Where only a few problems changed, all in one direction, the bootstrap interval of a difference is too narrow and "
+    "Where only a few problems changed, all in one direction, the bootstrap interval of a "
+    "difference is too narrow and "
     "can exclude 0: trust the test."
 )
 Floats = NDArray[np.float64]
@@ -38,7 +45,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """How much the second run differs from the first over the same ``n`` problems (second minus first).
+    """How much the second run differs from the first over the same ``n`` problems (second minus
+    first).
 
     Attributes:
         low, high: 95% interval of the difference; p_value: two-sided, of no difference.
@@ -54,7 +62,8 @@ class PairedDifference:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Probability that at least one of ``k`` samples is right, estimated without bias from ``samples`` of them.
+    """Probability that at least one of ``k`` samples is right, estimated without bias from
+    ``samples`` of them.
 
     Source: Chen et al., arXiv 2107.03374, equation 1: 1 - C(n-c, k) / C(n, k).
     """
@@ -62,12 +71,18 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def problem_scores(correct: Sequence[Sequence[bool]], k: int = 1) -> Floats:
-    """pass@k of every problem, float ``[problems]``, from the verdicts on its samples; k = 1: their mean."""
-    return np.array([pass_at_k(len(verdicts), sum(verdicts), k) for verdicts in correct], dtype=np.float64)
+    """pass@k of every problem, float ``[problems]``, from the verdicts on its samples; k = 1: their
+    mean.
+    """
+    return np.array(
+        [pass_at_k(len(verdicts), sum(verdicts), k) for verdicts in correct], dtype=np.float64
+    )
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95% Wilson score interval of a proportion (JASA 22, 1927), sound at 0 and 1 and for small ``n``."""
+    """95% Wilson score interval of a proportion (JASA 22, 1927), sound at 0 and 1 and for small
+    ``n``.
+    """
     interval = binomtest(successes, n).proportion_ci(method="wilson")
     return float(interval.low), float(interval.high)
 
@@ -75,8 +90,8 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 def unseen_interval(value: float, n: int, least: float) -> tuple[float, float]:
     """95% interval of a mean over problems, of which ``n`` were seen and all had ``value``.
 
-    Other problems may have any value from ``least`` to 1.  Their share is at most Wilson's upper bound u of
-    0 in ``n``, so that the mean lies between ``value`` moved by u towards either end.
+    Other problems may have any value from ``least`` to 1.  Their share is at most Wilson's upper
+    bound u of 0 in ``n``, so that the mean lies between ``value`` moved by u towards either end.
     """
     share = wilson_interval(0, n)[1]
     return value + share * (least - value), value + share * (1 - value)
@@ -85,34 +100,46 @@ def unseen_interval(value: float, n: int, least: float) -> tuple[float, float]:
 def bootstrap_mean(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:
     """Mean of ``scores`` (one per problem) and its 95% percentile bootstrap interval over problems.
 
-    If all problems have the same score the interval has no width.  It then says nothing about other problems.
+    If all problems have the same score the interval has no width.  It then says nothing about other
+    problems.
 
     Raises:
         ValueError: without problems.
     """
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or not values.size:
-        raise ValueError(f"an interval needs one score per problem, got an array of shape {values.shape}")
+        raise ValueError(
+            f"an interval needs one score per problem, got an array of shape {values.shape}"
+        )
     mean = float(values.mean())
     if np.ptp(values) == 0:
         return Estimate(mean, mean, mean, values.size)
     rng = np.random.default_rng(seed)
-    found = bootstrap((values,), np.mean, n_resamples=RESAMPLES, batch=AT_ONCE, method="percentile", rng=rng)
+    found = bootstrap(
+        (values,), np.mean, n_resamples=RESAMPLES, batch=AT_ONCE, method="percentile", rng=rng
+    )
     low, high = found.confidence_interval
     return Estimate(mean, float(low), float(high), values.size)
 
 
 def mean_with_interval(scores: Sequence[float] | Floats) -> Estimate:
-    """Mean of a score in [0, 1] per problem: Wilson's interval where all are 0 or 1, else bootstrap over problems.
+    """Mean of a score in [0, 1] per problem:
 
-    Where all problems have the same score in between, the bootstrap has no width, and :func:`unseen_interval` is taken.
+    Wilson's interval where all are 0 or 1, else bootstrap over problems.
+
+    Where all problems have the same score in between, the bootstrap has no width, and
+    :func:`unseen_interval` is taken.
     """
     values = np.asarray(scores, dtype=np.float64)
     if values.size and np.isin(values, (0.0, 1.0)).all():
-        return Estimate(float(values.mean()), *wilson_interval(int(values.sum()), values.size), values.size)
+        return Estimate(
+            float(values.mean()), *wilson_interval(int(values.sum()), values.size), values.size
+        )
     estimate = bootstrap_mean(values)
     if np.ptp(values) == 0:
-        return Estimate(estimate.mean, *unseen_interval(estimate.mean, values.size, least=0.0), values.size)
+        return Estimate(
+            estimate.mean, *unseen_interval(estimate.mean, values.size, least=0.0), values.size
+        )
     return estimate
 
 
@@ -121,19 +148,23 @@ def paired_difference(
 ) -> PairedDifference:
     """Compare two runs by their scores in [0, 1] on the same problems, in the same order.
 
-    The interval is a percentile bootstrap over problems.  It has no width where all differences are one number (no
-    problem changed, or all by as much); the interval is then that of :func:`unseen_interval` for differences from -1
-    to 1: equal runs on 20 problems give [-0.16, +0.16], on 200 [-0.019, +0.019].
+    The interval is a percentile bootstrap over problems.  It has no width where all differences are
+    one number (no problem changed, or all by as much); the interval is then that of
+    :func:`unseen_interval` for differences from -1 to 1: equal runs on 20 problems give [-0.16,
+    +0.16], on 200 [-0.019, +0.019].
 
-    The p value is that of a sign-flip permutation test on the differences (Fisher 1935): all flips if there are at
-    most :data:`RESAMPLES` of them, else so many random ones, the observed one counted.
+    The p value is that of a sign-flip permutation test on the differences (Fisher 1935): all flips
+    if there are at most :data:`RESAMPLES` of them, else so many random ones, the observed one
+    counted.
 
     Raises:
         ValueError: if the runs differ in their number of problems, or have none.
     """
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     if a.shape != b.shape:
-        raise ValueError(f"a paired test needs the same problems in both runs, got {a.size} and {b.size}")
+        raise ValueError(
+            f"a paired test needs the same problems in both runs, got {a.size} and {b.size}"
+        )
     found = bootstrap_mean(b - a, seed)
     low, high = found.low, found.high
     if np.ptp(b - a) == 0:
@@ -141,25 +172,35 @@ def paired_difference(
     changes = (b - a)[b != a]  # flips of the others change nothing
     p_value = 1.0  # of one change: both of its signs are as far from 0
     if changes.size > 1:
-        options: dict[str, Any] = {"n_resamples": RESAMPLES, "batch": AT_ONCE, "rng": np.random.default_rng(seed)}
-        p_value = float(permutation_test((changes,), np.sum, permutation_type="samples", **options).pvalue)
+        options: dict[str, Any] = {
+            "n_resamples": RESAMPLES,
+            "batch": AT_ONCE,
+            "rng": np.random.default_rng(seed),
+        }
+        p_value = float(
+            permutation_test((changes,), np.sum, permutation_type="samples", **options).pvalue
+        )
     return PairedDifference(found.mean, low, high, p_value, a.size, changes.size)
 
 
 def smallest_provable_difference(n: int) -> float | None:
-    """The smallest difference in accuracy over ``n`` problems that a sign test can call significant (p < 0.05).
+    """The smallest difference in accuracy over ``n`` problems that a sign test can call significant
+    (p < 0.05).
 
-    In the best case one run solves all that the other does and 6 more: 2 * 0.5^6 = 0.031, 2 * 0.5^5 = 0.0625.  None if
-    there are fewer problems; 0.2 for 30.
+    In the best case one run solves all that the other does and 6 more: 2 * 0.5^6 = 0.031, 2 * 0.5^5
+    = 0.0625.  None if there are fewer problems; 0.2 for 30.
     """
     return 6 / n if n >= 6 else None
 
 
 def ngram_entropy(tokens: Sequence[Hashable], n: int) -> float:
-    """Shannon entropy of the n-grams of one text, in bits; low where it repeats itself.  0 without n-grams.
+    """Shannon entropy of the n-grams of one text, in bits.
 
-    Source: RPC, arXiv 2505.13866, equation 1: H_n = -sum over distinct n-grams g of p(g) log2 p(g), p(g) the share of
-    g among all n-grams of the text.  It is at most log2 of their number: compare texts of one length only.
+    Low where it repeats itself.  0 without n-grams.
+
+    Source: RPC, arXiv 2505.13866, equation 1: H_n = -sum over distinct n-grams g of p(g) log2 p(g),
+    p(g) the share of g among all n-grams of the text.  It is at most log2 of their number: compare
+    texts of one length only.
     """
     counts = _ngrams(tokens, n)
     total = counts.total()
@@ -167,15 +208,19 @@ def ngram_entropy(tokens: Sequence[Hashable], n: int) -> float:
 
 
 def repetition_rate(tokens: Sequence[Hashable], n: int) -> float:
-    """Share of the n-grams of one text that occurred in it before: 1 - distinct / all.  0 without n-grams."""
+    """Share of the n-grams of one text that occurred in it before: 1 - distinct / all.  0 without
+    n-grams.
+    """
     counts = _ngrams(tokens, n)
     return 1 - len(counts) / counts.total() if counts else 0.0
 
 
 def ngram_frequency(tokens: Sequence[Hashable], n: int) -> float:
-    """How often the n-gram at a random position occurs in the text: sum c^2 / sum c over the counts c of n-grams.
+    """How often the n-gram at a random position occurs in the text: sum c^2 / sum c over the counts
+    c of n-grams.
 
-    Our reading of the "average n-gram frequency" of R-KV (arXiv 2505.24133, figure 2, without a formula).
+    Our reading of the "average n-gram frequency" of R-KV (arXiv 2505.24133, figure 2, without a
+    formula).
     """
     counts = _ngrams(tokens, n)
     return sum(c * c for c in counts.values()) / counts.total() if counts else 0.0
@@ -186,7 +231,9 @@ def _ngrams(tokens: Sequence[Hashable], n: int) -> Counter[tuple[Hashable, ...]]
 
 
 def sentence_redundancy(text: str) -> float:
-    """Share of the sentences of a text that repeat an earlier one, up to case and white space; 0 without sentences.
+    """Share of the sentences of a text that repeat an earlier one, up to case and white space.
+
+    0 without sentences.
 
     A sentence ends at ``.``, ``!`` or ``?`` before white space, or at the end of a line.
     """
@@ -197,10 +244,11 @@ def sentence_redundancy(text: str) -> float:
 
 @dataclass(frozen=True)
 class RepetitionRule:
-    """A text is repetitive if ``window`` tokens in a row hold fewer than ``distinct`` different ones.
+    """A text is repetitive if ``window`` tokens in a row hold fewer than ``distinct`` different
+    ones.
 
-    Checked at every full ``window`` of the output but the first, as in RLKV's evaluator (arXiv 2510.08525: 400 tokens,
-    40 distinct ones), whose first check is at 800 tokens.
+    Checked at every full ``window`` of the output but the first, as in RLKV's evaluator (arXiv
+    2510.08525: 400 tokens, 40 distinct ones), whose first check is at 800 tokens.
     ValueError unless 1 <= distinct <= window: every text would be repetitive, or none.
     """
 
@@ -210,13 +258,17 @@ class RepetitionRule:
     def __post_init__(self) -> None:
         if not 1 <= self.distinct <= self.window:
             raise ValueError(
-                f"--repetition {self.window} {self.distinct}: a window of {self.window} tokens never holds "
+                f"--repetition {self.window} {self.distinct}: a window of {self.window} tokens "
+                "never holds "
                 f"{self.distinct} distinct ones: give WINDOW DISTINCT, such as 400 40"
             )
 
     def __call__(self, token_ids: list[int]) -> bool:
         """Whether some check fails."""
-        return any(self.ends(token_ids[:end]) for end in range(self.window, len(token_ids) + 1, self.window))
+        return any(
+            self.ends(token_ids[:end])
+            for end in range(self.window, len(token_ids) + 1, self.window)
+        )
 
     def ends(self, token_ids: list[int]) -> bool:
         """Whether there is a check after these tokens, and it fails."""
@@ -225,17 +277,29 @@ class RepetitionRule:
 
 
 def error_mode(row: dict[str, Any]) -> str | None:
-    """The first of ``MODES`` that fits a row of a run (overlength: cut at the limit); None for a right answer."""
+    """The first of ``MODES`` that fits a row of a run (overlength: cut at the limit).
+
+    None for a right answer.
+    """
     if row["correct"]:
         return None
-    return "repetitive" if row["repetitive"] else "overlength" if row["finish_reason"] == "length" else "incorrect"
+    return (
+        "repetitive"
+        if row["repetitive"]
+        else "overlength"
+        if row["finish_reason"] == "length"
+        else "incorrect"
+    )
 
 
 @dataclass(frozen=True)
 class SignTest:
-    """Problems on which the second run scores ``better`` and ``worse`` than the first; ties do not count.
+    """Problems on which the second run scores ``better`` and ``worse`` than the first.
 
-    ``p_value``: two-sided, of the null hypothesis that both are equally likely (exact binomial test).
+    Ties do not count.
+
+    ``p_value``: two-sided, of the null hypothesis that both are equally likely (exact binomial
+    test).
     """
 
     better: int
@@ -249,7 +313,8 @@ def strict_scores(correct: Sequence[Sequence[bool]]) -> Floats:
 
 
 def sign_test(first: Sequence[float] | Floats, second: Sequence[float] | Floats) -> SignTest:
-    """Compare two runs by the signs of the differences of their scores on the same problems, in the same order.
+    """Compare two runs by the signs of the differences of their scores on the same problems, in the
+    same order.
 
     It ignores the size of a difference.  For scores 0 and 1 it equals the flip test of
     :func:`rlkv.evaluation.metrics.paired_difference` (McNemar).
@@ -259,19 +324,22 @@ def sign_test(first: Sequence[float] | Floats, second: Sequence[float] | Floats)
     """
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     if a.shape != b.shape:
-        raise ValueError(f"a paired test needs the same problems in both runs, got {a.size} and {b.size}")
+        raise ValueError(
+            f"a paired test needs the same problems in both runs, got {a.size} and {b.size}"
+        )
     better, worse = int((b > a).sum()), int((b < a).sum())
     p_value = float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
     return SignTest(better, worse, p_value)
 
 
 def ratio_with_interval(parts: Sequence[int], wholes: Sequence[int]) -> Estimate | None:
-    """``sum(parts) / sum(wholes)``, both one per problem, with its 95% percentile bootstrap interval over problems.
+    """``sum(parts) / sum(wholes)``, both one per problem, with its 95% percentile bootstrap
+    interval over problems.
 
-    Such as the right ones among the terminated texts, whose number differs between problems.  Resamples without any
-    are left out.  Where all problems have one ratio, the interval is that of
-    :func:`rlkv.evaluation.metrics.unseen_interval`.  Wholes of at most 1 make it the mean of 0s and 1s, with
-    Wilson's interval.
+    Such as the right ones among the terminated texts, whose number differs between problems.
+    Resamples without any are left out.  Where all problems have one ratio, the interval is that of
+    :func:`rlkv.evaluation.metrics.unseen_interval`.  Wholes of at most 1 make it the mean of 0s and
+    1s, with Wilson's interval.
 
     Returns:
         None if all ``wholes`` are 0; ``n`` counts the problems where it is not.

@@ -1,4 +1,6 @@
-"""The report of an evaluation: results.json, and a page with a table per task in the layout of RLKV's tables 6 to 8."""
+"""The report of an evaluation: results.json, and a page with a table per task in the layout of
+RLKV's tables 6 to 8.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,20 @@ def by_problem(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def summarize(
-    task: str, method: str, rows: list[Row], full_rows: list[Row] | None, baseline_rows: list[Row] | None = None
+    task: str,
+    method: str,
+    rows: list[Row],
+    full_rows: list[Row] | None,
+    baseline_rows: list[Row] | None = None,
 ) -> Summary:
-    """Accuracy with its interval, the difference to the full cache with its own, lengths, times, bytes, error modes.
+    """Accuracy with its interval, the difference to the full cache with its own, lengths, times,
+    bytes, error modes.
 
     Args:
-        full_rows: of the full cache on the same problems; None if it was not run: no differences and error modes then.
-        baseline_rows: of another method on the same problems: ``versus_baseline`` has the tests against it.
+        full_rows: of the full cache on the same problems; None if it was not run: no differences
+            and error modes then.
+        baseline_rows: of another method on the same problems: ``versus_baseline`` has the tests
+            against it.
     """
     problems = by_problem(rows)
     accuracy = mean_with_interval(_scores(problems))
@@ -85,7 +94,10 @@ def summarize(
     if full_rows is not None and method != FULL:
         full = by_problem(full_rows)
         if list(full) != list(problems):
-            raise ValueError(f"{task}: {method} and the full cache were run on other problems: run both on the same")
+            raise ValueError(
+                f"{task}: {method} and the full cache were run on other problems: run both on the "
+                "same"
+            )
         summary |= {**_tests(_scores(full), _scores(problems)), **_versus_full(rows, full_rows)}
     if baseline_rows is not None:
         summary["versus_baseline"] = _tests(_scores(by_problem(baseline_rows)), _scores(problems))
@@ -106,15 +118,22 @@ def _interval(of: Estimate) -> dict[str, float]:
 
 
 def pass_at(verdicts: list[list[bool]]) -> dict[str, dict[str, float]]:
-    """pass@k for k = 1, 2, 4, ... up to the samples of each problem, with 95% intervals over problems."""
+    """pass@k for k = 1, 2, 4, ... up to the samples of each problem, with 95% intervals over
+    problems.
+    """
     powers = (2**i for i in range(min(map(len, verdicts)).bit_length()))
     return {str(k): _interval(mean_with_interval(problem_scores(verdicts, k))) for k in powers}
 
 
 def _samples(problems: dict[str, list[Row]]) -> Row:
-    """pass@k, strict accuracy, and the accuracy of the texts that ended by themselves (None if none did)."""
+    """pass@k, strict accuracy, and the accuracy of the texts that ended by themselves (None if none
+    did).
+    """
     verdicts = _verdicts(problems)
-    ended = [[row["correct"] for row in rows if row["finish_reason"] == "stop"] for rows in problems.values()]
+    ended = [
+        [row["correct"] for row in rows if row["finish_reason"] == "stop"]
+        for rows in problems.values()
+    ]
     right = ratio_with_interval(list(map(sum, ended)), list(map(len, ended)))
     return {
         "pass_at_k": pass_at(verdicts),
@@ -126,7 +145,10 @@ def _samples(problems: dict[str, list[Row]]) -> Row:
 
 def _cost(rows: list[Row]) -> Row:
     """Output tokens, wall-clock time of decoding (summed over processes) and their quotient."""
-    tokens, seconds = sum(len(row["token_ids"]) for row in rows), sum(row["seconds"] for row in rows)
+    tokens, seconds = (
+        sum(len(row["token_ids"]) for row in rows),
+        sum(row["seconds"] for row in rows),
+    )
     return {
         "mean_output_tokens": tokens / len(rows),
         "seconds": round(seconds, 2),
@@ -139,28 +161,50 @@ def _tests(full: Floats, scores: Floats) -> Row:
     """Paired comparison of the scores of the same problems."""
     found, signs = paired_difference(full, scores), sign_test(full, scores)
     return {
-        **{"difference": found.difference, "difference_low": found.low, "difference_high": found.high},
+        **{
+            "difference": found.difference,
+            "difference_low": found.low,
+            "difference_high": found.high,
+        },
         "p_value": found.p_value,
-        **{"problems_better": signs.better, "problems_worse": signs.worse, "sign_p_value": signs.p_value},
+        **{
+            "problems_better": signs.better,
+            "problems_worse": signs.worse,
+            "sign_p_value": signs.p_value,
+        },
     }
 
 
 def _texts(rows: list[Row]) -> Row:
-    """How the texts repeat themselves, each a mean over texts, and how many were ended early for it."""
+    """How the texts repeat themselves, each a mean over texts, and how many were ended early for
+    it.
+    """
     return {
         "share_repetitive": fmean(row["repetitive"] for row in rows),
         "stopped_for_repetition": sum(row["finish_reason"] == "repetition" for row in rows),
         "share_at_limit": fmean(row["finish_reason"] == "length" for row in rows),
         "sentence_redundancy": fmean(sentence_redundancy(row["text"]) for row in rows),
-        **{f"entropy_{n}_gram": fmean(ngram_entropy(row["token_ids"], n) for row in rows) for n in NGRAMS},
-        **{f"repeated_{n}_grams": fmean(repetition_rate(row["token_ids"], n) for row in rows) for n in NGRAMS},
+        **{
+            f"entropy_{n}_gram": fmean(ngram_entropy(row["token_ids"], n) for row in rows)
+            for n in NGRAMS
+        },
+        **{
+            f"repeated_{n}_grams": fmean(repetition_rate(row["token_ids"], n) for row in rows)
+            for n in NGRAMS
+        },
     }
 
 
 def _versus_full(rows: list[Row], full_rows: list[Row]) -> Row:
-    """Cost relative to the full cache; where that is right: error modes, and mean output tokens of both if both are."""
-    solved = {(row["key"], row["sample"]): len(row["token_ids"]) for row in full_rows if row["correct"]}
-    common = [(row, solved[unit]) for row in rows if (unit := (row["key"], row["sample"])) in solved]
+    """Cost relative to the full cache; where that is right: error modes, and mean output tokens of
+    both if both are.
+    """
+    solved = {
+        (row["key"], row["sample"]): len(row["token_ids"]) for row in full_rows if row["correct"]
+    }
+    common = [
+        (row, solved[unit]) for row in rows if (unit := (row["key"], row["sample"])) in solved
+    ]
     both = [(len(row["token_ids"]), full) for row, full in common if row["correct"]]
     own, full = map(fmean, zip(*both, strict=True)) if both else (None, None)
     modes = [error_mode(row) for row, _ in common]
@@ -178,8 +222,11 @@ Sign = Literal["better", "worse", "same", ""]
 LEVEL = 0.05  # a paired test with a p value below it shows a significant difference
 MARKS = {"better": " ▲", "worse": " ▼", "same": "", "": ""}
 MARKS_LEGEND = "▲ better, ▼ worse"
-# brackets alone are not a link, and an underscore within a word is not emphasis: numbers stay readable as text
-_MARKUP = re.compile(r"[\\`*]|<(?=[a-z/!?])|\](?=[(\[:])|(?<!\w)_|_(?!\w)|&(?=#?\w+;)", re.IGNORECASE)
+# brackets alone are not a link, and an underscore within a word is not emphasis: numbers stay
+# readable as text
+_MARKUP = re.compile(
+    r"[\\`*]|<(?=[a-z/!?])|\](?=[(\[:])|(?<!\w)_|_(?!\w)|&(?=#?\w+;)", re.IGNORECASE
+)
 _FIRST = re.compile(r"^(\d*)([#>~]|[-+](?=[\s-]|$)|(?<=\d)[.)](?=\s|$))")
 # the texts of a report were written by models: nothing in them is loaded or run
 _HEAD = """<!DOCTYPE html>
@@ -205,7 +252,10 @@ img {{ max-width: 100%; background: #fff; }}
 
 
 def sign_of(difference: float, p_value: float) -> Sign:
-    """The sign of a difference to a reference: ``same`` where the paired test finds no significant difference."""
+    """The sign of a difference to a reference:
+
+    ``same`` where the paired test finds no significant difference.
+    """
     if p_value >= LEVEL or difference == 0:
         return "same"
     return "better" if difference > 0 else "worse"
@@ -273,16 +323,26 @@ class Page:
         """Add a command or a file, as it is."""
         self.blocks.append(Code(text))
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], caption: str = "") -> None:
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], caption: str = ""
+    ) -> None:
         """Add a table; the first cell of a row names it, a ``str`` is a cell without a sign."""
         for row in rows:
             if len(row) != len(columns):
-                raise ValueError(f"table {caption!r}: a row has {len(row)} cells for {len(columns)} columns")
-        cells = tuple(tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in row) for row in rows)
+                raise ValueError(
+                    f"table {caption!r}: a row has {len(row)} cells for {len(columns)} columns"
+                )
+        cells = tuple(
+            tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in row) for row in rows
+        )
         self.blocks.append(Table(tuple(columns), cells, caption))
 
-    def records(self, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], caption: str = "") -> None:
-        """Add a table of ``rows``; ``columns``: the format of a cell by its title, empty where a row lacks a value."""
+    def records(
+        self, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], caption: str = ""
+    ) -> None:
+        """Add a table of ``rows``; ``columns``: the format of a cell by its title, empty where a
+        row lacks a value.
+        """
 
         def cell(form: str, row: Mapping[str, Any]) -> str:
             try:
@@ -290,7 +350,9 @@ class Page:
             except (KeyError, TypeError):
                 return ""
 
-        self.table(list(columns), [[cell(form, row) for form in columns.values()] for row in rows], caption)
+        self.table(
+            list(columns), [[cell(form, row) for form in columns.values()] for row in rows], caption
+        )
 
     def picture(self, path: Path, caption: str) -> None:
         """Add a PNG file, which must exist when an HTML page is made."""
@@ -312,7 +374,8 @@ class Page:
 
 
 def html_page(text: str, folder: Path) -> str:
-    """Return Markdown as one HTML file, with its pictures (PNG files, linked from ``folder``) embedded.
+    """Return Markdown as one HTML file, with its pictures (PNG files, linked from ``folder``)
+    embedded.
 
     HTML in the Markdown is shown as text.  Sections are listed under the title.
     """
@@ -337,7 +400,9 @@ def html_page(text: str, folder: Path) -> str:
                 picture = (folder / unquote(str(child.attrs["src"]))).read_bytes()
                 child.attrSet("src", f"data:image/png;base64,{base64.b64encode(picture).decode()}")
     body = parser.renderer.render(tokens, parser.options, {})
-    links = (f'<li><a href="#section-{i}">{words}</a></li>' for i, words in enumerate(sections, start=1))
+    links = (
+        f'<li><a href="#section-{i}">{words}</a></li>' for i, words in enumerate(sections, start=1)
+    )
     before, end, after = body.partition("</h1>\n")
     return f"{_HEAD.format(title=title)}{before}{end}<nav><ul>{''.join(links)}</ul></nav>\n{after}</body>\n</html>\n"
 
@@ -380,7 +445,8 @@ def provenance_facts(origin: dict[str, Any]) -> list[str]:
     """A sentence each on hardware, versions and time, from :func:`rlkv.utils.runtime.provenance`."""
     machine = origin["hardware"]
     return [
-        f"Hardware: {machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} torch threads, "
+        f"Hardware: {machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} torch "
+        "threads, "
         f"GPU {', '.join(machine['gpus']) or 'none'}.",
         f"Versions: {', '.join(f'{name} {version}' for name, version in origin['versions'].items())}.",
         f"Finished {origin['finished']}.",
@@ -388,7 +454,10 @@ def provenance_facts(origin: dict[str, Any]) -> list[str]:
 
 
 FULL_CACHE, ORACLE, RANDOM = "full cache", "oracle (measured)", "random heads"  # in tables too
-FIXED_STYLES = {ORACLE: {"color": "black", "linestyle": "--"}, RANDOM: {"color": "0.55", "linestyle": "--"}}
+FIXED_STYLES = {
+    ORACLE: {"color": "black", "linestyle": "--"},
+    RANDOM: {"color": "0.55", "linestyle": "--"},
+}
 WIDTH, HEIGHT = 9.0, 4.2
 SPARSITY = "sparsity (share of KV heads that are compressible)"
 ACCURACY, ACCURACY_LIMITS = "greedy accuracy", (-0.03, 1.03)
@@ -430,9 +499,13 @@ def curve(xs: Iterable[float], metrics: Iterable[dict[str, Any]]) -> list[Point]
 
 def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = False) -> Path:
     """Curves with intervals as error bars, side by side; points at one x are set apart a little."""
-    figure, axes_list = _figure(WIDTH if len(panels) == 1 else WIDTH + 3, HEIGHT, len(panels), sharey)
+    figure, axes_list = _figure(
+        WIDTH if len(panels) == 1 else WIDTH + 3, HEIGHT, len(panels), sharey
+    )
     free, names = count(), dict.fromkeys(name for panel in panels for name in panel.curves)
-    styles = {name: FIXED_STYLES.get(name) or _style(next(free)) for name in names}  # one legend for all panels
+    styles = {
+        name: FIXED_STYLES.get(name) or _style(next(free)) for name in names
+    }  # one legend for all panels
     for axes, panel in zip(axes_list, panels, strict=True):
         xs = sorted({x for points in panel.curves.values() for x, *_ in points})
         even = panel.ticks and not panel.log
@@ -447,7 +520,9 @@ def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = Fals
             style |= {"markersize": 4, "capsize": 2, "linewidth": 1.4, "label": name}
             axes.errorbar([p[0] + shift for p in points], ys, yerr=errors, **style)
         if panel.reference is not None:
-            axes.axhline(panel.reference, color="black", linewidth=0.8, linestyle=":", label=FULL_CACHE)
+            axes.axhline(
+                panel.reference, color="black", linewidth=0.8, linestyle=":", label=FULL_CACHE
+            )
         axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
         if panel.ticks:
             axes.set_xticks(xs, [f"{x:g}" if x < 1000 else f"{x:,.0f}" for x in xs])
@@ -460,9 +535,15 @@ def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = Fals
     return _save(figure, path)
 
 
-def plot_stacked(path: Path, panels: dict[str, dict[str, dict[str, float]]], bar_colours: dict[str, str]) -> Path:
-    """A panel per title, in it a bar per name, stacked from shares of problems in the order of ``bar_colours``."""
-    figure, axes_list = _figure(max(WIDTH, 2.2 * len(panels) + 1.5), HEIGHT + 0.6, len(panels), sharey=True)
+def plot_stacked(
+    path: Path, panels: dict[str, dict[str, dict[str, float]]], bar_colours: dict[str, str]
+) -> Path:
+    """A panel per title, in it a bar per name, stacked from shares of problems in the order of
+    ``bar_colours``.
+    """
+    figure, axes_list = _figure(
+        max(WIDTH, 2.2 * len(panels) + 1.5), HEIGHT + 0.6, len(panels), sharey=True
+    )
     for axes, (title, bars) in zip(axes_list, panels.items(), strict=True):
         bottom = [0.0] * len(bars)
         for part, colour in bar_colours.items():
@@ -484,7 +565,10 @@ def _style(number: int) -> dict[str, str]:
 
 
 def _errors(points: Sequence[Point]) -> list[list[float]] | None:
-    """Lengths of the bars below and above the means, not negative by rounding; None where no point has an interval."""
+    """Lengths of the bars below and above the means, not negative by rounding.
+
+    None where no point has an interval.
+    """
     if all(low == high for _, _, low, high in points):
         return None
     return [[max(0.0, p[1] - p[2]) for p in points], [max(0.0, p[3] - p[1]) for p in points]]
@@ -523,8 +607,8 @@ class Source:
 class PublishedNumber:
     """One number; accuracies are percentages.
 
-    ``sparsity`` is the share of KV heads (head methods) or of entries (token dropping) that is compressed, 0 for the
-    full cache, None where the table has none.
+    ``sparsity`` is the share of KV heads (head methods) or of entries (token dropping) that is
+    compressed, 0 for the full cache, None where the table has none.
     """
 
     source: Source
@@ -544,7 +628,14 @@ def published_numbers() -> tuple[PublishedNumber, ...]:
     sources = {name: Source(**fields) for name, fields in content["sources"].items()}
     return tuple(
         PublishedNumber(
-            sources[table["source"]], table["metric"], table["unit"], table["model"], task, method, sparsity, value
+            sources[table["source"]],
+            table["metric"],
+            table["unit"],
+            table["model"],
+            task,
+            method,
+            sparsity,
+            value,
         )
         for table in content["tables"]
         for task, methods in table["rows"].items()
@@ -554,26 +645,38 @@ def published_numbers() -> tuple[PublishedNumber, ...]:
 
 
 def find_published(
-    model: str | None = None, task: str | None = None, method: str | None = None, metric: str = "accuracy"
+    model: str | None = None,
+    task: str | None = None,
+    method: str | None = None,
+    metric: str = "accuracy",
 ) -> list[PublishedNumber]:
-    """The numbers of a metric, for a model, a task or a method where one is named; empty if nothing was published."""
+    """The numbers of a metric, for a model, a task or a method where one is named.
+
+    Empty if nothing was published.
+    """
     wanted = {"model": model, "task": task, "method": method}
     return [
         number
         for number in published_numbers()
-        if number.metric == metric and all(value in (None, getattr(number, field)) for field, value in wanted.items())
+        if number.metric == metric
+        and all(value in (None, getattr(number, field)) for field, value in wanted.items())
     ]
 
 
 def published_name(model: str) -> str | None:
     """The model of the papers whose name ends as this one (a hub id or a folder) does."""
     last = model.rstrip("/").rpartition("/")[2].lower()
-    known = {number.model.rpartition("/")[2].lower(): number.model for number in published_numbers()}
+    known = {
+        number.model.rpartition("/")[2].lower(): number.model for number in published_numbers()
+    }
     return known.get(last)
 
 
 def write_published(page: Page, model: str, task: str) -> None:
-    """Add the published accuracies of a model on a task, marked as such; nothing if there are none."""
+    """Add the published accuracies of a model on a task, marked as such.
+
+    Nothing if there are none.
+    """
     name = published_name(model)
     numbers = find_published(name, task) if name else []
     if not numbers:
@@ -584,27 +687,42 @@ def write_published(page: Page, model: str, task: str) -> None:
     rows = []
     methods = dict.fromkeys((n.source, n.method) for n in numbers)
     for source, method in sorted(methods, key=lambda pair: sources.index(pair[0])):
-        values = {n.sparsity: f"{n.value:.1f}" for n in numbers if (n.source, n.method) == (source, method)}
+        values = {
+            n.sparsity: f"{n.value:.1f}"
+            for n in numbers
+            if (n.source, n.method) == (source, method)
+        }
         cells = [values.get(s, "") for s in (*sparsities, None)]
-        rows.append(["full cache" if method == "full" else method, *cells, f"[{sources.index(source) + 1}]"])
+        rows.append(
+            ["full cache" if method == "full" else method, *cells, f"[{sources.index(source) + 1}]"]
+        )
     page.table(
         ["method", *(f"s = {s:g}" for s in sparsities), "without s", "source"],
         rows,
-        f"{name} on {task}, accuracy in percent as published; no intervals were published. s: share of KV heads, or of "
+        f"{name} on {task}, accuracy in percent as published; no intervals were published. s: "
+        "share of KV heads, or of "
         "entries where tokens are dropped in all heads; s = 0 is the full cache.",
     )
     page.bullets(
-        [f"[{i}] {s.paper} (arXiv {s.arxiv}), {s.where}: {s.protocol}" for i, s in enumerate(sources, start=1)]
+        [
+            f"[{i}] {s.paper} (arXiv {s.arxiv}), {s.where}: {s.protocol}"
+            for i, s in enumerate(sources, start=1)
+        ]
     )
 
 
-COARSE = 0.05  # a task whose smallest provable difference is larger proves little: the report says so in bold
+# a task whose smallest provable difference is larger proves little: the report says so in bold
+COARSE = 0.05
 HOW_TO_READ = (
-    "Accuracy is pass@1 in percent, with its 95% interval for the full cache. For a method, in parentheses: the "
-    "difference to the full cache in points, with its 95% interval (bootstrap over problems, paired); * where a paired "
+    "Accuracy is pass@1 in percent, with its 95% interval for the full cache. For a method, in "
+    "parentheses: the "
+    "difference to the full cache in points, with its 95% interval (bootstrap over problems, "
+    "paired); * where a paired "
     f"permutation test gives p < 0.05 ({MARKS_LEGEND}). {FEW_CHANGED} "
-    "The p values are not corrected for the number of comparisons. KV: bytes of KV in use at the end of each text, "
-    "over the bytes of the full cache for the same tokens. s: share of KV heads that are compressible."
+    "The p values are not corrected for the number of comparisons. KV: bytes of KV in use at the "
+    "end of each text, "
+    "over the bytes of the full cache for the same tokens. s: share of KV heads that are "
+    "compressible."
 )
 
 
@@ -615,7 +733,13 @@ def write_report(folder: Path, done: Evaluation) -> None:
         for name in (FULL, done.config["baseline"])
     )
     summaries = [
-        summarize(task, method, rows, full.get(task), None if rows is baseline.get(task) else baseline.get(task))
+        summarize(
+            task,
+            method,
+            rows,
+            full.get(task),
+            None if rows is baseline.get(task) else baseline.get(task),
+        )
         for (task, method), rows in done.rows.items()
     ]
     origin = provenance()
@@ -624,17 +748,22 @@ def write_report(folder: Path, done: Evaluation) -> None:
 
 
 def evaluation_page(
-    methods: list[CompressionMethod], summaries: list[Summary], origin: dict[str, Any], config: dict[str, Any]
+    methods: list[CompressionMethod],
+    summaries: list[Summary],
+    origin: dict[str, Any],
+    config: dict[str, Any],
 ) -> Page:
     """The whole report, from :func:`summarize` of every task with every method.
 
-    ``origin`` is of :func:`rlkv.utils.runtime.provenance`; published numbers are those of the model in ``config``.
+    ``origin`` is of :func:`rlkv.utils.runtime.provenance`; published numbers are those of the model
+    in ``config``.
     """
     page = Page(f"Evaluation of {config['model']}")
     page.paragraph(HOW_TO_READ)
     if any(method.ranking == RANDOM_HEADS for method in methods):
         page.paragraph(
-            f"{RANDOM_HEADS} is one draw of heads (seed {config['seed']}): its intervals are over problems and say "
+            f"{RANDOM_HEADS} is one draw of heads (seed {config['seed']}): its intervals are over "
+            "problems and say "
             "nothing about other draws."
         )
     for task in dict.fromkeys(s["task"] for s in summaries):
@@ -643,8 +772,14 @@ def evaluation_page(
         _what_it_proves(page, next(iter(found.values())))
         _accuracy_table(page, task, methods, found)
         _samples_table(page, found)
-        _paired_table(page, "the full cache", {name: s for name, s in found.items() if "difference" in s})
-        versus = {name: {**s, **s["versus_baseline"]} for name, s in found.items() if "versus_baseline" in s}
+        _paired_table(
+            page, "the full cache", {name: s for name, s in found.items() if "difference" in s}
+        )
+        versus = {
+            name: {**s, **s["versus_baseline"]}
+            for name, s in found.items()
+            if "versus_baseline" in s
+        }
         _paired_table(page, config["baseline"], versus)
         write_published(page, config["model"], task)
         _mode_table(page, found)
@@ -659,21 +794,34 @@ def evaluation_page(
 def _what_it_proves(page: Page, summary: Summary) -> None:
     n, least = summary["n"], summary["smallest_provable_difference"]
     if least is None:
-        text = f"{n} problems prove nothing: no difference between two methods could be called significant."
+        text = (
+            f"{n} problems prove nothing: no difference between two methods could be called "
+            "significant."
+        )
         return page.paragraph(text, strong=True)
     text = (
-        f"{n} problems: at least {round(least * n)} must change, all in one direction, for a difference between two "
+        f"{n} problems: at least {round(least * n)} must change, all in one direction, for a "
+        "difference between two "
         "methods to be called significant (sign test, p < 0.05)"
     )
     if summary["samples"] == 1:
         text += f", which is a difference of {100 * least:.1f} points"
-    page.paragraph(text + (": this task proves little." if least > COARSE else "."), strong=least > COARSE)
+    page.paragraph(
+        text + (": this task proves little." if least > COARSE else "."), strong=least > COARSE
+    )
 
 
-def _accuracy_table(page: Page, task: str, methods: list[CompressionMethod], found: dict[str, Summary]) -> None:
-    """Rankings of heads down, sparsities across; methods without a sparsity get a table of their own."""
+def _accuracy_table(
+    page: Page, task: str, methods: list[CompressionMethod], found: dict[str, Summary]
+) -> None:
+    """Rankings of heads down, sparsities across.
+
+    Methods without a sparsity get a table of their own.
+    """
     others = [m.name for m in methods if m.sparsity is None and m.name != FULL]
-    full: list[list[Cell | str]] = [[FULL_CACHE, _measured_cell(found[FULL])]] if FULL in found else []
+    full: list[list[Cell | str]] = (
+        [[FULL_CACHE, _measured_cell(found[FULL])]] if FULL in found else []
+    )
     groups: dict[str, dict[float, Cell]] = defaultdict(dict)
     for method in methods:
         if method.sparsity is not None:
@@ -704,10 +852,15 @@ def _measured_cell(summary: Summary) -> Cell:
     if "difference" not in summary:
         text = _percent(summary["accuracy"], summary["ci_low"], summary["ci_high"])
         return Cell(text if summary["method"] == FULL else f"{text} KV {share:.0%}")
-    change, low, high = (100 * summary[name] for name in ("difference", "difference_low", "difference_high"))
+    change, low, high = (
+        100 * summary[name] for name in ("difference", "difference_low", "difference_high")
+    )
     sign = sign_of(change, summary["p_value"])
     mark = "" if sign == "same" else "*"
-    text = f"{100 * summary['accuracy']:.1f} ({change:+.1f}{mark} [{low:+.1f}, {high:+.1f}]) KV {share:.0%}"
+    text = (
+        f"{100 * summary['accuracy']:.1f} ({change:+.1f}{mark} [{low:+.1f}, {high:+.1f}]) KV "
+        f"{share:.0%}"
+    )
     return Cell(text, sign)
 
 
@@ -731,10 +884,14 @@ def _samples_table(page: Page, found: dict[str, Summary]) -> None:
             ]
             for name, s in found.items()
         ],
-        f"In percent, from {first['samples']} samples of each problem, with 95% intervals over problems (Wilson where "
-        "all scores are 0 or 1, else bootstrap). pass@1 is the mean over problems of the mean over samples, pass@k the "
-        "probability that one of k is right, without bias (arXiv 2107.03374, equation 1). All right: strict accuracy. "
-        "Terminated: texts that end by themselves, neither at the limit nor for repetition; the last column is the "
+        f"In percent, from {first['samples']} samples of each problem, with 95% intervals over "
+        "problems (Wilson where "
+        "all scores are 0 or 1, else bootstrap). pass@1 is the mean over problems of the mean over "
+        "samples, pass@k the "
+        "probability that one of k is right, without bias (arXiv 2107.03374, equation 1). All "
+        "right: strict accuracy. "
+        "Terminated: texts that end by themselves, neither at the limit nor for repetition; the "
+        "last column is the "
         "accuracy among these alone.",
     )
 
@@ -743,19 +900,28 @@ def _paired_table(page: Page, reference: str, tested: dict[str, Summary]) -> Non
     if not tested:
         return
     page.table(
-        ["method", "difference in points", "problems better, worse", "p, sign test", "p, flip test"],
+        [
+            "method",
+            "difference in points",
+            "problems better, worse",
+            "p, sign test",
+            "p, flip test",
+        ],
         [
             [
                 s["method"],
-                f"{_points(s['difference'])} [{_points(s['difference_low'])}, {_points(s['difference_high'])}]",
+                f"{_points(s['difference'])} [{_points(s['difference_low'])}, "
+                f"{_points(s['difference_high'])}]",
                 f"{s['problems_better']}, {s['problems_worse']} of {s['n']}",
                 f"{s['sign_p_value']:.3g}",
                 f"{s['p_value']:.3g}",
             ]
             for s in tested.values()
         ],
-        f"Against {reference}, on the scores (means over samples) of the same problems: paired bootstrap; exact sign "
-        "test, which ignores how much a problem changed; sign-flip permutation test, which does not.",
+        f"Against {reference}, on the scores (means over samples) of the same problems: paired "
+        "bootstrap; exact sign "
+        "test, which ignores how much a problem changed; sign-flip permutation test, which does "
+        "not.",
     )
 
 
@@ -765,30 +931,49 @@ def _points(share: float) -> str:
 
 def _cost_table(page: Page, found: dict[str, Summary]) -> None:
     columns = {
-        **{"method": "{method}", "output tokens": "{mean_output_tokens:.0f}", "times full": "{tokens_times_full:.2f}"},
+        **{
+            "method": "{method}",
+            "output tokens": "{mean_output_tokens:.0f}",
+            "times full": "{tokens_times_full:.2f}",
+        },
         **{"seconds per text": "{seconds_per_text:.2f}", "seconds": "{seconds:.0f}"},
-        **{"seconds, times full": "{seconds_times_full:.2f}", "tokens/s": "{tokens_per_second:.1f}"},
+        **{
+            "seconds, times full": "{seconds_times_full:.2f}",
+            "tokens/s": "{tokens_per_second:.1f}",
+        },
     }
     page.records(
         found.values(),
         columns,
-        "Mean output tokens of a text; wall-clock time of decoding, per text and in all (the sum over processes); "
-        "tokens per second. A method with more tokens per second takes longer if its texts are longer.",
+        "Mean output tokens of a text; wall-clock time of decoding, per text and in all (the sum "
+        "over processes); "
+        "tokens per second. A method with more tokens per second takes longer if its texts are "
+        "longer.",
     )
 
 
 def _mode_table(page: Page, found: dict[str, Summary]) -> None:
     caption = (
-        "Error modes on the samples that the full cache solves (their number is in the first column): repetitive, else "
-        "cut at the limit (overlength), else incorrect. Ended early: texts that were stopped for repetition. Mean "
+        "Error modes on the samples that the full cache solves (their number is in the first "
+        "column): repetitive, else "
+        "cut at the limit (overlength), else incorrect. Ended early: texts that were stopped for "
+        "repetition. Mean "
         "output tokens of the method and the full cache over the samples that both solve."
     )
     if any(s["samples"] > 1 for s in found.values()):
-        caption += " Sample i of a problem is paired with the full cache's sample i, another draw: chance counts too."
+        caption += (
+            " Sample i of a problem is paired with the full cache's sample i, another draw: "
+            "chance counts too."
+        )
     columns = {
-        **{"method": "{method}", "solved by full": "{solved_in_full}", **{mode: f"{{{mode}}}" for mode in MODES}},
+        **{
+            "method": "{method}",
+            "solved by full": "{solved_in_full}",
+            **{mode: f"{{{mode}}}" for mode in MODES},
+        },
         "ended early": "{stopped_for_repetition}",
-        "tokens, both right": "{tokens_both_right:.0f}, full {full_tokens_both_right:.0f} (n = {n_both_right})",
+        "tokens, both right": "{tokens_both_right:.0f}, full {full_tokens_both_right:.0f} (n = "
+        "{n_both_right})",
     }
     page.records(found.values(), columns, caption)
 
@@ -804,8 +989,10 @@ def _text_table(page: Page, found: dict[str, Summary]) -> None:
     page.records(
         found.values(),
         columns,
-        "Means over texts: entropy of n-grams of tokens in bits (arXiv 2505.13866, equation 1; it grows with the "
-        "length of a text), share of n-grams and of sentences that occurred before in their text; share of repetitive "
+        "Means over texts: entropy of n-grams of tokens in bits (arXiv 2505.13866, equation 1; it "
+        "grows with the "
+        "length of a text), share of n-grams and of sentences that occurred before in their text; "
+        "share of repetitive "
         "texts.",
     )
 
@@ -820,18 +1007,24 @@ def _settings(config: dict[str, Any]) -> list[str]:
             f"Samples of each problem: {samples}; temperature {config['temperature']:g}, top-p "
             f"{config['top_p']:g}, top-k {config['top_k'] or 'unlimited'}, seed {config['seed']}"
         )
-    first = f"the prompt (at least {config['sink']})" if config["protect_prompt"] else config["sink"]
+    first = (
+        f"the prompt (at least {config['sink']})" if config["protect_prompt"] else config["sink"]
+    )
     window, distinct = config["repetition"]
     prompts = {
         "full": "in full by all heads",
         "local": "through them, as in training",
-        "published": "in full by all heads, their last 50 tokens decoded through them, as in the evaluation of RLKV",
+        "published": "in full by all heads, their last 50 tokens decoded through them, as in the "
+        "evaluation of RLKV",
     }
     stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts continue"
     return [
-        f"{how}; new tokens at most: {limits}; {config['batch_size']} texts at once; {config['dtype']}.",
-        f"Without a policy, compressible heads keep {first} + {config['window']} entries. Prompts are read "
-        f"{prompts[config['prefill']]}; template of maths tasks: {config['template'] or 'their own'}.",
+        f"{how}; new tokens at most: {limits}; {config['batch_size']} texts at once; "
+        f"{config['dtype']}.",
+        f"Without a policy, compressible heads keep {first} + {config['window']} entries. Prompts "
+        "are read "
+        f"{prompts[config['prefill']]}; template of maths tasks: "
+        f"{config['template'] or 'their own'}.",
         f"Repetitive: {window} tokens hold fewer than {distinct} distinct ones; {stopped}.",
         f"{config['processes']} process{'es' if config['processes'] > 1 else ''}.",
         *([f"Programs were shut in by {config['sandbox']}."] if "sandbox" in config else []),

@@ -1,4 +1,6 @@
-"""The page of a training run, from the logs in its folder: is it collapsing, is it converging, which heads are left?"""
+"""The page of a training run, from the logs in its folder: is it collapsing, is it converging,
+which heads are left?
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def training_page(logs: RunLogs, folder: Path) -> Page:
     config, page = logs.config, Page(f"Training: {logs.folder.resolve().name}")
     method = config.get("finder") or config.get("data", "")
     facts = [f"Model {config['model']}."] if "model" in config else []
-    page.paragraph(" ".join([*facts, *([f"Finder: {method}."] if method else []), _progress(logs)]), strong=True)
+    page.paragraph(
+        " ".join([*facts, *([f"Finder: {method}."] if method else []), _progress(logs)]),
+        strong=True,
+    )
     found = alerts(logs.records)
     if found:
         page.table(["alert", "what the log shows"], [[alert.title, alert.text] for alert in found])
@@ -77,7 +82,9 @@ def _progress(logs: RunLogs) -> str:
     return f"{text}."
 
 
-def _panel(logs: RunLogs, title: str, curves: dict[str, list[tuple[float, float]]], share: bool) -> Panel:
+def _panel(
+    logs: RunLogs, title: str, curves: dict[str, list[tuple[float, float]]], share: bool
+) -> Panel:
     """One plot; values that are not finite are left out."""
     xlabel = "removed heads" if "traces/kept" in logs.names else "optimizer step"
     points = {
@@ -90,20 +97,29 @@ def _panel(logs: RunLogs, title: str, curves: dict[str, list[tuple[float, float]
 
 
 def _panels(logs: RunLogs, section: str) -> list[Panel]:
-    """Plots of a section that the log has figures for; counts and seconds that are all 0 are left out."""
+    """Plots of a section that the log has figures for.
+
+    Counts and seconds that are all 0 are left out.
+    """
     found = []
     for chart in SECTIONS[section][1]:
         curves = {label: logs.curve(name) for name, label in chart.drawn(logs.names).items()}
-        if curves and (chart.share or any(value for curve in curves.values() for _, value in curve)):
+        if curves and (
+            chart.share or any(value for curve in curves.values() for _, value in curve)
+        ):
             found.append(_panel(logs, chart.title, curves, chart.share))
     return found
 
 
 def _gates(logs: RunLogs) -> dict[int, HeadGates]:
-    """Gates by step, with their means up to it: at most :data:`MOST_COMPARED`, the first and the last among them."""
+    """Gates by step, with their means up to it: at most :data:`MOST_COMPARED`, the first and the
+    last among them.
+    """
     alphas = torch.tensor([record["alpha"] for record in logs.gates])
     means = alphas.double().cumsum(0) / torch.arange(1, len(alphas) + 1)[:, None, None]
-    chosen = torch.linspace(0, len(alphas) - 1, min(len(alphas), MOST_COMPARED)).round().int().tolist()
+    chosen = (
+        torch.linspace(0, len(alphas) - 1, min(len(alphas), MOST_COMPARED)).round().int().tolist()
+    )
     return {logs.gates[i]["step"]: HeadGates(alphas[i], means[i].float()) for i in chosen}
 
 
@@ -118,7 +134,9 @@ def _settled(logs: RunLogs) -> Panel:
     for sparsity in _targets(logs):
         full = {step: HeadAllocation.from_gates(of, sparsity) for step, of in gates.items()}
         *_, last = full.values()
-        curves[f"sparsity {sparsity:g}"] = [(float(step), of.overlap(last)) for step, of in full.items()]
+        curves[f"sparsity {sparsity:g}"] = [
+            (float(step), of.overlap(last)) for step, of in full.items()
+        ]
     return _panel(logs, "Share of the last full heads that were full before", curves, share=True)
 
 
@@ -128,15 +146,22 @@ def _heads(page: Page, logs: RunLogs, folder: Path) -> None:
     file = folder / "heat_map.png"
     plot_gates(last, file)
     page.picture(file, f"Gates after step {logs.gates[-1]['step']}")
-    found = {sparsity: HeadAllocation.from_gates(last, sparsity).full for sparsity in _targets(logs)}
+    found = {
+        sparsity: HeadAllocation.from_gates(last, sparsity).full for sparsity in _targets(logs)
+    }
     chosen = {sparsity: full for sparsity, full in found.items() if is_decided(last, full)}
     if not chosen:
         return
     rows = [
-        [f"layer {layer}", *(" ".join(map(str, full[layer].nonzero()[:, 0].tolist())) for full in chosen.values())]
+        [
+            f"layer {layer}",
+            *(" ".join(map(str, full[layer].nonzero()[:, 0].tolist())) for full in chosen.values()),
+        ]
         for layer in range(last.num_layers)
     ]
-    caption = "Full heads after the last step, by their numbers, at sparsities where the gates decide"
+    caption = (
+        "Full heads after the last step, by their numbers, at sparsities where the gates decide"
+    )
     page.table(["", *(f"sparsity {s:g}" for s in chosen)], rows, caption)
 
 
@@ -146,7 +171,15 @@ def _figures(page: Page, logs: RunLogs) -> None:
     for name in logs.names:
         values = [value for _, value in logs.curve(name) if isinstance(value, int | float)]
         if name != "step" and values:
-            rows.append([name, *(f"{value:.4g}" for value in (values[0], min(values), max(values), values[-1]))])
+            rows.append(
+                [
+                    name,
+                    *(
+                        f"{value:.4g}"
+                        for value in (values[0], min(values), max(values), values[-1])
+                    ),
+                ]
+            )
     if rows:
         page.heading("Figures of the log")
         page.table(["figure", "first", "lowest", "highest", "last"], rows)
@@ -160,6 +193,15 @@ def _samples(page: Page, logs: RunLogs) -> None:
     rows = []
     for row in [row for row in logs.samples if row["step"] == newest][:MOST_SAMPLES]:
         verdict = "right" if row["right"] else "wrong"
-        rows.append([str(newest), verdict, str(row["answer"]), str(row["tokens"]), row["problem"], row["text"]])
+        rows.append(
+            [
+                str(newest),
+                verdict,
+                str(row["answer"]),
+                str(row["tokens"]),
+                row["problem"],
+                row["text"],
+            ]
+        )
     columns = ["step", "verdict", "answer", "tokens", "problem", "text"]
     page.table(columns, rows, f"The newest of {len(logs.samples)} texts in {SAMPLES_LOG}")

@@ -1,7 +1,8 @@
 """One method on one task: every generation with its verdict in a file, resumable at any moment.
 
-A *unit* is one sample of one problem.  A row is graded and written when its text ends, on another thread; a run that
-was killed decodes the units that are missing.  Each of several processes takes every n-th unit.
+A *unit* is one sample of one problem.  A row is graded and written when its text ends, on another
+thread; a run that was killed decodes the units that are missing.  Each of several processes takes
+every n-th unit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from rlkv.verifier.extraction import THINKING
 
 
 class Background:
-    """Jobs run in order on one other thread; ``submit`` waits while ``capacity`` are open, and raises what one raised.
+    """Jobs run in order on one other thread; ``submit`` waits while ``capacity`` are open, and
+    raises what one raised.
 
     Leaving the context waits for all jobs or, after an error, drops those that have not begun.
     """
@@ -62,16 +64,24 @@ class Background:
                 job.result()
 
 
-UNGRADED = 64  # rows that may wait for their verdict before decoding does: what a kill can cost besides open rows
+# rows that may wait for their verdict before decoding does: what a kill can cost besides open rows
+UNGRADED = 64
 KEY = ("key", "sample")
-LIBRARIES = ("torch", "transformers", "math-verify", "sympy")  # a resumed run must have the same versions
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "math-verify",
+    "sympy",
+)  # a resumed run must have the same versions
 SAMPLED = 1024  # elements of each parameter that its digest sees
 Unit = tuple[int, int]  # problem, sample
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``key`` in the files, rendered ``prompt``, grader of texts, and what verdicts depend on (answer, tests)."""
+    """``key`` in the files, rendered ``prompt``, grader of texts, and what verdicts depend on
+    (answer, tests).
+    """
 
     key: str
     prompt: str
@@ -89,8 +99,8 @@ class RunSettings:
         num_samples: samples per problem.
         batch_size: units decoded together, which rows do not depend on.
         rule: what counts as repetitive; with ``stop_repetitive`` such texts are ended.
-        planned: for each problem the length of a text, of which the policy's ratio is taken from the start, in place
-            of the tokens read so far.
+        planned: for each problem the length of a text, of which the policy's ratio is taken from
+            the start, in place of the tokens read so far.
         rank, ranks: which share of the units this process takes; rows do not depend on it.
 
     Raises:
@@ -111,10 +121,17 @@ class RunSettings:
         check_positive(self, "num_samples", "batch_size")
         if self.num_samples > 1 and self.sampling.greedy:
             raise ValueError(
-                f"{self.num_samples} samples of greedy decoding are all the same: set a temperature or take one sample"
+                f"{self.num_samples} samples of greedy decoding are all the same: set a "
+                "temperature or take one sample"
             )
-        if self.planned is not None and getattr(self.cache.eviction, "variant", None) == "rlkv_tables":
-            raise ValueError("planned lengths do not go with variant=rlkv_tables, whose budget grows with the text")
+        if (
+            self.planned is not None
+            and getattr(self.cache.eviction, "variant", None) == "rlkv_tables"
+        ):
+            raise ValueError(
+                "planned lengths do not go with variant=rlkv_tables, whose budget grows with the "
+                "text"
+            )
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that rows depend on."""
@@ -122,7 +139,9 @@ class RunSettings:
         left_out = ("rank", "ranks", "batch_size", *(["planned"] if self.planned is None else []))
         compared = {name: value for name, value in asdict(self).items() if name not in left_out}
         cache = asdict(self.cache) | {"eviction": policy.describe() if policy else None}
-        if not self.cache.protect_prompt:  # rows that were measured before there was the setting stay valid
+        if (
+            not self.cache.protect_prompt
+        ):  # rows that were measured before there was the setting stay valid
             del cache["protect_prompt"]
         return compared | {"cache": cache}
 
@@ -160,13 +179,15 @@ def run_method(
 
     Args:
         facts: what else the rows depend on besides settings, problems, prompts, model and versions.
-        on_rows: called with units done, units in all, and the accuracy so far, of this process; on another thread.
+        on_rows: called with units done, units in all, and the accuracy so far, of this process; on
+            another thread.
         earlier: files of the same run with another number of processes, whose rows are taken over.
 
     Returns:
-        Rows in the order of problems and samples, with the fields key, sample, text, token_ids, finish_reason, correct,
-        repetitive, kv_bytes and kv_bytes_full (at the end of that text alone), and seconds (each moment is divided
-        equally among the rows that are decoded); see docs/evaluate.md.
+        Rows in the order of problems and samples, with the fields key, sample, text, token_ids,
+        finish_reason, correct, repetitive, kv_bytes and kv_bytes_full (at the end of that text
+        alone), and seconds (each moment is divided equally among the rows that are decoded); see
+        docs/evaluate.md.
 
     Raises:
         ValueError: if one of the files was written with other settings; the differences are named.
@@ -212,7 +233,9 @@ def run_method(
 class _Run:
     """The share of the units that this process decodes."""
 
-    def __init__(self, engine: InferenceEngine, problems: list[Problem], settings: RunSettings) -> None:
+    def __init__(
+        self, engine: InferenceEngine, problems: list[Problem], settings: RunSettings
+    ) -> None:
         self.engine, self.problems, self.settings = engine, problems, settings
         self.lengths = engine.prompt_lengths([problem.prompt for problem in problems])
         self.size = EntrySize.of(engine.model)
@@ -227,8 +250,12 @@ class _Run:
         prompts = [problem.prompt for problem in self.problems]
         own = self.settings.fingerprint() | {
             "full_heads": self.engine.allocation.full.int().flatten().tolist(),
-            "problems": digest_of([[problem.key, problem.prompt, problem.reference] for problem in self.problems]),
-            "prompt_tokens": digest_of(self.engine.tokenizer(prompts, add_special_tokens=False).input_ids),
+            "problems": digest_of(
+                [[problem.key, problem.prompt, problem.reference] for problem in self.problems]
+            ),
+            "prompt_tokens": digest_of(
+                self.engine.tokenizer(prompts, add_special_tokens=False).input_ids
+            ),
             "end_tokens": self.engine.eos_ids,
             "model_state": model_facts(self.engine.model),
             "libraries": library_facts(),
@@ -245,7 +272,9 @@ class _Run:
             [problem * settings.num_samples + sample for problem, sample in units],
             settings.rule if settings.stop_repetitive else None,
             full=bool(engine.allocation.full.all()),
-            planned=None if settings.planned is None else [settings.planned[problem] for problem, _ in units],
+            planned=None
+            if settings.planned is None
+            else [settings.planned[problem] for problem, _ in units],
         )
         with closing(stream):
             for place, completion in stream:
@@ -258,7 +287,11 @@ class _Run:
         tokens = prompt + len(completion.token_ids) - 1  # the last token is never fed
         settings, full = self.settings, self.engine.allocation.full
         # a text that ends by itself is not checked at its end token
-        checked = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+        checked = (
+            completion.token_ids[:-1]
+            if completion.finish_reason == "stop"
+            else completion.token_ids
+        )
         planned = None if settings.planned is None else torch.tensor([settings.planned[unit[0]]])
         held, whole = kv_nbytes(settings.cache, full, self.size, prompt, tokens, planned)
         return {
@@ -281,16 +314,21 @@ def digest_of(value: Any) -> str:
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
-    """Config, kind of device, number type and a hash over up to 1,024 evenly spaced elements of each parameter.
+    """Config, kind of device, number type and a hash over up to 1,024 evenly spaced elements of
+    each parameter.
 
     Another training, merge or quantization is seen, a change of single elements may not be.
     """
-    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    config = {
+        name: value for name, value in model.config.to_dict().items() if not name.startswith("_")
+    }
     config.pop("transformers_version", None)
     weights = bytearray()
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().flatten()
-        places = torch.linspace(0, flat.numel() - 1, min(SAMPLED, flat.numel()), dtype=torch.float64).long()
+        places = torch.linspace(
+            0, flat.numel() - 1, min(SAMPLED, flat.numel()), dtype=torch.float64
+        ).long()
         sample = flat[places.to(flat.device)].cpu()
         weights += f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
         weights += sample.contiguous().view(torch.uint8).numpy().tobytes()
@@ -304,7 +342,10 @@ def model_facts(model: PreTrainedModel) -> dict[str, Any]:
 
 @functools.cache
 def library_facts() -> dict[str, str]:
-    """Versions of this package and of the libraries that decode and grade; absent ones are left out."""
+    """Versions of this package and of the libraries that decode and grade.
+
+    Absent ones are left out.
+    """
     found = {"rlkv": __version__}
     for name in LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):

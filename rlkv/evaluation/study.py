@@ -1,7 +1,7 @@
 """Which heads stay full x what the others keep, all at the same bytes of KV.
 
-A *saving* is the share of the full cache's bytes that must not be held at the end of a text.  Every method gets the
-largest budget that holds at most the rest, over the texts of the full-cache run.
+A *saving* is the share of the full cache's bytes that must not be held at the end of a text.  Every
+method gets the largest budget that holds at most the rest, over the texts of the full-cache run.
 """
 
 from __future__ import annotations
@@ -52,13 +52,18 @@ class StudyConfig(TaskOptions):
     """Study rankings of KV heads."""
 
     gates: tuple[str, ...]
-    """NAME=FILE; several files of one name are its seeds; the first name is compared with every other"""
+    """NAME=FILE; several files of one name are its seeds.
+
+    The first name is compared with every other
+    """
     output_dir: Path
     """report.html, report.md, table.md, results.json, plots, rows/"""
     ablation: tuple[str, ...] = ()
     """NAME=FILE, variants of the first method, compared with it alone"""
     analyses: tuple[str, ...] = ()
-    """sweep comparison threshold sensitivity modes lengths budget gates ablations; default: all that can be done"""
+    """sweep comparison threshold sensitivity modes lengths budget gates ablations; default: all
+    that can be done
+    """
     oracle: Path | None = None
     """ground-truth JSON with a measured elimination order"""
     random_draws: int = 10
@@ -72,8 +77,13 @@ class StudyConfig(TaskOptions):
     margin: float = 0.02
     """accuracy that near-lossless may lose"""
     top_heads: tuple[float, ...] = ()
-    """how many of the most needed heads the sensitivity compresses; below 1: shares of all heads; default: by size"""
-    policies: Annotated[tuple[str, ...], tyro.conf.arg(help=f"of the budget analysis, of {', '.join(POLICIES)}")] = (
+    """how many of the most needed heads the sensitivity compresses; below 1: shares of all heads.
+
+    Default: by size
+    """
+    policies: Annotated[
+        tuple[str, ...], tyro.conf.arg(help=f"of the budget analysis, of {', '.join(POLICIES)}")
+    ] = (
         "rkv",
         "h2o",
         "random",
@@ -85,13 +95,16 @@ class StudyConfig(TaskOptions):
     savings: tuple[float, ...] = (0.2, 0.4, 0.6)
     """of the budget analysis, shares of the full cache's bytes"""
     head_share: float = 0.5
-    """budget analysis: share of the mean budget that compressible heads keep under the first gates"""
+    """budget analysis: share of the mean budget that compressible heads keep under the first gates
+    """
     buffer: int | None = None
     """entries between two compactions (h2o, tova: always 1); default: the policies' own"""
     observation: int | None = None
     """observed tokens of rkv, snapkv and rpc; default: the policies' own"""
     extra: int | None = None
-    """entries in addition to a budget's share of the text; default: sink + window, or what a policy always keeps"""
+    """entries in addition to a budget's share of the text; default: sink + window, or what a policy
+    always keeps
+    """
     published: str | None = None
     """model whose published numbers are shown; default: --model"""
     measure_only: bool = False
@@ -112,7 +125,10 @@ class StudyConfig(TaskOptions):
         check_whole("--random-draws", self.random_draws, 0, MOST_DRAWS)
         check_positive(self, "buffer", "observation")
         if self.extra is not None and self.extra < MIN_EXTRA:
-            raise ValueError(f"--extra is {self.extra}: policies need {MIN_EXTRA} or more entries besides the ratio")
+            raise ValueError(
+                f"--extra is {self.extra}: policies need {MIN_EXTRA} or more entries besides the "
+                "ratio"
+            )
         if not self.gates:
             raise ValueError("--gates needs at least one NAME=FILE")
         _ = self.gates_files, self.ablation_files
@@ -181,23 +197,30 @@ class Study:
         """Of the sweep, ascending."""
         return self.config.ascending("sparsities")
 
-    def conditions(self, rankings: Iterable[Ranking], sparsities: Iterable[float]) -> ConditionRequests:
+    def conditions(
+        self, rankings: Iterable[Ranking], sparsities: Iterable[float]
+    ) -> ConditionRequests:
         """All seeds of ``rankings`` on every task, one of the ``sparsities`` after the other."""
         for sparsity, ranking, task in product(sparsities, rankings, self.tasks):
             for condition in self.seeds(task, ranking, ranking.allocations(sparsity)):
                 yield f"{ranking.name} @ {sparsity:g}", condition
 
-    def seeds(self, task: str, ranking: Ranking, allocations: Sequence[HeadAllocation]) -> list[Condition]:
+    def seeds(
+        self, task: str, ranking: Ranking, allocations: Sequence[HeadAllocation]
+    ) -> list[Condition]:
         """A condition per seed of ``ranking``, whose heads are ``allocations``.
 
-        Random draws share the problems, at most one draw per problem; where all have the same heads they are one.
+        Random draws share the problems, at most one draw per problem; where all have the same heads
+        they are one.
         """
         if not ranking.drawn:
             return [Condition(task, allocation) for allocation in allocations]
         draws = allocations[: len(self.measurements.tasks[task].problems)]
         if len(set(draws)) == 1:
             return [Condition(task, draws[0])]
-        return [Condition(task, allocation, part=(i, len(draws))) for i, allocation in enumerate(draws)]
+        return [
+            Condition(task, allocation, part=(i, len(draws))) for i, allocation in enumerate(draws)
+        ]
 
     def full_condition(self, task: str) -> Condition:
         return Condition(task, HeadAllocation(torch.ones(self.first.shape, dtype=torch.bool)))
@@ -206,14 +229,18 @@ class Study:
         return self.measurements.outcome(self.full_condition(task))
 
     def runs(self, task: str, ranking: Ranking, sparsity: float) -> list[Outcome]:
-        """One outcome per seed; seeds with the same heads have the same one, random draws have one together."""
+        """One outcome per seed; seeds with the same heads have the same one, random draws have one
+        together.
+        """
         return self.measurements.outcomes(self.seeds(task, ranking, ranking.allocations(sparsity)))
 
     def sweep(self, task: str, of: Callable[[list[Outcome], Outcome], Any]) -> dict[str, list[Any]]:
         """For each ranking ``of(runs, full)`` at every sparsity."""
         full = self.full(task)
         return {
-            ranking.name: [of(self.runs(task, ranking, sparsity), full) for sparsity in self.sparsities]
+            ranking.name: [
+                of(self.runs(task, ranking, sparsity), full) for sparsity in self.sparsities
+            ]
             for ranking in self.rankings
         }
 
@@ -221,7 +248,8 @@ class Study:
 class Analysis(ABC):
     """From conditions to metrics, sentences, tables and plots.
 
-    Metrics are JSON-able; the report is made from them alone, so that every number of it is in ``results.json`` too.
+    Metrics are JSON-able; the report is made from them alone, so that every number of it is in
+    ``results.json`` too.
     """
 
     name: ClassVar[str]
@@ -241,7 +269,10 @@ class Analysis(ABC):
 
     def metrics(self, study: Study) -> Metrics:
         """All numbers of the analysis: its settings, and ``tasks``."""
-        return {**self.settings(study), "tasks": {task: self.task_metrics(study, task) for task in study.tasks}}
+        return {
+            **self.settings(study),
+            "tasks": {task: self.task_metrics(study, task) for task in study.tasks},
+        }
 
     def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
         """Sentences for the top of the report, made from the metrics of a task."""
@@ -249,10 +280,16 @@ class Analysis(ABC):
 
     def findings(self, metrics: Metrics) -> list[str]:
         """The sentences of all tasks."""
-        return [line for task, found in metrics["tasks"].items() for line in self.task_findings(task, found, metrics)]
+        return [
+            line
+            for task, found in metrics["tasks"].items()
+            for line in self.task_findings(task, found, metrics)
+        ]
 
     @abstractmethod
-    def write_task(self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path) -> None:
+    def write_task(
+        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
+    ) -> None:
         """Add the tables and plots of a task; files of plots go to ``folder``."""
 
     def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
@@ -273,9 +310,14 @@ STEPS = 2**14  # ratios are multiples of 1/16384 of the text
 
 
 def kv_share(
-    settings: CacheSettings, full: Tensor, size: EntrySize, lengths: list[tuple[int, int]], fixed: bool = False
+    settings: CacheSettings,
+    full: Tensor,
+    size: EntrySize,
+    lengths: list[tuple[int, int]],
+    fixed: bool = False,
 ) -> float:
-    """Bytes in use / bytes of the full cache, both summed over texts of (prompt, all) cached tokens.
+    """Bytes in use / bytes of the full cache, both summed over texts of (prompt, all) cached
+    tokens.
 
     ``fixed``: a ratio is of each text's length from its start, not of the tokens read so far.
     """
@@ -286,10 +328,11 @@ def kv_share(
 
 @dataclass(frozen=True)
 class ByteTarget:
-    """At most ``share`` of the full cache's bytes, over texts of ``lengths`` (prompt, all) cached tokens.
+    """At most ``share`` of the full cache's bytes, over texts of ``lengths`` (prompt, all) cached
+    tokens.
 
-    Each method gives the largest budget that fits, or None; ``full`` is bool ``[layers, KV heads]``, the full heads.
-    ``cache``: sinks and window, and how prompts are read.
+    Each method gives the largest budget that fits, or None; ``full`` is bool ``[layers, KV
+    heads]``, the full heads. ``cache``: sinks and window, and how prompts are read.
     """
 
     share: float
@@ -301,8 +344,12 @@ class ByteTarget:
         settings = replace(self.cache, eviction=policy)
         return kv_share(settings, full, self.size, self.lengths, fixed) <= self.share
 
-    def match_ratio(self, policy: EvictionPolicy, full: Tensor, fixed: bool = False) -> EvictionPolicy | None:
-        """``policy`` with the largest ratio of the text so far or, if ``fixed``, of the text's whole length."""
+    def match_ratio(
+        self, policy: EvictionPolicy, full: Tensor, fixed: bool = False
+    ) -> EvictionPolicy | None:
+        """``policy`` with the largest ratio of the text so far or, if ``fixed``, of the text's
+        whole length.
+        """
 
         def sized(step: int) -> EvictionPolicy:
             return replace(policy, budget=None, ratio=step / STEPS)
@@ -318,7 +365,10 @@ class ByteTarget:
         return sized(low)
 
     def match_heads(self, order: Order, shape: tuple[int, int]) -> Tensor | None:
-        """Full heads when heads are compressed in ``order`` until the rest fits; they keep sinks and a window."""
+        """Full heads when heads are compressed in ``order`` until the rest fits.
+
+        They keep sinks and a window.
+        """
         full = torch.ones(shape, dtype=torch.bool)
         for head in order:
             if self._fits(None, full):
@@ -341,12 +391,20 @@ class Match:
 
 
 def policy_templates(
-    names: tuple[str, ...], buffer: int | None, observation: int | None, extra: int, sink: int, prompt_variants: bool
+    names: tuple[str, ...],
+    buffer: int | None,
+    observation: int | None,
+    extra: int,
+    sink: int,
+    prompt_variants: bool,
 ) -> dict[str, EvictionPolicy]:
-    """Policies of the same sizes, by the name that they have in a table; a matching sets their budgets.
+    """Policies of the same sizes, by the name that they have in a table.
 
-    A policy that by default compacts at every token, observes one or keeps no sinks stays so; None: its own default.
-    With ``prompt_variants`` each policy also comes with the other choice of ``protect_prompt``.
+    A matching sets their budgets.
+
+    A policy that by default compacts at every token, observes one or keeps no sinks stays so; None:
+    its own default. With ``prompt_variants`` each policy also comes with the other choice of
+    ``protect_prompt``.
     """
     found = {}
     for name in names:
@@ -369,19 +427,25 @@ def default_extra(names: tuple[str, ...], observation: int | None, sink: int, ri
     """``ring``, or what one of the policies always keeps where that is more."""
     defaults = [make_policy(name, budget=4096) for name in names]
     observed = [policy.observation if observation is None else observation for policy in defaults]
-    return max([ring, *((sink if of.sink else 0) + n for of, n in zip(defaults, observed, strict=True))])
+    return max(
+        [ring, *((sink if of.sink else 0) + n for of, n in zip(defaults, observed, strict=True))]
+    )
 
 
 def matched_methods(study: Study, task: str) -> list[Match]:
     """All methods at every saving.
 
-    Policies alone in all heads with a dynamic and, of those named in the options, a fixed budget, for each problem a
-    share of its own full-cache text (RLKV, figure 16); every ranking (its first seed, random heads: all draws) with
-    sinks and a window; policies under the heads of the first ranking.
+    Policies alone in all heads with a dynamic and, of those named in the options, a fixed budget,
+    for each problem a share of its own full-cache text (RLKV, figure 16); every ranking (its first
+    seed, random heads: all draws) with sinks and a window; policies under the heads of the first
+    ranking.
     """
     lengths = study.measurements.text_lengths(task, study.full(task))
     cache = study.measurements.tasks[task].settings.cache
-    targets = {saved: ByteTarget(1 - saved, study.entry_size, lengths, cache) for saved in study.config.each("savings")}
+    targets = {
+        saved: ByteTarget(1 - saved, study.entry_size, lengths, cache)
+        for saved in study.config.each("savings")
+    }
     return [
         Match(method, heads, saved, conditions)
         for saved, target in targets.items()
@@ -389,7 +453,9 @@ def matched_methods(study: Study, task: str) -> list[Match]:
     ]
 
 
-def _matches(study: Study, task: str, target: ByteTarget) -> Iterator[tuple[str, str, list[Condition]]]:
+def _matches(
+    study: Study, task: str, target: ByteTarget
+) -> Iterator[tuple[str, str, list[Condition]]]:
     shape, first = study.first.shape, study.first
     none_full = torch.zeros(shape, dtype=torch.bool)
 
@@ -405,17 +471,27 @@ def _matches(study: Study, task: str, target: ByteTarget) -> Iterator[tuple[str,
     for ranking in study.rankings:
         orders = ranking.orders if ranking.drawn else ranking.orders[:1]
         found = [full for order in orders if (full := target.match_heads(order, shape)) is not None]
-        conditions = study.seeds(task, ranking, [HeadAllocation(full) for full in found]) if found else []
+        conditions = (
+            study.seeds(task, ranking, [HeadAllocation(full) for full in found]) if found else []
+        )
         yield f"{ranking.name} + sinks + window", ranking.name, conditions
     split = split_heads(first.orders[0], target.share, study.config.head_share, shape)
     for name, template in study.policies.items():
-        yield f"{first.name} + {name}", first.name, [] if split is None else evicting(split, template)
+        yield (
+            f"{first.name} + {name}",
+            first.name,
+            [] if split is None else evicting(split, template),
+        )
 
 
-def split_heads(order: Order, share: float, head_share: float, shape: tuple[int, int]) -> Tensor | None:
-    """Full heads, bool ``[L, H]``, such that the others may keep about ``head_share * share`` of the text each.
+def split_heads(
+    order: Order, share: float, head_share: float, shape: tuple[int, int]
+) -> Tensor | None:
+    """Full heads, bool ``[L, H]``, such that the others may keep about ``head_share * share`` of
+    the text each.
 
-    The smaller ``head_share``, the more heads stay full.  None if all heads would have to be compressible.
+    The smaller ``head_share``, the more heads stay full.  None if all heads would have to be
+    compressible.
     """
     total, kept = shape[0] * shape[1], head_share * share
     compressible = round(total * (1 - share) / (1 - kept))
@@ -428,14 +504,21 @@ def split_heads(order: Order, share: float, head_share: float, shape: tuple[int,
 
 
 def study_tasks(
-    config: TaskOptions, cache: CacheSettings, gates: Iterable[HeadGates], tokenizer: PreTrainedTokenizerBase
+    config: TaskOptions,
+    cache: CacheSettings,
+    gates: Iterable[HeadGates],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[StudyTask]:
-    """The tasks of ``config``, rendered with its template or the one that all ``gates`` were trained with."""
+    """The tasks of ``config``, rendered with its template or the one that all ``gates`` were
+    trained with.
+    """
     prepared = []
     for task, loaded in config.problems(config.chosen_template(gates)):
         sampling = SamplingParams(config.token_limit(task))
         settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
         problems = render_problems(task, loaded, tokenizer)
-        prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False).input_ids
+        prompts = tokenizer(
+            [problem.prompt for problem in problems], add_special_tokens=False
+        ).input_ids
         prepared.append(StudyTask(task.name, problems, [len(ids) for ids in prompts], settings))
     return prepared

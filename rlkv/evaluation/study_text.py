@@ -10,22 +10,29 @@ from rlkv.evaluation.report import LEVEL, MARKS_LEGEND, Cell, sign_of
 SAME = "no significant difference"
 NOT_AVAILABLE = "n/a"
 LEGEND = (
-    f"{MARKS_LEGEND} than the full cache by a paired permutation test (p < {LEVEL:g}, not corrected for the number of "
+    f"{MARKS_LEGEND} than the full cache by a paired permutation test (p < {LEVEL:g}, not "
+    "corrected for the number of "
     f"comparisons); no mark: {SAME}."
 )
 SEEDS_FIXED = (
-    "Intervals and p values are over problems, with the seeds held fixed: they say nothing about another training run. "
-    "Problems of the same random draw count as independent, so that for random heads the interval has only a part of "
-    "the variance between draws. How many sets of heads share the sign of a difference is given with it, for methods "
+    "Intervals and p values are over problems, with the seeds held fixed: they say nothing about "
+    "another training run. "
+    "Problems of the same random draw count as independent, so that for random heads the interval "
+    "has only a part of "
+    "the variance between draws. How many sets of heads share the sign of a difference is given "
+    "with it, for methods "
     "that decode all problems with each."
 )
 INTERVAL_NOTE = (
-    "Brackets: 95% intervals over problems (Wilson for single runs, else bootstrap of the mean over seeds). Seeds that "
-    "keep the same heads are one measurement, greedy decoding being deterministic: 'sets of heads' counts them. Random "
+    "Brackets: 95% intervals over problems (Wilson for single runs, else bootstrap of the mean "
+    "over seeds). Seeds that "
+    "keep the same heads are one measurement, greedy decoding being deterministic: 'sets of heads' "
+    "counts them. Random "
     "draws share the problems: each problem is decoded once, under one of the draws."
 )
 BYTES_NOTE = (
-    "KV held: bytes of KV in use at the end of each text, over the bytes that the full cache would hold for the same "
+    "KV held: bytes of KV in use at the end of each text, over the bytes that the full cache would "
+    "hold for the same "
     "tokens"
 )
 
@@ -66,16 +73,18 @@ def verdict(metrics: Metrics, same_heads: bool = False) -> str:
 
 
 def seeds_of_sign(compared: Metrics, first: str, second: str) -> str:
-    """For a sentence, after a verdict: how many sets of heads of each method have the sign of the difference.
+    """For a sentence, after a verdict: how many sets of heads of each method have the sign of the
+    difference.
 
-    ``compared``: as :func:`compare` returns it.  Draws that share the problems are left out.  Empty where there is no
-    difference, or at most one set of heads of each.
+    ``compared``: as :func:`compare` returns it.  Draws that share the problems are left out.  Empty
+    where there is no difference, or at most one set of heads of each.
     """
     difference, seeds = compared["difference"]["difference"], compared["per_seed"]
     if difference == 0 or max(map(len, seeds.values())) <= 1:
         return ""
     counts = [
-        f"{sum(value * difference > 0 for value in values)} of {plural(len(values), 'set')} of heads of {name}"
+        f"{sum(value * difference > 0 for value in values)} of {plural(len(values), 'set')} of "
+        f"heads of {name}"
         for name, values in ((first, seeds["first"]), (second, seeds["second"]))
         if values
     ]
@@ -83,13 +92,19 @@ def seeds_of_sign(compared: Metrics, first: str, second: str) -> str:
 
 
 def against(compared: Metrics, shown: str, first: str, second: str) -> str:
-    """The accuracy of the ``shown`` one, ``first`` or ``second``, and in parentheses how the first one compares."""
-    text = verdict(compared["difference"], compared["same_heads"]) + seeds_of_sign(compared, first, second)
+    """The accuracy of the ``shown`` one, ``first`` or ``second``, and in parentheses how the first
+    one compares.
+    """
+    text = verdict(compared["difference"], compared["same_heads"]) + seeds_of_sign(
+        compared, first, second
+    )
     return f"{compared[shown]['mean']:.3f} ({text})"
 
 
 def seeds_text(accuracy: Metrics) -> str:
-    """How many seeds a mean has, how many of them are different, and their range, or how many draws; empty for one."""
+    """How many seeds a mean has, how many of them are different, and their range, or how many
+    draws; empty for one.
+    """
     seeds = accuracy["seeds"]
     if accuracy["draws"] > 1:
         return f"{accuracy['draws']} draws, which share the problems"
@@ -105,7 +120,9 @@ def seeds_text(accuracy: Metrics) -> str:
 
 
 def accuracy_cell(accuracy: Metrics) -> Cell:
-    """As RLKV's tables 4 to 6: accuracy, any difference to full in brackets and its mark, then interval and seeds."""
+    """As RLKV's tables 4 to 6: accuracy, any difference to full in brackets and its mark, then
+    interval and seeds.
+    """
     test, seeds = accuracy["versus_full"], seeds_text(accuracy)
     note = interval(accuracy) + (f"\n{seeds}" if seeds else "")
     if test is None:

@@ -1,7 +1,8 @@
 """The settings of a window study: the grid, and three ways to spend the same bytes.
 
-A setting's *share* is its bytes of KV over the full cache's, both over the texts of the full-cache run: the same texts
-for all settings, so that a setting whose texts get longer does not seem to hold less.
+A setting's *share* is its bytes of KV over the full cache's, both over the texts of the full-cache
+run: the same texts for all settings, so that a setting whose texts get longer does not seem to hold
+less.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Setting = tuple[Sizes, float]  # with the sparsity
 
 @dataclass(frozen=True)
 class Step:
-    """The bytes that a protected prompt adds to the base sizes at a sparsity, spent in several ways.
+    """The bytes that a protected prompt adds to the base sizes at a sparsity, spent in several
+    ways.
 
     ``ways``: None where not one more head or token fits.
     """
@@ -49,10 +51,14 @@ class Grid:
 
     @cached_property
     def sizes(self) -> tuple[Sizes, ...]:
-        """Every sinks x window x prompt once: a protected prompt makes sinks within it the same setting."""
+        """Every sinks x window x prompt once: a protected prompt makes sinks within it the same
+        setting.
+        """
         shortest = min(min(task.prompt_tokens) for task in self.measurements.tasks.values())
         every = product((False, True), self.sinks, self.windows)
-        return tuple(dict.fromkeys(Sizes(0 if on and s <= shortest else s, w, on) for on, s, w in every))
+        return tuple(
+            dict.fromkeys(Sizes(0 if on and s <= shortest else s, w, on) for on, s, w in every)
+        )
 
     def allocation(self, sparsity: float) -> HeadAllocation:
         return HeadAllocation.from_gates(self.gates, sparsity)
@@ -81,7 +87,10 @@ class Grid:
         for sparsity in self.sparsities:
             prompt = (Sizes(0, self.base.window, protect_prompt=True), sparsity)
             budget = self.share(task, *prompt)
-            ways = {HEADS: self._most_heads(task, sparsity, budget), WINDOW: self._widest(task, sparsity, budget)}
+            ways = {
+                HEADS: self._most_heads(task, sparsity, budget),
+                WINDOW: self._widest(task, sparsity, budget),
+            }
             found.append(Step(sparsity, {PROMPT: prompt, **ways}))
         return found
 
@@ -96,7 +105,9 @@ class Grid:
     def _widest(self, task: str, sparsity: float, budget: float) -> Setting | None:
         """The base sinks with the longest window that holds at most ``budget``."""
         longest = max(tokens for _, tokens in self.measurements.text_lengths(task, self.full(task)))
-        sizes = [self.base._replace(window=window) for window in range(self.base.window + 1, longest + 1)]
+        sizes = [
+            self.base._replace(window=window) for window in range(self.base.window + 1, longest + 1)
+        ]
         fitting = bisect_right(sizes, budget, key=lambda of: self.share(task, of, sparsity))
         return (sizes[fitting - 1], sparsity) if fitting else None
 
@@ -108,4 +119,7 @@ class Grid:
             for step in self.steps(task):
                 for name, way in step.ways.items():
                     if way is not None:
-                        yield f"{name} for the bytes of the prompt at {step.sparsity:g}", self.condition(task, *way)
+                        yield (
+                            f"{name} for the bytes of the prompt at {step.sparsity:g}",
+                            self.condition(task, *way),
+                        )

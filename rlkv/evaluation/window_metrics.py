@@ -1,4 +1,6 @@
-"""The numbers of a window study: accuracy and bytes of every setting, and what the same bytes buy in three ways."""
+"""The numbers of a window study: accuracy and bytes of every setting, and what the same bytes buy
+in three ways.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def task_metrics(grid: Grid, task: str) -> Metrics:
     full = grid.full(task)
     cells = {
         str(sizes): [
-            {**accuracy_of([grid.outcome(task, sizes, s)], full), "share": grid.share(task, sizes, s)}
+            {
+                **accuracy_of([grid.outcome(task, sizes, s)], full),
+                "share": grid.share(task, sizes, s),
+            }
             for s in grid.sparsities
         ]
         for sizes in grid.sizes
@@ -59,17 +64,26 @@ def _step(grid: Grid, task: str, step: Step) -> Metrics:
             gain = _gain(base.correct, outcome.correct, share - base_share)
             kept = {"sizes": str(way[0]), "sparsity": way[1], "share": share}
             ways[name] = {**kept, "accuracy": accuracy_of([outcome], full), **gain}
-    scores = {name: grid.outcome(task, *way).correct for name, way in step.ways.items() if way is not None}
+    scores = {
+        name: grid.outcome(task, *way).correct for name, way in step.ways.items() if way is not None
+    }
     return {
         "sparsity": step.sparsity,
-        "base": {"sizes": str(grid.base), "share": base_share, "accuracy": accuracy_of([base], full)},
+        "base": {
+            "sizes": str(grid.base),
+            "share": base_share,
+            "accuracy": accuracy_of([base], full),
+        },
         "ways": ways,
         "pairs": _pairs(scores),
     }
 
 
 def _pooled(grid: Grid, task: str, steps: list[Step]) -> Metrics | None:
-    """Of each problem the mean over the steps at which there is every way; None without such steps."""
+    """Of each problem the mean over the steps at which there is every way.
+
+    None without such steps.
+    """
     if not steps:
         return None
     base = np.mean([grid.outcome(task, grid.base, step.sparsity).correct for step in steps], axis=0)
@@ -84,7 +98,10 @@ def _pooled(grid: Grid, task: str, steps: list[Step]) -> Metrics | None:
 
 
 def _gain(base: Floats, scores: Floats, added: float) -> Metrics:
-    """The gain in accuracy, and in points per percent of the full cache's bytes; None where no bytes were ``added``."""
+    """The gain in accuracy, and in points per percent of the full cache's bytes.
+
+    None where no bytes were ``added``.
+    """
     test = paired_difference(base, scores)
     points = {"mean": test.difference, "low": test.low, "high": test.high}
     rate = {name: value / added for name, value in points.items()} if added > 0 else None
@@ -94,4 +111,7 @@ def _gain(base: Floats, scores: Floats, added: float) -> Metrics:
 def _pairs(scores: Mapping[str, Floats]) -> list[Metrics]:
     """Paired differences of each two ways, first minus second."""
     pairs = combinations([name for name in WAYS if name in scores], 2)
-    return [{"first": a, "second": b, "difference": asdict(paired_difference(scores[b], scores[a]))} for a, b in pairs]
+    return [
+        {"first": a, "second": b, "difference": asdict(paired_difference(scores[b], scores[a]))}
+        for a, b in pairs
+    ]

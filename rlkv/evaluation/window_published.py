@@ -14,7 +14,9 @@ FACTORS = (1, 2, 4)
 
 
 def published_sweeps() -> dict[tuple[str, str, str], dict[str, PublishedNumber]]:
-    """By place, model and task: accuracy in percent at sparsity 0.6 by sizes ("16 + 64"), and of the full cache."""
+    """By place, model and task: accuracy in percent at sparsity 0.6 by sizes ("16 + 64"), and of
+    the full cache.
+    """
     sweeps: dict[tuple[str, str, str], dict[str, PublishedNumber]] = {}
     for number in find_published():
         match = _METHOD.fullmatch(number.method)
@@ -48,14 +50,25 @@ def write_published_sweeps(page: Page, model: str, grid: Grid, tasks: dict[str, 
         shown = [f"{of}: {numbers[of].value:.1f}" if of in numbers else "" for of in sizes]
         full_value = f"{numbers['full'].value:.1f}" if "full" in numbers else ""
         rows.append(
-            [f"published: {name.rpartition('/')[2]} ({where.partition(',')[0]})", task, f"{AT:g}", full_value, *shown]
+            [
+                f"published: {name.rpartition('/')[2]} ({where.partition(',')[0]})",
+                task,
+                f"{AT:g}",
+                full_value,
+                *shown,
+            ]
         )
     own = (grid.base.sink, grid.base.window)
-    differ = "" if own == (16, 64) else f" This study's base sizes are {grid.base}, the authors' 16 + 64."
+    differ = (
+        ""
+        if own == (16, 64)
+        else f" This study's base sizes are {grid.base}, the authors' 16 + 64."
+    )
     page.table(
         ["model", "task", "s", "full cache", *(f"sizes x {factor}" for factor in FACTORS)],
         rows,
-        "Accuracy in percent by sinks + window without a protected prompt; brackets: 95% intervals, which "
+        "Accuracy in percent by sinks + window without a protected prompt; brackets: 95% "
+        "intervals, which "
         f"nothing published has.{differ}",
     )
     page.bullets(list(dict.fromkeys(sources)))

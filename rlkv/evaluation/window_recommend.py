@@ -1,4 +1,6 @@
-"""Which setting of a grid to serve with: fewest bytes at the full cache's accuracy, or most accurate within bytes."""
+"""Which setting of a grid to serve with: fewest bytes at the full cache's accuracy, or most
+accurate within bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from rlkv.evaluation.report import LEVEL, sign_of
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A setting; of each task its scores, float ``[problems]``, and its share of the full cache's bytes."""
+    """A setting; of each task its scores, float ``[problems]``, and its share of the full cache's
+    bytes.
+    """
 
     sizes: Sizes
     sparsity: float
@@ -54,7 +58,9 @@ def halve(scores: dict[str, Floats], half: int) -> dict[str, Floats]:
 def choose(
     candidates: list[Candidate], full: dict[str, Floats], margin: float, budget: float | None
 ) -> Candidate | None:
-    """The setting with the fewest bytes that :meth:`Candidate.is_near`; with ``budget`` the most accurate within it.
+    """The setting with the fewest bytes that :meth:`Candidate.is_near`.
+
+    With ``budget`` the most accurate within it.
 
     ``budget`` is a share of the full cache's bytes on every task.  None if no setting qualifies.
     """
@@ -70,10 +76,10 @@ def recommend(
 ) -> dict[str, Any] | None:
     """The choice with its accuracy and bytes on each task; None if no setting qualifies.
 
-    ``alike``: with a budget, how many others within it no paired test separates from it on any task.  ``held_out``:
-    accuracy of what the rule chooses on one half of the problems, measured on the other half, mean of both ways, next
-    to the full cache's; None if one half leaves no choice.  The accuracy of the choice itself, which was chosen on the
-    same problems, is likely too high.
+    ``alike``: with a budget, how many others within it no paired test separates from it on any
+    task.  ``held_out``: accuracy of what the rule chooses on one half of the problems, measured on
+    the other half, mean of both ways, next to the full cache's; None if one half leaves no choice.
+    The accuracy of the choice itself, which was chosen on the same problems, is likely too high.
     """
     best = choose(candidates, full, margin, budget)
     if best is None:
@@ -81,7 +87,9 @@ def recommend(
     alike = None
     if budget is not None:
         others = [of for of in candidates if of is not best and max(of.shares.values()) <= budget]
-        alike = sum(all(_same(best.scores[task], of.scores[task]) for task in full) for of in others)
+        alike = sum(
+            all(_same(best.scores[task], of.scores[task]) for task in full) for of in others
+        )
     return {
         "sizes": best.sizes._asdict(),
         "name": str(best.sizes),
@@ -108,8 +116,13 @@ def _held_out(
         chosen = choose([of.part(half) for of in candidates], halve(full, half), margin, budget)
         if chosen is None:
             return None
-        other = next(of for of in candidates if (of.sizes, of.sparsity) == (chosen.sizes, chosen.sparsity))
-        means = [np.mean([of.mean() for of in halve(scores, 1 - half).values()]) for scores in (other.scores, full)]
+        other = next(
+            of for of in candidates if (of.sizes, of.sparsity) == (chosen.sizes, chosen.sparsity)
+        )
+        means = [
+            np.mean([of.mean() for of in halve(scores, 1 - half).values()])
+            for scores in (other.scores, full)
+        ]
         found.append((f"{chosen.sizes} @ {chosen.sparsity:g}", *map(float, means)))
     return {
         "chosen": [name for name, *_ in found],

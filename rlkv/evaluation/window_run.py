@@ -35,7 +35,9 @@ def load_grid(config: WindowConfig) -> Grid:
     sinks = config.sinks or tuple(factor * base.sink for factor in FACTORS)
     windows = config.windows or tuple(factor * base.window for factor in FACTORS)
     tasks = study_tasks(config, cache, [gates], tokenizer)
-    measurements = Measurements(model, tokenizer, tasks, config.output_dir / "rows", {"model": config.model})
+    measurements = Measurements(
+        model, tokenizer, tasks, config.output_dir / "rows", {"model": config.model}
+    )
     return Grid(
         gates,
         measurements,
@@ -51,10 +53,13 @@ def run_window_study(config: WindowConfig) -> list[str]:
     """Measure, report, and write the gates if asked for; the findings.
 
     Raises:
-        ValueError: if gates are to be written but no setting is recommended; the report is there by then.
+        ValueError: if gates are to be written but no setting is recommended; the report is there by
+            then.
     """
     started = time.monotonic()
-    check_results(config.output_dir, "results.json", ("report.html", "report.md"), ("recommendation",))
+    check_results(
+        config.output_dir, "results.json", ("report.html", "report.md"), ("recommendation",)
+    )
     grid = load_grid(config)
     measurements, tasks = grid.measurements, list(grid.measurements.tasks)
     # the full cache first: bytes are counted on its texts
@@ -83,9 +88,12 @@ def _write_gates(config: WindowConfig, file: Path, grid: Grid, metrics: Metrics)
     found = metrics["recommendation"]
     if found is None:
         raise ValueError(
-            f"no setting is recommended, so {file} is not written: allow more with --margin, or give a --byte-budget"
+            f"no setting is recommended, so {file} is not written: allow more with --margin, or "
+            "give a --byte-budget"
         )
-    summary = {name: found[name] for name in ("name", "sparsity", "accuracy", "full", "share", "held_out")}
+    summary = {
+        name: found[name] for name in ("name", "sparsity", "accuracy", "full", "share", "held_out")
+    }
     sizes = Sizes(**found["sizes"])
     replace(
         grid.gates,
@@ -97,13 +105,18 @@ def _write_gates(config: WindowConfig, file: Path, grid: Grid, metrics: Metrics)
     ).save(file)
 
 
-def _write_report(config: WindowConfig, grid: Grid, metrics: Metrics, lines: list[str], seconds: float) -> None:
+def _write_report(
+    config: WindowConfig, grid: Grid, metrics: Metrics, lines: list[str], seconds: float
+) -> None:
     folder, conditions = config.output_dir, grid.measurements.describe()
     measured = sum(condition["seconds"] for condition in conditions)
     content = {
         "config": asdict(config),
         **provenance(),
-        "seconds": {"this run, wall": round(seconds, 1), "decoding of all conditions, wall": round(measured, 1)},
+        "seconds": {
+            "this run, wall": round(seconds, 1),
+            "decoding of all conditions, wall": round(measured, 1),
+        },
         "findings": lines,
         **metrics,
         "conditions": conditions,
@@ -119,7 +132,8 @@ def _write_report(config: WindowConfig, grid: Grid, metrics: Metrics, lines: lis
     page.heading("How it was measured")
     page.code(content["command"])
     took = (
-        f"{len(conditions)} conditions; decoding took {measured:.0f} s of wall time, all runs and processes together."
+        f"{len(conditions)} conditions; decoding took {measured:.0f} s of wall time, all runs "
+        "and processes together."
     )
     page.bullets([*provenance_facts(content), took])
     page.write_report(folder)

@@ -1,8 +1,10 @@
-"""The contract of a token-eviction policy, and everything that policies share: budgets, forced entries, selection.
+"""The contract of a token-eviction policy, and everything that policies share: budgets, forced
+entries, selection.
 
-Shapes: B rows, H KV heads, Q = H * G query heads, N cached entries, a recent queries, D size of a head.
-Entries are in the order of their tokens.  Padding comes first: ``valid`` is False before a row's first entry.
-The a queries are those of the last a entries, scaled such that ``query . key / sqrt(D)`` is the attention logit.
+Shapes: B rows, H KV heads, Q = H * G query heads, N cached entries, a recent queries, D size of a
+head. Entries are in the order of their tokens.  Padding comes first: ``valid`` is False before a
+row's first entry. The a queries are those of the last a entries, scaled such that ``query . key /
+sqrt(D)`` is the attention logit.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from rlkv.utils.devices import moved
 from rlkv.utils.files import parse_json
 from rlkv.utils.numbers import MOST
 
-FLOATS = 2**22  # numbers in the largest temporary tensor (16 MB in float32), unless one row of one head needs more
+FLOATS = (
+    2**22
+    # numbers in the largest temporary tensor (16 MB in float32), unless one row of one head needs more
+)
 
 
 def items_at_once(floats_each: int) -> int:
@@ -37,7 +42,9 @@ def pieces(total: int, floats_each: int) -> Iterator[slice]:
 
 
 class FlatHeads(NamedTuple):
-    """The KV heads of all rows side by side: keys ``[L, N, D]``, queries ``[L, G, a, D]``, valid bool ``[L, N]``."""
+    """The KV heads of all rows side by side: keys ``[L, N, D]``, queries ``[L, G, a, D]``, valid
+    bool ``[L, N]``.
+    """
 
     keys: Tensor
     queries: Tensor
@@ -60,7 +67,9 @@ def attention_logits(keys: Tensor, queries: Tensor) -> Tensor:
 
 
 def visible(valid: Tensor, queries: slice, hidden: int = 0) -> Tensor:
-    """Entries up to each query's own, without padding and the last ``hidden``: valid ``[L, N]`` -> ``[L, a, N]``."""
+    """Entries up to each query's own, without padding and the last ``hidden``: valid ``[L, N]`` ->
+    ``[L, a, N]``.
+    """
     n = valid.shape[-1]
     entry = torch.arange(n, device=valid.device)
     seen = (entry <= entry[queries, None]) & (entry < n - hidden)
@@ -68,20 +77,25 @@ def visible(valid: Tensor, queries: slice, hidden: int = 0) -> Tensor:
 
 
 def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Softmax over the last dimension where ``mask``, 0 elsewhere; 0 where nothing is left.  Overwrites logits."""
+    """Softmax over the last dimension where ``mask``, 0 elsewhere.
+
+    0 where nothing is left.  Overwrites logits.
+    """
     return logits.masked_fill_(~mask, -torch.inf).softmax(dim=-1).masked_fill_(~mask, 0)
 
 
 def sum_rows(values: Tensor) -> Tensor:
-    """``[..., a, N]`` -> ``[..., N]``, added up in the same order for every entry (``sum(dim=-2)`` is not)."""
+    """``[..., a, N]`` -> ``[..., N]``, added up in the same order for every entry (``sum(dim=-2)``
+    is not).
+    """
     return values.mT.contiguous().sum(dim=-1)
 
 
 def attention_received(keys: Tensor, queries: Tensor, valid: Tensor, hidden: int = 0) -> Tensor:
     """Attention that every entry gets, summed over the queries: float32 ``[B, H, G, N]``.
 
-    Each query head's softmax runs over the entries that are :func:`visible` to the query.  Queries are taken in pieces,
-    so that the whole a x N matrix is never in memory.
+    Each query head's softmax runs over the entries that are :func:`visible` to the query.  Queries
+    are taken in pieces, so that the whole a x N matrix is never in memory.
     """
     flat = FlatHeads.of(keys, queries, valid)
     (num_flat, n, d), (g, a) = flat.keys.shape, flat.queries.shape[1:3]
@@ -99,23 +113,25 @@ def attention_received(keys: Tensor, queries: Tensor, valid: Tensor, hidden: int
 class EvictionPolicy(ABC):
     """What a compressible head keeps when its cache is full.
 
-    A head holds up to ``budget + buffer`` entries of a sequence; when it is full, it *evicts* all but ``budget`` of
-    them.  A new policy only needs :meth:`scores`.
+    A head holds up to ``budget + buffer`` entries of a sequence; when it is full, it *evicts* all
+    but ``budget`` of them.  A new policy only needs :meth:`scores`.
 
     Attributes:
         budget: entries per head and sequence that an eviction keeps.
-        ratio: instead of ``budget``: an eviction keeps ``floor(ratio * tokens read so far) + extra`` entries, the
-            dynamic budget of RLKV (arXiv 2510.08525), appendix F.
+        ratio: instead of ``budget``: an eviction keeps ``floor(ratio * tokens read so far) +
+            extra`` entries, the dynamic budget of RLKV (arXiv 2510.08525), appendix F.
         buffer: new entries that gather between two evictions.
-        observation: a, the most recent entries, which are always kept; their queries judge the others.
+        observation: a, the most recent entries, which are always kept; their queries judge the
+            others.
         sink: first entries of a sequence that are always kept.
         extra: entries on top of ``ratio`` (S + W in appendix F).
-        protect_prompt: the prompt (the first call's tokens; later chat turns are not protected) stays whole: the policy
-            sees, and ``budget`` counts, only what came after it.
+        protect_prompt: the prompt (the first call's tokens; later chat turns are not protected)
+            stays whole: the policy sees, and ``budget`` counts, only what came after it.
 
     Raises:
-        ValueError: for values of the wrong type or out of range, or unless exactly one of ``budget`` and ``ratio`` is
-            given (policies with a schedule of their own, such as RPC, need neither).
+        ValueError: for values of the wrong type or out of range, or unless exactly one of
+            ``budget`` and ``ratio`` is given (policies with a schedule of their own, such as RPC,
+            need neither).
     """
 
     budget: int | None = None
@@ -129,7 +145,9 @@ class EvictionPolicy(ABC):
     name: ClassVar[str]
     uses_queries: ClassVar[bool] = True  # False: no queries need to be kept between two calls
     accumulates: ClassVar[bool] = False  # True: scores of every call are added up, entry by entry
-    draws: ClassVar[bool] = False  # True: ``scores`` takes ``seen`` and ``layer``, on which its random draws depend
+    draws: ClassVar[bool] = (
+        False  # True: ``scores`` takes ``seen`` and ``layer``, on which its random draws depend
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -152,10 +170,15 @@ class EvictionPolicy(ABC):
         if (self.budget is None) == (self.ratio is None):
             given = "neither is" if self.budget is None else "both are"
             raise ValueError(
-                f"{self.name} needs either a budget (entries per head) or a ratio (share of the tokens read): {given} "
+                f"{self.name} needs either a budget (entries per head) or a ratio (share of the "
+                f"tokens read): {given} "
                 "given"
             )
-        self.require(self.ratio is None or 0 <= self.ratio <= 1, "ratio", "the share of tokens to keep, from 0 to 1")
+        self.require(
+            self.ratio is None or 0 <= self.ratio <= 1,
+            "ratio",
+            "the share of tokens to keep, from 0 to 1",
+        )
         self.check_entries(self.budget if self.budget is not None else self.extra)
 
     def check_entries(self, entries: int) -> None:
@@ -165,7 +188,8 @@ class EvictionPolicy(ABC):
             of_ratio = self.ratio is not None and entries == self.extra
             what = "extra (all that is kept of a short text)" if of_ratio else "budget"
             raise ValueError(
-                f"{self.name}: {what} is {entries}, less than the {needed} entries that are always kept (sink "
+                f"{self.name}: {what} is {entries}, less than the {needed} entries that are always "
+                "kept (sink "
                 f"{self.sink} + observation {self.observation}): raise it or lower them"
             )
 
@@ -174,7 +198,10 @@ class EvictionPolicy(ABC):
         return {"name": self.name, **asdict(self)}
 
     def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
-        """Entries that an eviction keeps: ``seen`` int64 ``[B]`` tokens read, after ``evictions`` earlier ones."""
+        """Entries that an eviction keeps:
+
+        ``seen`` int64 ``[B]`` tokens read, after ``evictions`` earlier ones.
+        """
         if self.budget is not None:
             return torch.full_like(seen, self.budget)
         assert self.ratio is not None
@@ -191,16 +218,24 @@ class EvictionPolicy(ABC):
 
     @property
     def per_query_head(self) -> bool:
-        """Whether each query head keeps entries of its own: G times as many as a policy for KV heads."""
+        """Whether each query head keeps entries of its own:
+
+        G times as many as a policy for KV heads.
+        """
         return False
 
     def recent(self, budget: Tensor) -> Tensor:
-        """How many of the most recent entries are always kept; ``budget`` and result int64 ``[B]``."""
+        """How many of the most recent entries are always kept.
+
+        ``budget`` and result int64 ``[B]``.
+        """
         return torch.full_like(budget, self.observation)
 
     @abstractmethod
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
-        """How much each entry is worth keeping: float32 ``[B, H, N]``; :meth:`keep` forces recent entries and sinks.
+        """How much each entry is worth keeping: float32 ``[B, H, N]``.
+
+        :meth:`keep` forces recent entries and sinks.
 
         Args:
             keys: ``[B, H, N, D]``, after RoPE.
@@ -209,11 +244,13 @@ class EvictionPolicy(ABC):
         """
 
     def keep(self, scores: Tensor, budget: int | Tensor, valid: Tensor) -> Tensor:
-        """The ``budget`` best entries of each head: int64 ``[B, H, max(budget)]``, ascending indices into the N.
+        """The ``budget`` best entries of each head: int64 ``[B, H, max(budget)]``, ascending
+        indices into the N.
 
-        Sinks and the most recent entries come first, then the highest scores; of equal scores the later entry.
-        NaN counts as the lowest score.  A row with fewer entries than ``budget`` is filled up in front with -1.
-        ``budget`` is one number, or one per row, int64 ``[B]`` (on the CPU nothing waits for a GPU).
+        Sinks and the most recent entries come first, then the highest scores; of equal scores the
+        later entry. NaN counts as the lowest score.  A row with fewer entries than ``budget`` is
+        filled up in front with -1. ``budget`` is one number, or one per row, int64 ``[B]`` (on the
+        CPU nothing waits for a GPU).
         """
         rows, _, n = scores.shape
         most = budget if isinstance(budget, int) else int(budget.max())
@@ -228,22 +265,31 @@ class EvictionPolicy(ABC):
         lowest, highest = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
         # before every finite score: what is forced; after: padding only
         ranked = scores.float().nan_to_num(nan=lowest, neginf=lowest, posinf=highest)
-        ranked = ranked.masked_fill(forced_BN[:, None], torch.inf).masked_fill(~valid[:, None], -torch.inf)
+        ranked = ranked.masked_fill(forced_BN[:, None], torch.inf).masked_fill(
+            ~valid[:, None], -torch.inf
+        )
         best_first = n - 1 - ranked.flip(-1).argsort(dim=-1, descending=True, stable=True)
         best_first = best_first[..., :most]
-        taken_BK = torch.arange(best_first.shape[-1], device=scores.device) < torch.minimum(budget_B, count_B)[:, None]
+        taken_BK = (
+            torch.arange(best_first.shape[-1], device=scores.device)
+            < torch.minimum(budget_B, count_B)[:, None]
+        )
         return best_first.masked_fill(~taken_BK[:, None], -1).sort(dim=-1).values
 
     def check_scores(self, scores: Tensor, keys: Tensor) -> None:
         """Raise ValueError unless ``scores`` are ``[B, H, N]`` for ``keys`` ``[B, H, N, D]``."""
         if scores.shape != keys.shape[:3]:
             raise ValueError(
-                f"{self.name}.scores gave {list(scores.shape)} for keys {list(keys.shape)}: it must give one score for "
+                f"{self.name}.scores gave {list(scores.shape)} for keys {list(keys.shape)}: it "
+                "must give one score for "
                 f"each entry, {list(keys.shape[:3])}"
             )
 
-    def select(self, keys: Tensor, queries: Tensor, budget: int, valid: Tensor | None = None) -> Tensor:
-        """The entries that an eviction down to ``budget`` keeps: int64 ``[B, H, budget]``, ascending, -1 in front.
+    def select(
+        self, keys: Tensor, queries: Tensor, budget: int, valid: Tensor | None = None
+    ) -> Tensor:
+        """The entries that an eviction down to ``budget`` keeps: int64 ``[B, H, budget]``,
+        ascending, -1 in front.
 
         Args:
             keys: ``[B, H, N, D]``; queries: ``[B, Q, a, D]``, of the last a entries.
@@ -264,14 +310,19 @@ class EvictionPolicy(ABC):
 
 
 def check_type(what: str, value: Any, annotation: str) -> None:
-    """Raise ValueError unless ``value`` is of the type of a policy's field: bool, int, float or str, or None."""
+    """Raise ValueError unless ``value`` is of the type of a policy's field: bool, int, float or
+    str, or None.
+    """
     kind, _, optional = annotation.partition(" | ")
     if value is None and optional:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)
     kinds = {
         "bool": (isinstance(value, bool), "true or false"),
-        "int": (number and isinstance(value, int) and abs(value) <= MOST, f"a whole number of at most {MOST}"),
+        "int": (
+            number and isinstance(value, int) and abs(value) <= MOST,
+            f"a whole number of at most {MOST}",
+        ),
         "float": (number and -inf < value < inf, "a number"),
         "str": (isinstance(value, str), "a word"),
     }
@@ -281,58 +332,82 @@ def check_type(what: str, value: Any, annotation: str) -> None:
 
 
 def check_shapes(keys: Tensor, queries: Tensor, valid: Tensor | None) -> None:
-    """Raise ValueError unless keys ``[B, H, N, D]``, queries ``[B, Q, a, D]`` and valid ``[B, N]`` fit each other."""
+    """Raise ValueError unless keys ``[B, H, N, D]``, queries ``[B, Q, a, D]`` and valid ``[B, N]``
+    fit each other.
+    """
     if keys.dim() != 4 or queries.dim() != 4:
         raise ValueError(
-            f"keys must be [B, H, N, D] and queries [B, Q, a, D], got {list(keys.shape)} and {list(queries.shape)}"
+            f"keys must be [B, H, N, D] and queries [B, Q, a, D], got {list(keys.shape)} and "
+            f"{list(queries.shape)}"
         )
     b, h, n, d = keys.shape
     if queries.shape[0] != b or queries.shape[3] != d or queries.shape[1] % h:
         raise ValueError(
-            f"queries {list(queries.shape)} do not belong to keys {list(keys.shape)}: rows and head size must be the "
+            f"queries {list(queries.shape)} do not belong to keys {list(keys.shape)}: rows and "
+            "head size must be the "
             "same, and query heads a multiple of KV heads"
         )
     if not 1 <= queries.shape[2] <= n:
-        raise ValueError(f"{queries.shape[2]} queries for {n} entries: they are the queries of the last entries")
+        raise ValueError(
+            f"{queries.shape[2]} queries for {n} entries: they are the queries of the last entries"
+        )
     if valid is not None and (valid.shape != (b, n) or valid.dtype != torch.bool):
         raise ValueError(f"valid must be bool [{b}, {n}], got {valid.dtype} {list(valid.shape)}")
 
 
 P = TypeVar("P", bound=EvictionPolicy)
 _policies: dict[str, type[EvictionPolicy]] = {}
-POLICIES: Mapping[str, type[EvictionPolicy]] = MappingProxyType(_policies)  # read-only: see register()
+POLICIES: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
+    _policies
+)  # read-only: see register()
 
 
 def register(policy: type[P]) -> type[P]:
     """Class decorator: every command, study and test knows the policy by its ``name`` from here on."""
     if policy.name in _policies:
-        raise ValueError(f"there is already an eviction policy {policy.name!r}: {_policies[policy.name].__qualname__}")
+        raise ValueError(
+            f"there is already an eviction policy {policy.name!r}: "
+            f"{_policies[policy.name].__qualname__}"
+        )
     _policies[policy.name] = policy
     return policy
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
-    """Fields and values from texts such as ``variant=published``, ``lam=0.2`` or ``protect_prompt=true``."""
+    """Fields and values from texts such as ``variant=published``, ``lam=0.2`` or
+    ``protect_prompt=true``.
+    """
     fields: dict[str, Any] = {}
     for text in texts:
         field, separator, value = text.partition("=")
         if not separator or not field:
-            raise ValueError(f"option {text!r} is not written as name=value, such as variant=published")
+            raise ValueError(
+                f"option {text!r} is not written as name=value, such as variant=published"
+            )
         if field in fields:
             raise ValueError(f"option {field} is given twice")
         try:
-            fields[field] = parse_json(value.lower() if value.lower() in ("true", "false") else value)
+            fields[field] = parse_json(
+                value.lower() if value.lower() in ("true", "false") else value
+            )
         except ValueError:
             fields[field] = value  # a word
     return fields
 
 
 def make_policy(name: str, **options: Any) -> EvictionPolicy:
-    """The policy ``name`` with the fields ``options``; ValueError for unknown names and values that it refuses."""
+    """The policy ``name`` with the fields ``options``.
+
+    ValueError for unknown names and values that it refuses.
+    """
     if name not in POLICIES:
-        raise ValueError(f"there is no eviction policy {name!r}: choose one of {', '.join(POLICIES)}")
+        raise ValueError(
+            f"there is no eviction policy {name!r}: choose one of {', '.join(POLICIES)}"
+        )
     known = inspect.signature(POLICIES[name]).parameters
     unknown = [option for option in options if option not in known]
     if unknown:
-        raise ValueError(f"{name} has no option {', '.join(unknown)}: its options are {', '.join(known)}")
+        raise ValueError(
+            f"{name} has no option {', '.join(unknown)}: its options are {', '.join(known)}"
+        )
     return POLICIES[name](**options)

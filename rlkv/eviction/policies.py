@@ -1,4 +1,6 @@
-"""RPC, reasoning path compression: what the last queries of the whole layer attend to (arXiv 2505.13866)."""
+"""RPC, reasoning path compression: what the last queries of the whole layer attend to (arXiv
+2505.13866).
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,18 @@ VARIANTS = ("paper", "rlkv_tables")
 @register
 @dataclass(frozen=True)
 class H2O(EvictionPolicy):
-    """H2O (arXiv 2306.14048, section 4.2): half of the budget to recent entries, half to the heavy hitters.
+    """H2O (arXiv 2306.14048, section 4.2): half of the budget to recent entries, half to the heavy
+    hitters.
 
-    Score of an entry = the attention that it got from every query since it was written, summed over queries and over
-    the query heads of its group: ``[B, H, N]``.  Each softmax runs over the entries that were still held (the past
-    cannot be asked again), up to the query's own.  :meth:`scores` gives the sum over the queries of one call; the
-    cache adds up the calls (``accumulates``).  The sums favour old entries; that is part of the method.
+    Score of an entry = the attention that it got from every query since it was written, summed over
+    queries and over the query heads of its group: ``[B, H, N]``.  Each softmax runs over the
+    entries that were still held (the past cannot be asked again), up to the query's own.
+    :meth:`scores` gives the sum over the queries of one call; the cache adds up the calls
+    (``accumulates``).  The sums favour old entries; that is part of the method.
 
     Attributes:
-        variant: "paper"; "rlkv_tables" for what the tables of RLKV (arXiv 2510.08525) were measured with, where both
-            halves are rounded down: of an odd budget one entry less is kept.
+        variant: "paper"; "rlkv_tables" for what the tables of RLKV (arXiv 2510.08525) were measured
+            with, where both halves are rounded down: of an odd budget one entry less is kept.
     """
 
     buffer: int = 1
@@ -44,7 +48,11 @@ class H2O(EvictionPolicy):
     def check_entries(self, entries: int) -> None:
         super().check_entries(entries)
         room = entries - entries // 2
-        self.require(self.sink <= room, "sink", f"at most {room}: half of {entries} entries are the most recent ones")
+        self.require(
+            self.sink <= room,
+            "sink",
+            f"at most {room}: half of {entries} entries are the most recent ones",
+        )
 
     def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
         kept = super().entries(seen, evictions)
@@ -71,8 +79,9 @@ BITS = 24  # of a draw: as many as a float32 holds exactly
 class RandomEviction(EvictionPolicy):
     """Evict at random, each head on its own; the prompt stays (arXiv 2609.03430).
 
-    Scores ``[B, H, N]`` are uniform draws, each a hash of ``seed``, layer, head, the tokens that the row has read, and
-    the entry's place among the row's entries: the same in every run, batch and device, and new at every eviction.
+    Scores ``[B, H, N]`` are uniform draws, each a hash of ``seed``, layer, head, the tokens that
+    the row has read, and the entry's place among the row's entries: the same in every run, batch
+    and device, and new at every eviction.
     """
 
     protect_prompt: bool = True
@@ -87,20 +96,34 @@ class RandomEviction(EvictionPolicy):
         self.require(0 <= self.seed < 2**63, "seed", "from 0 to 2**63 - 1")
 
     def scores(
-        self, keys: Tensor, queries: Tensor, valid: Tensor, seen: Tensor | None = None, layer: int = 0
+        self,
+        keys: Tensor,
+        queries: Tensor,
+        valid: Tensor,
+        seen: Tensor | None = None,
+        layer: int = 0,
     ) -> Tensor:
-        """As of the base class, and int64 ``[B]`` tokens ``seen`` (None: as many as entries) and ``layer``."""
+        """As of the base class, and int64 ``[B]`` tokens ``seen`` (None: as many as entries) and
+        ``layer``.
+        """
         place = valid.long().cumsum(dim=-1)
         seen_B = (place[:, -1] if seen is None else seen.to(keys.device)).long()
         head = torch.arange(keys.shape[1], device=keys.device)
         state = torch.tensor(self.seed, device=keys.device)
-        for counter in (torch.tensor(layer), head[None, :, None], seen_B[:, None, None], place[:, None]):
+        for counter in (
+            torch.tensor(layer),
+            head[None, :, None],
+            seen_B[:, None, None],
+            place[:, None],
+        ):
             state = _hash(state + (counter + 1) * STEP)
         return _shift(state, 64 - BITS).float()
 
 
 def _hash(state: Tensor) -> Tensor:
-    """The finaliser of SplitMix64: int64 -> int64, every bit of the result depends on every bit of ``state``."""
+    """The finaliser of SplitMix64: int64 -> int64, every bit of the result depends on every bit of
+    ``state``.
+    """
     for bits, factor in ROUNDS:
         state = (state ^ _shift(state, bits)) * factor
     return state ^ _shift(state, 31)
@@ -117,24 +140,29 @@ AGGREGATIONS = ("all", "group", "head")
 @register
 @dataclass(frozen=True)
 class RPC(EvictionPolicy):
-    """RPC (arXiv 2505.13866, algorithm 1): every P generated tokens keep a c-th of them; the prompt stays whole.
+    """RPC (arXiv 2505.13866, algorithm 1): every P generated tokens keep a c-th of them.
 
-    The last R queries pay attention to the entries before the last R ones (softmax per query head, without
-    the prompt); the sum over the R queries, the mean over heads, and the mean over a window of ``kernel`` entries
-    (entries beyond the ends count as 0) give the scores ``[B, H, N]``.
+    The prompt stays whole.
 
-    The schedule (section 3.3): the first eviction is due at P + R tokens, the others every P tokens after it.  After n
-    evictions the next one chooses among ``n * int(P/c) + P`` entries and keeps ``(n+1) * int(P/c)`` of them, and the
-    last R.  The entries grow with the text.
-    ``budget`` or ``ratio`` replace this schedule (with ``buffer``), e.g. to hold as many bytes as another policy.
+    The last R queries pay attention to the entries before the last R ones (softmax per query head,
+    without the prompt); the sum over the R queries, the mean over heads, and the mean over a window
+    of ``kernel`` entries (entries beyond the ends count as 0) give the scores ``[B, H, N]``.
+
+    The schedule (section 3.3): the first eviction is due at P + R tokens, the others every P tokens
+    after it.  After n evictions the next one chooses among ``n * int(P/c) + P`` entries and keeps
+    ``(n+1) * int(P/c)`` of them, and the last R.  The entries grow with the text.
+    ``budget`` or ``ratio`` replace this schedule (with ``buffer``), e.g. to hold as many bytes as
+    another policy.
 
     Attributes:
         P: tokens between two evictions (1024 or 4096 in the paper).
-        R: the selector window, most recent entries whose queries judge the others and which are always kept.
+        R: the selector window, most recent entries whose queries judge the others and which are
+            always kept.
         c: compression ratio.
-        aggregation: over which query heads the mean is taken.  "all": those of the layer, so that all heads keep the
-            same tokens; "group": those of a KV head; "head": none, each query head keeps its own tokens, which takes
-            a copy of keys and values per query head (table 4: for comparison only).
+        aggregation: over which query heads the mean is taken.  "all": those of the layer, so that
+            all heads keep the same tokens; "group": those of a KV head; "head": none, each query
+            head keeps its own tokens, which takes a copy of keys and values per query head (table
+            4: for comparison only).
         kernel: entries of the pooling window.
         observation: equals R; not an option.
     """
@@ -157,13 +185,18 @@ class RPC(EvictionPolicy):
         changed = [name for name in ("P", "c") if getattr(self, name) != getattr(RPC, name)]
         if not self.scheduled and changed:
             raise ValueError(
-                f"{self.name}: {' and '.join(changed)} belong to the schedule, which a budget or a ratio replaces: "
+                f"{self.name}: {' and '.join(changed)} belong to the schedule, which a budget or a "
+                "ratio replaces: "
                 "give one or the other"
             )
         own = self.buffer == RPC.buffer or not self.scheduled
-        self.require(own, "buffer", "left out without a budget or a ratio: P says when the schedule evicts")
+        self.require(
+            own, "buffer", "left out without a budget or a ratio: P says when the schedule evicts"
+        )
         self.require(self.kernel > 0 and self.kernel % 2 == 1, "kernel", "an odd number of entries")
-        self.require(self.aggregation in AGGREGATIONS, "aggregation", f"one of {', '.join(AGGREGATIONS)}")
+        self.require(
+            self.aggregation in AGGREGATIONS, "aggregation", f"one of {', '.join(AGGREGATIONS)}"
+        )
 
     @property
     def per_query_head(self) -> bool:
@@ -176,7 +209,9 @@ class RPC(EvictionPolicy):
 
     @property
     def step(self) -> int:
-        """How many more entries each eviction of the schedule keeps than the one before: int(P / c)."""
+        """How many more entries each eviction of the schedule keeps than the one before: int(P /
+        c).
+        """
         return int(self.P / self.c)
 
     def _check_budget(self) -> None:
@@ -201,12 +236,16 @@ class RPC(EvictionPolicy):
         group_size = received.shape[2]
         if self.aggregation == "head" and group_size > 1:
             raise ValueError(
-                f'{self.name}: aggregation="head" lets each query head keep its own tokens, but {group_size} of them '
-                'share keys here: give each its own keys, as the cache does, or use "group" or "all"'
+                f'{self.name}: aggregation="head" lets each query head keep its own tokens, but '
+                f"{group_size} of them "
+                'share keys here: give each its own keys, as the cache does, or use "group" or '
+                '"all"'
             )
         pooled_heads = received.flatten(1, 2)[:, None] if self.aggregation == "all" else received
         mean = sum_rows(pooled_heads) / pooled_heads.shape[2]
-        return F.avg_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2).expand(-1, keys.shape[1], -1)
+        return F.avg_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2).expand(
+            -1, keys.shape[1], -1
+        )
 
 
 @register
@@ -217,7 +256,8 @@ class SinkWindow(EvictionPolicy):
     The score is the entry's place in the sequence, float ``[B, H, N]``: the later, the higher.
 
     Attributes:
-        window: most recent entries kept (the current token counts); ``budget = sink + window``, give one of the two.
+        window: most recent entries kept (the current token counts); ``budget = sink + window``,
+            give one of the two.
     """
 
     buffer: int = 1
@@ -234,31 +274,39 @@ class SinkWindow(EvictionPolicy):
             if window < 1:
                 raise ValueError(f"{self.name}: window is {window}: it must be 1 or more tokens")
             if self.ratio is not None:
-                raise ValueError(f"{self.name}: window and ratio cannot both be given: a window is a fixed budget")
+                raise ValueError(
+                    f"{self.name}: window and ratio cannot both be given: a window is a fixed "
+                    "budget"
+                )
             if self.budget not in (None, self.sink + window):
                 raise ValueError(
-                    f"{self.name}: budget is {self.budget}, but sink {self.sink} + window {window} are "
+                    f"{self.name}: budget is {self.budget}, but sink {self.sink} + window {window} "
+                    "are "
                     f"{self.sink + window} entries: give either a budget or a window"
                 )
             object.__setattr__(self, "budget", self.sink + window)
         super().__post_init__()
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
-        place = torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device)  # exact up to 2**24 entries
+        place = torch.arange(
+            keys.shape[2], dtype=torch.float32, device=keys.device
+        )  # exact up to 2**24 entries
         return place.expand(keys.shape[:3])
 
 
 @register
 @dataclass(frozen=True)
 class SnapKV(EvictionPolicy):
-    """SnapKV (arXiv 2404.14469, section 4) at decode, as the R-KV paper compares with it: R-KV with lambda 1.
+    """SnapKV (arXiv 2404.14469, section 4) at decode, as the R-KV paper compares with it:
+
+    R-KV with lambda 1.
 
     The score is :func:`rlkv.eviction.rkv.importance`, ``[B, H, N]``.
 
     Attributes:
         kernel: entries of the max-pooling window, as of R-KV.
-        variant: "paper" or "published": the order in which softmax, the maximum over the group and the mean over
-            queries are taken.
+        variant: "paper" or "published": the order in which softmax, the maximum over the group and
+            the mean over queries are taken.
     """
 
     kernel: int = 7
@@ -279,7 +327,8 @@ class SnapKV(EvictionPolicy):
 class TOVA(EvictionPolicy):
     """TOVA (arXiv 2401.06104, section 3.2): drop the entry that the last query attends to least.
 
-    Score = the attention of the last query to each entry, softmax over all entries, mean over all query heads of the
+    Score = the attention of the last query to each entry, softmax over all entries, mean over all
+    query heads of the
     layer: ``[B, N]``, given to every head, so that all heads of a layer keep the same tokens.
     """
 
@@ -290,4 +339,6 @@ class TOVA(EvictionPolicy):
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         received = attention_received(keys, queries[:, :, -1:], valid)
-        return (sum_rows(received.flatten(1, 2)) / queries.shape[1])[:, None].expand(-1, keys.shape[1], -1)
+        return (sum_rows(received.flatten(1, 2)) / queries.shape[1])[:, None].expand(
+            -1, keys.shape[1], -1
+        )

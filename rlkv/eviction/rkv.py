@@ -24,22 +24,36 @@ from rlkv.eviction.base import (
 from rlkv.utils.devices import cpu_has_any
 
 FIRST = 64  # last entries that the search begins with: where many keys are alike it ends there
-TILE = 512  # most entries whose similarities to as many others are computed at once: 1 MB a head fits a core's cache
+# most entries whose similarities to as many others are computed at once: 1 MB a head fits a core's
+# cache
+TILE = 512
 WIDE = 4  # tiles that are looked through at once, head by head
 FIXED = 2.0**40  # units of 1 in which similarities are added up
-FEW = 1 / 16  # share of a tile's rows whose pairs are looked at one by one; if more may be similar, all pairs are
+FEW = (
+    1 / 16
+    # share of a tile's rows whose pairs are looked at one by one; if more may be similar, all pairs are
+)
 NORM_EPSILON = 1e-6  # least step of codes: a head may have only padding
 ROUNDING = 1e-5  # more than float32 changes the similarity of two keys
 
 
-def latest_similar(unit: Tensor, valid: Tensor, threshold: float, count: int) -> tuple[Tensor, Tensor]:
-    """Similarities of every token to its ``count`` latest similar ones, added up at those, and how many it has.
+def latest_similar(
+    unit: Tensor, valid: Tensor, threshold: float, count: int
+) -> tuple[Tensor, Tensor]:
+    """Similarities of every token to its ``count`` latest similar ones, added up at those, and how
+    many it has.
 
-    Both ``[L, N]``, of keys ``unit`` ``[L, N, D]``.  Searched in square tiles from the last entries backwards, each
-    tile for its rows and for its columns; one that nothing in it needs is not computed.  A CPU that multiplies integers
-    of 8 bits looks some tiles through in them first, unless the one before had many similar keys.
+    Both ``[L, N]``, of keys ``unit`` ``[L, N, D]``.  Searched in square tiles from the last entries
+    backwards, each tile for its rows and for its columns; one that nothing in it needs is not
+    computed.  A CPU that multiplies integers of 8 bits looks some tiles through in them first,
+    unless the one before had many similar keys.
     """
-    search = _Search(unit.new_zeros(unit.shape[:2], dtype=torch.int64), torch.where(valid, count, 0), threshold, count)
+    search = _Search(
+        unit.new_zeros(unit.shape[:2], dtype=torch.int64),
+        torch.where(valid, count, 0),
+        threshold,
+        count,
+    )
     side, width, end = min(TILE, math.isqrt(items_at_once(len(unit)))), FIRST, unit.shape[1]
     has_codes = unit.device.type == "cpu" and cpu_has_any("avx512_vnni", "avx_vnni", "amx_int8")
     codes = _Codes.of(unit, threshold) if has_codes and end > FIRST else None
@@ -88,8 +102,13 @@ class _Codes(NamedTuple):
         return cls(codes, limits)
 
     def close(self, late: slice, early: slice, side: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Heads and entries ``[n]`` of the pairs of two slices that may be similar; None: :data:`FEW` exceeded."""
-        left, found = FEW * len(self.codes) * (late.stop - late.start) * (early.stop - early.start) / side, []
+        """Heads and entries ``[n]`` of the pairs of two slices that may be similar; None:
+        :data:`FEW` exceeded.
+        """
+        left, found = (
+            FEW * len(self.codes) * (late.stop - late.start) * (early.stop - early.start) / side,
+            [],
+        )
         for head, (codes, limit) in enumerate(zip(self.codes, self.limits, strict=True)):
             product = torch._int_mm(codes[late], codes[early].t())
             near = (product.amax(dim=1) > limit).nonzero()[:, 0]
@@ -98,16 +117,22 @@ class _Codes(NamedTuple):
                 return None
             if len(near):
                 row, column = (product[near] > limit).nonzero(as_tuple=True)
-                found.append(torch.stack([torch.full_like(row, head), near[row] + late.start, column + early.start]))
-        head_n, late_n, early_n = torch.cat(found, dim=1) if found else torch.zeros(3, 0, dtype=torch.int64)
+                found.append(
+                    torch.stack(
+                        [torch.full_like(row, head), near[row] + late.start, column + early.start]
+                    )
+                )
+        head_n, late_n, early_n = (
+            torch.cat(found, dim=1) if found else torch.zeros(3, 0, dtype=torch.int64)
+        )
         return head_n, late_n, early_n
 
 
 class _Search(NamedTuple):
     """What :func:`latest_similar` has found.
 
-    ``sums`` are in fixed point, so that the order of the additions, which a GPU does not fix, changes nothing;
-    ``missing``: how many similar tokens each still lacks; both int64 ``[L, N]``.
+    ``sums`` are in fixed point, so that the order of the additions, which a GPU does not fix,
+    changes nothing; ``missing``: how many similar tokens each still lacks; both int64 ``[L, N]``.
     """
 
     sums: Tensor
@@ -120,12 +145,15 @@ class _Search(NamedTuple):
         return bool(self.missing[:, early].any() | self.missing[:, late].any())
 
     def take_all(self, similarity: Tensor, first: int, begin: int) -> float:
-        """Take from ``similarity`` ``[L, R, C]`` of the entries from ``first`` on to those from ``begin`` on.
+        """Take from ``similarity`` ``[L, R, C]`` of the entries from ``first`` on to those from
+        ``begin`` on.
 
         Returns: the share of the rows that have a similar column.
         """
         near = similarity.amax(dim=-1) > self.threshold
-        head, row = (near & (self.missing[:, first : first + similarity.shape[1]] > 0)).nonzero(as_tuple=True)
+        head, row = (near & (self.missing[:, first : first + similarity.shape[1]] > 0)).nonzero(
+            as_tuple=True
+        )
         if len(head):
             chosen, found = similarity[head, row], []
             order = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device)
@@ -149,13 +177,17 @@ class _Search(NamedTuple):
             self._take(head, other, entry, value)
 
     def _take(self, head: Tensor, entry: Tensor, place: Tensor, value: Tensor) -> None:
-        """Of pairs ``[n]`` of similar entries the latest places for each entry, as many as it lacks."""
+        """Of pairs ``[n]`` of similar entries the latest places for each entry, as many as it
+        lacks.
+        """
         entries = self.missing.shape[1]
         key = head * entries + entry
         order = (key * entries + place).argsort(descending=True)
         key, place, value = key[order], (head * entries + place)[order], value[order]
         counts = key.unique_consecutive(return_counts=True)[1]
-        rank = torch.arange(len(key), device=key.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        rank = torch.arange(len(key), device=key.device) - (
+            counts.cumsum(0) - counts
+        ).repeat_interleave(counts)
         takes = rank < self.missing.view(-1)[key]
         fixed = (value[takes].double() * FIXED).round().long()
         self.sums.view(-1).index_add_(0, place[takes], fixed)
@@ -171,20 +203,23 @@ EPSILON = 1e-8  # added to a key's norm: a key of zeros is not similar to any
 class RKV(EvictionPolicy):
     """R-KV (arXiv 2505.24133): keep what the last queries attend to and what is not redundant.
 
-    ``score = lam * I - (1 - lam) * R``, of the importance I (:func:`importance`) and the redundancy R
-    (:func:`redundancy`), both ``[B, H, N]``.
+    ``score = lam * I - (1 - lam) * R``, of the importance I (:func:`importance`) and the redundancy
+    R (:func:`redundancy`), both ``[B, H, N]``.
 
     Attributes:
         lam: the paper's lambda, 0.1; the released code runs with 0.07 unless it is told otherwise.
         threshold: T, the cosine similarity above which two keys are similar.
         recent_similar: beta, how many of its most recent similar tokens each token forgives.
-        kernel: entries of the pooling window; with 2W of them (the paper's equation 4) from i - W to i + W - 1.
-        variant: "paper"; "published" for the selection of the authors' code (in which only odd kernels run);
-            "rlkv_tables" for what the tables of RLKV (arXiv 2510.08525) were measured with, see :meth:`capacity`.
+        kernel: entries of the pooling window; with 2W of them (the paper's equation 4) from i - W
+            to i + W - 1.
+        variant: "paper"; "published" for the selection of the authors' code (in which only odd
+            kernels run); "rlkv_tables" for what the tables of RLKV (arXiv 2510.08525) were measured
+            with, see :meth:`capacity`.
         compacted: of "rlkv_tables": how many of the last entries compete, the older ones stay.
 
-    The budget of RLKV's tables is ``ratio`` of the tokens read and S + W - 4G entries, for the G query heads of a KV
-    head, whose observed queries take the bytes of 4G entries: ``extra=64`` for 16 + 64 and G = 4, 52 for G = 7.
+    The budget of RLKV's tables is ``ratio`` of the tokens read and S + W - 4G entries, for the G
+    query heads of a KV head, whose observed queries take the bytes of 4G entries: ``extra=64`` for
+    16 + 64 and G = 4, 52 for G = 7.
     """
 
     lam: float = 0.1
@@ -207,9 +242,15 @@ class RKV(EvictionPolicy):
         if self._of_tables:
             self.require(self.ratio is not None, "ratio", 'given with variant="rlkv_tables"')
             least = self.buffer + self.observation
-            self.require(self.compacted >= least, "compacted", f"at least buffer + observation, {least}")
+            self.require(
+                self.compacted >= least, "compacted", f"at least buffer + observation, {least}"
+            )
         else:
-            self.require(self.compacted == RKV.compacted, "compacted", 'left out without variant="rlkv_tables"')
+            self.require(
+                self.compacted == RKV.compacted,
+                "compacted",
+                'left out without variant="rlkv_tables"',
+            )
 
     @property
     def _of_tables(self) -> bool:
@@ -217,10 +258,16 @@ class RKV(EvictionPolicy):
 
     def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
         """As of the base class; in RLKV's tables every eviction removes ``buffer`` entries."""
-        return seen - self.buffer * (evictions + 1) if self._of_tables else super().entries(seen, evictions)
+        return (
+            seen - self.buffer * (evictions + 1)
+            if self._of_tables
+            else super().entries(seen, evictions)
+        )
 
     def capacity(self, seen: Tensor, evictions: Tensor) -> Tensor:
-        """As of the base class; in RLKV's tables one entry above the budget, and above ``compacted``."""
+        """As of the base class; in RLKV's tables one entry above the budget, and above
+        ``compacted``.
+        """
         if not self._of_tables:
             return super().capacity(seen, evictions)
         return super().entries(seen, evictions).clamp(min=self.compacted) + 1
@@ -230,7 +277,9 @@ class RKV(EvictionPolicy):
             return self._scores(keys, queries, valid)
         last = slice(-self.compacted, None)
         scores = self._scores(keys[:, :, last], queries, valid[:, last])
-        return F.pad(scores, (keys.shape[2] - scores.shape[2], 0), value=torch.finfo(torch.float32).max)
+        return F.pad(
+            scores, (keys.shape[2] - scores.shape[2], 0), value=torch.finfo(torch.float32).max
+        )
 
     def _scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         important = importance(keys, queries, valid, self.observation, self.kernel, self.variant)
@@ -240,27 +289,38 @@ class RKV(EvictionPolicy):
         return self.lam * important - (1 - self.lam) * redundant
 
 
-def check_pooling(policy: EvictionPolicy, kernel: int, variant: str, variants: tuple[str, ...]) -> None:
-    """Raise ValueError unless the policy's fields ``kernel`` and ``variant`` fit :func:`importance`."""
+def check_pooling(
+    policy: EvictionPolicy, kernel: int, variant: str, variants: tuple[str, ...]
+) -> None:
+    """Raise ValueError unless the policy's fields ``kernel`` and ``variant`` fit
+    :func:`importance`.
+    """
     policy.require(variant in variants, "variant", f"one of {', '.join(variants)}")
     policy.require(kernel >= 1, "kernel", "1 or more entries")
     fits = variant == "paper" or kernel % 2 == 1
     policy.require(fits, "kernel", f'an odd number of entries with variant="{variant}"')
 
 
-def importance(keys: Tensor, queries: Tensor, valid: Tensor, observation: int, kernel: int, variant: str) -> Tensor:
-    """I, the attention that the last ``observation`` queries pay to the entries before them: ``[B, H, N]``.
+def importance(
+    keys: Tensor, queries: Tensor, valid: Tensor, observation: int, kernel: int, variant: str
+) -> Tensor:
+    """I, the attention that the last ``observation`` queries pay to the entries before them:
 
-    Attention is a softmax over the candidates, the entries before the observation tokens (section 3.1).
+    ``[B, H, N]``.
 
-    "paper" (section 3.2): the softmax of each query head; the maximum over the heads of a group, divided by its sum
-    over the candidates (equation 3; as printed, equation 2 has no softmax, which is what "published" computes); the
-    maximum over a window of ``kernel`` candidates; the mean over the queries.
-    "published": the maximum over the group's logits; their softmax; the mean over the queries; the maximum over a
-    window.  "rlkv_tables": the softmax of each query head; the mean over the queries; the maximum over the group and
-    then over a window.  Windows do not reach into the observation tokens.
+    Attention is a softmax over the candidates, the entries before the observation tokens (section
+    3.1).
 
-    Args: keys ``[B, H, N, D]``; queries ``[B, Q, a, D]``, of the last a entries; valid bool ``[B, N]``.
+    "paper" (section 3.2): the softmax of each query head; the maximum over the heads of a group,
+    divided by its sum over the candidates (equation 3; as printed, equation 2 has no softmax, which
+    is what "published" computes); the maximum over a window of ``kernel`` candidates; the mean over
+    the queries. "published": the maximum over the group's logits; their softmax; the mean over the
+    queries; the maximum over a window.  "rlkv_tables": the softmax of each query head; the mean
+    over the queries; the maximum over the group and then over a window.  Windows do not reach into
+    the observation tokens.
+
+    Args: keys ``[B, H, N, D]``; queries ``[B, Q, a, D]``, of the last a entries; valid bool ``[B,
+    N]``.
     """
     flat = FlatHeads.of(keys, queries[:, :, -observation:], valid)
     (num_flat, n, d), (g, a) = flat.keys.shape, flat.queries.shape[1:3]
@@ -281,21 +341,25 @@ def importance(keys: Tensor, queries: Tensor, valid: Tensor, observation: int, k
     return important.unflatten(0, keys.shape[:2])
 
 
-def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: int, variant: str) -> Tensor:
+def redundancy(
+    keys: Tensor, valid: Tensor, threshold: float, recent_similar: int, variant: str
+) -> Tensor:
     """R, how redundant an entry is: ``[B, H, N]``, a softmax over the entries of a row.
 
-    Cosine similarity of all pairs of keys (section 3.3), observation tokens included, 0 on the diagonal.  In the row
-    of each token the ``recent_similar`` last entries with a similarity above ``threshold`` are set to 0, wherever they
-    stand before or after it.  Then the mean over the rows for each entry, and a softmax over all entries.
+    Cosine similarity of all pairs of keys (section 3.3), observation tokens included, 0 on the
+    diagonal.  In the row of each token the ``recent_similar`` last entries with a similarity above
+    ``threshold`` are set to 0, wherever they stand before or after it.  Then the mean over the rows
+    for each entry, and a softmax over all entries.
 
-    *Which of two similar tokens is forgiven.*  The paper's text: only the beta most recent of the similar tokens are
-    retained.  Its formula: ``S[j, i] = 0`` for the beta most recent j that are similar to i, then for each i the mean
-    over j, which takes something off every copy, also the early ones.  The released code: as the text, the latest
-    similar token of each row is forgiven (beta = 1), and where there is none, the first entry.  Here: as the text and
-    the code, with any beta; the first entry is not forgiven in "paper".
+    *Which of two similar tokens is forgiven.*  The paper's text: only the beta most recent of the
+    similar tokens are retained.  Its formula: ``S[j, i] = 0`` for the beta most recent j that are
+    similar to i, then for each i the mean over j, which takes something off every copy, also the
+    early ones.  The released code: as the text, the latest similar token of each row is forgiven
+    (beta = 1), and where there is none, the first entry.  Here: as the text and the code, with any
+    beta; the first entry is not forgiven in "paper".
 
-    The mean needs no N x N matrix: the similarities of an entry add up to the product of its unit key and the sum of
-    all unit keys, and what was set to 0 is taken off (:func:`latest_similar`).
+    The mean needs no N x N matrix: the similarities of an entry add up to the product of its unit
+    key and the sum of all unit keys, and what was set to 0 is taken off (:func:`latest_similar`).
 
     Args: keys ``[B, H, N, D]``; valid bool ``[B, N]``.
     """
@@ -313,12 +377,20 @@ def redundancy(keys: Tensor, valid: Tensor, threshold: float, recent_similar: in
             alone = (unit * column).sum(dim=-1).masked_fill(found > 0, 0)
             # the first entry's own similarity is 0 already
             alone = alone.scatter(1, first[heads, None].clamp(max=n - 1), 0)
-            forgiven.scatter_add_(1, first[heads, None].clamp(max=n - 1), alone.sum(dim=-1, keepdim=True))
-        total[heads] = (unit * unit.sum(dim=1, keepdim=True)).sum(dim=-1) - unit.square().sum(dim=-1) - forgiven
+            forgiven.scatter_add_(
+                1, first[heads, None].clamp(max=n - 1), alone.sum(dim=-1, keepdim=True)
+            )
+        total[heads] = (
+            (unit * unit.sum(dim=1, keepdim=True)).sum(dim=-1)
+            - unit.square().sum(dim=-1)
+            - forgiven
+        )
     mean = total.unflatten(0, (b, h)) / valid.sum(dim=-1).clamp(min=1)[:, None, None]
     return masked_softmax(mean, valid[:, None])
 
 
 def _max_pool(values: Tensor, kernel: int) -> Tensor:
-    """``[L, a, N]`` -> the maximum over ``kernel`` entries around each, one more before it than after if even."""
+    """``[L, a, N]`` -> the maximum over ``kernel`` entries around each, one more before it than
+    after if even.
+    """
     return F.max_pool1d(values, kernel, stride=1, padding=kernel // 2)[..., : values.shape[-1]]

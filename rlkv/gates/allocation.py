@@ -1,6 +1,8 @@
-"""HeadAllocation: which KV heads keep the whole past, chosen from gates and a sparsity by exact count.
+"""HeadAllocation: which KV heads keep the whole past, chosen from gates and a sparsity by exact
+count.
 
-A quantile would miss the sparsity where gates tie: published ones have 79 to 197 distinct values for 112 to 288 heads.
+A quantile would miss the sparsity where gates tie: published ones have 79 to 197 distinct values
+for 112 to 288 heads.
 """
 
 from __future__ import annotations
@@ -21,20 +23,25 @@ SPARSITIES = (0.2, 0.4, 0.5, 0.6, 0.8)  # that commands and model cards show
 
 
 def num_full_heads(sparsity: float, total: int) -> int:
-    """``round((1 - sparsity) * total)`` in decimal arithmetic, half away from zero: on a tie the head stays full.
+    """``round((1 - sparsity) * total)`` in decimal arithmetic, half away from zero: on a tie the
+    head stays full.
 
     Raises:
         ValueError: if ``sparsity`` is outside [0, 1].
     """
     if not 0 <= sparsity <= 1:
-        raise ValueError(f"sparsity {sparsity} is not in [0, 1]: it is the share of KV heads that are compressible")
+        raise ValueError(
+            f"sparsity {sparsity} is not in [0, 1]: it is the share of KV heads that are "
+            "compressible"
+        )
     return math.floor((1 - Fraction(str(float(sparsity)))) * total + Fraction(1, 2))
 
 
 def compression_order(gates: HeadGates) -> list[tuple[int, int]]:
     """All heads as (layer, head), least needed first.
 
-    Sorted by gate; equal gates by their mean over training; among heads equal in both, the later one goes first.
+    Sorted by gate; equal gates by their mean over training; among heads equal in both, the later
+    one goes first.
     """
     alpha, mean = gates.alpha.flatten().tolist(), gates.mean_alpha.flatten().tolist()
     order = sorted(range(len(alpha)), key=lambda i: (alpha[i], mean[i], -i))
@@ -53,7 +60,8 @@ class HeadAllocation:
     """Which heads are full.
 
     Attributes:
-        full: bool ``[num_layers, num_kv_heads]`` on the CPU; True keeps everything, False is compressible.
+        full: bool ``[num_layers, num_kv_heads]`` on the CPU; True keeps everything, False is
+            compressible.
 
     Raises:
         ValueError: if ``full`` is not a non-empty bool matrix.
@@ -63,10 +71,23 @@ class HeadAllocation:
 
     def __post_init__(self) -> None:
         full = self.full
-        if not isinstance(full, Tensor) or full.dtype != torch.bool or full.dim() != 2 or full.numel() == 0:
-            found = f"{full.dtype} {list(full.shape)}" if isinstance(full, Tensor) else type(full).__name__
-            raise ValueError(f"an allocation needs a bool tensor [num_layers, num_kv_heads], got {found}")
-        object.__setattr__(self, "full", full.detach().cpu().clone())  # the caller's tensor may change later
+        if (
+            not isinstance(full, Tensor)
+            or full.dtype != torch.bool
+            or full.dim() != 2
+            or full.numel() == 0
+        ):
+            found = (
+                f"{full.dtype} {list(full.shape)}"
+                if isinstance(full, Tensor)
+                else type(full).__name__
+            )
+            raise ValueError(
+                f"an allocation needs a bool tensor [num_layers, num_kv_heads], got {found}"
+            )
+        object.__setattr__(
+            self, "full", full.detach().cpu().clone()
+        )  # the caller's tensor may change later
 
     @classmethod
     def from_gates(cls, gates: HeadGates, sparsity: float, scope: str = "global") -> HeadAllocation:
@@ -74,9 +95,10 @@ class HeadAllocation:
 
         Args:
             sparsity: share of heads that are compressible, in [0, 1].
-            scope: ``global`` ranks all heads of the model and keeps ``num_full_heads(sparsity, L * H)`` full.
-                ``layer`` keeps ``num_full_heads(sparsity, H)`` full in every layer, so the actual sparsity may be
-                off by half a head *per layer* (0.1 with 4 heads a layer gives 0): read ``.sparsity``.
+            scope: ``global`` ranks all heads of the model and keeps ``num_full_heads(sparsity, L *
+                H)`` full. ``layer`` keeps ``num_full_heads(sparsity, H)`` full in every layer, so
+                the actual sparsity may be off by half a head *per layer* (0.1 with 4 heads a layer
+                gives 0): read ``.sparsity``.
         """
         num_layers, num_heads = gates.alpha.shape
         order = compression_order(gates)
@@ -101,7 +123,8 @@ class HeadAllocation:
         """
         if min(num_layers, num_kv_heads) < 1:
             raise ValueError(
-                f"an allocation needs at least one head, got {num_layers} layers x {num_kv_heads} KV heads"
+                f"an allocation needs at least one head, got {num_layers} layers x {num_kv_heads} "
+                "KV heads"
             )
         total = num_layers * num_kv_heads
         compressible = total - num_full_heads(sparsity, total)
@@ -110,7 +133,8 @@ class HeadAllocation:
         for layer, head in order:
             if not (0 <= layer < num_layers and 0 <= head < num_kv_heads):
                 raise ValueError(
-                    f"the order names layer {layer}, head {head}: the model has {num_layers} layers x "
+                    f"the order names layer {layer}, head {head}: the model has {num_layers} "
+                    "layers x "
                     f"{num_kv_heads} KV heads, counted from 0"
                 )
             if (layer, head) in seen:
@@ -120,18 +144,28 @@ class HeadAllocation:
             seen.add((layer, head))
         if len(seen) < compressible:
             raise ValueError(
-                f"sparsity {sparsity} makes {compressible} of {total} heads compressible, but the order names only "
+                f"sparsity {sparsity} makes {compressible} of {total} heads compressible, but the "
+                "order names only "
                 f"{len(seen)}"
             )
         return cls(full)
 
     @classmethod
-    def random(cls, num_layers: int, num_kv_heads: int, sparsity: float, seed: int) -> HeadAllocation:
-        """A random draw of ``num_full_heads(sparsity, L * H)`` full heads; nested over sparsities of one seed."""
-        return cls.from_order(random_order(num_layers, num_kv_heads, seed), num_layers, num_kv_heads, sparsity)
+    def random(
+        cls, num_layers: int, num_kv_heads: int, sparsity: float, seed: int
+    ) -> HeadAllocation:
+        """A random draw of ``num_full_heads(sparsity, L * H)`` full heads.
+
+        Nested over sparsities of one seed.
+        """
+        return cls.from_order(
+            random_order(num_layers, num_kv_heads, seed), num_layers, num_kv_heads, sparsity
+        )
 
     def rounded_up(self, gates: HeadGates, multiple: int) -> HeadAllocation:
-        """With the fewest more full heads, those of the largest gates, that make their number a multiple."""
+        """With the fewest more full heads, those of the largest gates, that make their number a
+        multiple.
+        """
         full = self.full.clone()
         others = [head for head in reversed(compression_order(gates)) if not full[head]]
         for head in others[: -self.num_full % multiple]:
@@ -148,25 +182,31 @@ class HeadAllocation:
 
     @property
     def sparsity(self) -> float:
-        """The actual share of compressible heads; rounding may move it away from the requested one."""
+        """The actual share of compressible heads.
+
+        Rounding may move it away from the requested one.
+        """
         return self.num_compressible / self.full.numel()
 
     def overlap(self, other: HeadAllocation) -> float:
-        """Share of full heads in common: their number over the larger of both numbers of full heads; 1 if none is full.
+        """Share of full heads in common: their number over the larger of both numbers of full
+        heads; 1 if none is full.
 
         Raises:
             ValueError: if ``other`` has another shape.
         """
         if self.full.shape != other.full.shape:
             raise ValueError(
-                f"allocations of different models: {_by(self.full)} and {_by(other.full)} (layers x KV heads)"
+                f"allocations of different models: {_by(self.full)} and {_by(other.full)} (layers "
+                "x KV heads)"
             )
         larger = max(self.num_full, other.num_full)
         return int((self.full & other.full).sum()) / larger if larger else 1.0
 
     def __repr__(self) -> str:
         return (
-            f"<HeadAllocation {_by(self.full)}: {self.num_full} full, {self.num_compressible} compressible, "
+            f"<HeadAllocation {_by(self.full)}: {self.num_full} full, {self.num_compressible} "
+            "compressible, "
             f"sparsity {self.sparsity:.4g}>"
         )
 
@@ -182,10 +222,13 @@ def _by(full: Tensor) -> str:
 
 
 def is_decided(gates: HeadGates, full_LH: Tensor) -> bool:
-    """Whether every full head has a larger gate than every compressible one; equal gates: a larger mean."""
+    """Whether every full head has a larger gate than every compressible one; equal gates: a larger
+    mean.
+    """
     if bool(full_LH.all()) or not bool(full_LH.any()):
         return True
     keys = [
-        list(zip(gates.alpha[own].tolist(), gates.mean_alpha[own].tolist(), strict=True)) for own in (full_LH, ~full_LH)
+        list(zip(gates.alpha[own].tolist(), gates.mean_alpha[own].tolist(), strict=True))
+        for own in (full_LH, ~full_LH)
     ]
     return min(keys[0]) > max(keys[1])

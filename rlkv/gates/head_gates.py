@@ -15,7 +15,8 @@ from rlkv.gates.formats import read_gates, write_gates
 from rlkv.models.shape import ModelShape
 from rlkv.utils.numbers import check_whole
 
-# published gates reach 0.0106 below 0 and 0.0078 above 1, which is one optimizer step; more is clipped with a warning
+# published gates reach 0.0106 below 0 and 0.0078 above 1, which is one optimizer step; more is
+# clipped with a warning
 ROUNDING = 0.02
 
 
@@ -31,13 +32,18 @@ def _matrix(values: Any, name: str, source: str) -> Tensor:
         ValueError,
         RuntimeError,
     ) as error:  # also of tensors that are sparse, quantized or far too large
-        raise ValueError(f"{source}: {name} is no matrix of numbers ({str(error).splitlines()[0]})") from error
+        raise ValueError(
+            f"{source}: {name} is no matrix of numbers ({str(error).splitlines()[0]})"
+        ) from error
     if matrix.dim() != 2 or matrix.numel() == 0:
-        raise ValueError(f"{source}: {name} has shape {list(matrix.shape)}, expected [num_layers, num_kv_heads]")
+        raise ValueError(
+            f"{source}: {name} has shape {list(matrix.shape)}, expected [num_layers, num_kv_heads]"
+        )
     wrong = (~matrix.isfinite()).nonzero().tolist()
     if wrong:
         raise ValueError(
-            f"{source}: {name} holds {len(wrong)} values that are NaN or infinite (the first at layer {wrong[0][0]}, "
+            f"{source}: {name} holds {len(wrong)} values that are NaN or infinite (the first at "
+            f"layer {wrong[0][0]}, "
             f"head {wrong[0][1]}), expected numbers in [0, 1]"
         )
     clipped = matrix.clamp(0, 1)
@@ -45,7 +51,8 @@ def _matrix(values: Any, name: str, source: str) -> Tensor:
     far = int((distance > ROUNDING).sum())
     if far:
         warnings.warn(
-            f"{source}: {far} of {matrix.numel()} values of {name} lay outside [0, 1], by up to {distance.max():.3g}, "
+            f"{source}: {far} of {matrix.numel()} values of {name} lay outside [0, 1], by up to "
+            f"{distance.max():.3g}, "
             "and were clipped",
             stacklevel=4,
         )
@@ -57,8 +64,10 @@ class HeadGates:
     """Gates of every KV head of one model.
 
     Attributes:
-        alpha: float32 ``[num_layers, num_kv_heads]`` on the CPU, in [0, 1]; 1 = needs the whole past.
-        mean_alpha: mean of each gate over the training, which orders heads with equal gates; None: ``alpha``.
+        alpha: float32 ``[num_layers, num_kv_heads]`` on the CPU, in [0, 1]; 1 = needs the whole
+            past.
+        mean_alpha: mean of each gate over the training, which orders heads with equal gates; None:
+            ``alpha``.
         model: shape of the model that they were trained for; None if the file did not say.
         sink, window: tokens that the local attention saw in training.
         deploy_sink, deploy_window: tokens that a compressible head should keep when serving.
@@ -67,8 +76,9 @@ class HeadGates:
         source: where they were read from, for error messages; neither saved nor compared.
 
     Raises:
-        ValueError: for another shape than ``[L, H]`` (or than ``model`` says), NaN, a negative sink, a window below 1,
-            a summary that JSON cannot hold. Values outside [0, 1] are clipped, beyond :data:`ROUNDING` with a warning.
+        ValueError: for another shape than ``[L, H]`` (or than ``model`` says), NaN, a negative
+            sink, a window below 1, a summary that JSON cannot hold. Values outside [0, 1] are
+            clipped, beyond :data:`ROUNDING` with a warning.
     """
 
     alpha: Tensor
@@ -88,29 +98,43 @@ class HeadGates:
         self.mean_alpha = _matrix(mean_alpha, "mean_alpha", self.source)
         if self.mean_alpha.shape != self.alpha.shape:
             raise ValueError(
-                f"{self.source}: mean_alpha has shape {list(self.mean_alpha.shape)}, expected that of alpha, "
+                f"{self.source}: mean_alpha has shape {list(self.mean_alpha.shape)}, expected that "
+                "of alpha, "
                 f"{list(self.alpha.shape)}"
             )
         for name, least in (("sink", 0), ("window", 1), ("deploy_sink", 0), ("deploy_window", 1)):
             check_whole(f"{self.source}: {name}", getattr(self, name), least)
         if not isinstance(self.deploy_protect_prompt, bool):
             raise ValueError(
-                f"{self.source}: deploy_protect_prompt is {self.deploy_protect_prompt!r}, expected true or false"
+                f"{self.source}: deploy_protect_prompt is {self.deploy_protect_prompt!r}, expected "
+                "true or false"
             )
-        if self.model is not None and (self.model.num_layers, self.model.num_kv_heads) != self.alpha.shape:
+        if (
+            self.model is not None
+            and (self.model.num_layers, self.model.num_kv_heads) != self.alpha.shape
+        ):
             raise ValueError(
-                f"{self.source}: alpha is {self.alpha.shape[0]} layers x {self.alpha.shape[1]} KV heads, expected "
+                f"{self.source}: alpha is {self.alpha.shape[0]} layers x {self.alpha.shape[1]} KV "
+                "heads, expected "
                 f"{self.model.num_layers} x {self.model.num_kv_heads} of {self.model.model_id}"
             )
         if not isinstance(self.training, dict):
-            raise ValueError(f"{self.source}: training is {self.training!r}, expected names with values")
+            raise ValueError(
+                f"{self.source}: training is {self.training!r}, expected names with values"
+            )
         template = self.training.get("template")
         if not isinstance(template, str | None):
-            raise ValueError(f"{self.source}: the prompt template of the training is {template!r}, expected a name")
-        try:  # what every format gives back: tuples become lists here, not on the way through a file
+            raise ValueError(
+                f"{self.source}: the prompt template of the training is {template!r}, expected a "
+                "name"
+            )
+        # what every format gives back: tuples become lists here, not on the way through a file
+        try:
             self.training = json.loads(json.dumps(self.training))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{self.source}: the training summary cannot be written as JSON ({error})") from error
+            raise ValueError(
+                f"{self.source}: the training summary cannot be written as JSON ({error})"
+            ) from error
 
     @property
     def num_layers(self) -> int:
@@ -123,19 +147,29 @@ class HeadGates:
     @property
     def name(self) -> str:
         """The model's id, or else the last two parts of where the gates were read from."""
-        return self.model.model_id if self.model and self.model.model_id else "/".join(Path(self.source).parts[-2:])
+        return (
+            self.model.model_id
+            if self.model and self.model.model_id
+            else "/".join(Path(self.source).parts[-2:])
+        )
 
     def serving(self, **given: Any) -> dict[str, Any]:
-        """``sink``, ``window`` and ``protect_prompt`` for serving: as ``given``, or as the file recommends for None."""
-        found = {name: getattr(self, f"deploy_{name}") for name in ("sink", "window", "protect_prompt")}
+        """``sink``, ``window`` and ``protect_prompt`` for serving: as ``given``, or as the file
+        recommends for None.
+        """
+        found = {
+            name: getattr(self, f"deploy_{name}") for name in ("sink", "window", "protect_prompt")
+        }
         return found | {name: value for name, value in given.items() if value is not None}
 
     @classmethod
     def load(cls, path: str | Path) -> HeadGates:
-        """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, gates on the hub, or ``tiny`` or ``smol``.
+        """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, gates on the hub, or
+        ``tiny`` or ``smol``.
 
-        A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else ``gates.safetensors``, else
-        ``gates.pt``, else its only ``.tsv``. A ``.tsv``, given directly or found, gets the sizes and the model's name
+        A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else
+        ``gates.safetensors``, else ``gates.pt``, else its only ``.tsv``. A ``.tsv``, given directly
+        or found, gets the sizes and the model's name
         from a DuoAttention ``config.json`` next to it, or the defaults. The hub: ``hf://owner/name[@revision]``, or
         ``owner/name`` where no such local path exists.
 
@@ -145,10 +179,12 @@ class HeadGates:
         return cls(**read_gates(path), source=str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write by suffix: ``.pt``, ``.safetensors``, ``.tsv``; no suffix, or a folder, is a PEFT folder.
+        """Write by suffix:
 
-        Each file is replaced atomically. ``.tsv`` holds alpha alone; all other formats give back everything that was
-        saved.
+        ``.pt``, ``.safetensors``, ``.tsv``; no suffix, or a folder, is a PEFT folder.
+
+        Each file is replaced atomically. ``.tsv`` holds alpha alone; all other formats give back
+        everything that was saved.
 
         Raises:
             ValueError: for another suffix, or a hub address.
@@ -169,12 +205,16 @@ class HeadGates:
         differing = [
             f.name.removeprefix("num_").replace("_", " ").replace("kv", "KV")
             for f in fields(ModelShape)
-            if f.name != "model_id" and getattr(stated, f.name) and getattr(stated, f.name) != getattr(found, f.name)
+            if f.name != "model_id"
+            and getattr(stated, f.name)
+            and getattr(stated, f.name) != getattr(found, f.name)
         ]
         if differing:
             raise ValueError(
-                f"{self.source}: these gates are for {_shape(stated)}, but the model {found.model_id} is "
-                f"{_shape(found)} (other {', '.join(differing)}): use the gates that were trained for this model"
+                f"{self.source}: these gates are for {_shape(stated)}, but the model "
+                f"{found.model_id} is "
+                f"{_shape(found)} (other {', '.join(differing)}): use the gates that were trained "
+                "for this model"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -191,7 +231,10 @@ class HeadGates:
 
 
 def _shape(shape: ModelShape) -> str:
-    text = f"{shape.model_type or 'a model'} with {shape.num_layers} layers x {shape.num_kv_heads} KV heads"
+    text = (
+        f"{shape.model_type or 'a model'} with {shape.num_layers} layers x {shape.num_kv_heads} "
+        "KV heads"
+    )
     if shape.num_query_heads:
         text += f", {shape.num_query_heads} query heads of {shape.head_dim}"
     return f"{shape.model_id}: {text}" if shape.model_id else text

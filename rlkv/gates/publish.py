@@ -16,7 +16,15 @@ from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.gates.formats import hub_address, write_gates
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import is_path
-from rlkv.utils.files import TEXT_SIZE, TITLE_SIZE, curve_figure, new_figure, read_json, save_figure, write_text
+from rlkv.utils.files import (
+    TEXT_SIZE,
+    TITLE_SIZE,
+    curve_figure,
+    new_figure,
+    read_json,
+    save_figure,
+    write_text,
+)
 
 COLORS = "viridis"
 CELL = 0.32  # inches per head in a heat map
@@ -34,7 +42,9 @@ def plot_gates(gates: HeadGates, path: str | Path) -> None:
     labelled = gates.alpha.numel() <= MOST_LABELLED
     cell = CELL * (1.8 if labelled else 1)
     figure, axes = new_figure(max(4.2, layers * cell + 1.6), max(2.2, heads * cell + 1.3))
-    image = axes.imshow(gates.alpha.T.numpy(), vmin=0, vmax=1, cmap=COLORS, aspect="auto", interpolation="nearest")
+    image = axes.imshow(
+        gates.alpha.T.numpy(), vmin=0, vmax=1, cmap=COLORS, aspect="auto", interpolation="nearest"
+    )
     axes.set_title(gates_title(gates, "KV head gates"), fontsize=TITLE_SIZE)
     axes.set_xlabel("layer")
     axes.set_ylabel("KV head")
@@ -48,22 +58,37 @@ def plot_gates(gates: HeadGates, path: str | Path) -> None:
         for layer, head in itertools.product(range(layers), range(heads)):
             value = gates.alpha[layer, head].item()
             color = "black" if value > 0.6 else "white"
-            axes.text(layer, head, f"{value:.2f}", ha="center", va="center", fontsize=TEXT_SIZE, color=color)
+            axes.text(
+                layer,
+                head,
+                f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize=TEXT_SIZE,
+                color=color,
+            )
     figure.colorbar(image, ax=axes, label="gate", ticks=[0, 0.5, 1], fraction=0.05, pad=0.01)
     save_figure(figure, path)
 
 
 def plot_histogram(gates: HeadGates, path: str | Path) -> None:
-    """Number of heads by gate in 20 bins of 0.05; the heads at exactly 0 and 1 are counted in the legend."""
+    """Number of heads by gate in 20 bins of 0.05.
+
+    The heads at exactly 0 and 1 are counted in the legend.
+    """
     from matplotlib.ticker import MaxNLocator
 
     alpha = gates.alpha.flatten()
-    figure, axes = curve_figure(gates_title(gates, "Histogram of KV head gates"), "gate", "KV heads")
+    figure, axes = curve_figure(
+        gates_title(gates, "Histogram of KV head gates"), "gate", "KV heads"
+    )
     label = (
         f"{alpha.numel()} heads, mean {alpha.mean():.3f}\n"
         f"{int((alpha == 0).sum())} at 0, {int((alpha == 1).sum())} at 1"
     )
-    axes.hist(alpha.numpy(), bins=[i / 20 for i in range(21)], color="C0", edgecolor="white", label=label)
+    axes.hist(
+        alpha.numpy(), bins=[i / 20 for i in range(21)], color="C0", edgecolor="white", label=label
+    )
     axes.set_xlim(0, 1)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=TEXT_SIZE)
@@ -71,7 +96,9 @@ def plot_histogram(gates: HeadGates, path: str | Path) -> None:
 
 
 CARD, HEAT_MAP = "README.md", "heat_map.png"
-HELD_OUT = "held_out_figures"  # of the training summary: figures on problems that were not trained on
+HELD_OUT = (
+    "held_out_figures"  # of the training summary: figures on problems that were not trained on
+)
 _EVALUATED = {"task", "method", "accuracy", "ci_low", "ci_high", "n", "kv_bytes", "kv_bytes_full"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -96,7 +123,10 @@ def model_card(gates: HeadGates, repo: str, evaluation: Path | None = None) -> s
         tags=["rlkv", "kv-cache", "head-gates"],
     )
     environment = Environment(
-        loader=PackageLoader("rlkv.gates", ""), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+        loader=PackageLoader("rlkv.gates", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
     )
     return environment.get_template("card.md.j2").render(
         metadata=metadata.to_yaml(),
@@ -113,8 +143,11 @@ def model_card(gates: HeadGates, repo: str, evaluation: Path | None = None) -> s
     )
 
 
-def push_gates(gates: HeadGates, address: str, evaluation: Path | None = None, private: bool = False) -> str:
-    """Commit ``gates`` with card and heat map to ``hf://owner/name``, which is made if it is absent; the commit's URL.
+def push_gates(
+    gates: HeadGates, address: str, evaluation: Path | None = None, private: bool = False
+) -> str:
+    """Commit ``gates`` with card and heat map to ``hf://owner/name``, which is made if it is
+    absent; the commit's URL.
 
     Earlier commits of the repository stay.
 
@@ -137,17 +170,22 @@ def push_gates(gates: HeadGates, address: str, evaluation: Path | None = None, p
         write_text(folder / CARD, card)
         try:
             api.create_repo(repo, private=private or None, exist_ok=True)
-            return api.upload_folder(repo_id=repo, folder_path=folder, commit_message="KV head gates").commit_url
+            return api.upload_folder(
+                repo_id=repo, folder_path=folder, commit_message="KV head gates"
+            ).commit_url
         except (OSError, HFValidationError, HTTPError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"{address}: the gates could not be pushed ({reason}): log in with `hf auth login` as one who may "
+                f"{address}: the gates could not be pushed ({reason}): log in with `hf auth login` "
+                "as one who may "
                 "write to this repository, and check the network"
             ) from error
 
 
 def without_path(gates: HeadGates) -> HeadGates:
-    """With the last part of the model's name where that is a folder's, which is nobody else's business."""
+    """With the last part of the model's name where that is a folder's, which is nobody else's
+    business.
+    """
     model = gates.model
     if model is None or not is_path(model.model_id):
         return gates
@@ -167,4 +205,6 @@ def _evaluated(path: Path) -> list[dict[str, Any]]:
             return rows
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise ValueError(f"{path}: not the results.json that rlkv-eval writes: give that file, or push without it")
+    raise ValueError(
+        f"{path}: not the results.json that rlkv-eval writes: give that file, or push without it"
+    )

@@ -1,7 +1,9 @@
-"""``with compress(model, gates, sparsity=0.5): model.generate(...)``: generation with a HeadReallocationCache.
+"""``with compress(model, gates, sparsity=0.5): model.generate(...)``: generation with a
+HeadReallocationCache.
 
-Two places of the *instance* are hooked and restored on exit: where ``generate`` prepares its cache, and the forward
-of the decoder (for plain ``model(...)`` calls).  The model class and its weights are left alone.
+Two places of the *instance* are hooked and restored on exit: where ``generate`` prepares its cache,
+and the forward of the decoder (for plain ``model(...)`` calls).  The model class and its weights
+are left alone.
 """
 
 from __future__ import annotations
@@ -38,32 +40,54 @@ KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def check_servable(model: Any) -> list[int]:
-    """The layers with sliding attention; ``ValueError`` if the model is compressed already or cannot be served."""
+    """The layers with sliding attention.
+
+    ``ValueError`` if the model is compressed already or cannot be served.
+    """
     config = model.config
     if config._attn_implementation == IMPLEMENTATION:
-        raise ValueError("this model is compressed already: leave the first compress(...) before entering another")
+        raise ValueError(
+            "this model is compressed already: leave the first compress(...) before entering "
+            "another"
+        )
     if any("rlkv_gate" in name for name, _ in model.named_parameters()):
-        raise ValueError("this model has trainable gates attached, which compress(...) would bypass: unload them first")
+        raise ValueError(
+            "this model has trainable gates attached, which compress(...) would bypass: unload "
+            "them first"
+        )
     if not hasattr(model, "_prepare_cache_for_generation"):
         raise ValueError(
-            f"a {type(model).__name__} cannot generate: load the model with AutoModelForCausalLM for compress(...)"
+            f"a {type(model).__name__} cannot generate: load the model with AutoModelForCausalLM "
+            "for compress(...)"
         )
     if config.is_encoder_decoder:
-        raise ValueError(f"{config.model_type} is an encoder-decoder: compress(...) serves decoders only")
+        raise ValueError(
+            f"{config.model_type} is an encoder-decoder: compress(...) serves decoders only"
+        )
     refuse_latent_attention(model)
     layers = _own_layers(config)
-    kinds = sorted(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or []) - ATTENTION)
+    kinds = sorted(
+        set(getattr(config.get_text_config(decoder=True), "layer_types", None) or []) - ATTENTION
+    )
     other = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
     if other or kinds:
-        found = f"layers of kind {', '.join(kinds)}" if kinds else f"layers that are cached as {', '.join(other)}"
+        found = (
+            f"layers of kind {', '.join(kinds)}"
+            if kinds
+            else f"layers that are cached as {', '.join(other)}"
+        )
         raise ValueError(
-            f"{config.model_type} has {found}: compress(...) serves models in which every layer has full or sliding "
+            f"{config.model_type} has {found}: compress(...) serves models in which every layer "
+            "has full or sliding "
             "attention over plain keys and values, such as Llama, Qwen3 or Gemma 3"
         )
-    sliding = [number for number, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer]
+    sliding = [
+        number for number, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer
+    ]
     if len(sliding) == len(layers):
         raise ValueError(
-            f"every layer of this {config.model_type} that attends has a sliding window: there is no full KV cache to "
+            f"every layer of this {config.model_type} that attends has a sliding window: there is "
+            "no full KV cache to "
             "compress, so use a model with full attention in some layers"
         )
     return sliding
@@ -75,19 +99,25 @@ def default_layers(config: Any, numbers: list[int]) -> dict[int, DynamicSlidingW
     return {number: layers[number] for number in numbers}
 
 
-def exclude_sliding_layers(allocation: HeadAllocation, sliding: list[int], ranked: bool) -> HeadAllocation:
+def exclude_sliding_layers(
+    allocation: HeadAllocation, sliding: list[int], ranked: bool
+) -> HeadAllocation:
     """``allocation`` with the heads of the layers ``sliding`` excluded, announced by a warning.
 
     Raises:
-        ValueError: if it was ``ranked`` from gates, whose sparsity counts heads that have no full cache.
+        ValueError: if it was ``ranked`` from gates, whose sparsity counts heads that have no full
+            cache.
     """
     if ranked:
         raise ValueError(
-            f"{len(sliding)} layers of this model have sliding windows, whose heads have no full cache to reallocate: "
-            "gates and a sparsity cannot be applied to it; pass an eviction policy alone, or a HeadAllocation"
+            f"{len(sliding)} layers of this model have sliding windows, whose heads have no full "
+            "cache to reallocate: "
+            "gates and a sparsity cannot be applied to it; pass an eviction policy alone, or a "
+            "HeadAllocation"
         )
     warnings.warn(
-        f"layers {', '.join(map(str, sliding))} have sliding windows and are not changed: the eviction policy serves "
+        f"layers {', '.join(map(str, sliding))} have sliding windows and are not changed: the "
+        "eviction policy serves "
         "the other layers",
         stacklevel=4,
     )
@@ -100,8 +130,10 @@ def warn_without_rope(model: Any) -> None:
     """Warn if cached keys carry no rotary position, which scores that compare keys rely on."""
     if not any("rotary" in name for name, _ in model.named_modules()):
         warnings.warn(
-            f"{model.config.model_type} has no rotary position embedding: eviction works, but keys then carry position "
-            "only as far as the hidden states do, so policies that compare keys (R-KV) see more tokens as repetitions",
+            f"{model.config.model_type} has no rotary position embedding: eviction works, but keys "
+            "then carry position "
+            "only as far as the hidden states do, so policies that compare keys (R-KV) see more "
+            "tokens as repetitions",
             stacklevel=4,
         )
 
@@ -109,44 +141,65 @@ def warn_without_rope(model: Any) -> None:
 def refuse_attentions(asked: bool | None) -> None:
     """Raise ``ValueError`` if attention weights are asked for, which would be None."""
     if asked:
-        raise ValueError("output_attentions=True: compress(...) computes no attention weights to return: leave it out")
+        raise ValueError(
+            "output_attentions=True: compress(...) computes no attention weights to return: leave "
+            "it out"
+        )
 
 
 def refuse_packed(position_ids: Tensor | None, attention_mask: Any) -> None:
-    """Raise ``ValueError`` for several texts in one row, which transformers keeps apart only without a cache."""
+    """Raise ``ValueError`` for several texts in one row, which transformers keeps apart only
+    without a cache.
+    """
     if position_ids is None or attention_mask is not None or position_ids.ndim != 2:
         return
     if bool((position_ids.diff(dim=-1) != 1).any()):
         raise ValueError(
-            "position_ids start again within a row: compress(...) takes one text per row, so give each packed text a "
+            "position_ids start again within a row: compress(...) takes one text per row, so give "
+            "each packed text a "
             "row of its own, or an attention_mask if the row is padded"
         )
 
 
 def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings) -> None:
     """Raise ``ValueError`` for a generation that would bypass the cache or break it."""
-    protects, in_chunks = (settings.eviction or settings).protect_prompt, config.prefill_chunk_size is not None
+    protects, in_chunks = (
+        (settings.eviction or settings).protect_prompt,
+        config.prefill_chunk_size is not None,
+    )
     refuse_attentions(config.output_attentions)
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
-            f"cache_implementation={config.cache_implementation!r} would replace the compressed cache: leave it out "
+            f"cache_implementation={config.cache_implementation!r} would replace the compressed "
+            "cache: leave it out "
             "under compress(...)"
         )
     if config.use_cache is False:
-        raise ValueError("use_cache=False leaves nothing to compress: generate with the cache under compress(...)")
+        raise ValueError(
+            "use_cache=False leaves nothing to compress: generate with the cache under "
+            "compress(...)"
+        )
     if mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant:
-        raise ValueError("assisted generation takes tokens back, which a compressed cache cannot: leave it out")
+        raise ValueError(
+            "assisted generation takes tokens back, which a compressed cache cannot: leave it out"
+        )
     if in_chunks and settings.prefill != "local":
         raise ValueError(
-            "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use prefill='local'"
+            "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use "
+            "prefill='local'"
         )
     if in_chunks and protects:
-        raise ValueError("prefill_chunk_size would protect the first chunk only: leave it out, or protect_prompt=False")
+        raise ValueError(
+            "prefill_chunk_size would protect the first chunk only: leave it out, or "
+            "protect_prompt=False"
+        )
 
 
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
     """Replaces a model's methods for continuous batching."""
-    raise ValueError("continuous batching brings its own paged cache: use model.generate under compress(...)")
+    raise ValueError(
+        "continuous batching brings its own paged cache: use model.generate under compress(...)"
+    )
 
 
 def _own_layers(config: Any) -> list[Any]:
@@ -162,9 +215,10 @@ _TRIED: WeakSet[PreTrainedModel] = WeakSet()  # models of which compress(...) ha
 class CompressedSession:
     """What ``with compress(...) as session`` gives.
 
-    ``allocation`` says which heads are full; ``cache`` is the cache of the latest call of ``generate`` or of the model,
-    with ``cache.nbytes()`` held against ``cache.full_nbytes()``.  With ``record=True`` ``cache.kept`` lists what each
-    eviction kept, and ``cache.held(row)`` says which tokens each head holds.
+    ``allocation`` says which heads are full; ``cache`` is the cache of the latest call of
+    ``generate`` or of the model, with ``cache.nbytes()`` held against ``cache.full_nbytes()``.
+    With ``record=True`` ``cache.kept`` lists what each eviction kept, and ``cache.held(row)`` says
+    which tokens each head holds.
     """
 
     allocation: HeadAllocation
@@ -173,12 +227,15 @@ class CompressedSession:
     default_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict
     cache: HeadReallocationCache | None = None
 
-    def new_cache(self, limit: int | None = None, planned: torch.Tensor | None = None) -> HeadReallocationCache:
+    def new_cache(
+        self, limit: int | None = None, planned: torch.Tensor | None = None
+    ) -> HeadReallocationCache:
         """An empty cache of this session's allocation and sizes.
 
         Args:
             limit: tokens at which generation ends.
-            planned: int64 ``[B]``, a length of text for each row: the policy's ratio is of that length, from the start.
+            planned: int64 ``[B]``, a length of text for each row: the policy's ratio is of that
+                length, from the start.
         """
         kept = self.settings
         cache = HeadReallocationCache(
@@ -195,15 +252,20 @@ class CompressedSession:
         return cache
 
     def check(self, cache: Any) -> HeadReallocationCache:
-        """``cache``, if it may be continued here; ``ValueError`` if it is of another kind, allocation or size."""
+        """``cache``, if it may be continued here.
+
+        ``ValueError`` if it is of another kind, allocation or size.
+        """
         if not isinstance(cache, HeadReallocationCache):
             raise ValueError(
-                f"past_key_values is a {type(cache).__name__}: under compress(...) leave it out, or pass session.cache "
+                f"past_key_values is a {type(cache).__name__}: under compress(...) leave it out, "
+                "or pass session.cache "
                 "to continue an earlier text"
             )
         if cache.settings != self.settings or not cache.full.equal(self.allocation.full.cpu()):
             raise ValueError(
-                "past_key_values comes from a compress(...) with another allocation, sink, window, prefill, eviction "
+                "past_key_values comes from a compress(...) with another allocation, sink, window, "
+                "prefill, eviction "
                 "policy or protect_prompt: start without it"
             )
         return cache
@@ -224,21 +286,28 @@ def resolve_allocation(
     if gates is None:
         if sparsity is not None:
             raise ValueError(
-                "sparsity is given without gates, which say which heads it compresses: pass gates too, or leave it out "
+                "sparsity is given without gates, which say which heads it compresses: pass gates "
+                "too, or leave it out "
                 "to compress all heads"
             )
         return HeadAllocation(torch.zeros(shape.num_layers, shape.num_kv_heads, dtype=torch.bool))
     if isinstance(gates, HeadAllocation):
         if sparsity is not None:
-            raise ValueError("sparsity is given together with a HeadAllocation, which has its own: pass one of the two")
+            raise ValueError(
+                "sparsity is given together with a HeadAllocation, which has its own: pass one of "
+                "the two"
+            )
         if tuple(gates.full.shape) != (shape.num_layers, shape.num_kv_heads):
             raise ValueError(
-                f"the allocation is for {gates.full.shape[0]} layers x {gates.full.shape[1]} KV heads, but the model "
+                f"the allocation is for {gates.full.shape[0]} layers x {gates.full.shape[1]} KV "
+                "heads, but the model "
                 f"has {shape.num_layers} x {shape.num_kv_heads}"
             )
         return gates
     if sparsity is None:
-        raise ValueError("sparsity is missing: pass the share of heads to compress, such as sparsity=0.5")
+        raise ValueError(
+            "sparsity is missing: pass the share of heads to compress, such as sparsity=0.5"
+        )
     gates.check_model(model.config)
     return HeadAllocation.from_gates(gates, sparsity, scope=scope)
 
@@ -256,36 +325,44 @@ def compress(
     record: bool = False,
     protect_prompt: bool | None = None,
 ) -> Iterator[CompressedSession]:
-    """Let ``model`` keep the full KV cache in the heads that need it, and a small one in all others.
+    """Let ``model`` keep the full KV cache in the heads that need it, and a small one in all
+    others.
 
-    Inside the context ``model.generate(...)`` and ``model(...)`` run with a :class:`HeadReallocationCache`: greedy,
-    sampled, beams, left-padded batches, and further turns with ``past_key_values=session.cache``.  On exit, also by
-    an exception, the model is as it was.  For inference only: no gradients flow through the cache.
+    Inside the context ``model.generate(...)`` and ``model(...)`` run with a
+    :class:`HeadReallocationCache`: greedy, sampled, beams, left-padded batches, and further turns
+    with ``past_key_values=session.cache``.  On exit, also by an exception, the model is as it was.
+    For inference only: no gradients flow through the cache.
 
     Args:
-        model: a transformers causal LM in eval mode (or a PEFT model around one).  Layers with a sliding window stay
-            as they are, with a warning; gates and a sparsity, which count their heads, are then refused.
-        gates: ``HeadGates``, a gates file or folder, "tiny" for those of the built-in model, or a ``HeadAllocation``;
-            None: all heads are compressible (token eviction as published), which needs an ``eviction`` policy.
-        sparsity: share of all KV heads that is compressed; None with a ``HeadAllocation`` or without gates.
-        sink, window: first and last tokens of each row that a compressible head keeps; the current one counts. None:
+        model: a transformers causal LM in eval mode (or a PEFT model around one).  Layers with a
+            sliding window stay as they are, with a warning; gates and a sparsity, which count their
+            heads, are then refused.
+        gates: ``HeadGates``, a gates file or folder, "tiny" for those of the built-in model, or a
+            ``HeadAllocation``; None: all heads are compressible (token eviction as published),
+            which needs an ``eviction`` policy.
+        sparsity: share of all KV heads that is compressed; None with a ``HeadAllocation`` or
+        without gates. sink, window: first and last tokens of each row that a compressible head
+        keeps; the current one counts. None:
             what the gates recommend for serving, 16 and 64 with a ``HeadAllocation``.
-        prefill: ``"full"``: all heads read a prompt in full and compress it afterwards; ``"local"``: compressible
-            heads read it through sinks and window too, as in training; ``"published"``: all of it but its last 50
-            tokens in full, these as if they were decoded, as in the evaluation of RLKV (a prompt of up to 50 tokens is
-            decoded as a whole).
+        prefill: ``"full"``: all heads read a prompt in full and compress it afterwards;
+            ``"local"``: compressible heads read it through sinks and window too, as in training;
+            ``"published"``: all of it but its last 50 tokens in full, these as if they were
+            decoded, as in the evaluation of RLKV (a prompt of up to 50 tokens is decoded as a
+            whole).
         scope: ``"global"`` or ``"layer"``: where heads compete for staying full.
-        eviction: a policy from :mod:`rlkv.eviction`, such as ``RKV(budget=256)``, for the compressible heads, instead
-            of ``sink`` and ``window``.
-        record: note the positions of cached tokens, for ``session.cache.kept`` and ``session.cache.held(row)``.
-        protect_prompt: compressible heads also keep every token of the prompt, which is what the first call reads;
-            further turns are kept as generated tokens are.  A policy has a field of the same name instead. None: what
-            the gates recommend, False with a ``HeadAllocation``.
+        eviction: a policy from :mod:`rlkv.eviction`, such as ``RKV(budget=256)``, for the
+            compressible heads, instead of ``sink`` and ``window``.
+        record: note the positions of cached tokens, for ``session.cache.kept`` and
+            ``session.cache.held(row)``.
+        protect_prompt: compressible heads also keep every token of the prompt, which is what the
+            first call reads; further turns are kept as generated tokens are.  A policy has a field
+            of the same name instead. None: what the gates recommend, False with a
+            ``HeadAllocation``.
 
     Raises:
-        ValueError: if gates and model do not belong together, the model cannot be served or is compressed already,
-            and inside the context for what would bypass the cache (other caches, assisted generation, continuous
-            batching, ``use_cache=False`` in generate).
+        ValueError: if gates and model do not belong together, the model cannot be served or is
+            compressed already, and inside the context for what would bypass the cache (other
+            caches, assisted generation, continuous batching, ``use_cache=False`` in generate).
     """
     base: Any = model
     if hasattr(base, "get_base_model"):  # a PEFT model
@@ -294,12 +371,14 @@ def compress(
     refuse_attentions(base.config.output_attentions)
     if gates is None and eviction is None:
         raise ValueError(
-            "gates and eviction are both missing: pass gates (which heads stay full), an eviction policy such as "
+            "gates and eviction are both missing: pass gates (which heads stay full), an eviction "
+            "policy such as "
             "rlkv.eviction.RKV(budget=256) (what the others keep), or both"
         )
     if protect_prompt and eviction is not None:
         raise ValueError(
-            f"protect_prompt is given together with the eviction policy {eviction.name}, which decides itself what is "
+            f"protect_prompt is given together with the eviction policy {eviction.name}, which "
+            "decides itself what is "
             "kept: set the policy's own field, such as RKV(budget=256, protect_prompt=True)"
         )
     if isinstance(gates, str | Path):
@@ -314,7 +393,9 @@ def compress(
         allocation = exclude_sliding_layers(allocation, sliding, ranked=sparsity is not None)
     if eviction is not None:
         warn_without_rope(base)
-    session = CompressedSession(allocation, settings, record, partial(default_layers, base.config, sliding))
+    session = CompressedSession(
+        allocation, settings, record, partial(default_layers, base.config, sliding)
+    )
     with ExitStack() as undo:
         _hook(base, session, undo)
         if base not in _TRIED:
@@ -332,7 +413,8 @@ def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
     model.set_attn_implementation(IMPLEMENTATION)  # only warns if it cannot
     if {model.config._attn_implementation, decoder.config._attn_implementation} != {IMPLEMENTATION}:
         raise ValueError(
-            f"{type(model).__name__} does not let its attention implementation be set: compress(...) needs a model "
+            f"{type(model).__name__} does not let its attention implementation be set: "
+            "compress(...) needs a model "
             "that uses transformers' attention interface"
         )
     shadow(model, "_prepare_cache_for_generation", _cache_preparation(model, session), undo)
@@ -341,17 +423,27 @@ def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
             shadow(model, name, refuse_continuous_batching, undo)
     hooked = [decoder]
     inner = model.get_decoder()
-    if inner is not decoder and isinstance(inner, PreTrainedModel):  # some models call it without its wrapper
+    if inner is not decoder and isinstance(
+        inner, PreTrainedModel
+    ):  # some models call it without its wrapper
         hooked.append(inner)
     for module in hooked:
-        undo.callback(module.register_forward_pre_hook(_forward_hook(module, session), with_kwargs=True).remove)
+        undo.callback(
+            module.register_forward_pre_hook(
+                _forward_hook(module, session), with_kwargs=True
+            ).remove
+        )
 
 
 def _cache_preparation(model: Any, session: CompressedSession) -> Any:
     original = model._prepare_cache_for_generation
 
     def prepare(
-        generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
+        generation_config: Any,
+        model_kwargs: Any,
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
         check_generation(generation_config, generation_mode, session.settings)
         given = model_kwargs.get("past_key_values")
@@ -360,7 +452,9 @@ def _cache_preparation(model: Any, session: CompressedSession) -> Any:
         if given is None:
             model_kwargs["past_key_values"] = session.cache
             return None
-        return original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        return original(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
 
     return prepare
 
@@ -371,7 +465,8 @@ def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
     def give_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module.training:
             raise ValueError("compress(...) is for inference: call model.eval() first")
-        # all by keyword: transformers' wrappers around forward add keywords that must not meet positions
+        # all by keyword: transformers' wrappers around forward add keywords that must not meet
+        # positions
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_attentions(given.get("output_attentions"))
         refuse_packed(given.get("position_ids"), given.get("attention_mask"))

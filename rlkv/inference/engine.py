@@ -1,4 +1,5 @@
-"""Decoding under an allocation: single prompts with streamed text, chats that continue with their cache, batches.
+"""Decoding under an allocation: single prompts with streamed text, chats that continue with their
+cache, batches.
 
 Every call also runs with transformers' own full cache on request, so that both can be compared.
 """
@@ -12,7 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 
 from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.eviction.base import EvictionPolicy
@@ -75,19 +83,28 @@ class InferenceEngine(HFEngine):
         protect_prompt: bool = False,
     ) -> None:
         super().__init__(model, tokenizer, batch_size)
-        CacheSettings(sink, window, prefill, eviction, protect_prompt).check_positions(self.max_positions)
+        CacheSettings(sink, window, prefill, eviction, protect_prompt).check_positions(
+            self.max_positions
+        )
         self.allocation, self.eviction, self.record = allocation, eviction, record
         self._session: CompressedSession | None = None
         self._planned: torch.Tensor | None = None
         self.sizes: dict[str, Any] = {"sink": sink, "window": window, "prefill": prefill}
-        if protect_prompt:  # left out otherwise: answers that were decoded before there was the setting stay valid
+        if (
+            protect_prompt
+        ):  # left out otherwise: answers that were decoded before there was the setting stay valid
             self.sizes["protect_prompt"] = True
 
     def describe(self) -> dict[str, Any]:
         """What completions depend on: numbers, device, and what the compressible heads keep."""
         eviction = self.eviction.describe() if self.eviction is not None else None
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return {"dtype": dtype, "device": self.model.device.type, **self.sizes, "eviction": eviction}
+        return {
+            "dtype": dtype,
+            "device": self.model.device.type,
+            **self.sizes,
+            "eviction": eviction,
+        }
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered prompt; nothing is added to it."""
@@ -114,7 +131,11 @@ class InferenceEngine(HFEngine):
         input_ids = torch.tensor([ids], device=self.model.device)
         generate: Any = self.model.generate
         devices = [self.model.device] if self.model.device.type == "cuda" else []
-        with self._caches(full) as new_cache, torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with (
+            self._caches(full) as new_cache,
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices),
+        ):
             torch.manual_seed(sampling.seed)
             cache = cache if cache is not None else new_cache()
             start = time.perf_counter()
@@ -144,13 +165,16 @@ class InferenceEngine(HFEngine):
 
         Args:
             full: with the full cache instead.
-            planned: for each prompt the length of a text, of which the policy's ratio is taken from the start.
+            planned: for each prompt the length of a text, of which the policy's ratio is taken from
+                the start.
         """
         with self._caches(full):
             self._planned = None if planned is None else torch.tensor(planned)
             yield from super().stream(prompts, sampling, numbers, stop, before_change)
 
-    def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
+    def batch(
+        self, prompts: list[str], sampling: SamplingParams, full: bool = False
+    ) -> tuple[list[Completion], Usage]:
         """The completions of rendered ``prompts`` in their order; as :meth:`reply` for the rest."""
         usages: list[Usage] = []
 
@@ -166,7 +190,9 @@ class InferenceEngine(HFEngine):
     def _new_cache(self, limit: int, rows: list[int]) -> Cache | None:
         if self._session is None:
             return super()._new_cache(limit, rows)
-        return self._session.new_cache(limit, None if self._planned is None else self._planned[rows])
+        return self._session.new_cache(
+            limit, None if self._planned is None else self._planned[rows]
+        )
 
     @contextmanager
     def _caches(self, full: bool) -> Iterator[Callable[[], Cache]]:
@@ -191,7 +217,9 @@ class InferenceEngine(HFEngine):
             do_sample=not sampling.greedy,
             temperature=1.0 if sampling.greedy else sampling.temperature,
             top_p=1.0 if sampling.greedy else sampling.top_p,
-            top_k=50 if sampling.greedy else sampling.top_k,  # 50 is what transformers takes for unset
+            top_k=50
+            if sampling.greedy
+            else sampling.top_k,  # 50 is what transformers takes for unset
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
             eos_token_id=self.eos_ids,
@@ -209,11 +237,13 @@ class InferenceEngine(HFEngine):
 class Chat:
     """A conversation whose cache is kept from turn to turn.
 
-    Where the rendered conversation does not begin with the cached tokens (some templates cut earlier reasoning out),
-    the turn starts a new cache, which ``restarted`` counts.
+    Where the rendered conversation does not begin with the cached tokens (some templates cut
+    earlier reasoning out), the turn starts a new cache, which ``restarted`` counts.
     """
 
-    def __init__(self, engine: InferenceEngine, sampling: SamplingParams, template: str = "rlkv") -> None:
+    def __init__(
+        self, engine: InferenceEngine, sampling: SamplingParams, template: str = "rlkv"
+    ) -> None:
         self.engine, self.sampling, self.template = engine, sampling, template
         self.restarted = 0
         self.reset()
@@ -238,7 +268,9 @@ class Chat:
             cache = None
         longest = max(1, min(self.sampling.max_new_tokens, self.engine.max_positions - len(ids)))
         try:
-            reply = self.engine.reply(ids, replace(self.sampling, max_new_tokens=longest), on_text, cache)
+            reply = self.engine.reply(
+                ids, replace(self.sampling, max_new_tokens=longest), on_text, cache
+            )
         except BaseException:
             self._cache = None  # holds a part of an answer that the conversation does not have
             raise
@@ -255,6 +287,10 @@ class Chat:
         tokenizer: Any = self.engine.tokenizer
         filled = fill_template(message, self.template)
         if not tokenizer.chat_template:  # a model without chat format continues the plain text
-            return f"{self._text}\n\n{filled}" if self._text else render_prompt(tokenizer, message, self.template)
+            return (
+                f"{self._text}\n\n{filled}"
+                if self._text
+                else render_prompt(tokenizer, message, self.template)
+            )
         messages = [*self.messages, {"role": "user", "content": filled}]
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

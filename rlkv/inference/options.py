@@ -1,4 +1,6 @@
-"""Options that several commands share, each declared once: config classes inherit from these dataclasses."""
+"""Options that several commands share, each declared once: config classes inherit from these
+dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ class ModelOptions:
     model: str = "tiny"
     """a built-in name (tiny, smol, smollm2), a local folder or a hub id"""
     dtype: str = "auto"
-    """auto (bfloat16 on a GPU, float32 on a CPU), fast (also bfloat16 on a CPU that multiplies it), float32, bfloat16
-    or float16"""
+    """auto (bfloat16 on a GPU, float32 on a CPU), fast (also bfloat16 on a CPU that multiplies it),
+    float32, bfloat16 or float16
+    """
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
 
@@ -45,13 +48,19 @@ class CacheOptions:
     protect_prompt: bool | None = None
     """compressible heads keep the whole prompt too; default: what the gates file says, else not"""
     prefill: Literal["full", "local", "published"] = "full"
-    """full: every head reads the whole prompt and is compressed afterwards; local: as in training; published: full but
-    for its last 50 tokens, which are decoded, as in the evaluation of RLKV"""
+    """full: every head reads the whole prompt and is compressed afterwards; local: as in training.
 
-    def cache_settings(self, gates: Mapping[str, HeadGates], eviction: EvictionPolicy | None = None) -> CacheSettings:
-        """Sink, window and protected prompt as given, else what the gates files say (all the same), else the defaults.
+    Published: full but for its last 50 tokens, which are decoded, as in the evaluation of RLKV
+    """
 
-        Under an ``eviction`` policy, which has a field of its own for it, the prompt is not protected here.
+    def cache_settings(
+        self, gates: Mapping[str, HeadGates], eviction: EvictionPolicy | None = None
+    ) -> CacheSettings:
+        """Sink, window and protected prompt as given, else what the gates files say (all the same),
+        else the defaults.
+
+        Under an ``eviction`` policy, which has a field of its own for it, the prompt is not
+        protected here.
         """
         from rlkv.cache import CacheSettings
 
@@ -61,12 +70,17 @@ class CacheOptions:
         for name in fields:
             given = getattr(self, name)
             if given is None and len(set(stated[name])) > 1:
-                values = ", ".join(f"{of} {value}" for of, value in zip(gates, stated[name], strict=True))
+                values = ", ".join(
+                    f"{of} {value}" for of, value in zip(gates, stated[name], strict=True)
+                )
                 raise ValueError(
-                    f"the gates files state different values of {name} for serving ({values}): pass "
+                    f"the gates files state different values of {name} for serving ({values}): "
+                    "pass "
                     f"--{name.replace('_', '-')}"
                 )
-            found[name] = given if given is not None else (stated[name] or [getattr(CacheSettings, name)])[0]
+            found[name] = (
+                given if given is not None else (stated[name] or [getattr(CacheSettings, name)])[0]
+            )
         return CacheSettings(prefill=self.prefill, **found).with_policy(eviction)
 
 

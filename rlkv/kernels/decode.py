@@ -1,9 +1,12 @@
-"""Decoding with full and compressible heads side by side: one launch per layer stores the new token and attends.
+"""Decoding with full and compressible heads side by side: one launch per layer stores the new token
+and attends.
 
-All splits have the same number of entries, a fraction of the longest head's (:mod:`rlkv.kernels.decode`).
+All splits have the same number of entries, a fraction of the longest head's
+(:mod:`rlkv.kernels.decode`).
 
-Shapes: B rows, H KV heads (F full, C compressible), G query heads per KV head, D size of a key, E of a value, R ring
-slots.  Which token is in which slot, and which slots are in use: :mod:`rlkv.cache.plan`.
+Shapes: B rows, H KV heads (F full, C compressible), G query heads per KV head, D size of a key, E
+of a value, R ring slots.  Which token is in which slot, and which slots are in use:
+:mod:`rlkv.cache.plan`.
 """
 
 from __future__ import annotations
@@ -26,8 +29,18 @@ LOG2E = 1.4426950408889634
 
 
 def splits_of(heads: int, entries: int, device: torch.device) -> int:
-    """Into how many splits the longest heads, ``heads`` in all rows, go; short heads take hardly any time."""
-    return max(1, min(triton.cdiv(PROGRAMS * _processors(device), heads), triton.cdiv(entries, LEAST), MOST_SPLITS))
+    """Into how many splits the longest heads, ``heads`` in all rows, go.
+
+    Short heads take hardly any time.
+    """
+    return max(
+        1,
+        min(
+            triton.cdiv(PROGRAMS * _processors(device), heads),
+            triton.cdiv(entries, LEAST),
+            MOST_SPLITS,
+        ),
+    )
 
 
 @cache
@@ -56,7 +69,14 @@ def tiles(group: int, key_size: int, value_size: int, itemsize: int) -> dict[str
 
 
 @triton.jit
-def load_queries(query, own_stride, KEY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+def load_queries(
+    query,
+    own_stride,
+    KEY: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
     """The tile of a group's queries, which lie ``own_stride`` apart; 0 where it has none."""
     one, size = tl.arange(0, QUERIES), tl.arange(0, TILE)
     return tl.load(
@@ -87,7 +107,9 @@ def attend_first(query_GD, key_D, value_E, total_G, sum_GE, scale):
 def attend(query_GD, key_ND, value_NE, seen, peak_G, total_G, sum_GE, scale):
     """One more block of entries."""
     if query_GD.shape[0] == 1:
-        logit_GN = tl.sum(query_GD.to(tl.float32)[:, None, :] * key_ND.to(tl.float32)[None, :, :], axis=2)
+        logit_GN = tl.sum(
+            query_GD.to(tl.float32)[:, None, :] * key_ND.to(tl.float32)[None, :, :], axis=2
+        )
     else:
         logit_GN = tl.dot(query_GD, tl.trans(key_ND), input_precision="ieee")
     logit_GN = tl.where(seen[None, :], logit_GN * scale, float("-inf"))
@@ -122,14 +144,18 @@ def hand_on(
     GROUP_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Write the output of an only split; else keep this one's, and combine all ``active`` ones if it is the last."""
+    """Write the output of an only split; else keep this one's, and combine all ``active`` ones if
+    it is the last.
+    """
     one, size = tl.arange(0, QUERIES), tl.arange(0, TILE)
     splits = tl.num_programs(2)
     sum_GE = sum_GE / total_G[:, None]
     to = out + (row * tl.num_programs(1) + head) * GROUP * VALUE
     stored = (one[:, None] < GROUP) & (size[None, :] < VALUE)
     if active == 1:
-        tl.store(to + one[:, None] * VALUE + size[None, :], sum_GE.to(out.dtype.element_ty), mask=stored)
+        tl.store(
+            to + one[:, None] * VALUE + size[None, :], sum_GE.to(out.dtype.element_ty), mask=stored
+        )
     else:
         count = row * tl.num_programs(1) + head
         rows = tl.num_programs(0).to(tl.int64)
@@ -137,7 +163,8 @@ def hand_on(
         norms = partials + (rows * tl.num_programs(1) * VALUE + count) * splits * GROUP
         tl.store(norms + split * GROUP + one, peak_G + tl.log2(total_G), mask=one < GROUP)
         tl.store(sums + (split * GROUP + one[:, None]) * VALUE + size[None, :], sum_GE, mask=stored)
-        # all threads have stored before one of them says so; acquire: the last to come sees what all have stored
+        # all threads have stored before one of them says so; acquire: the last to come sees what
+        # all have stored
         tl.debug_barrier()
         if tl.atomic_add(arrivals + count, 1, sem="acq_rel", scope="gpu") == active - 1:
             _combine(to, norms, sums, active, VALUE, TILE, GROUP, GROUP_TILE, AT_ONCE)
@@ -156,7 +183,9 @@ def _combine(
     GROUP_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The output of a head from those of its splits, in their order, so that it is the same every time."""
+    """The output of a head from those of its splits, in their order, so that it is the same every
+    time.
+    """
     one, size = tl.arange(0, GROUP_TILE), tl.arange(0, TILE)
     peak_G = tl.full([GROUP_TILE], float("-inf"), tl.float32)
     total_G = tl.full([GROUP_TILE], 0.0, tl.float32)
@@ -167,7 +196,10 @@ def _combine(
         place_SG = split[:, None] * GROUP + one[None, :]
         # .cg: from the level of cache that all multiprocessors share
         norm_SG = tl.load(
-            norms + place_SG, mask=(split[:, None] < active) & (one[None, :] < GROUP), other=0.0, cache_modifier=".cg"
+            norms + place_SG,
+            mask=(split[:, None] < active) & (one[None, :] < GROUP),
+            other=0.0,
+            cache_modifier=".cg",
         )
         norm_SG = tl.where(split[:, None] < active, norm_SG, float("-inf"))
         sum_SGE = tl.load(
@@ -203,20 +235,25 @@ def decode(
 
     Args:
         query, key, value: ``[B, H, G, D]``, ``[B, H, D]``, ``[B, H, E]``, of the buffers' dtype.
-        full: buffers ``[B, F, capacity, D]`` and ``[..., E]``, with room for the new token; None: no full heads.
+        full: buffers ``[B, F, capacity, D]`` and ``[..., E]``, with room for the new token; None:
+            no full heads.
         ring: buffers ``[B, C, R, D]`` and ``[..., E]``; None: no compressible heads.
         places: int32 ``[H]``: index i of a full head in its buffers, -1 - i of a compressible head.
         scale: of the logits.
     """
     b, h, g, d = query.shape
     e = value.shape[2]
-    query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
+    query, key, value = (
+        states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value)
+    )
     keys, values = full or ring or (None, None)
     assert keys is not None
     assert values is not None
     full_keys, full_values = full or (keys, values)  # what no head uses is not read
     ring_keys, ring_values = ring or (keys, values)
-    assert all(buffer.is_contiguous() for buffer in (full_keys, full_values, ring_keys, ring_values))
+    assert all(
+        buffer.is_contiguous() for buffer in (full_keys, full_values, ring_keys, ring_values)
+    )
     capacity, slots = full_keys.shape[2], ring_keys.shape[2]
     splits = splits_of(b * keys.shape[1], keys.shape[2], query.device)
     partials, arrivals = step.scratch(b * h * splits * g * (e + 1) if splits > 1 else 0, b * h)
@@ -225,7 +262,13 @@ def decode(
         _decode[(b, h, splits)](
             *(out, query, key, value, full_keys, full_values, ring_keys, ring_values),
             *(places, step.start, step.padding, step.sinks, partials, arrivals, scale * LOG2E),
-            *(capacity, slots, full_keys.shape[1] if full else 0, ring_keys.shape[1] if ring else 0, step.window),
+            *(
+                capacity,
+                slots,
+                full_keys.shape[1] if full else 0,
+                ring_keys.shape[1] if ring else 0,
+                step.window,
+            ),
             *(int(step.padding.numel() > 1), int(step.sinks.numel() > 1)),
             *(query.stride(0), query.stride(1), query.stride(2)),
             *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
@@ -235,7 +278,15 @@ def decode(
 
 
 # none of these may cause another compilation: they differ between layers, or change as a text grows
-_CHANGING = ["capacity", "slots", "full_heads", "ring_heads", "window", "padding_step", "sinks_step"]
+_CHANGING = [
+    "capacity",
+    "slots",
+    "full_heads",
+    "ring_heads",
+    "window",
+    "padding_step",
+    "sinks_step",
+]
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -279,7 +330,10 @@ def _decode(
     AT_ONCE: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
 ):
-    """One program: split ``z`` of KV head ``y`` of row ``x``; entries of a head are numbered from 0."""
+    """One program: split ``z`` of KV head ``y`` of row ``x``.
+
+    Entries of a head are numbered from 0.
+    """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
     column = tl.load(start).to(tl.int32)
@@ -311,7 +365,9 @@ def _decode(
     if (fresh >= begin) & (fresh < end):
         # stored by this program alone
         key_D = tl.load(key + row * key_row + head * key_head + size, mask=size < KEY, other=0.0)
-        value_E = tl.load(value + row * value_row + head * value_head + size, mask=size < VALUE, other=0.0)
+        value_E = tl.load(
+            value + row * value_row + head * value_head + size, mask=size < VALUE, other=0.0
+        )
         tl.store(keys + fresh * KEY + size, key_D, mask=size < KEY)
         tl.store(values + fresh * VALUE + size, value_E, mask=size < VALUE)
         peak_G, total_G, sum_GE = attend_first(query_GD, key_D, value_E, total_G, sum_GE, scale)
@@ -320,12 +376,18 @@ def _decode(
         seen = (entry < end) & (entry != fresh)
         # 0 where masked, since 0 * NaN of unused memory would be NaN
         key_ND = tl.load(
-            keys + entry[:, None] * KEY + size[None, :], mask=seen[:, None] & (size[None, :] < KEY), other=0.0
+            keys + entry[:, None] * KEY + size[None, :],
+            mask=seen[:, None] & (size[None, :] < KEY),
+            other=0.0,
         )
         value_NE = tl.load(
-            values + entry[:, None] * VALUE + size[None, :], mask=seen[:, None] & (size[None, :] < VALUE), other=0.0
+            values + entry[:, None] * VALUE + size[None, :],
+            mask=seen[:, None] & (size[None, :] < VALUE),
+            other=0.0,
         )
-        peak_G, total_G, sum_GE = attend(query_GD, key_ND, value_NE, seen, peak_G, total_G, sum_GE, scale)
+        peak_G, total_G, sum_GE = attend(
+            query_GD, key_ND, value_NE, seen, peak_G, total_G, sum_GE, scale
+        )
     hand_on(
         *(out, partials, arrivals, row, head, split, active, peak_G, total_G, sum_GE),
         *(VALUE, TILE, GROUP, QUERIES, GROUP_TILE, AT_ONCE),

@@ -1,4 +1,7 @@
-"""What the decode kernel needs besides the states of a layer, and which calls it serves; loads no Triton."""
+"""What the decode kernel needs besides the states of a layer, and which calls it serves.
+
+Loads no Triton.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,18 @@ def launch(device: torch.device) -> None:
 SWITCH = "RLKV_DECODE_KERNEL"  # off by default, until a run on a GPU confirms the kernel
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)  # the least that Triton supports
-LARGEST_HEAD, LARGEST_GROUP = 256, 32  # one tile of queries and of outputs has to fit into registers
+LARGEST_HEAD, LARGEST_GROUP = (
+    256,
+    32,
+)  # one tile of queries and of outputs has to fit into registers
 
 
 @dataclass
 class DecodeStep:
     """What the layers on one device share while each row of a batch of B reads one token.
 
-    The numbers are read on the device, so that a captured graph can go on: the next token needs ``start += 1``, in
-    place, and nothing else.
+    The numbers are read on the device, so that a captured graph can go on: the next token needs
+    ``start += 1``, in place, and nothing else.
 
     Attributes:
         start: int64 ``[1]``, columns before the new token.
@@ -60,9 +66,11 @@ class DecodeStep:
         self._arrivals = torch.zeros(0, dtype=torch.int32, device=self.start.device)
 
     def scratch(self, floats: int, heads: int) -> tuple[Tensor, Tensor]:
-        """Memory for what splits hand on: float32 ``[floats or more]``, and int32 ``[heads or more]`` that are 0.
+        """Memory for what splits hand on: float32 ``[floats or more]``, and int32 ``[heads or
+        more]`` that are 0.
 
-        Every launch leaves its counters at 0, and launches of one stream follow each other: all layers share it.
+        Every launch leaves its counters at 0, and launches of one stream follow each other: all
+        layers share it.
         """
         if self._partials.numel() < floats:
             self._partials = self._partials.new_empty(floats)
@@ -75,18 +83,26 @@ def switched_on() -> bool:
     """Return whether the environment variable ``RLKV_DECODE_KERNEL`` asks for the kernel."""
     value = os.environ.get(SWITCH, "")
     if value not in ("", "0", "1"):
-        raise ValueError(f"{SWITCH} is {value!r}: set it to 1 to decode by the kernel, or leave it out")
+        raise ValueError(
+            f"{SWITCH} is {value!r}: set it to 1 to decode by the kernel, or leave it out"
+        )
     return value == "1"
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes these states: query ``[B, H, G, n, D]``, keys and values ``[B, H, n, D]``."""
+    """Whether the kernel takes these states: query ``[B, H, G, n, D]``, keys and values ``[B, H, n,
+    D]``.
+    """
     if not query.is_cuda or key.shape[2] != 1 or query.dtype not in DTYPES:
         return False
     if not query.dtype == key.dtype == value.dtype:
         return False
     sizes = (key.shape[3], value.shape[3])
-    return max(sizes) <= LARGEST_HEAD and query.shape[2] <= LARGEST_GROUP and _runs_triton(query.device)
+    return (
+        max(sizes) <= LARGEST_HEAD
+        and query.shape[2] <= LARGEST_GROUP
+        and _runs_triton(query.device)
+    )
 
 
 @cache

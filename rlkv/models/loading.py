@@ -1,4 +1,6 @@
-"""Loading a model: the built-in tiny one, a local folder or a hub id, with errors that say what to do."""
+"""Loading a model: the built-in tiny one, a local folder or a hub id, with errors that say what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 def try_forward(model: Any, **arguments: Any) -> None:
     """Call ``model`` with two tokens and ``arguments``, in eval mode and without gradients.
 
-    Does nothing while the weights are not there yet (on the device ``meta``, or sharded over processes).
+    Does nothing while the weights are not there yet (on the device ``meta``, or sharded over
+    processes).
     """
     if any(parameter.is_meta or not parameter.numel() for parameter in model.parameters()):
         return
@@ -37,13 +40,17 @@ def try_forward(model: Any, **arguments: Any) -> None:
 
 
 def refuse_latent_attention(model: Any) -> None:
-    """Raise ``ValueError`` if the heads of ``model`` expand their keys and values from one latent state."""
+    """Raise ``ValueError`` if the heads of ``model`` expand their keys and values from one latent
+    state.
+    """
     for module in model.modules():
         rank = getattr(module, "kv_lora_rank", None)
         if rank is not None and hasattr(module, "layer_idx"):
             raise ValueError(
-                f"{model.config.model_type} has multi-head latent attention: its heads share one latent state of "
-                f"{rank} numbers a token and have no KV heads of their own to gate or compress; use a model with "
+                f"{model.config.model_type} has multi-head latent attention: its heads share one "
+                "latent state of "
+                f"{rank} numbers a token and have no KV heads of their own to gate or compress; "
+                "use a model with "
                 "multi-head or grouped-query attention, such as Llama or Qwen3"
             )
 
@@ -55,23 +62,29 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 def keep_freed_memory() -> bool:
     """Have freed memory kept for the next tensors; False where the C library is not glibc.
 
-    By default glibc gives large blocks back to the system, and each new one is mapped and zeroed page by page. Reading
-    200 prompts with the built-in language model takes 53 to 58 CPU s that way and 25 to 37 this way; a short training
-    run of the tiny model 15.8 and 13.1.
+    By default glibc gives large blocks back to the system, and each new one is mapped and zeroed
+    page by page. Reading 200 prompts with the built-in language model takes 53 to 58 CPU s that way
+    and 25 to 37 this way; a short training run of the tiny model 15.8 and 13.1.
     """
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+    return mallopt is not None and bool(
+        mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    )
 
 
 def return_freed_memory() -> bool:
     """Give freed memory back to the system; whether some was.
 
-    With :func:`keep_freed_memory` tensors of other sizes in every step leave gaps: a training of the built-in language
-    model, which holds 4 GB at its first steps, grew to 9 GB in eight.
+    With :func:`keep_freed_memory` tensors of other sizes in every step leave gaps: a training of
+    the built-in language model, which holds 4 GB at its first steps, grew to 9 GB in eight.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    trim = (
+        getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if sys.platform.startswith("linux")
+        else None
+    )
     return trim is not None and bool(trim(0))
 
 
@@ -79,7 +92,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(device: str = "auto") -> torch.device:
-    """``auto`` is the GPU if there is one, else the CPU; ``ValueError`` if the device is unknown or absent.
+    """``auto`` is the GPU if there is one, else the CPU.
+
+    ``ValueError`` if the device is unknown or absent.
 
     What runs on a GPU runs without cuDNN's attention from then on (:mod:`rlkv.utils.devices`).
     """
@@ -90,23 +105,38 @@ def resolve_device(device: str = "auto") -> torch.device:
     except RuntimeError:
         raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA GPU: use --device cpu")
-    if resolved.index is not None and resolved.type == "cuda" and resolved.index >= torch.cuda.device_count():
-        raise ValueError(f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs")
+        raise ValueError(
+            f"device {device!r} was asked for, but torch sees no CUDA GPU: use --device cpu"
+        )
+    if (
+        resolved.index is not None
+        and resolved.type == "cuda"
+        and resolved.index >= torch.cuda.device_count()
+    ):
+        raise ValueError(
+            f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs"
+        )
     if resolved.type not in ("cpu", "cuda"):
         try:
             torch.zeros(1, device=resolved).item()
         except (RuntimeError, NotImplementedError, AssertionError):
-            raise ValueError(f"torch cannot compute on device {device!r} here: use auto, cpu, cuda or cuda:N") from None
+            raise ValueError(
+                f"torch cannot compute on device {device!r} here: use auto, cpu, cuda or cuda:N"
+            ) from None
     leave_cudnn_out(resolved)
     return resolved
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on a GPU and float32 on a CPU; ``fast`` is also bfloat16 on a CPU that multiplies it."""
+    """``auto`` is bfloat16 on a GPU and float32 on a CPU.
+
+    ``fast`` is also bfloat16 on a CPU that multiplies it.
+    """
     if dtype in ("auto", "fast"):
         # without instructions for it a CPU's products in bfloat16 take 7 times those in float32
-        is_bfloat16 = device.type == "cuda" or (dtype == "fast" and cpu_has_any("avx512_bf16", "amx_bf16", "bf16"))
+        is_bfloat16 = device.type == "cuda" or (
+            dtype == "fast" and cpu_has_any("avx512_bf16", "amx_bf16", "bf16")
+        )
         return torch.bfloat16 if is_bfloat16 else torch.float32
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: use auto, fast, {', '.join(DTYPES)}")
@@ -119,15 +149,19 @@ def dtype_name(dtype: str, device: torch.device) -> str:
 
 
 def model_source(model: str) -> str:
-    """What ``from_pretrained`` takes for ``model``: the folder of a built-in one, else the name itself."""
+    """What ``from_pretrained`` takes for ``model``: the folder of a built-in one, else the name
+    itself.
+    """
     return str(built_in_folder(model)) if model in BUILT_IN else model
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``model``, padding on the left; from the local cache, with a warning, if the hub is away.
+    """The tokenizer of ``model``, padding on the left; from the local cache, with a warning, if the
+    hub is away.
 
     Raises:
-        ValueError: if it is neither built in, nor a local folder, nor on the hub or in its local cache.
+        ValueError: if it is neither built in, nor a local folder, nor on the hub or in its local
+            cache.
     """
     return _load_tokenizer(model, _hub_error(model))
 
@@ -135,10 +169,11 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 def load_model(
     model: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """``(model in eval mode, tokenizer)`` of a built-in name (``tiny``, ``smol``, ``smollm2``), a folder or a hub id.
+    """``(model in eval mode, tokenizer)`` of a built-in name (``tiny``, ``smol``, ``smollm2``), a
+    folder or a hub id.
 
-    No code from a repository is run (``trust_remote_code`` is never set).  On a machine without GPU the process keeps
-    the memory of freed tensors from then on (:mod:`rlkv.models.loading`).
+    No code from a repository is run (``trust_remote_code`` is never set).  On a machine without GPU
+    the process keeps the memory of freed tensors from then on (:mod:`rlkv.models.loading`).
 
     Raises:
         ValueError: as :func:`load_tokenizer`, and for an unknown device or dtype.
@@ -153,7 +188,9 @@ def load_model(
     source, tokenizer = model_source(model), _load_tokenizer(model, hub_error)
     local = {"local_files_only": hub_error is not None}
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(source, adapter_kwargs=local, **local, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source, adapter_kwargs=local, **local, **options
+        )
     except (OSError, ValueError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if model in BUILT_IN:
@@ -171,7 +208,10 @@ def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBas
     except (OSError, ValueError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if hub_error is not None:
-        warnings.warn(f"the hub does not answer ({hub_error}): {model} comes from its local cache", stacklevel=3)
+        warnings.warn(
+            f"the hub does not answer ({hub_error}): {model} comes from its local cache",
+            stacklevel=3,
+        )
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -180,7 +220,9 @@ def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBas
 
 def is_path(model: str) -> bool:
     """Whether ``model`` means a local path rather than a hub id."""
-    return Path(model).exists() or (os.sep in model.rstrip(os.sep) and model.startswith((".", os.sep, "~")))
+    return Path(model).exists() or (
+        os.sep in model.rstrip(os.sep) and model.startswith((".", os.sep, "~"))
+    )
 
 
 def _hub_error(model: str) -> str | None:
@@ -195,6 +237,7 @@ def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
     if hub_error is not None:
         reason = f"{hub_error}; its local cache does not hold it either"
     return (
-        f"cannot load model {model!r}: it is not a local folder and could not be downloaded ({reason}); "
+        f"cannot load model {model!r}: it is not a local folder and could not be downloaded "
+        f"({reason}); "
         f"pass a folder that holds the model, or a built-in one ({', '.join(BUILT_IN)})"
     )

@@ -11,9 +11,12 @@ from rlkv.models.builtin import SMOL
 from rlkv.utils.files import is_text
 
 RLKV_INSTRUCTION = (
-    "Solve the following math problem efficiently and clearly. The last line of your response should be of "
-    "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without "
-    "quotes) where ANSWER is just the final number or expression that solves the problem. Think step by step "
+    "Solve the following math problem efficiently and clearly. The last line of your response "
+    "should be of "
+    "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is "
+    "correct' (without "
+    "quotes) where ANSWER is just the final number or expression that solves the problem. Think "
+    "step by step "
     "before answering."
 )
 
@@ -28,12 +31,15 @@ OF_MODEL = {SMOL: "plain"}  # what a built-in model was trained on, where it is 
 
 
 def choose_template(*names: str | None, model: str | None) -> str:
-    """The first template that is named: the user's wish, then what data or gates were made with, else the model's.
+    """The first template that is named: the user's wish, then what data or gates were made with,
+    else the model's.
 
     Raises:
         ValueError: if there is no such template.
     """
-    name = next((name for name in names if name is not None), OF_MODEL.get(model or "", DEFAULT_TEMPLATE))
+    name = next(
+        (name for name in names if name is not None), OF_MODEL.get(model or "", DEFAULT_TEMPLATE)
+    )
     fill_template("", name)
     return name
 
@@ -42,12 +48,17 @@ def fill_template(problem: str, template: str = DEFAULT_TEMPLATE) -> str:
     """The user's message for ``problem``.
 
     Raises:
-        ValueError: if ``template`` is no name in :data:`TEMPLATES`, or ``problem`` cannot be written as UTF-8.
+        ValueError: if ``template`` is no name in :data:`TEMPLATES`, or ``problem`` cannot be
+            written as UTF-8.
     """
     if not is_text(problem):
-        raise ValueError("the problem is no text: it holds half a surrogate pair or bytes that are no UTF-8")
+        raise ValueError(
+            "the problem is no text: it holds half a surrogate pair or bytes that are no UTF-8"
+        )
     if template not in TEMPLATES:
-        raise ValueError(f"unknown prompt template {template!r}: choose one of {', '.join(sorted(TEMPLATES))}")
+        raise ValueError(
+            f"unknown prompt template {template!r}: choose one of {', '.join(sorted(TEMPLATES))}"
+        )
     # replace, not format: problems and instructions are full of braces
     return TEMPLATES[template].replace("{problem}", problem)
 
@@ -58,7 +69,9 @@ def build_messages(problem: str, template: str = "rlkv") -> list[dict[str, str]]
 
 
 def render_prompt(tokenizer: Any, problem: str, template: str = "rlkv") -> str:
-    """The text to tokenize with ``add_special_tokens=False``: the chat template if the tokenizer has one."""
+    """The text to tokenize with ``add_special_tokens=False``: the chat template if the tokenizer
+    has one.
+    """
     if tokenizer.chat_template:
         messages = build_messages(problem, template)
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -58,7 +58,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def short_name(model: str) -> str:
-    """``llama8b``, ``qwen7b`` or ``qwen3_4b``, as the configs; of another model the last part of its name."""
+    """``llama8b``, ``qwen7b`` or ``qwen3_4b``, as the configs.
+
+    Of another model the last part of its name.
+    """
     return PUBLISHED[model][0] if model in PUBLISHED else Path(model).absolute().name
 
 
@@ -94,12 +97,16 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Any, model_id: str | None = None) -> ModelShape:
-        """Read the shape off a transformers config; ``model_id`` defaults to the name it was loaded from."""
+        """Read the shape off a transformers config.
+
+        ``model_id`` defaults to the name it was loaded from.
+        """
         text = config.get_text_config()
         query_heads = getattr(text, "num_attention_heads", None)
         if query_heads is None:
             raise ValueError(
-                f"{text.model_type} has no attention heads (its config has no num_attention_heads): use a model with "
+                f"{text.model_type} has no attention heads (its config has no "
+                "num_attention_heads): use a model with "
                 "attention"
             )
         return cls(

@@ -25,8 +25,8 @@ class SamplingParams:
     ``seed`` fixes the draws of every prompt, whatever is decoded next to it.
 
     Raises:
-        ValueError: for values of other types, or that no sampler can use, such as NaN or a temperature that makes
-            every logit infinite.
+        ValueError: for values of other types, or that no sampler can use, such as NaN or a
+            temperature that makes every logit infinite.
     """
 
     max_new_tokens: int
@@ -55,8 +55,8 @@ FinishReason = Literal["stop", "length", "repetition"]
 class Completion:
     """One decoded answer: ``token_ids`` include the end token, ``text`` is without special tokens.
 
-    ``finish_reason``: the model ended it, the limit, or a rule (:class:`rlkv.rollout.decoding.StopRule`); ``seconds``:
-    its share of the time, where known.
+    ``finish_reason``: the model ended it, the limit, or a rule
+    (:class:`rlkv.rollout.decoding.StopRule`); ``seconds``: its share of the time, where known.
     """
 
     token_ids: list[int]
@@ -66,7 +66,10 @@ class Completion:
 
 
 class RolloutEngine(ABC):
-    """Decodes rendered prompts (see :func:`rlkv.models.prompts.render_prompt`); no special tokens are added to them."""
+    """Decodes rendered prompts (see :func:`rlkv.models.prompts.render_prompt`).
+
+    No special tokens are added to them.
+    """
 
     tokenizer: Any
     eos_ids: list[int]
@@ -80,12 +83,15 @@ class RolloutEngine(ABC):
     def stream(
         self, prompts: list[str], sampling: SamplingParams, numbers: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Completion]]:
-        """Yield ``(index into prompts, completion)`` as completions finish, in any order, each index once.
+        """Yield ``(index into prompts, completion)`` as completions finish, in any order, each
+        index once.
 
         ``numbers``: one of each prompt, which with the seed fixes its draws; default: its index.
         """
 
-    def generate(self, prompts: list[str], sampling: SamplingParams, **options: Any) -> list[Completion]:
+    def generate(
+        self, prompts: list[str], sampling: SamplingParams, **options: Any
+    ) -> list[Completion]:
         """The completions in the order of ``prompts``; otherwise as :meth:`stream`."""
         found = dict(self.stream(prompts, sampling, **options))
         return [found[i] for i in range(len(prompts))]
@@ -108,20 +114,29 @@ class RolloutEngine(ABC):
 
 
 def check_length(name: str, tokens: int, max_new_tokens: int, positions: int) -> None:
-    """Raise ``ValueError`` unless a prompt of ``tokens`` and its completion fit into a model's positions."""
+    """Raise ``ValueError`` unless a prompt of ``tokens`` and its completion fit into a model's
+    positions.
+    """
     if tokens + max_new_tokens > positions:
         raise ValueError(
-            f"{name} has {tokens} tokens, which with max_new_tokens={max_new_tokens} exceeds the model's {positions} "
+            f"{name} has {tokens} tokens, which with max_new_tokens={max_new_tokens} exceeds the "
+            f"model's {positions} "
             "positions: shorten the prompt or lower max_new_tokens"
         )
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """The end tokens that the generation config names, or else the tokenizer's; ValueError if neither names one."""
+    """The end tokens that the generation config names, or else the tokenizer's.
+
+    ValueError if neither names one.
+    """
     eos = getattr(generation_config, "eos_token_id", None)
     eos = tokenizer.eos_token_id if eos is None else eos
     if eos is None:
-        raise ValueError("neither the model's generation config nor its tokenizer names an end token (eos_token_id)")
+        raise ValueError(
+            "neither the model's generation config nor its tokenizer names an end token "
+            "(eos_token_id)"
+        )
     return [eos] if isinstance(eos, int) else list(eos)
 
 
@@ -132,7 +147,8 @@ class Usage:
     Attributes:
         tokens: new tokens, of all completions together.
         seconds: wall time, prompt included.
-        kv_bytes: bytes of KV in use at the end, without the headroom of growing buffers and entries that are empty.
+        kv_bytes: bytes of KV in use at the end, without the headroom of growing buffers and entries
+            that are empty.
         kv_bytes_full: bytes of the full cache for the same tokens.
     """
 
@@ -148,12 +164,18 @@ class Usage:
     def __add__(self, other: Usage) -> Usage:
         """Both calls: tokens and seconds add up, the bytes are those of the call that held more."""
         larger = max(self, other, key=lambda usage: usage.kv_bytes_full)
-        return Usage(self.tokens + other.tokens, self.seconds + other.seconds, larger.kv_bytes, larger.kv_bytes_full)
+        return Usage(
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+            larger.kv_bytes,
+            larger.kv_bytes_full,
+        )
 
     def summary(self) -> str:
         share = self.kv_bytes / self.kv_bytes_full if self.kv_bytes_full else 1.0
         return (
-            f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, bytes of KV in use / bytes the full cache "
+            f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, bytes of KV in use / "
+            "bytes the full cache "
             f"would hold: {self.kv_bytes:,} / {self.kv_bytes_full:,} ({share:.1%})"
         )
 
@@ -179,7 +201,9 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Rows:
-    """Prompts (token ids) of one rollout, and which rows of it they are, on which their draws depend."""
+    """Prompts (token ids) of one rollout, and which rows of it they are, on which their draws
+    depend.
+    """
 
     prompts: list[list[int]]
     numbers: list[int]
@@ -190,12 +214,15 @@ class Rows:
             raise ValueError(f"{len(self.prompts)} prompts, but {len(self.numbers)} row numbers")
 
     def only(self, indices: list[int]) -> Rows:
-        return Rows([self.prompts[i] for i in indices], [self.numbers[i] for i in indices], self.rollout)
+        return Rows(
+            [self.prompts[i] for i in indices], [self.numbers[i] for i in indices], self.rollout
+        )
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled completion with its end token, ``logprobs`` before top-k and top-p, and the version of its gates.
+    """A sampled completion with its end token, ``logprobs`` before top-k and top-p, and the version
+    of its gates.
 
     ``source``: which of several servers sampled it.
     """
@@ -214,7 +241,9 @@ class GatedEngine(Protocol):
         """Sample under these gates from now on; their version."""
         ...
 
-    def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+    def sample(
+        self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]
+    ) -> Iterator[tuple[int, Sample]]:
         """Yield ``(index into rows.prompts, sample)`` as completions finish, each index once."""
         ...
 
@@ -235,7 +264,9 @@ class SampleRequest:
         Raises:
             ValueError: if it is none, or an engine with these ``facts`` cannot serve it.
         """
-        version, rows, sampling, eos_ids = _only(body, "the request", [field.name for field in fields(cls)])
+        version, rows, sampling, eos_ids = _only(
+            body, "the request", [field.name for field in fields(cls)]
+        )
         prompts, numbers, rollout = _only(rows, "rows", [field.name for field in fields(Rows)])
         if not isinstance(version, str):
             raise ValueError("version must be a text")
@@ -250,16 +281,22 @@ class SampleRequest:
         options = dict(zip(names, _only(sampling, "sampling", names), strict=True))
         for name, value in options.items():
             whole = name not in ("temperature", "top_p")
-            if type(value) is not int and (whole or type(value) is not float or not isfinite(value)):
-                raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, got {_short(value)}")
+            if type(value) is not int and (
+                whole or type(value) is not float or not isfinite(value)
+            ):
+                raise ValueError(
+                    f"{name} must be a {'whole ' if whole else ''}number, got {_short(value)}"
+                )
         params = SamplingParams(**options)
         for place, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"prompt {place} is empty: there is nothing to complete")
             if len(prompt) + params.max_new_tokens > facts.max_positions:
                 raise ValueError(
-                    f"prompt {place} has {len(prompt)} tokens, which with max_new_tokens={params.max_new_tokens} "
-                    f"exceeds the server's {facts.max_positions} positions: shorten it or lower max_new_tokens"
+                    f"prompt {place} has {len(prompt)} tokens, which with "
+                    f"max_new_tokens={params.max_new_tokens} "
+                    f"exceeds the server's {facts.max_positions} positions: shorten it or lower "
+                    "max_new_tokens"
                 )
         return cls(version, Rows(prompts, numbers, rollout), params, eos_ids)
 
@@ -268,7 +305,8 @@ def read_gates(body: Any, facts: EngineFacts) -> Tensor:
     """The gates in ``body``, which is any JSON, as float32.
 
     Raises:
-        ValueError: unless they are numbers in [0, 1], one for each head of an engine with these ``facts``.
+        ValueError: unless they are numbers in [0, 1], one for each head of an engine with these
+            ``facts``.
     """
     (alpha,) = _only(body, "the request", ["alpha"])
     if not isinstance(alpha, list) or not all(isinstance(layer, list) for layer in alpha):
@@ -280,7 +318,9 @@ def read_gates(body: Any, facts: EngineFacts) -> Tensor:
     for number, layer in enumerate(alpha):
         for head, gate in enumerate(layer):
             if type(gate) not in (int, float) or not 0 <= gate <= 1:
-                raise ValueError(f"the gate of layer {number}, head {head} must be in [0, 1], got {_short(gate)}")
+                raise ValueError(
+                    f"the gate of layer {number}, head {head} must be in [0, 1], got {_short(gate)}"
+                )
     return torch.tensor(alpha, dtype=torch.float32)
 
 

@@ -1,7 +1,8 @@
-"""The decoding loop of transformers models: rows that end leave the batch, and waiting prompts take their places.
+"""The decoding loop of transformers models: rows that end leave the batch, and waiting prompts take
+their places.
 
-Shapes: R rows in the batch, T cached columns, V tokens of the vocabulary.  The tokens of every row end at the last
-column; what lies before them is padding.
+Shapes: R rows in the batch, T cached columns, V tokens of the vocabulary.  The tokens of every row
+end at the last column; what lies before them is padding.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ AT_ONCE = 1024  # most likely tokens that are looked at before all are sorted
 
 
 def row_draws(seed: int, rollout: int, rows: Sequence[int], tokens: int) -> Tensor:
-    """Numbers in [0, 1), float64 ``[len(rows), tokens]``, one Philox stream per (seed, rollout, row)."""
-    streams = [np.random.Generator(np.random.Philox(key=[seed, (rollout << 32) | row])) for row in rows]
+    """Numbers in [0, 1), float64 ``[len(rows), tokens]``, one Philox stream per (seed, rollout,
+    row).
+    """
+    streams = [
+        np.random.Generator(np.random.Philox(key=[seed, (rollout << 32) | row])) for row in rows
+    ]
     return torch.from_numpy(np.stack([stream.random(tokens) for stream in streams]))
 
 
-def draw_tokens(logits_RV: Tensor, draw_R: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
+def draw_tokens(
+    logits_RV: Tensor, draw_R: Tensor, temperature: float, top_p: float, top_k: int
+) -> Tensor:
     """One token per row by inverting the cumulative distribution: int64 ``[R]``.
 
     In the order of transformers: temperature, then ``top_k`` (0: all), then ``top_p``.
@@ -49,16 +56,22 @@ def draw_tokens(logits_RV: Tensor, draw_R: Tensor, temperature: float, top_p: fl
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
     # below the total, so that a token of positive probability is found
-    wanted = torch.minimum(draw_R.to(total)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    wanted = torch.minimum(
+        draw_R.to(total)[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
+    )
     index = torch.searchsorted(cumulative, wanted, right=True)
     return index[:, 0] if token_RV is None else token_RV.gather(1, index)[:, 0]
 
 
-def _likely_tokens(logits_RV: Tensor, scaled: tuple[Tensor, Tensor], top_p: float, top_k: int) -> Tensor:
-    """Tokens that hold all which ``top_k`` and ``top_p`` keep, the most likely first, of equal ones the first.
+def _likely_tokens(
+    logits_RV: Tensor, scaled: tuple[Tensor, Tensor], top_p: float, top_k: int
+) -> Tensor:
+    """Tokens that hold all which ``top_k`` and ``top_p`` keep, the most likely first, of equal ones
+    the first.
 
-    ``scaled``: logits in float64 and their log-sum-exp.  The whole vocabulary is sorted only if the ``AT_ONCE`` most
-    likely tokens are not enough, or end among equal ones: which of these a GPU picks depends on the batch.
+    ``scaled``: logits in float64 and their log-sum-exp.  The whole vocabulary is sorted only if the
+    ``AT_ONCE`` most likely tokens are not enough, or end among equal ones: which of these a GPU
+    picks depends on the batch.
     """
     if logits_RV.shape[1] > AT_ONCE:
         found, token_RK = logits_RV.topk(AT_ONCE, dim=-1)
@@ -77,32 +90,44 @@ def _likely_tokens(logits_RV: Tensor, scaled: tuple[Tensor, Tensor], top_p: floa
 
 
 def token_logprobs(logits_RV: Tensor, token_R: Tensor, temperature: float) -> Tensor:
-    """``log softmax(logits / temperature)`` of the tokens, before top-k and top-p, as in the loss: float32 ``[R]``."""
+    """``log softmax(logits / temperature)`` of the tokens, before top-k and top-p, as in the loss:
+    float32 ``[R]``.
+    """
     logprobs = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
     return logprobs.gather(1, token_R[:, None])[:, 0]
 
 
-REFILL_AT = 0.75  # share of rows that still run at which the others leave: every change copies the cache
+REFILL_AT = (
+    0.75  # share of rows that still run at which the others leave: every change copies the cache
+)
 READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
-SIMILAR = 0.9  # share of the longest prompt's length that further ones must have: the rest is padding
+SIMILAR = (
+    0.9  # share of the longest prompt's length that further ones must have: the rest is padding
+)
 
 
 class StopRule(Protocol):
-    """Decides after each new token of a row, given all of its new tokens, whether the row is to end."""
+    """Decides after each new token of a row, given all of its new tokens, whether the row is to
+    end.
+    """
 
     def ends(self, token_ids: list[int]) -> bool: ...
 
 
 @dataclass
 class Row:
-    """A completion while it is decoded and when it has ended: tokens with the end token, without padding."""
+    """A completion while it is decoded and when it has ended: tokens with the end token, without
+    padding.
+    """
 
     index: int
     draws: list[float]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    seconds: float = 0.0  # its share of the time: each moment in equal parts to the rows that still run
+    seconds: float = (
+        0.0  # its share of the time: each moment in equal parts to the rows that still run
+    )
 
 
 @dataclass(frozen=True)
@@ -111,14 +136,16 @@ class Decoding:
 
     Attributes:
         model: in eval mode, on its device.
-        new_cache: an empty cache for texts of at most so many columns, of the prompts with these indices; None: the
-            model's own.  Where the cache has ``can_join``, prompts of about the same length are read together and join
-            the running batch; otherwise the next batch begins when one has ended.
+        new_cache: an empty cache for texts of at most so many columns, of the prompts with these
+            indices; None: the model's own.  Where the cache has ``can_join``, prompts of about the
+            same length are read together and join the running batch; otherwise the next batch
+            begins when one has ended.
         rollout: which of the calls with one seed this is: its draws are others.
         logprobs: whether log-probabilities are noted.
         stop: ends rows early, with the reason ``repetition``.
         before_change: called with the cache before rows leave it.
-        sharded: whether the weights are gathered for each forward; what training reuses must not be of inference mode.
+        sharded: whether the weights are gathered for each forward; what training reuses must not be
+            of inference mode.
     """
 
     model: PreTrainedModel
@@ -137,7 +164,8 @@ class Decoding:
         """Yield each row as it ends; the longest prompts begin.
 
         Args:
-            numbers: of the rows, which fix their draws (:mod:`rlkv.rollout.decoding`); default: 0, 1, 2...
+            numbers: of the rows, which fix their draws (:mod:`rlkv.rollout.decoding`); default: 0,
+                1, 2...
         """
         context: Any = torch.no_grad() if self.sharded else torch.inference_mode()
         return context(self._run)(prompts, numbers)
@@ -147,7 +175,10 @@ class Decoding:
         waiting = deque((i, prompts[i], i if numbers is None else numbers[i]) for i in order)
 
         def admit(rows: int, together: int) -> _Batch:
-            """The next prompts, at most ``rows``; beyond ``together`` those that need little padding."""
+            """The next prompts, at most ``rows``.
+
+            Beyond ``together`` those that need little padding.
+            """
             least = SIMILAR * len(waiting[0][1])
             read = [waiting.popleft() for _ in range(min(rows, together, len(waiting)))]
             while waiting and len(read) < rows and len(waiting[0][1]) >= least:
@@ -178,7 +209,9 @@ class _Batch:
         draws: list[list[float]] = [[] for _ in prompts]
         if not sampling.greedy:
             numbers = [number for _, _, number in prompts]
-            draws = row_draws(sampling.seed, decoding.rollout, numbers, sampling.max_new_tokens).tolist()
+            draws = row_draws(
+                sampling.seed, decoding.rollout, numbers, sampling.max_new_tokens
+            ).tolist()
         self.rows = [Row(index, drawn) for (index, _, _), drawn in zip(prompts, draws, strict=True)]
         length = max(len(ids) for _, ids, _ in prompts)
         padded = [[decoding.pad_id] * (length - len(ids)) + ids for _, ids, _ in prompts]
@@ -187,19 +220,31 @@ class _Batch:
         self.running_R = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self.last = torch.tensor([-1], device=device)
         self.columns = 0
-        self.cache: Any = decoding.new_cache(length + sampling.max_new_tokens, [row.index for row in self.rows])
-        self.unpaid = time.perf_counter() - started  # seconds around the steps, which the next one divides among rows
+        self.cache: Any = decoding.new_cache(
+            length + sampling.max_new_tokens, [row.index for row in self.rows]
+        )
+        self.unpaid = (
+            time.perf_counter() - started
+        )  # seconds around the steps, which the next one divides among rows
 
     @property
     def num_running(self) -> int:
         return sum(row.finish_reason is None for row in self.rows)
 
     def step(self) -> list[Row]:
-        """Read the new tokens and choose the next one of each row; returns the rows that end with it."""
-        started, running = time.perf_counter(), [row for row in self.rows if row.finish_reason is None]
+        """Read the new tokens and choose the next one of each row.
+
+        Returns the rows that end with it.
+        """
+        started, running = (
+            time.perf_counter(),
+            [row for row in self.rows if row.finish_reason is None],
+        )
         token_R, logprob_R = self._choose(self._read())
         self.new_RQ = token_R[:, None]
-        for row, token, logprob in zip(self.rows, token_R.tolist(), logprob_R.tolist(), strict=True):
+        for row, token, logprob in zip(
+            self.rows, token_R.tolist(), logprob_R.tolist(), strict=True
+        ):
             if row.finish_reason is None:
                 self._append(row, int(token), logprob)
         seconds = (time.perf_counter() - started + self.unpaid) / len(running)
@@ -226,7 +271,8 @@ class _Batch:
             position_ids=position_RQ * self.running_R[:, None],
             past_key_values=self.cache,
             use_cache=True,
-            # by index, which copies: rows of a slice do not lie together, and become a slow product each
+            # by index, which copies: rows of a slice do not lie together, and become a slow product
+            # each
             logits_to_keep=self.last,
         )
         self.cache = output.past_key_values
@@ -238,9 +284,13 @@ class _Batch:
         if sampling.greedy:
             token_R = logits_RV.max(-1).indices  # as argmax, which takes 4 times as long on a CPU
         else:
-            drawn = [0.0 if row.finish_reason else row.draws[len(row.token_ids)] for row in self.rows]
+            drawn = [
+                0.0 if row.finish_reason else row.draws[len(row.token_ids)] for row in self.rows
+            ]
             draw_R = moved(torch.tensor(drawn, dtype=torch.float64), logits_RV.device)
-            token_R = draw_tokens(logits_RV, draw_R, sampling.temperature, sampling.top_p, sampling.top_k)
+            token_R = draw_tokens(
+                logits_RV, draw_R, sampling.temperature, sampling.top_p, sampling.top_k
+            )
         if not self.decoding.logprobs:
             return token_R, torch.zeros(len(token_R))
         return token_R, token_logprobs(logits_RV, token_R, sampling.temperature or 1.0)
@@ -267,7 +317,11 @@ class _Batch:
         self.rows = [row for row in self.rows if row.finish_reason is None]
         if self.rows:
             self.cache.reorder_cache(keep)  # every kind of cache has it
-            self.new_RQ, self.padding_R, self.running_R = self.new_RQ[keep], self.padding_R[keep], self.running_R[keep]
+            self.new_RQ, self.padding_R, self.running_R = (
+                self.new_RQ[keep],
+                self.padding_R[keep],
+                self.running_R[keep],
+            )
         self.unpaid += time.perf_counter() - started
 
     def join(self, other: _Batch) -> None:

@@ -1,7 +1,8 @@
 """How many rows fit the GPU, and about how long a job takes: said before a long one begins.
 
-The rates and reserves in capitals are assumptions for planning, not measurements; a job shows its measured pace as soon
-as it has one.  Units: bytes, seconds, tokens; a row is a text that is being decoded.
+The rates and reserves in capitals are assumptions for planning, not measurements; a job shows its
+measured pace as soon as it has one.  Units: bytes, seconds, tokens; a row is a text that is being
+decoded.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def parse_gpus(text: str) -> tuple[int, str]:
     found = re.fullmatch(r"(?:([1-9]\d*)x)?([\w-]+)", text.lower())
     if found is None or found[2] not in CARDS:
         raise ValueError(
-            f"plan_gpus is {text!r}: name a GPU, and how many, such as 8xh100; known are {', '.join(CARDS)}"
+            f"plan_gpus is {text!r}: name a GPU, and how many, such as 8xh100; known are "
+            f"{', '.join(CARDS)}"
         )
     return int(found[1] or 1), found[2]
 
@@ -69,7 +71,9 @@ MOST_ROWS = {"hf": 64, "vllm": 256}
 COPIES = 2  # of transformers' cache at once, when rows leave
 DEFAULT_KV_GIB = 4.0  # where no GPU says what fits
 MEAN_LENGTH = 0.5  # mean tokens of a completion, as a share of the longest
-HF_STEP_SECONDS = 1e-3  # a decoding step of transformers on a GPU, per layer: launches bound it, not the rows
+HF_STEP_SECONDS = (
+    1e-3  # a decoding step of transformers on a GPU, per layer: launches bound it, not the rows
+)
 HF_MIXED = 3.0  # times that with mixed attention
 DECODE_SHARE = 0.3  # of a GPU's bandwidth that vLLM reaches as it reads weights and KV
 CPU_RATE = 5e10  # tokens/s times parameters on a CPU, whichever engine: 6 tokens/s for 8e9
@@ -79,8 +83,8 @@ CPU_RATE = 5e10  # tokens/s times parameters on a CPU, whichever engine: 6 token
 class Footprint:
     """What a model takes: ``weights`` in bytes, and the bytes of KV of one token in all heads.
 
-    ``hidden``, ``intermediate``, ``vocabulary``: widths of its states, of what an MLP holds of a token, of its logits;
-    ``itemsize``: bytes of an element.
+    ``hidden``, ``intermediate``, ``vocabulary``: widths of its states, of what an MLP holds of a
+    token, of its logits; ``itemsize``: bytes of an element.
     """
 
     architecture: str
@@ -95,7 +99,9 @@ class Footprint:
 
     @classmethod
     def of(cls, model: str, dtype: str = "auto", device: str = "auto") -> Footprint | None:
-        """Of a published model, a folder, a built-in name or a hub id; None if the hub would have to answer.
+        """Of a published model, a folder, a built-in name or a hub id.
+
+        None if the hub would have to answer.
 
         Args:
             device: where it decodes, which the dtype ``auto`` depends on.
@@ -114,7 +120,10 @@ class Footprint:
             built = AutoModelForCausalLM.from_config(config)
         parameters = sum(weight.numel() for weight in built.parameters())
         shape = ModelShape.from_config(config, model)
-        kv, text = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size, config.get_text_config()
+        kv, text = (
+            2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size,
+            config.get_text_config(),
+        )
         widths = (text.hidden_size, _mlp_width(text), text.vocab_size)
         return cls(type(built).__name__, shape, parameters, parameters * size, kv, *widths, size)
 
@@ -123,15 +132,22 @@ class Footprint:
         return int(USABLE * free - self.weights - ENGINE_GIB * GIB)
 
     def lacking(self, room: int, positions: int) -> float:
-        """GiB by which ``room`` bytes are too small for a row of ``positions`` tokens; 0 if it fits."""
+        """GiB by which ``room`` bytes are too small for a row of ``positions`` tokens.
+
+        0 if it fits.
+        """
         return max(0, positions * self.kv_per_token - room) / GIB
 
     def vllm_kv_gib(self, free: int, positions: int) -> float:
-        """GiB of KV that vLLM alone has on a GPU; ``ValueError`` if they hold no row of ``positions`` tokens."""
+        """GiB of KV that vLLM alone has on a GPU.
+
+        ``ValueError`` if they hold no row of ``positions`` tokens.
+        """
         room = self.kv_room(free)
         if lacking := self.lacking(room, positions):
             raise ValueError(
-                f"the GPU is too small for {self.shape.model_id} in vLLM by about {lacking:.1f} GiB ({free / GIB:.1f} "
+                f"the GPU is too small for {self.shape.model_id} in vLLM by about {lacking:.1f} "
+                f"GiB ({free / GIB:.1f} "
                 "GiB are free): free it, decode shorter texts or take --engine hf"
             )
         return room / GIB
@@ -145,13 +161,22 @@ class Footprint:
         fitting = int(kv / (share * positions * self.kv_per_token))
         return max(1, min(fitting, MOST_ROWS[engine] if most is None else most))
 
-    def rate(self, engine: str, rows: int, card: Card | None, tokens: float, mixed: bool = False) -> float:
-        """Assumed tokens/s of ``rows`` rows that hold ``tokens`` tokens on average; ``card`` None: on a CPU."""
+    def rate(
+        self, engine: str, rows: int, card: Card | None, tokens: float, mixed: bool = False
+    ) -> float:
+        """Assumed tokens/s of ``rows`` rows that hold ``tokens`` tokens on average; ``card`` None:
+        on a CPU.
+        """
         if card is None:
             return CPU_RATE / self.parameters
         if engine == "hf":
             return rows / (self.shape.num_layers * HF_STEP_SECONDS * (HF_MIXED if mixed else 1.0))
-        return rows * card.bandwidth * DECODE_SHARE / (self.weights + rows * tokens * self.kv_per_token)
+        return (
+            rows
+            * card.bandwidth
+            * DECODE_SHARE
+            / (self.weights + rows * tokens * self.kv_per_token)
+        )
 
 
 def _config(model: str) -> PretrainedConfig | None:

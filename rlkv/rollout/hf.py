@@ -17,13 +17,18 @@ from rlkv.rollout.decoding import Decoding, StopRule
 class HFEngine(RolloutEngine):
     """Decodes with a transformers model, as it is patched at the time of the call.
 
-    ``batch_size`` rows at once, the longest prompts first; a row that ends leaves its place to the next prompt.
-    Results do not depend on the batch, up to float rounding.
+    ``batch_size`` rows at once, the longest prompts first; a row that ends leaves its place to the
+    next prompt. Results do not depend on the batch, up to float rounding.
     Sampling defaults and penalties of the model's own generation config are not applied.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 16) -> None:
-        """``model`` should be in eval mode, on its device; model or tokenizer must name an end token."""
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 16
+    ) -> None:
+        """``model`` should be in eval mode, on its device.
+
+        Model or tokenizer must name an end token.
+        """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
@@ -33,7 +38,10 @@ class HFEngine(RolloutEngine):
     @property
     def max_positions(self) -> int:
         """The model's ``max_position_embeddings`` (no limit if its config has none)."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        return (
+            getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+            or sys.maxsize
+        )
 
     def stream(
         self,
@@ -43,7 +51,9 @@ class HFEngine(RolloutEngine):
         stop: StopRule | None = None,
         before_change: Callable[[Cache], None] | None = None,
     ) -> Generator[tuple[int, Completion], None, None]:
-        """Yield ``(index into prompts, completion)`` as rows end; ValueError as :meth:`check_prompts`.
+        """Yield ``(index into prompts, completion)`` as rows end.
+
+        ValueError as :meth:`check_prompts`.
 
         Args:
             numbers: one of each prompt, which fixes its draws; default: its index.
@@ -60,9 +70,14 @@ class HFEngine(RolloutEngine):
                 yield row.index, self._completion(row.token_ids, row.finish_reason, row.seconds)
 
     def _new_cache(self, limit: int, rows: list[int]) -> Cache | None:
-        """An empty cache for ``limit`` tokens of the prompts ``rows``; None where compress(...) brings its own."""
+        """An empty cache for ``limit`` tokens of the prompts ``rows``.
+
+        None where compress(...) brings its own.
+        """
         compressed = self.model.config._attn_implementation == COMPRESSED
         return None if compressed else full_cache(self.model.config, limit)
 
     def _completion(self, ids: list[int], reason: FinishReason, seconds: float) -> Completion:
-        return Completion(ids, str(self.tokenizer.decode(ids, skip_special_tokens=True)), reason, seconds)
+        return Completion(
+            ids, str(self.tokenizer.decode(ids, skip_special_tokens=True)), reason, seconds
+        )

@@ -1,4 +1,6 @@
-"""A rollout engine behind HTTP: one GPU trains, another one samples.  It may be killed and restarted at any moment."""
+"""A rollout engine behind HTTP: one GPU trains, another one samples.  It may be killed and
+restarted at any moment.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Connection:
         """ValueError unless ``url`` is ``http://host[:port]``."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"the rollout server's address must look like http://host:port, got {url!r}")
+            raise ValueError(
+                f"the rollout server's address must look like http://host:port, got {url!r}"
+            )
         self.url, self.number = url, number
         self._host, self._port = parts.hostname, parts.port or 80
         self.version, self.pause = "none", 0.0
@@ -64,7 +68,9 @@ class Connection:
         try:
             return EngineFacts(**{field.name: answer[field.name] for field in fields(EngineFacts)})
         except KeyError as error:
-            raise ValueError(f"{self.url} is not a rollout server: its /health has no {error}") from None
+            raise ValueError(
+                f"{self.url} is not a rollout server: its /health has no {error}"
+            ) from None
 
     def send_gates(self, alpha_LH: Tensor, version: str) -> None:
         """Unless it has them."""
@@ -75,12 +81,21 @@ class Connection:
             raise Failure(f"the server took gates {found} for {version}")
         self.version = version
 
-    def ask(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+    def ask(
+        self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]
+    ) -> Iterator[tuple[int, Sample]]:
         """The samples of one request, until it ends, breaks off or turns out to be stale."""
-        request = {"version": self.version, "rows": asdict(rows), "sampling": asdict(sampling), "eos_ids": eos_ids}
+        request = {
+            "version": self.version,
+            "rows": asdict(rows),
+            "sampling": asdict(sampling),
+            "eos_ids": eos_ids,
+        }
         for line in self.lines("POST", "/sample", request):
             if "error" in line:
-                raise ValueError(f"the rollout server at {self.url} refused the request: {line['error']}")
+                raise ValueError(
+                    f"the rollout server at {self.url} refused the request: {line['error']}"
+                )
             if "failed" in line:
                 raise Failure(line["failed"])
             if "done" in line:
@@ -90,8 +105,12 @@ class Connection:
                 raise Failure(f"its gates are {found}, not {self.version}")
             yield line.pop("index"), Sample(**{**line, "source": self.number})
 
-    def lines(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """The lines of JSON of one exchange as they arrive, without the heartbeats, which are empty lines."""
+    def lines(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """The lines of JSON of one exchange as they arrive, without the heartbeats, which are empty
+        lines.
+        """
         connection = http.client.HTTPConnection(self._host, self._port, timeout=SILENCE)
         try:
             content = None if body is None else json.dumps(body)
@@ -138,7 +157,9 @@ class RolloutClient:
         self.version = gate_version(self._alpha_LH)
         return self.version
 
-    def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+    def sample(
+        self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]
+    ) -> Iterator[tuple[int, Sample]]:
         """Yield ``(index into rows.prompts, sample)``, each index once, all of the client's gates.
 
         ValueError if a server refuses a request, or all of them fail for longer than the patience.
@@ -146,9 +167,15 @@ class RolloutClient:
         fit = [server for server in self.servers if not server.pause] or self.servers
         job = _Job(self, self.servers)
         for server in self.servers:
-            share = list(range(len(rows.prompts)))[fit.index(server) :: len(fit)] if server in fit else []
+            share = (
+                list(range(len(rows.prompts)))[fit.index(server) :: len(fit)]
+                if server in fit
+                else []
+            )
             ask = partial(server.ask, sampling=sampling, eos_ids=eos_ids)
-            threading.Thread(target=self._work, args=(job, server, share, rows, ask), daemon=True).start()
+            threading.Thread(
+                target=self._work, args=(job, server, share, rows, ask), daemon=True
+            ).start()
         try:
             for _ in rows.prompts:
                 found = job.arrived.get()
@@ -165,7 +192,9 @@ class RolloutClient:
                 owed = dict(enumerate(share))
                 try:
                     if self._alpha_LH is None:
-                        raise ValueError("set_gates comes before sample: the servers have none of their own")
+                        raise ValueError(
+                            "set_gates comes before sample: the servers have none of their own"
+                        )
                     server.send_gates(self._alpha_LH, self.version)
                     for index, sample in ask(rows.only(share)) if share else ():
                         if index not in owed:
@@ -182,19 +211,25 @@ class RolloutClient:
             job.arrived.put(error)
 
     def check(self, sizes: LocalSizes, positions: int) -> None:
-        """Raise ``ValueError`` if a server has another sink or window than the training, or too few positions."""
+        """Raise ``ValueError`` if a server has another sink or window than the training, or too few
+        positions.
+        """
         for server in self.servers:
             facts = self.facts(server)
             if (facts.sink, facts.window) != (sizes.sink, sizes.window):
                 raise ValueError(
-                    f"the rollout server at {server.url} mixes with sink {facts.sink} and window {facts.window}, the "
-                    f"training with {sizes.sink} and {sizes.window}: start rollout/serve_vllm.py with "
+                    f"the rollout server at {server.url} mixes with sink {facts.sink} and window "
+                    f"{facts.window}, the "
+                    f"training with {sizes.sink} and {sizes.window}: start rollout/serve_vllm.py "
+                    "with "
                     f"--sink {sizes.sink} --window {sizes.window}"
                 )
             if facts.max_positions < positions:
                 raise ValueError(
-                    f"the rollout server at {server.url} takes {facts.max_positions} tokens per row, the training "
-                    f"needs {positions}: start rollout/serve_vllm.py with --max-positions {positions}"
+                    f"the rollout server at {server.url} takes {facts.max_positions} tokens per "
+                    "row, the training "
+                    f"needs {positions}: start rollout/serve_vllm.py with --max-positions "
+                    f"{positions}"
                 )
 
     def facts(self, server: Connection) -> EngineFacts:
@@ -211,7 +246,10 @@ class RolloutClient:
 
 
 class _Job:
-    """The rows of one rollout that nobody has been asked for, and what has arrived; used by a thread per server."""
+    """The rows of one rollout that nobody has been asked for, and what has arrived.
+
+    Used by a thread per server.
+    """
 
     def __init__(self, client: RolloutClient, servers: list[Connection]) -> None:
         self.client, self.servers = client, servers
@@ -234,12 +272,17 @@ class _Job:
             self._changed.notify_all()
 
     def succeeded(self, server: Connection) -> None:
-        """A sample arrived, or all that it was asked for: the patience begins again with the next failure."""
+        """A sample arrived, or all that it was asked for: the patience begins again with the next
+        failure.
+        """
         with self._changed:
             server.pause, self._deadline = 0.0, None
 
     def failed(self, server: Connection, failure: Failure, owed: Iterable[int] = ()) -> None:
-        """Leave the rows to the others and pause; ValueError if all servers have failed for too long."""
+        """Leave the rows to the others and pause.
+
+        ValueError if all servers have failed for too long.
+        """
         client = self.client
         with self._changed:
             if self.ended:
@@ -249,14 +292,19 @@ class _Job:
             client.retries += 1
             if not server.pause:
                 print(f"rollout server at {server.url}: {failure}; trying again", flush=True)
-            server.version, server.pause = "none", min(2 * server.pause or FIRST_PAUSE, LONGEST_PAUSE)
+            server.version, server.pause = (
+                "none",
+                min(2 * server.pause or FIRST_PAUSE, LONGEST_PAUSE),
+            )
             if self._deadline is None and all(other.pause for other in self.servers):
                 self._deadline = time.monotonic() + client.patience
             left = LONGEST_PAUSE if self._deadline is None else self._deadline - time.monotonic()
             if left <= 0:
                 raise ValueError(
-                    f"the rollout server at {server.url} did not answer for {client.patience:.0f} s ({failure}): start "
-                    "rollout/serve_vllm.py, then repeat the training's command, which resumes from its last checkpoint"
+                    f"the rollout server at {server.url} did not answer for {client.patience:.0f} "
+                    f"s ({failure}): start "
+                    "rollout/serve_vllm.py, then repeat the training's command, which resumes from "
+                    "its last checkpoint"
                 ) from failure
             self._changed.wait_for(lambda: self.ended, min(server.pause, left))
 
@@ -270,7 +318,8 @@ _END = object()
 class RolloutServer(ThreadingHTTPServer):
     """Serves ``engine`` until :meth:`shutdown`; requests for samples run one after the other.
 
-    ``address``: host and port, 0 for a free one (``server_port``); ValueError if it cannot listen there.
+    ``address``: host and port, 0 for a free one (``server_port``); ValueError if it cannot listen
+    there.
     """
 
     daemon_threads = True
@@ -283,7 +332,9 @@ class RolloutServer(ThreadingHTTPServer):
             super().__init__(address, _Handler)
         except OSError as error:
             host, port = address
-            raise ValueError(f"cannot listen at {host}:{port} ({error.strerror}): choose another --port") from error
+            raise ValueError(
+                f"cannot listen at {host}:{port} ({error.strerror}): choose another --port"
+            ) from error
         self.local = _is_local(str(self.server_address[0]))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -333,7 +384,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer what http.server itself refuses in the form of all other answers."""
-        self.request_version = self.protocol_version  # as long as none was read, 0.9: answers without a status
+        self.request_version = (
+            self.protocol_version
+        )  # as long as none was read, 0.9: answers without a status
         self._refuse(408 if self.late else code, message or self.responses[code][0])
 
     def do_GET(self) -> None:
@@ -364,7 +417,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(500, {"error": f"{type(error).__name__}: {error}"})
 
     def _check_sender(self) -> None:
-        """Refuse what a web page sends, and on this machine alone any other name of it (DNS rebinding)."""
+        """Refuse what a web page sends, and on this machine alone any other name of it (DNS
+        rebinding).
+        """
         if self.late:
             raise _Refused(408, f"the request did not arrive within {REQUEST_SECONDS:g} s")
         if "Origin" in self.headers:
@@ -385,7 +440,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(411, "the length of the body must be given as Content-Length")
         text = lengths[0].strip()
         if len(lengths) > 1 or not (text.isascii() and text.isdigit()):
-            raise _Refused(400, f"Content-Length must be one whole number, got {ascii(', '.join(lengths))[:40]}")
+            raise _Refused(
+                400,
+                f"Content-Length must be one whole number, got {ascii(', '.join(lengths))[:40]}",
+            )
         if len(text) > 12 or int(text) > MOST_BYTES:
             raise _Refused(413, f"the body may have {MOST_BYTES} bytes: send fewer rows at once")
         try:

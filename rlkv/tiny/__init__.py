@@ -58,15 +58,18 @@ def draw_problem(rng: random.Random, num_definitions: int) -> TinyProblem:
             others = [n for n in names[:i] if n != left]
             fresh = [n for n in unused if n != left]
             right = rng.choice(fresh if fresh and rng.random() < 0.5 else others)
-            # Products fall into 0: of the three results take the one that the problem has used least.
+            # Products fall into 0: of the three results take the one that the problem has used
+            # least.
             operator = min(
-                rng.sample(OPERATORS, 3), key=lambda op: used_values[apply_operator(op, values[left], values[right])]
+                rng.sample(OPERATORS, 3),
+                key=lambda op: used_values[apply_operator(op, values[left], values[right])],
             )
             value = apply_operator(operator, values[left], values[right])
             unused = [n for n in unused if n not in (left, right)]
             statements.append(f"{name} = {left} {operator} {right}")
             steps.append(
-                f"{name} = {left} {operator} {right} , {left}={values[left]} , {right}={values[right]} , "
+                f"{name} = {left} {operator} {right} , {left}={values[left]} , "
+                f"{right}={values[right]} , "
                 f"{values[left]} {operator} {values[right]} = {value} , {name}={value} ."
             )
         values[name] = value
@@ -85,12 +88,17 @@ def draw_length(rng: random.Random, low: int, high: int) -> int:
 
 
 def longest_solution(num_definitions: int) -> int:
-    """Tokens of the solution of a problem with ``num_definitions`` definitions, two of them given, and its EOS."""
+    """Tokens of the solution of a problem with ``num_definitions`` definitions, two of them given,
+    and its EOS.
+    """
     return 18 * (num_definitions - NUM_GIVEN) + 4
 
 
 def problems(
-    n: int, seed: int, min_definitions: int = MIN_DEFINITIONS, max_definitions: int = MAX_DEFINITIONS
+    n: int,
+    seed: int,
+    min_definitions: int = MIN_DEFINITIONS,
+    max_definitions: int = MAX_DEFINITIONS,
 ) -> list[dict[str, str]]:
     """``n`` random problems as ``{"problem", "answer"}``, the same for the same arguments.
 
@@ -103,13 +111,17 @@ def problems(
             f"got min_definitions={min_definitions}, max_definitions={max_definitions}"
         )
     rng = random.Random(f"rlkv-tiny-{seed}")
-    drawn = (draw_problem(rng, draw_length(rng, min_definitions, max_definitions)) for _ in range(n))
+    drawn = (
+        draw_problem(rng, draw_length(rng, min_definitions, max_definitions)) for _ in range(n)
+    )
     return [{"problem": p.problem, "answer": p.answer} for p in drawn]
 
 
 GROUND_TRUTH = MODEL_DIR / "ground_truth.json"
 
 
-def load(dtype: str = "float32", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    dtype: str = "float32", device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """``(model, tokenizer)`` of the packaged weights, without a network."""
     return load_model(TINY, dtype=dtype, device=device)

@@ -31,7 +31,10 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def passes(prompts: int, group: int, at_once: int) -> int:
-    """The fewest forward passes of ``at_once`` samples for ``prompts`` groups; trl wants them to hold whole groups."""
+    """The fewest forward passes of ``at_once`` samples for ``prompts`` groups.
+
+    Trl wants them to hold whole groups.
+    """
     fewest = -(-prompts * group // at_once)
     return next(number for number in range(fewest, fewest + group) if number * at_once % group == 0)
 
@@ -42,7 +45,9 @@ class RunSettings:
 
     model: str = option("tiny", "a built-in name (tiny, smol), a local folder or a hub id")
     dtype: str = option("auto", "dtype of the frozen model: auto, fast, float32, bfloat16, float16")
-    curriculum: str | None = option(None, "the filter's .parquet or .jsonl (problem, answer, output)")
+    curriculum: str | None = option(
+        None, "the filter's .parquet or .jsonl (problem, answer, output)"
+    )
     allow_foreign_curriculum: bool = option(False, "train on a curriculum that another model wrote")
     template: str | None = option(
         None, "prompt template: rlkv, boxed or plain; default: the curriculum's, else the model's"
@@ -55,7 +60,9 @@ class RunSettings:
     wandb: str = option("disabled", "online, offline or disabled")
     wandb_project: str = option("rlkv", "W&B project")
     resume: bool = option(True, "resume from the last checkpoint in output_dir")
-    gates_link: str | None = option(None, "a link to the exported gates.pt, made at the end; a file there stays")
+    gates_link: str | None = option(
+        None, "a link to the exported gates.pt, made at the end; a file there stays"
+    )
 
     def __post_init__(self) -> None:
         check_choice("wandb", self.wandb, ("online", "offline", "disabled"))
@@ -72,17 +79,22 @@ class RunSettings:
         """With the curriculum's prompt template where none was asked for.
 
         Raises:
-            ValueError: if the curriculum is absent or unreadable, or another model wrote it, which was not allowed.
+            ValueError: if the curriculum is absent or unreadable, or another model wrote it, which
+                was not allowed.
         """
         if self.curriculum is not None:
             if not Path(self.curriculum).exists():
                 raise ValueError(
-                    f"{self.curriculum}: there is no such file; `{self.filter_command()}` writes a curriculum"
+                    f"{self.curriculum}: there is no such file; `{self.filter_command()}` writes a "
+                    "curriculum"
                 )
-            foreign = [] if self.allow_foreign_curriculum else other_models(self.curriculum, self.model)
+            foreign = (
+                [] if self.allow_foreign_curriculum else other_models(self.curriculum, self.model)
+            )
             if foreign:
                 raise ValueError(
-                    f"{self.curriculum} holds what {', '.join(foreign)} solved, not {self.model}: make its own with "
+                    f"{self.curriculum} holds what {', '.join(foreign)} solved, not {self.model}: "
+                    "make its own with "
                     f"`rlkv-filter --model {self.model}`, or pass --allow_foreign_curriculum true"
                 )
         named = self.template, curriculum_template(self.curriculum)
@@ -97,10 +109,13 @@ class _Parser(TrlParser):
 
 
 def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
-    """One object per dataclass: ``--config NAME|FILE`` sets defaults, other ``--name value`` options override them.
+    """One object per dataclass:
+
+    ``--config NAME|FILE`` sets defaults, other ``--name value`` options override them.
 
     Raises:
-        ValueError: for an unknown key or option, a value of the wrong type, or settings that contradict each other.
+        ValueError: for an unknown key or option, a value of the wrong type, or settings that
+            contradict each other.
         OSError: if the file cannot be read.
     """
     parser = _Parser(cast(Any, classes), allow_abbrev=False)
@@ -108,7 +123,9 @@ def parse(classes: Sequence[type], arguments: Sequence[str]) -> list[Any]:
     from_file = [] if file is None else parser.set_defaults_with_config(**read_config(file))
     parsed: Any = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     *found, from_line = parsed
-    unknown = [text.lstrip("-") for text in from_file[::2]] + [text for text in from_line if re.match("--", text)]
+    unknown = [text.lstrip("-") for text in from_file[::2]] + [
+        text for text in from_line if re.match("--", text)
+    ]
     unknown += [] if unknown else from_line
     if unknown:
         raise ValueError(f"unknown setting {', '.join(unknown)}: --help lists all names")
@@ -128,19 +145,36 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("top_entropy_quantile", 1.0, _OBJECTIVE),
     ("entropy_coef", 0.0, _OBJECTIVE),
     ("use_adaptive_entropy sync_ref_model", False, _OBJECTIVE),
-    ("use_liger_kernel", False, f"{_OBJECTIVE}; for kernels of the frozen layers set liger_kernels"),
+    (
+        "use_liger_kernel",
+        False,
+        f"{_OBJECTIVE}; for kernels of the frozen layers set liger_kernels",
+    ),
     ("delta off_policy_mask_threshold reward_weights", None, _OBJECTIVE),
     ("epsilon_high", None, "clipping is symmetric: set epsilon"),
     ("scale_rewards", "group", "advantages are those of the option recipe"),
-    ("mask_truncated_completions", False, "truncated completions count, with the reward that they got"),
+    (
+        "mask_truncated_completions",
+        False,
+        "truncated completions count, with the reward that they got",
+    ),
     ("logging_steps", 1, "the log has one record per step"),
     ("log_completions", False, "the log holds figures only"),
     ("eval_strategy", "no", "evaluate the exported gates with the programs in inference/"),
     ("use_transformers_continuous_batching", False, "continuous batching bypasses the gates"),
-    ("use_vllm", False, "trl's own rollouts of vLLM would not see the gates: set rollout to vllm or vllm-server"),
+    (
+        "use_vllm",
+        False,
+        "trl's own rollouts of vLLM would not see the gates: set rollout to vllm or vllm-server",
+    ),
     ("chat_template_kwargs", None, "prompts are rendered by the option template alone"),
     ("cache_implementation", None, "static caches do not work with gates"),
-    ("fsdp", None, "FSDP2 is set by the launcher: accelerate launch --config_file configs/accelerate/fsdp2.yaml"),
+    (
+        "fsdp",
+        None,
+        "FSDP2 is set by the launcher: accelerate launch --config_file "
+        "configs/accelerate/fsdp2.yaml",
+    ),
     ("min_p generation_kwargs pad_to_multiple_of", None, _SAMPLING),
     ("repetition_penalty", 1.0, _SAMPLING),
 )
@@ -152,60 +186,90 @@ class RLKVSettings(RunSettings):
 
     finder: str = option(
         "elimination",
-        "elimination: a short distillation, then heads go one by one, each time the one that the curriculum's recorded "
-        "solutions need least; rlkv: GRPO with the adaptive penalty, which all packaged configs name",
+        "elimination: a short distillation, then heads go one by one, each time the one that the "
+        "curriculum's recorded "
+        "solutions need least; rlkv: GRPO with the adaptive penalty, which all packaged configs "
+        "name",
     )
     init_value: float = option(1.0, "where every gate starts")
-    init_gates: str | None = option(None, "gates file to start from, instead of init_value for every gate")
+    init_gates: str | None = option(
+        None, "gates file to start from, instead of init_value for every gate"
+    )
     l1_beta: float = option(1e-3, "beta of the L1 penalty (not trl's beta, which is KL)")
     tau: float = option(0.5, "mean reward above which the penalty acts")
     adaptive: bool = option(
-        True, "weight the penalty by the mean reward (see recipe); false: l1_beta * (e - 1) whatever the reward"
+        True,
+        "weight the penalty by the mean reward (see recipe); false: l1_beta * (e - 1) whatever the "
+        "reward",
     )
     rollout: str = option(
         "hf",
-        "which engine samples: hf (the trainer's model), vllm (in each training process), vllm-server (other GPUs), or "
+        "which engine samples: hf (the trainer's model), vllm (in each training process), "
+        "vllm-server (other GPUs), or "
         "auto: vllm where it is installed and fits, else hf",
     )
     rollout_servers: str = option(
-        "http://127.0.0.1:8700", "vllm-server: where rollout/serve_vllm.py listens; several with commas"
+        "http://127.0.0.1:8700",
+        "vllm-server: where rollout/serve_vllm.py listens; several with commas",
     )
-    rollout_patience: float = option(600.0, "vllm-server: seconds without an answer before the training gives up")
+    rollout_patience: float = option(
+        600.0, "vllm-server: seconds without an answer before the training gives up"
+    )
     rollout_kv_gib: float | None = option(
         None, "vllm: memory of its KV cache in GiB; default: what the GPU has left, without one 4"
     )
     rollout_eager: bool = option(False, "vllm: neither compile the model nor capture graphs")
     rollout_rows: int | None = option(
-        None, "completions decoded at once by one process; default: what the GPU holds, without one 64"
+        None,
+        "completions decoded at once by one process; default: what the GPU holds, without one 64",
     )
     target_sparsity: list[float] | None = option(  # noqa: RUF009  (as all fields here, but a list)
-        None, "stop early, when the full heads at these sparsities have stayed the same for stable_steps steps"
+        None,
+        "stop early, when the full heads at these sparsities have stayed the same for stable_steps "
+        "steps",
     )
     stable_steps: int = option(15, "target_sparsity: steps without a change, 0: never stop early")
     held_out: int = option(
-        0, "problems that are not trained on; greedy accuracy on them with hard masks at each target_sparsity"
+        0,
+        "problems that are not trained on; greedy accuracy on them with hard masks at each "
+        "target_sparsity",
     )
-    held_out_steps: int = option(20, "held_out: steps between measurements; the last step has one too")
-    sample_steps: int = option(20, "sampled texts with their verdict: steps between those in samples.jsonl, 0: none")
-    plan: bool = option(False, "print steps, tokens, engine, memory and an estimate of the time, and stop")
-    plan_gpus: str | None = option(None, "plan: GPUs to plan for, such as 8xh100; default: what is here")
+    held_out_steps: int = option(
+        20, "held_out: steps between measurements; the last step has one too"
+    )
+    sample_steps: int = option(
+        20, "sampled texts with their verdict: steps between those in samples.jsonl, 0: none"
+    )
+    plan: bool = option(
+        False, "print steps, tokens, engine, memory and an estimate of the time, and stop"
+    )
+    plan_gpus: str | None = option(
+        None, "plan: GPUs to plan for, such as 8xh100; default: what is here"
+    )
     forward_rows: int = option(16, "rows per forward of the loss (one process only)")
     liger_kernels: bool = option(
-        False, "Liger's RMSNorm, rotary and SwiGLU kernels in the frozen layers; needs a GPU and rlkv[liger]"
+        False,
+        "Liger's RMSNorm, rotary and SwiGLU kernels in the frozen layers; needs a GPU and "
+        "rlkv[liger]",
     )
     elimination_distillation: int = option(
         40,
-        "elimination: steps of distillation before: they order four tenths of the heads, those needed least, and the "
-        "order of the others is the mean of both, unless other solutions speak against it; 0: measurements alone",
+        "elimination: steps of distillation before: they order four tenths of the heads, those "
+        "needed least, and the "
+        "order of the others is the mean of both, unless other solutions speak against it; 0: "
+        "measurements alone",
     )
     elimination_traces: int = option(32, "elimination: solutions that heads are measured on")
     elimination_sparsity: float = option(0.7, "elimination: sparsity up to which heads go")
     elimination_prefill: str = option(
         "full",
-        "elimination: how prompts are read where the heads will serve: full, as by rlkv-infer and rlkv.compress, or "
+        "elimination: how prompts are read where the heads will serve: full, as by rlkv-infer and "
+        "rlkv.compress, or "
         "local, as by the vLLM plugin unless told otherwise",
     )
-    elimination_budget: float = option(3.0, "elimination: most forwards of those solutions, per head of the model")
+    elimination_budget: float = option(
+        3.0, "elimination: most forwards of those solutions, per head of the model"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,34 +280,53 @@ class RLKVSettings(RunSettings):
             raise ValueError(f"l1_beta must be 0 or more, got {self.l1_beta}")
         if self.elimination_distillation < 0 or 0 < self.elimination_distillation < LEAST_STEPS:
             raise ValueError(
-                f"elimination_distillation must be 0 or at least {LEAST_STEPS}, got {self.elimination_distillation}"
+                f"elimination_distillation must be 0 or at least {LEAST_STEPS}, got "
+                f"{self.elimination_distillation}"
             )
         if self.init_gates is not None and self.finder != "rlkv":
             raise ValueError(
-                f"init_gates is where training starts, but --finder {self.finder} starts from none: take --finder "
+                f"init_gates is where training starts, but --finder {self.finder} starts from "
+                "none: take --finder "
                 "rlkv, or re-rank gates with inference/rerank_heads.py"
             )
         if self.init_gates is not None and self.init_value != 1.0:
-            raise ValueError(f"init_gates and init_value={self.init_value} exclude each other: give one of them")
+            raise ValueError(
+                f"init_gates and init_value={self.init_value} exclude each other: give one of them"
+            )
         if self.plan and self.finder != "rlkv":
             raise ValueError(
-                f"plan is for --finder rlkv, which it needs: --finder {self.finder} shows its bound as it runs"
+                f"plan is for --finder rlkv, which it needs: --finder {self.finder} shows its "
+                "bound as it runs"
             )
         if self.plan_gpus is not None and not self.plan:
             raise ValueError("plan_gpus says what --plan counts with: add it")
-        if not all(0 < sparsity < 1 for sparsity in self.target_sparsity or ()) or self.target_sparsity == []:
-            raise ValueError(f"target_sparsity needs numbers between 0 and 1, got {self.target_sparsity}")
-        for name, least in (("stable_steps", 0), ("held_out", 0), ("held_out_steps", 1), ("sample_steps", 0)):
+        if (
+            not all(0 < sparsity < 1 for sparsity in self.target_sparsity or ())
+            or self.target_sparsity == []
+        ):
+            raise ValueError(
+                f"target_sparsity needs numbers between 0 and 1, got {self.target_sparsity}"
+            )
+        for name, least in (
+            ("stable_steps", 0),
+            ("held_out", 0),
+            ("held_out_steps", 1),
+            ("sample_steps", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.held_out and (self.target_sparsity is None or self.finder != "rlkv"):
             raise ValueError(
-                "held_out is measured while --finder rlkv trains, at the sparsities of target_sparsity: set both, with "
+                "held_out is measured while --finder rlkv trains, at the sparsities of "
+                "target_sparsity: set both, with "
                 "stable_steps 0 to train to the last step"
             )
         if self.rollout_kv_gib is not None and not self.rollout_kv_gib > 0:
             raise ValueError(f"rollout_kv_gib must be above 0, got {self.rollout_kv_gib}")
-        if min(self.rollout_rows or 1, self.forward_rows, self.elimination_traces) < 1 or self.rollout_rows == 0:
+        if (
+            min(self.rollout_rows or 1, self.forward_rows, self.elimination_traces) < 1
+            or self.rollout_rows == 0
+        ):
             raise ValueError("rollout_rows, forward_rows and elimination_traces must be at least 1")
 
     @property
@@ -254,7 +337,10 @@ class RLKVSettings(RunSettings):
 
 @dataclass
 class GateTrainingArguments(GRPOConfig):
-    """trl's GRPOConfig with the paper's defaults (arXiv 2510.08525): AdamW, constant lr 0.01, no KL, GRPO loss."""
+    """trl's GRPOConfig with the paper's defaults (arXiv 2510.08525):
+
+    AdamW, constant lr 0.01, no KL, GRPO loss.
+    """
 
     output_dir: str | None = option("outputs/gates", "log, checkpoints and exported gates")
     prompts_per_step: int | None = option(
@@ -262,16 +348,21 @@ class GateTrainingArguments(GRPOConfig):
     )
     recipe: str = option(
         "paper",
-        "paper: its formulas: advantages and mean reward of a group, loss averaged over samples; published: what its "
-        "authors ran: both of the batch, loss averaged over tokens, without those above importance_cap",
+        "paper: its formulas: advantages and mean reward of a group, loss averaged over samples; "
+        "published: what its "
+        "authors ran: both of the batch, loss averaged over tokens, without those above "
+        "importance_cap",
     )
     # None until __post_init__
     epsilon: float = option(
-        None, "clip range, which acts only with several updates per rollout; default: 0.2, of the recipe published 0.4"
+        None,
+        "clip range, which acts only with several updates per rollout; default: 0.2, of the recipe "
+        "published 0.4",
     )
     importance_cap: float = option(
         None,
-        "vllm, vllm-server: largest importance weight of a token, 0: no correction; default: 3, of the recipe "
+        "vllm, vllm-server: largest importance weight of a token, 0: no correction; default: 3, of "
+        "the recipe "
         "published 5",
     )
     learning_rate: float = option(0.01, "AdamW learning rate of the gates")
@@ -293,30 +384,45 @@ class GateTrainingArguments(GRPOConfig):
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if self.prompts_per_step is not None:
             at_once = self.per_device_train_batch_size * processes
-            self.gradient_accumulation_steps = passes(self.prompts_per_step, self.num_generations or 1, at_once)
+            self.gradient_accumulation_steps = passes(
+                self.prompts_per_step, self.num_generations or 1, at_once
+            )
         check_choice("recipe", self.recipe, list(RECIPES))
         recipe = RECIPES[self.recipe]
         self.epsilon = recipe.epsilon if self.epsilon is None else self.epsilon
-        self.importance_cap = recipe.importance_cap if self.importance_cap is None else self.importance_cap
+        self.importance_cap = (
+            recipe.importance_cap if self.importance_cap is None else self.importance_cap
+        )
         if self.importance_cap != 0 and self.importance_cap < 1:
-            raise ValueError(f"importance_cap must be 0 (no correction) or at least 1, got {self.importance_cap}")
+            raise ValueError(
+                f"importance_cap must be 0 (no correction) or at least 1, got {self.importance_cap}"
+            )
         super().__post_init__()
         for names, needed, why in _FIXED:
             for name in names.split():
                 if getattr(self, name) != needed:
                     raise ValueError(f"{name} must be {needed}, got {getattr(self, name)!r}: {why}")
         if self.report_to and self.report_to not in ("none", ["none"]):
-            raise ValueError(f"report_to must be none, got {self.report_to!r}: W&B is set by the option wandb")
+            raise ValueError(
+                f"report_to must be none, got {self.report_to!r}: W&B is set by the option wandb"
+            )
         if self.temperature <= 0:
             raise ValueError(
-                f"temperature must be above 0, got {self.temperature}: greedy samples of a prompt are equal"
+                f"temperature must be above 0, got {self.temperature}: greedy samples of a prompt "
+                "are equal"
             )
         if self.save_total_limit is not None and self.save_total_limit < 1:
             raise ValueError(f"save_total_limit must be at least 1, got {self.save_total_limit}")
-        if (self.prompts_per_step or 0) * (self.steps_per_generation or 1) % self.gradient_accumulation_steps:
+        if (
+            (self.prompts_per_step or 0)
+            * (self.steps_per_generation or 1)
+            % self.gradient_accumulation_steps
+        ):
             raise ValueError(
-                f"steps_per_generation={self.steps_per_generation} splits prompts_per_step={self.prompts_per_step} "
-                f"unevenly: make it a multiple of the {self.gradient_accumulation_steps} forward passes of a step"
+                f"steps_per_generation={self.steps_per_generation} splits "
+                f"prompts_per_step={self.prompts_per_step} "
+                f"unevenly: make it a multiple of the {self.gradient_accumulation_steps} forward "
+                "passes of a step"
             )
 
     @property
@@ -328,14 +434,20 @@ class GateTrainingArguments(GRPOConfig):
 
     @property
     def device(self) -> torch.device:
-        """The process's; a CPU without the index that several processes give it, to which torch loads no checkpoint."""
+        """The process's; a CPU without the index that several processes give it, to which torch
+        loads no checkpoint.
+        """
         found = super().device
         return torch.device("cpu") if found.type == "cpu" else found
 
     @property
     def prompts_per_rollout(self) -> int:
         """Different prompts of one rollout over all processes."""
-        samples = self.samples_per_step * (self.steps_per_generation or 1) // self.gradient_accumulation_steps
+        samples = (
+            self.samples_per_step
+            * (self.steps_per_generation or 1)
+            // self.gradient_accumulation_steps
+        )
         return samples // (self.num_generations or 1)
 
 
@@ -351,22 +463,33 @@ SOURCES = {"recall": ("distance", "duo_attention"), "traces": ("kl", "trace_dist
 
 @dataclass
 class DistillSettings(RunSettings):
-    """Data, loss and optimizer; defaults are DuoAttention's (arXiv 2410.10819, section on training)."""
+    """Data, loss and optimizer; defaults are DuoAttention's (arXiv 2410.10819, section on
+    training).
+    """
 
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
-    data: str = option("recall", "recall: passkeys hidden in a long text; traces: the curriculum's own correct outputs")
+    data: str = option(
+        "recall",
+        "recall: passkeys hidden in a long text; traces: the curriculum's own correct outputs",
+    )
     loss: str = option(
-        "auto", "distance of hidden states, or kl of next tokens; auto: distance for recall, kl for traces"
+        "auto",
+        "distance of hidden states, or kl of next tokens; auto: distance for recall, kl for traces",
     )
     prefill: str = option(
         "local",
-        "traces: how prompts are read: local, through the gates too, or full, as by rlkv-infer and rlkv.compress",
+        "traces: how prompts are read: local, through the gates too, or full, as by rlkv-infer and "
+        "rlkv.compress",
     )
-    haystack: str | None = option(None, "recall: text file to hide passkeys in; default: words of the vocabulary")
+    haystack: str | None = option(
+        None, "recall: text file to hide passkeys in; default: words of the vocabulary"
+    )
     passkeys: int = option(10, "recall: sequences to remember")
     passkey_words: int = option(32, "recall in text: words of one passkey")
     min_length: int = option(1000, "recall in text: tokens of the shortest sample")
-    max_length: int = option(32000, "recall in text: tokens of the longest sample; traces: longer ones are cut")
+    max_length: int = option(
+        32000, "recall in text: tokens of the longest sample; traces: longer ones are cut"
+    )
     l1_weight: float = option(0.05, "weight of the mean gate in the loss")
     learning_rate: float = option(0.02, "peak learning rate of AdamW")
     steps: int = option(2000, "optimizer steps")
@@ -384,27 +507,42 @@ class DistillSettings(RunSettings):
         check_choice("data", self.data, tuple(SOURCES))
         check_choice("loss", self.loss, ("auto", "distance", "kl"))
         check_choice("prefill", self.prefill, ("local", "full"))
-        for name in ("steps", "batch_size", "forward_rows", "save_steps", "passkeys", "passkey_words", "min_length"):
+        for name in (
+            "steps",
+            "batch_size",
+            "forward_rows",
+            "save_steps",
+            "passkeys",
+            "passkey_words",
+            "min_length",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         least = self.min_length if self.data == "recall" else 1
         if self.max_length < least:
             raise ValueError(
-                f"max_length must be at least {least}, got {self.max_length} (for recall, at least min_length)"
+                f"max_length must be at least {least}, got {self.max_length} (for recall, at least "
+                "min_length)"
             )
         if self.l1_weight < 0 or not self.learning_rate > 0:
             raise ValueError(
-                f"l1_weight must be 0 or more and learning_rate above 0, got {self.l1_weight} and {self.learning_rate}"
+                f"l1_weight must be 0 or more and learning_rate above 0, got {self.l1_weight} and "
+                f"{self.learning_rate}"
             )
         if self.prefill == "full" and (self.data == "recall" or self.gradient_checkpointing):
             raise ValueError(
-                "prefill full is for --data traces without gradient_checkpointing, which drops the prompts' keys and "
+                "prefill full is for --data traces without gradient_checkpointing, which drops the "
+                "prompts' keys and "
                 "values: use prefill local"
             )
         if self.data == "traces" and self.haystack is not None:
-            raise ValueError("haystack belongs to --data recall: traces need no text to hide passkeys in")
+            raise ValueError(
+                "haystack belongs to --data recall: traces need no text to hide passkeys in"
+            )
         if self.data == "recall" and self.curriculum is not None:
-            raise ValueError("curriculum belongs to --data traces: the recall task makes its own texts")
+            raise ValueError(
+                "curriculum belongs to --data traces: the recall task makes its own texts"
+            )
 
     @property
     def loss_kind(self) -> str:

@@ -1,13 +1,15 @@
-"""Gates by distillation: mixed attention is pulled to what full attention computes, an L1 term pulls gates to 0.
+"""Gates by distillation: mixed attention is pulled to what full attention computes, an L1 term
+pulls gates to 0.
 
 Two losses on chosen tokens of a text, both plus ``l1_weight * mean(alpha)``:
 
-- *distance* (DuoAttention, arXiv 2410.10819): mean squared difference of the last hidden states, on the answers of a
-  recall task.  The paper sums over the hidden size and the gates; here both are means, as in the published code;
+- *distance* (DuoAttention, arXiv 2410.10819): mean squared difference of the last hidden states, on
+  the answers of a recall task.  The paper sums over the hidden size and the gates; here both are
+  means, as in the published code;
 - *kl*: ``KL(full || mixed)`` of the next-token distribution, on the model's own solutions.
 
-Shapes: N answer tokens of a batch, D hidden size, V vocabulary.  States are compared at the position
-before a token, which predicts it (the published code takes the token's own position).
+Shapes: N answer tokens of a batch, D hidden size, V vocabulary.  States are compared at the
+position before a token, which predicts it (the published code takes the token's own position).
 """
 
 from __future__ import annotations
@@ -25,12 +27,32 @@ import torch
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers import (
+    Cache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 from transformers.cache_utils import DynamicLayer
 
-from rlkv.attention.head_gate import HeadGateConfig, full_attention_modules, gate_parameters, gate_shares, gates_matrix
+from rlkv.attention.head_gate import (
+    HeadGateConfig,
+    full_attention_modules,
+    gate_parameters,
+    gate_shares,
+    gates_matrix,
+)
 from rlkv.data.problems import read_curriculum
-from rlkv.data.recall import MarkedText, TextRecall, encode, knows_bindings, read_haystack, recall_sample
+from rlkv.data.recall import (
+    MarkedText,
+    TextRecall,
+    encode,
+    knows_bindings,
+    read_haystack,
+    recall_sample,
+)
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import dtype_name, load_model, load_tokenizer, resolve_device
 from rlkv.models.prompts import choose_template, render_prompt
@@ -41,14 +63,20 @@ from rlkv.utils.files import TEXT_SIZE, curve_figure, read_log, save_figure
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest
 
-# the samples of a step (0-based): the same at every call, so that a resumed run continues with the same samples
+# the samples of a step (0-based): the same at every call, so that a resumed run continues with the
+# same samples
 Draw = Callable[[int], list[MarkedText]]
 
 
-def read_traces(path: str, tokenizer: Any, template: str, max_length: int, least: int = 1) -> list[MarkedText]:
-    """The curriculum's problems with their recorded outputs; every token of an output counts, the end token included.
+def read_traces(
+    path: str, tokenizer: Any, template: str, max_length: int, least: int = 1
+) -> list[MarkedText]:
+    """The curriculum's problems with their recorded outputs.
 
-    Texts of more than ``max_length`` tokens are cut there; those with fewer than ``least`` output tokens are left out.
+    Every token of an output counts, the end token included.
+
+    Texts of more than ``max_length`` tokens are cut there; those with fewer than ``least`` output
+    tokens are left out.
 
     Raises:
         ValueError: for an unreadable file, rows without outputs, or if nothing is left.
@@ -56,13 +84,17 @@ def read_traces(path: str, tokenizer: Any, template: str, max_length: int, least
     samples = []
     for number, row in enumerate(read_curriculum(path, ("problem", "answer", "output"))):
         if not isinstance(row["output"], str) or not row["output"].strip():
-            raise ValueError(f"{path}: the output of row {number} is empty: filter again with this model")
+            raise ValueError(
+                f"{path}: the output of row {number} is empty: filter again with this model"
+            )
         prompt = encode(tokenizer, render_prompt(tokenizer, row["problem"], template))
         ids = (*prompt, *encode(tokenizer, row["output"]), tokenizer.eos_token_id)[:max_length]
         if len(ids) - len(prompt) >= least:
             samples.append(MarkedText(ids, tuple(range(len(prompt), len(ids)))))
     if not samples:
-        raise ValueError(f"{path}: no row has {least} output tokens within max_length={max_length} tokens")
+        raise ValueError(
+            f"{path}: no row has {least} output tokens within max_length={max_length} tokens"
+        )
     return samples
 
 
@@ -88,7 +120,9 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
         if settings.curriculum is None:
             raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
         template = choose_template(settings.template, model=settings.model)
-        least = 2 if settings.prefill == "full" else 1  # a first one is predicted by the prompt alone
+        least = (
+            2 if settings.prefill == "full" else 1
+        )  # a first one is predicted by the prompt alone
         traces = read_traces(settings.curriculum, tokenizer, template, settings.max_length, least)
         facts = {"samples": len(traces), "data_digest": digest([trace.ids for trace in traces])}
         return in_epochs(traces, settings.batch_size, settings.seed), facts
@@ -96,14 +130,22 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
     if knows_bindings(tokenizer):
         if settings.haystack is not None:
             raise ValueError(
-                f"--haystack {settings.haystack}: the tiny model reads no text, its haystack is definitions of its task"
+                f"--haystack {settings.haystack}: the tiny model reads no text, its haystack is "
+                "definitions of its task"
             )
         facts = {"recall_task": "bindings of the tiny task"}
         draw_one = partial(recall_sample, tokenizer, passkeys=settings.passkeys)
     else:
-        haystack = None if settings.haystack is None else read_haystack(settings.haystack, tokenizer)
+        haystack = (
+            None if settings.haystack is None else read_haystack(settings.haystack, tokenizer)
+        )
         facts = {"recall_task": "word sequences in text", "data_digest": digest(haystack)}
-        sizes = (settings.passkeys, settings.passkey_words, settings.min_length, settings.max_length)
+        sizes = (
+            settings.passkeys,
+            settings.passkey_words,
+            settings.min_length,
+            settings.max_length,
+        )
         draw_one = TextRecall(tokenizer, haystack, *sizes).draw
 
     def draw(step: int) -> list[MarkedText]:
@@ -118,22 +160,30 @@ PADDING = 0  # on both sides, where no token sees it
 
 
 class PromptLayer(DynamicLayer):
-    """Keys and values of prompts, ``[B, H, P, D]``, which stay as they are when later tokens are read."""
+    """Keys and values of prompts, ``[B, H, P, D]``, which stay as they are when later tokens are
+    read.
+    """
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """The prompts' states, and the new ones after them."""
         assert self.keys is not None
         assert self.values is not None
-        return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
+        return torch.cat([self.keys, key_states], dim=2), torch.cat(
+            [self.values, value_states], dim=2
+        )
 
 
 class TraceBatch(NamedTuple):
     """Texts whose prompts, with prompts in full, are in ``past`` and padded on the left.
 
     Attributes:
-        ids_BT, position_BT: the tokens to read, and where they stand in their texts; int64 ``[B, T]``.
+        ids_BT, position_BT: the tokens to read, and where they stand in their texts; int64 ``[B,
+            T]``.
         mask_BK: real tokens, int64 ``[B, P + T]``.
-        row_N, position_N, answer_N: the states that predict answers, and those answers; int64 ``[N]``.
+        row_N, position_N, answer_N: the states that predict answers, and those answers; int64
+            ``[N]``.
         past: what was read in full; None if P is 0.
     """
 
@@ -147,7 +197,11 @@ class TraceBatch(NamedTuple):
 
     def call(self) -> dict[str, Any]:
         """Arguments of the decoder."""
-        call = {"input_ids": self.ids_BT, "position_ids": self.position_BT, "attention_mask": self.mask_BK}
+        call = {
+            "input_ids": self.ids_BT,
+            "position_ids": self.position_BT,
+            "attention_mask": self.mask_BK,
+        }
         return {**call, "past_key_values": self.past, "use_cache": False}
 
     def states(self, decoder: Any) -> Tensor:
@@ -156,8 +210,11 @@ class TraceBatch(NamedTuple):
 
 
 @torch.no_grad()
-def make_batch(decoder: Any, texts: Sequence[MarkedText], prompts_in_full: bool, device: torch.device) -> TraceBatch:
-    """A batch on ``device``; ``decoder``, with full attention, reads the prompts where they are in full.
+def make_batch(
+    decoder: Any, texts: Sequence[MarkedText], prompts_in_full: bool, device: torch.device
+) -> TraceBatch:
+    """A batch on ``device``; ``decoder``, with full attention, reads the prompts where they are in
+    full.
 
     A prompt ends before the first answer, whose prediction is then not the masks'.
     """
@@ -170,12 +227,21 @@ def make_batch(decoder: Any, texts: Sequence[MarkedText], prompts_in_full: bool,
         ids[row, columns], mask[row, columns] = torch.tensor(text.ids), 1
     ids, mask = ids.to(device), mask.to(device)
     position = (mask.cumsum(1) - 1).clamp(min=0)
-    places = [(row, at - 1 - cut) for row, (text, cut) in enumerate(pairs) for at in text.answers if at > cut]
+    places = [
+        (row, at - 1 - cut)
+        for row, (text, cut) in enumerate(pairs)
+        for at in text.answers
+        if at > cut
+    ]
     row_N, position_N = torch.tensor(places, device=device).T
     answer_N = ids[row_N, split + position_N + 1]
     past = None
     if split:
-        prompt = {"input_ids": ids[:, :split], "position_ids": position[:, :split], "attention_mask": mask[:, :split]}
+        prompt = {
+            "input_ids": ids[:, :split],
+            "position_ids": position[:, :split],
+            "attention_mask": mask[:, :split],
+        }
         cache = decoder(**prompt, use_cache=True).past_key_values
         past = Cache(layers=[_kept(layer) for layer in cache.layers])
     return TraceBatch(ids[:, split:], position[:, split:], mask, row_N, position_N, answer_N, past)
@@ -189,7 +255,8 @@ def _kept(layer: Any) -> PromptLayer:
 
 
 TOKENS_AT_ONCE = 512  # logits of real vocabularies are large: 512 x 128k in float32 are 256 MB
-SLOWEST = 0.1  # the learning rate starts and ends at this share of its peak (2410.10819, section on training)
+# the learning rate starts and ends at this share of its peak (2410.10819, section on training)
+SLOWEST = 0.1
 
 
 def squared_distance(mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
@@ -204,18 +271,25 @@ def log_probabilities(logits_NV: Tensor) -> Tensor:
 
 
 class _KLOfStates(torch.autograd.Function):
-    """The gradient is made next to the value, piece by piece, as no logits are kept: ``dKL/dlogits = mixed - full``."""
+    """The gradient is made next to the value, piece by piece, as no logits are kept:
+
+    ``dKL/dlogits = mixed - full``.
+    """
 
     @staticmethod
     def forward(ctx: Any, mixed_ND: Tensor, full_ND: Tensor, head: nn.Module) -> Tensor:
         kl, gradient = [], []
-        for mixed, full in zip(mixed_ND.split(TOKENS_AT_ONCE), full_ND.split(TOKENS_AT_ONCE), strict=True):
+        for mixed, full in zip(
+            mixed_ND.split(TOKENS_AT_ONCE), full_ND.split(TOKENS_AT_ONCE), strict=True
+        ):
             with torch.enable_grad():
                 state = mixed.detach().requires_grad_()
                 logits = head(state)
             expected, found = log_probabilities(head(full)), log_probabilities(logits.detach())
             kl.append((expected.exp() * (expected - found)).sum(-1))
-            gradient += torch.autograd.grad(logits, state, (found.exp_() - expected.exp_()).to(logits.dtype))
+            gradient += torch.autograd.grad(
+                logits, state, (found.exp_() - expected.exp_()).to(logits.dtype)
+            )
         ctx.save_for_backward(torch.cat(gradient))
         return torch.cat(kl)
 
@@ -242,32 +316,47 @@ def count_right(head: nn.Module, states_ND: Tensor, answer_N: Tensor) -> int:
 
 
 def lr_factor(step: int, steps: int) -> float:
-    """Share of the peak learning rate at ``step`` (0-based): up over the first fifth, down over the last."""
+    """Share of the peak learning rate at ``step`` (0-based): up over the first fifth, down over the
+    last.
+    """
     fifth = max(1, steps // 5)
     return min(1.0, max(SLOWEST, (step + 1) / fifth), max(SLOWEST, (steps - step) / fifth))
 
 
 def check_head(model: Any, ids: Sequence[int]) -> None:
-    """Raise ``ValueError`` if the model's logits are not its output embeddings applied to its last hidden states."""
+    """Raise ``ValueError`` if the model's logits are not its output embeddings applied to its last
+    hidden states.
+    """
     ids_BT = torch.tensor([list(ids)], device=model.device)
     with torch.no_grad():
         logits = model(input_ids=ids_BT, use_cache=False).logits
-        again = model.get_output_embeddings()(model.get_decoder()(input_ids=ids_BT, use_cache=False)[0])
+        again = model.get_output_embeddings()(
+            model.get_decoder()(input_ids=ids_BT, use_cache=False)[0]
+        )
     if not torch.allclose(logits.float(), again.float(), rtol=1e-2, atol=1e-2):
         raise ValueError(
-            f"{type(model).__name__} changes its logits after the output embeddings (scaled or capped), which the "
-            "KL of next tokens does not know: take rlkv-distill --data recall, which needs no logits"
+            f"{type(model).__name__} changes its logits after the output embeddings (scaled or "
+            "capped), which the "
+            "KL of next tokens does not know: take rlkv-distill --data recall, which needs no "
+            "logits"
         )
 
 
 def check_layers(model: Any) -> None:
-    """Raise ``ValueError`` unless every layer of the model has full attention, as prompts in full need."""
+    """Raise ``ValueError`` unless every layer of the model has full attention, as prompts in full
+    need.
+    """
     if len(list(full_attention_modules(model))) < len(model.get_decoder().layers):
-        raise ValueError("some layers of this model have no full attention: heads of such models cannot be ranked")
+        raise ValueError(
+            "some layers of this model have no full attention: heads of such models cannot be "
+            "ranked"
+        )
 
 
 class Distiller:
-    """The optimizer step on the gates of a PEFT model: AdamW without weight decay, clamp to [0, 1] after each step.
+    """The optimizer step on the gates of a PEFT model:
+
+    AdamW without weight decay, clamp to [0, 1] after each step.
 
     Args:
         model: wrapped with :class:`rlkv.attention.head_gate.HeadGateConfig`, on its device.
@@ -283,19 +372,28 @@ class Distiller:
 
     def _batches(self, samples: Sequence[MarkedText]) -> Iterator[tuple[TraceBatch, Tensor]]:
         """With the states ``[N, D]`` of full attention."""
-        ordered, rows = sorted(samples, key=lambda sample: len(sample.ids)), self.settings.forward_rows
+        ordered, rows = (
+            sorted(samples, key=lambda sample: len(sample.ids)),
+            self.settings.forward_rows,
+        )
         decoder, in_full = self.base.get_decoder(), self.settings.prefill == "full"
         for start in range(0, len(ordered), rows):
             with torch.no_grad(), self.model.disable_adapter():
-                batch = make_batch(decoder, ordered[start : start + rows], in_full, self.base.device)
+                batch = make_batch(
+                    decoder, ordered[start : start + rows], in_full, self.base.device
+                )
                 full_ND = batch.states(decoder)
             yield batch, full_ND
 
     def train_step(self, samples: Sequence[MarkedText]) -> dict[str, float]:
-        """One optimizer step; its record (``teacher/right``: share of the answers that full attention predicts)."""
+        """One optimizer step; its record (``teacher/right``: share of the answers that full
+        attention predicts).
+        """
         started, cpu_started = time.perf_counter(), time.process_time()
         settings, head = self.settings, self.base.get_output_embeddings()
-        predicted = len(samples) if settings.prefill == "full" else 0  # a first answer is read with the prompt
+        predicted = (
+            len(samples) if settings.prefill == "full" else 0
+        )  # a first answer is read with the prompt
         answers = sum(len(sample.answers) for sample in samples) - predicted
         rate = settings.learning_rate * lr_factor(self.step, settings.steps)
         for group in self.optimizer.param_groups:
@@ -304,7 +402,11 @@ class Distiller:
         for batch, full_ND in self._batches(samples):
             right += count_right(head, full_ND, batch.answer_N)
             mixed_ND, by_kl = batch.states(self.base.get_decoder()), settings.loss_kind == "kl"
-            per_token = kl_of_states(head, mixed_ND, full_ND) if by_kl else squared_distance(mixed_ND, full_ND)
+            per_token = (
+                kl_of_states(head, mixed_ND, full_ND)
+                if by_kl
+                else squared_distance(mixed_ND, full_ND)
+            )
             loss = per_token.sum() / answers
             loss.backward()
             distilled += loss.item()
@@ -313,7 +415,8 @@ class Distiller:
         norm = torch.cat([gate.grad for gate in self.gates if gate.grad is not None]).norm().item()
         if not math.isfinite(norm):
             raise ValueError(
-                f"the gradients of step {self.step + 1} are not finite: try --dtype float32, or resume with the same "
+                f"the gradients of step {self.step + 1} are not finite: try --dtype float32, or "
+                "resume with the same "
                 "command, which goes on from the last checkpoint"
             )
         self.optimizer.step()
@@ -339,7 +442,12 @@ class Distiller:
         """All that a resumed run needs besides its settings."""
         alphas = [gate.detach().cpu() for gate in self.gates]
         optimizer = self.optimizer.state_dict()
-        return {"step": self.step, "alphas": alphas, "optimizer": optimizer, "gate_mean": self.gate_mean.state()}
+        return {
+            "step": self.step,
+            "alphas": alphas,
+            "optimizer": optimizer,
+            "gate_mean": self.gate_mean.state(),
+        }
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
@@ -352,16 +460,23 @@ class Distiller:
 
 STATE = "state.pt"
 CHECKPOINTS_KEPT = 2
-CURVES = (("gates/mean", "mean gate"), ("gates/below_0.5", "gates below 0.5"), ("teacher/right", "teacher's accuracy"))
+CURVES = (
+    ("gates/mean", "mean gate"),
+    ("gates/below_0.5", "gates below 0.5"),
+    ("teacher/right", "teacher's accuracy"),
+)
 
 
 def distill_gates(
-    settings: DistillSettings, model: PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    settings: DistillSettings,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> HeadGates:
     """Start or resume the distillation run in ``settings.output_dir``, and export it there.
 
     Args:
-        model, tokenizer: instead of the ones that ``settings.model`` names; afterwards the model has no gates.
+        model, tokenizer: instead of the ones that ``settings.model`` names; afterwards the model
+            has no gates.
 
     Raises:
         ValueError: for data, a model or a folder that do not fit.
@@ -391,7 +506,8 @@ def distill_gates(
     try:
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            gated.train()  # transformers recomputes in training mode only; gated attention allows no dropout
+            # transformers recomputes in training mode only; gated attention allows no dropout
+            gated.train()
         if run.checkpoint is not None:
             distiller.load(load_tensors(run.checkpoint / STATE))
         callbacks = [*run.loggers(make_gates), StopOnTermination()]
@@ -408,9 +524,15 @@ def distill_gates(
 
 
 def _loop(distiller: Distiller, draw: Draw, folder: Path, callbacks: list[TrainerCallback]) -> None:
-    """Steps, log records and checkpoints until ``settings.steps``; the callbacks are those of ``rlkv-train``."""
+    """Steps, log records and checkpoints until ``settings.steps``.
+
+    The callbacks are those of ``rlkv-train``.
+    """
     settings = distiller.settings
-    state, control = TrainerState(global_step=distiller.step, max_steps=settings.steps), TrainerControl()
+    state, control = (
+        TrainerState(global_step=distiller.step, max_steps=settings.steps),
+        TrainerControl(),
+    )
 
     def notify(event: str, **values: Any) -> None:
         for callback in callbacks:
@@ -438,7 +560,12 @@ def plot_losses(records: list[dict[str, Any]], path: Path, settings: DistillSett
     """Both terms of the loss over the steps, the L1 term with its weight, on a logarithmic axis."""
     figure, axes = curve_figure(f"Distillation on {settings.data}", "optimizer step", "loss")
     steps = [record["step"] for record in records]
-    axes.plot(steps, [record["loss/distill"] for record in records], label=settings.loss_kind, linewidth=0.8)
+    axes.plot(
+        steps,
+        [record["loss/distill"] for record in records],
+        label=settings.loss_kind,
+        linewidth=0.8,
+    )
     weighted = [settings.l1_weight * record["loss/l1"] for record in records]
     axes.plot(steps, weighted, label=f"L1, weight {settings.l1_weight:g}")
     axes.set_yscale("log")

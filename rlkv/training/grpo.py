@@ -25,24 +25,39 @@ from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
 from rlkv.training.run_folder import RunFolder, SampleLog, load_tensors
 from rlkv.training.sharding import load_as, not_loading
-from rlkv.training.trainer import GATE_MEAN, STABLE, Reward, RLKVTrainer, open_engine, verifier_reward
+from rlkv.training.trainer import (
+    GATE_MEAN,
+    STABLE,
+    Reward,
+    RLKVTrainer,
+    open_engine,
+    verifier_reward,
+)
 from rlkv.utils.runtime import digest, require
 
 
 def apply_liger(model: PreTrainedModel, device: torch.device) -> None:
-    """Replace these parts of ``model``, which is not yet wrapped; ``device`` is where it will be trained.
+    """Replace these parts of ``model``, which is not yet wrapped.
 
-    Rotary embeddings are replaced for all models of this family in the process.  Not run on a GPU yet.
+    ``device`` is where it will be trained.
+
+    Rotary embeddings are replaced for all models of this family in the process.  Not run on a GPU
+    yet.
 
     Raises:
-        ValueError: without a GPU, without the package ``liger-kernel``, or for a family that it does not know.
+        ValueError: without a GPU, without the package ``liger-kernel``, or for a family that it
+            does not know.
     """
     if device.type != "cuda":
-        raise ValueError(f"liger_kernels needs a CUDA GPU, and this runs on {device.type}: leave it out")
+        raise ValueError(
+            f"liger_kernels needs a CUDA GPU, and this runs on {device.type}: leave it out"
+        )
     liger = require("liger_kernel.transformers.monkey_patch", "liger")
     family = model.config.model_type
     if family not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ValueError(f"liger-kernel has no kernels for models of type {family}: leave liger_kernels out")
+        raise ValueError(
+            f"liger-kernel has no kernels for models of type {family}: leave liger_kernels out"
+        )
     # its losses would replace the output head, which the objective calls itself
     losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
     liger._apply_liger_kernel_to_instance(model, rope=True, rms_norm=True, swiglu=True, **losses)
@@ -52,7 +67,8 @@ DRAWN = 200  # problems of the built-in task; as many as configs/filter_tiny.yam
 
 
 def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Dataset:
-    """Columns ``prompt`` (messages) and ``answer``: a curriculum file, or new problems of the built-in model's task.
+    """Columns ``prompt`` (messages) and ``answer``: a curriculum file, or new problems of the
+    built-in model's task.
 
     Raises:
         ValueError: if there is no curriculum, and as :func:`rlkv.data.problems.read_curriculum`.
@@ -61,34 +77,45 @@ def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Data
         rows = read_curriculum(settings.curriculum)
     elif settings.model != TINY:
         raise ValueError(
-            f"no problems to train on: pass --curriculum FILE, which `rlkv-filter --model {settings.model}` writes"
+            "no problems to train on: pass --curriculum FILE, which `rlkv-filter --model "
+            f"{settings.model}` writes"
         )
     else:
         room = args.max_completion_length or 0
-        fitting = [n for n in range(MIN_DEFINITIONS, MAX_DEFINITIONS + 1) if longest_solution(n) <= room]
+        fitting = [
+            n for n in range(MIN_DEFINITIONS, MAX_DEFINITIONS + 1) if longest_solution(n) <= room
+        ]
         longest = max(fitting, default=MIN_DEFINITIONS)
         number = max(DRAWN, args.prompts_per_rollout) + settings.held_out
         rows = problems(number, args.seed, max_definitions=longest)
         if args.process_index == 0:
             print(
-                f"no --curriculum: training on {len(rows) - settings.held_out} problems of the built-in task, of up to "
+                f"no --curriculum: training on {len(rows) - settings.held_out} problems of the "
+                "built-in task, of up to "
                 f"{longest} definitions, drawn with seed {args.seed}",
                 flush=True,
             )
     template = choose_template(settings.template, model=settings.model)
     return Dataset.from_list(
-        [{"prompt": build_messages(row["problem"], template), "answer": str(row["answer"])} for row in rows]
+        [
+            {"prompt": build_messages(row["problem"], template), "answer": str(row["answer"])}
+            for row in rows
+        ]
     )
 
 
 def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of the longest prompt."""
-    prompts: Any = tokenizer.apply_chat_template(list(curriculum["prompt"]), add_generation_prompt=True)
+    prompts: Any = tokenizer.apply_chat_template(
+        list(curriculum["prompt"]), add_generation_prompt=True
+    )
     return max(map(len, prompts["input_ids"]))
 
 
 def prompt_tokens(settings: RLKVSettings, args: GateTrainingArguments) -> int:
-    """Return the tokens of the longest prompt, or an assumption where tokenizer or problems are not at hand."""
+    """Return the tokens of the longest prompt, or an assumption where tokenizer or problems are not
+    at hand.
+    """
     if settings.model not in BUILT_IN:
         return PROMPT_TOKENS
     try:
@@ -98,10 +125,39 @@ def prompt_tokens(settings: RLKVSettings, args: GateTrainingArguments) -> int:
 
 
 _TRAINING_KEYS = [
-    *["output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "prompts_per_step", "num_generations"],
-    *["temperature", "top_p", "top_k", "max_completion_length", "learning_rate", "lr_scheduler_type", "weight_decay"],
-    *["adam_beta1", "adam_beta2", "max_grad_norm", "recipe", "epsilon", "importance_cap", "num_iterations"],
-    *["steps_per_generation", "generation_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"],
+    *[
+        "output_dir",
+        "run_name",
+        "seed",
+        "max_steps",
+        "num_train_epochs",
+        "prompts_per_step",
+        "num_generations",
+    ],
+    *[
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_completion_length",
+        "learning_rate",
+        "lr_scheduler_type",
+        "weight_decay",
+    ],
+    *[
+        "adam_beta1",
+        "adam_beta2",
+        "max_grad_norm",
+        "recipe",
+        "epsilon",
+        "importance_cap",
+        "num_iterations",
+    ],
+    *[
+        "steps_per_generation",
+        "generation_batch_size",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    ],
     *["save_steps", "save_total_limit"],
 ]
 CURVES = (
@@ -113,7 +169,10 @@ CURVES = (
 
 
 def least_free_memory(args: GateTrainingArguments) -> int | None:
-    """Free bytes of the fullest GPU, as all processes must choose the same engine; None on a CPU."""
+    """Free bytes of the fullest GPU, as all processes must choose the same engine.
+
+    None on a CPU.
+    """
     free = free_memory(args.device)
     if free is None or args.world_size == 1:
         return free
@@ -121,20 +180,35 @@ def least_free_memory(args: GateTrainingArguments) -> int | None:
 
 
 def run_config(
-    settings: RLKVSettings, args: GateTrainingArguments, curriculum: Dataset, start: HeadGates | None
+    settings: RLKVSettings,
+    args: GateTrainingArguments,
+    curriculum: Dataset,
+    start: HeadGates | None,
 ) -> dict[str, Any]:
-    """The settings that define a run, JSON-able, with digests of the problems and of the gates at the start."""
+    """The settings that define a run, JSON-able, with digests of the problems and of the gates at
+    the start.
+    """
     training = {key: getattr(args, key) for key in _TRAINING_KEYS}
-    found = {**asdict(settings), **training, "processes": args.world_size, "problems": digest(curriculum.to_list())}
+    found = {
+        **asdict(settings),
+        **training,
+        "processes": args.world_size,
+        "problems": digest(curriculum.to_list()),
+    }
     found["dtype"] = dtype_name(settings.dtype, args.device)  # what auto and fast are here
     if start is not None:
         values = digest(start.alpha.numpy().tobytes())
-        found["init_gates"] = {"digest": values, **{key: start.training.get(key) for key in ("method", "steps")}}
+        found["init_gates"] = {
+            "digest": values,
+            **{key: start.training.get(key) for key in ("method", "steps")},
+        }
     return json.loads(json.dumps(found, default=str))
 
 
 def is_finished(checkpoint: Path, trainer: RLKVTrainer, stop: StopWhenStable | None) -> bool:
-    """Whether the checkpoint is the end of its run, and ``trainer`` is not asked for more steps now."""
+    """Whether the checkpoint is the end of its run, and ``trainer`` is not asked for more steps
+    now.
+    """
     if stop is not None:
         stop.load(load_tensors(checkpoint / GATE_MEAN)[STABLE])
         if stop.ended:
@@ -162,7 +236,10 @@ def train_gates(
         ValueError: for data, a model or a folder that do not fit.
     """
     if settings.finder != "rlkv":
-        raise ValueError(f"train_gates is GRPO: set finder to rlkv, not {settings.finder} (which is eliminate_heads)")
+        raise ValueError(
+            f"train_gates is GRPO: set finder to rlkv, not {settings.finder} (which is "
+            "eliminate_heads)"
+        )
     with not_loading():
         machine = Machine(args.world_size, card_of(args.device), least_free_memory(args))
         plan = make_plan(settings.with_curriculum(), args, machine)
@@ -175,7 +252,9 @@ def train_gates(
     if model is None or tokenizer is None:
         dtype = dtype_name(settings.dtype, args.device)
         load_as(dtype)
-        model, tokenizer = load_model(settings.model, dtype=dtype, device="cpu")  # the trainer moves it
+        model, tokenizer = load_model(
+            settings.model, dtype=dtype, device="cpu"
+        )  # the trainer moves it
     if settings.liger_kernels:
         apply_liger(model, args.device)
     if start is not None:
@@ -188,7 +267,11 @@ def train_gates(
     stop = None
     if settings.target_sparsity and settings.stable_steps:
         stop = StopWhenStable(make_gates, settings.target_sparsity, settings.stable_steps)
-    measured = [] if held_out is None else [HeldOut(held_out, tokenizer, settings, make_gates, lambda: trainer)]
+    measured = (
+        []
+        if held_out is None
+        else [HeldOut(held_out, tokenizer, settings, make_gates, lambda: trainer)]
+    )
     samples = SampleLog(run.path, settings.sample_steps, lambda: trainer.samples)
     loggers = [*run.loggers(make_gates, samples), StepLine()] if main else []
     extra = [*(callbacks or []), *([] if stop is None else [stop]), *measured, *loggers]
@@ -204,7 +287,9 @@ def train_gates(
         if run.checkpoint is not None and is_finished(run.checkpoint, trainer, stop):
             trainer.restore(run.checkpoint)
         else:
-            trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
+            trainer.train(
+                resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint)
+            )
     gates = make_gates()
     if main:
         run.export(gates, CURVES)

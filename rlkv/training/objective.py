@@ -2,7 +2,8 @@
 
 Maximised (arXiv 2510.08525)::
 
-    mean_i [ mean_t min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) ] - beta'(rbar, tau) * mean(alpha)
+    mean_i [ mean_t min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) ] - beta'(rbar, tau) *
+    mean(alpha)
 
 The published run averages, normalises and weighs otherwise: :mod:`rlkv.training.objective`.
 
@@ -20,14 +21,20 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0; the value that trl uses
-# that of the published run, 1e-5 for rewards of (r - 0.5) * 10, so that neither offset nor factor is left to set
+# that of the published run, 1e-5 for rewards of (r - 0.5) * 10, so that neither offset nor factor
+# is left to set
 PUBLISHED_EPSILON = 1e-6
 
 
 def group_means(rewards_N: Tensor, group_size: int) -> Tensor:
-    """``rbar``, each sample's group mean: ``[N]``; ``ValueError`` if N is not a multiple of ``group_size``."""
+    """``rbar``, each sample's group mean:
+
+    ``[N]``; ``ValueError`` if N is not a multiple of ``group_size``.
+    """
     if rewards_N.dim() != 1 or len(rewards_N) % group_size:
-        raise ValueError(f"rewards of shape {list(rewards_N.shape)} do not form groups of {group_size}")
+        raise ValueError(
+            f"rewards of shape {list(rewards_N.shape)} do not form groups of {group_size}"
+        )
     return rewards_N.view(-1, group_size).mean(1).repeat_interleave(group_size)
 
 
@@ -36,11 +43,15 @@ def adaptive_weight(mean_reward: Tensor, beta: float, tau: float) -> Tensor:
 
     ``rbar`` is the plain mean of 0/1 rewards, whatever scaling the policy loss uses.
     """
-    return torch.where(mean_reward > tau, beta * torch.expm1(mean_reward), torch.zeros_like(mean_reward))
+    return torch.where(
+        mean_reward > tau, beta * torch.expm1(mean_reward), torch.zeros_like(mean_reward)
+    )
 
 
 def constant_weight(mean_reward: Tensor, beta: float) -> Tensor:
-    """``beta * (e - 1)`` whatever the reward: the ablation without adaptive weighting (arXiv 2510.08525, figure 8)."""
+    """``beta * (e - 1)`` whatever the reward: the ablation without adaptive weighting (arXiv
+    2510.08525, figure 8).
+    """
     return torch.full_like(mean_reward, beta * math.expm1(1.0))
 
 
@@ -50,16 +61,21 @@ def penalty(weight_N: Tensor, alphas: Tensor) -> Tensor:
 
 
 def advantages(rewards_N: Tensor, group_size: int) -> Tensor:
-    """``A_i = (r_i - mean) / (std + 1e-4)`` over the sample's group, std with N - 1; 0 in a group of equal rewards."""
+    """``A_i = (r_i - mean) / (std + 1e-4)`` over the sample's group, std with N - 1.
+
+    0 in a group of equal rewards.
+    """
     stds = rewards_N.view(-1, group_size).std(1).repeat_interleave(group_size)
     return (rewards_N - group_means(rewards_N, group_size)) / (stds + EPSILON)
 
 
 def token_advantages(rewards_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """``A_i = (r_i - m) / (s + 1e-6)``, m and s over all tokens of the batch: long samples count for more.
+    """``A_i = (r_i - m) / (s + 1e-6)``, m and s over all tokens of the batch: long samples count
+    for more.
 
-    ``m = sum_i T_i r_i / T`` and ``s^2 = sum_i T_i (r_i - m)^2 / (T - 1)`` with ``T = sum_i T_i``, as the published run
-    normalises (areal/utils/data.py, ``Normalization``); 0 throughout a batch of equal rewards.
+    ``m = sum_i T_i r_i / T`` and ``s^2 = sum_i T_i (r_i - m)^2 / (T - 1)`` with ``T = sum_i T_i``,
+    as the published run normalises (areal/utils/data.py, ``Normalization``); 0 throughout a batch
+    of equal rewards.
 
     Args:
         tokens_N: ``T_i``, the number of completion tokens of each sample.
@@ -72,10 +88,13 @@ def token_advantages(rewards_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def importance_ratio(trainer_NT: Tensor, rollout_NT: Tensor) -> Tensor:
-    """``w_it = p_trainer(token) / p_rollout(token)`` for an engine that rounds otherwise; exactly 1 where both agree.
+    """``w_it = p_trainer(token) / p_rollout(token)`` for an engine that rounds otherwise.
+
+    Exactly 1 where both agree.
 
     Args:
-        trainer_NT: log-probabilities of the sampled tokens under the trainer's model and the gates that sampled them.
+        trainer_NT: log-probabilities of the sampled tokens under the trainer's model and the gates
+            that sampled them.
         rollout_NT: those of the engine that sampled them.
     """
     return torch.exp(trainer_NT.detach() - rollout_NT)
@@ -87,7 +106,9 @@ def truncate(ratio_NT: Tensor, cap: float) -> Tensor:
 
 
 def mask_above(ratio_NT: Tensor, cap: float) -> Tensor:
-    """``w`` where ``w <= cap``, else 0: such tokens are left out of the loss, not of the number it is divided by."""
+    """``w`` where ``w <= cap``, else 0: such tokens are left out of the loss, not of the number it
+    is divided by.
+    """
     return torch.where(ratio_NT > cap, 0.0, ratio_NT)
 
 
@@ -101,17 +122,20 @@ def policy_loss(
     divisor_N: Tensor,
     weight_NT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``-1/num_samples * sum_i 1/d_i sum_t w_it min(rho_it A_i, clip(rho_it, 1 - clip, 1 + clip) A_i)``.
+    """``-1/num_samples * sum_i 1/d_i sum_t w_it min(rho_it A_i, clip(rho_it, 1 - clip, 1 + clip)
+    A_i)``.
 
     Args:
-        logprobs_NT: log-probabilities of the sampled tokens under the current gates; the gradient flows here.
-        old_logprobs_NT: under the gates that sampled them, without gradient; ``rho = exp(logprobs - old)``.
+        logprobs_NT: log-probabilities of the sampled tokens under the current gates; the gradient
+            flows here.
+        old_logprobs_NT: under the gates that sampled them, without gradient; ``rho = exp(logprobs -
+            old)``.
         mask_NT: 1 for the completion's tokens, 0 for padding.
-        num_samples: what the sum is divided by: the samples of the step over its micro-batches on all processes, where
-            those of advantage 0 were left out.
-        divisor_N: ``d_i``: the sample's own tokens for a mean over tokens, then over samples; the mean of all samples
-            of the step for a mean over all tokens of the step, however its samples are split over micro-batches and
-            processes.
+        num_samples: what the sum is divided by: the samples of the step over its micro-batches on
+            all processes, where those of advantage 0 were left out.
+        divisor_N: ``d_i``: the sample's own tokens for a mean over tokens, then over samples; the
+            mean of all samples of the step for a mean over all tokens of the step, however its
+            samples are split over micro-batches and processes.
         weight_NT: ``w`` of :func:`truncate` or :func:`mask_above`, without gradient; None: 1.
 
     Returns:
@@ -128,7 +152,8 @@ def policy_loss(
 
 
 class Targets(NamedTuple):
-    """What the loss needs to know of every sample of a rollout over all processes: three tensors ``[N]``.
+    """What the loss needs to know of every sample of a rollout over all processes: three tensors
+    ``[N]``.
 
     Attributes:
         advantages: ``A_i``.
@@ -167,10 +192,12 @@ def paper_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targe
 
 
 def published_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targets:
-    """Advantages over the tokens of the batch, ``rbar`` of the batch, the mean over all of its tokens.
+    """Advantages over the tokens of the batch, ``rbar`` of the batch, the mean over all of its
+    tokens.
 
-    The run computes ``rbar`` in every micro-batch, but what splits its batches (areal/utils/data.py,
-    ``split_padded_tensor_dict_into_mb_list``) hands each of them the rewards of all samples.
+    The run computes ``rbar`` in every micro-batch, but what splits its batches
+    (areal/utils/data.py, ``split_padded_tensor_dict_into_mb_list``) hands each of them the rewards
+    of all samples.
     """
     return Targets(
         token_advantages(rewards_N, tokens_N),

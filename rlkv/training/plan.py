@@ -1,6 +1,8 @@
-"""What a training takes, said before anything is loaded: the engine, sizes that fit the GPU, memory and time.
+"""What a training takes, said before anything is loaded: the engine, sizes that fit the GPU, memory
+and time.
 
-Rates and reserves are assumptions (see :mod:`rlkv.rollout.footprint`); every step of a run prints what it took.
+Rates and reserves are assumptions (see :mod:`rlkv.rollout.footprint`); every step of a run prints
+what it took.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettin
 from rlkv.training.sharding import is_sharded, not_loading
 from rlkv.vllm.plugin import choose_engine
 
-# trl computes log-probabilities from tiles of logits, of this many tokens and entries of the vocabulary
+# trl computes log-probabilities from tiles of logits, of this many tokens and entries of the
+# vocabulary
 TILE_TOKENS, TILE_ENTRIES = 4096, 32768
 CPU_TILES = 7.25  # float32 tiles that its CPU form makes besides
 
@@ -67,7 +70,10 @@ class UpdateMemory:
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """What an update computes: ``rows`` of ``length`` tokens, of which ``rows_per_call`` share a forward."""
+    """What an update computes:
+
+    ``rows`` of ``length`` tokens, of which ``rows_per_call`` share a forward.
+    """
 
     rows: int
     length: int
@@ -82,7 +88,12 @@ def layer_bytes_per_token(model: Footprint, sizes: LocalSizes, on_gpu: bool) -> 
     heads, size, e = model.shape.num_kv_heads, model.shape.head_dim, model.itemsize
     queries = model.shape.num_query_heads
     groups, log_sums = queries / heads, 4 * queries
-    common = 8 * model.hidden + 3 * model.intermediate * e + (2 * queries + 2 * heads) * size * e + log_sums
+    common = (
+        8 * model.hidden
+        + 3 * model.intermediate * e
+        + (2 * queries + 2 * heads) * size * e
+        + log_sums
+    )
     if on_gpu:
         return common + queries * size * e + log_sums + (0 if e == 4 else 8 * queries * size)
     block = max(sizes.window, MIN_BLOCK)
@@ -93,7 +104,10 @@ def layer_bytes_per_token(model: Footprint, sizes: LocalSizes, on_gpu: bool) -> 
 
 def update_memory(model: Footprint, update: UpdateShape) -> UpdateMemory:
     """Of one micro-batch, all of whose rows are as long as the longest."""
-    tokens, called = update.rows * update.length, min(update.rows, update.rows_per_call) * update.length
+    tokens, called = (
+        update.rows * update.length,
+        min(update.rows, update.rows_per_call) * update.length,
+    )
     e, of_layer = model.itemsize, layer_bytes_per_token(model, update.sizes, update.on_gpu)
     kept = model.hidden * e if update.checkpointing else of_layer
     last_norm = 8 * model.hidden
@@ -123,7 +137,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run is planned for: ``processes`` with a ``card`` each, of which ``free`` bytes are free, or on a CPU."""
+    """Where a run is planned for:
+
+    ``processes`` with a ``card`` each, of which ``free`` bytes are free, or on a CPU.
+    """
 
     processes: int
     card: Card | None
@@ -137,8 +154,9 @@ class Plan:
     Attributes:
         settings: with the engine, rows and memory of its rollouts chosen.
         why: why the engine is not vLLM; empty if it is, or was asked for.
-        footprint: None for a model whose shape is not known, and for built-in ones, which have no assumed rates.
-        problems, tokens: of the curriculum, and of its mean output; None if it is not there or does not say.
+        footprint: None for a model whose shape is not known, and for built-in ones, which have no
+        assumed rates. problems, tokens: of the curriculum, and of its mean output; None if it is
+        not there or does not say.
         positions: tokens of the longest prompt and completion.
         lacking: GiB that the GPU is too small by; 0 if all fits.
         shards: processes that share out the trainer's weights.
@@ -163,8 +181,14 @@ class Plan:
 
     @property
     def _processes_of_args(self) -> int:
-        """How many processes the arguments count with: without ``prompts_per_step`` a step has as many for each."""
-        return self.machine.processes if self.args.prompts_per_step is not None else self.args.world_size
+        """How many processes the arguments count with: without ``prompts_per_step`` a step has as
+        many for each.
+        """
+        return (
+            self.machine.processes
+            if self.args.prompts_per_step is not None
+            else self.args.world_size
+        )
 
     @property
     def samples(self) -> int:
@@ -182,7 +206,9 @@ class Plan:
         if self.args.max_steps > 0 or self.problems is None:
             return self.args.max_steps if self.args.max_steps > 0 else None
         prompts = self.samples // (self.args.num_generations or 1)
-        return math.ceil(self.args.num_train_epochs * ((self.problems - self.settings.held_out) // prompts))
+        return math.ceil(
+            self.args.num_train_epochs * ((self.problems - self.settings.held_out) // prompts)
+        )
 
     @property
     def rates(self) -> Rates | None:
@@ -191,7 +217,9 @@ class Plan:
             return None
         card, rows = self.machine.card, self.settings.rollout_rows or 1
         flops = CPU_FLOPS if card is None else UPDATE_SHARE * card.flops
-        rollout = self.footprint.rate(self.settings.rollout, rows, card, self.mean_tokens, mixed=True)
+        rollout = self.footprint.rate(
+            self.settings.rollout, rows, card, self.mean_tokens, mixed=True
+        )
         return Rates(rollout, flops / (6 * self.footprint.parameters))
 
     @property
@@ -203,7 +231,9 @@ class Plan:
     def seconds(self, rates: Rates) -> tuple[float, float]:
         """Of a step: its rollout, and its update if all groups have spread."""
         tokens = self.samples * self.mean_tokens
-        return tokens / (rates.rollout * self.sampling), tokens / (rates.update * self.machine.processes)
+        return tokens / (rates.rollout * self.sampling), tokens / (
+            rates.update * self.machine.processes
+        )
 
     @property
     def own_weights(self) -> int:
@@ -213,23 +243,39 @@ class Plan:
     @property
     def engine_weights(self) -> int:
         """Bytes of vLLM's copy, which has all weights."""
-        return self.footprint.weights if self.footprint is not None and self.settings.rollout == "vllm" else 0
+        return (
+            self.footprint.weights
+            if self.footprint is not None and self.settings.rollout == "vllm"
+            else 0
+        )
 
     def update(self, rows: int, checkpointing: bool) -> UpdateMemory:
-        """Memory of forward and backward of ``rows`` rows of the greatest length, besides the weights."""
+        """Memory of forward and backward of ``rows`` rows of the greatest length, besides the
+        weights.
+        """
         assert self.footprint is not None
-        sizes, alone = LocalSizes(self.settings.sink, self.settings.window), self.machine.processes == 1
+        sizes, alone = (
+            LocalSizes(self.settings.sink, self.settings.window),
+            self.machine.processes == 1,
+        )
         together = min(rows, self.settings.forward_rows) if alone else rows
         on_gpu = self.machine.card is not None
-        return update_memory(self.footprint, UpdateShape(rows, self.positions, together, sizes, checkpointing, on_gpu))
+        return update_memory(
+            self.footprint,
+            UpdateShape(rows, self.positions, together, sizes, checkpointing, on_gpu),
+        )
 
     def engine(self) -> str:
         """What samples, with what."""
         settings = self.settings
-        memory = f" and {settings.rollout_kv_gib:.1f} GiB of KV" if settings.rollout == "vllm" else ""
+        memory = (
+            f" and {settings.rollout_kv_gib:.1f} GiB of KV" if settings.rollout == "vllm" else ""
+        )
         short = f"; the GPU is too small by about {self.lacking:.0f} GiB" if self.lacking else ""
         why = f" ({self.why})" if self.why else ""
-        rows = "" if settings.rollout == "vllm-server" else f", {settings.rollout_rows} rows at once"
+        rows = (
+            "" if settings.rollout == "vllm-server" else f", {settings.rollout_rows} rows at once"
+        )
         return f"{NAMES[settings.rollout]}{why}{rows}{memory}{short}"
 
     def line(self) -> str:
@@ -251,24 +297,35 @@ class Plan:
         total = "" if self.steps is None else f" and {rough(self.steps * seconds)} in all"
         where = "a GPU" if self.machine.card is not None else "this CPU"
         return (
-            f"about {rough(seconds)} a step{total} on {where}, if rollouts make {rates.rollout * self.sampling:,.0f} "
-            f"tokens/s, updates {rates.update * self.machine.processes:,.0f} (assumed, not measured) and a "
+            f"about {rough(seconds)} a step{total} on {where}, if rollouts make "
+            f"{rates.rollout * self.sampling:,.0f} "
+            f"tokens/s, updates {rates.update * self.machine.processes:,.0f} (assumed, not "
+            "measured) and a "
             f"completion takes {self.mean_tokens:,.0f} tokens"
         )
 
 
 def make_plan(
-    settings: RLKVSettings, args: GateTrainingArguments, machine: Machine, prompt_tokens: int = PROMPT_TOKENS
+    settings: RLKVSettings,
+    args: GateTrainingArguments,
+    machine: Machine,
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> Plan:
-    """Choose the engine and the sizes of the rollouts for ``machine``; ``prompt_tokens``: of the longest prompt."""
+    """Choose the engine and the sizes of the rollouts for ``machine``; ``prompt_tokens``: of the
+    longest prompt.
+    """
     footprint = None if settings.model in BUILT_IN else footprint_on(settings, args, machine)
     problems, tokens = _curriculum_facts(settings.curriculum)
     positions = prompt_tokens + (args.max_completion_length or 0)
     shards = machine.processes if is_sharded(args) else 1
-    return _with_engine(Plan(settings, args, machine, "", footprint, problems, tokens, positions, shards=shards))
+    return _with_engine(
+        Plan(settings, args, machine, "", footprint, problems, tokens, positions, shards=shards)
+    )
 
 
-def footprint_on(settings: RLKVSettings, args: GateTrainingArguments, machine: Machine) -> Footprint | None:
+def footprint_on(
+    settings: RLKVSettings, args: GateTrainingArguments, machine: Machine
+) -> Footprint | None:
     """Of the model in the dtype that it has there."""
     device = args.device if machine.card is None else torch.device("cuda")
     return Footprint.of(settings.model, dtype_name(settings.dtype, device))
@@ -284,7 +341,8 @@ def _with_engine(plan: Plan) -> Plan:
         update = plan.update(args.per_device_train_batch_size, args.gradient_checkpointing).peak
         room = int(USABLE * free) - plan.own_weights - update
         if rollout == "vllm":
-            # its copy has all weights, its KV stays while the gates are updated, and so do its graphs
+            # its copy has all weights, its KV stays while the gates are updated, and so do its
+            # graphs
             beside = room - footprint.weights - int(ENGINE_GIB * GIB)
             if settings.rollout == "auto" and footprint.lacking(beside, plan.positions):
                 rollout, why = "hf", "two copies of the weights leave no room for KV"
@@ -293,10 +351,14 @@ def _with_engine(plan: Plan) -> Plan:
         samples = plan.own_samples
         kv_gib = max(min(room, samples * row), row) / GIB if kv_gib is None else kv_gib
         most = min(samples, DEFAULT_ROWS) if rollout == "hf" else samples
-        rows = rows or footprint.rows(rollout, int(kv_gib * GIB) if rollout == "vllm" else room, plan.positions, most)
+        rows = rows or footprint.rows(
+            rollout, int(kv_gib * GIB) if rollout == "vllm" else room, plan.positions, most
+        )
         lacking = footprint.lacking(room, plan.positions)
     kv_gib = (kv_gib or DEFAULT_KV_GIB) if rollout == "vllm" else None
-    chosen = replace(settings, rollout=rollout, rollout_rows=rows or DEFAULT_ROWS, rollout_kv_gib=kv_gib)
+    chosen = replace(
+        settings, rollout=rollout, rollout_rows=rows or DEFAULT_ROWS, rollout_kv_gib=kv_gib
+    )
     return replace(plan, settings=chosen, why=why, lacking=lacking)
 
 
@@ -313,7 +375,9 @@ GRAPHS = ENGINE_GIB * GIB
 UNITS = ((GIB, "GiB"), (2**20, "MiB"))
 
 
-def describe_plan(settings: RLKVSettings, args: GateTrainingArguments, prompt_tokens: int = PROMPT_TOKENS) -> str:
+def describe_plan(
+    settings: RLKVSettings, args: GateTrainingArguments, prompt_tokens: int = PROMPT_TOKENS
+) -> str:
     """Return what ``--plan`` prints; ``prompt_tokens``: of the longest prompt.
 
     Raises:
@@ -325,18 +389,26 @@ def describe_plan(settings: RLKVSettings, args: GateTrainingArguments, prompt_to
         if plan.footprint is None:
             plan = replace(plan, footprint=footprint_on(settings, args, machine))
     where = "this CPU" if machine.card is None else f"{machine.processes} x {name}"
-    lines = {**dict(_run(plan)), **dict(_resources(plan, where)), "gates": f"{args.output_dir}/gates.pt"}
+    lines = {
+        **dict(_run(plan)),
+        **dict(_resources(plan, where)),
+        "gates": f"{args.output_dir}/gates.pt",
+    }
     return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
 
 
 def _machine(settings: RLKVSettings, args: GateTrainingArguments) -> tuple[Machine, str]:
-    """What is planned for, and the name of its GPUs: what ``plan_gpus`` names, what is here, else one of a default."""
+    """What is planned for, and the name of its GPUs: what ``plan_gpus`` names, what is here, else
+    one of a default.
+    """
     here = card_of(args.device)
     if settings.plan_gpus is not None:
         processes, name = parse_gpus(settings.plan_gpus)
         return Machine(processes, CARDS[name], int(CARDS[name].memory * GIB)), name
     if here is not None:
-        return Machine(args.world_size, here, free_memory(args.device)), torch.cuda.get_device_name(args.device)
+        return Machine(args.world_size, here, free_memory(args.device)), torch.cuda.get_device_name(
+            args.device
+        )
     if settings.model in BUILT_IN:
         return Machine(args.world_size, None, None), ""
     return Machine(args.world_size, CARDS[DEFAULT], int(CARDS[DEFAULT].memory * GIB)), DEFAULT
@@ -352,15 +424,22 @@ def _run(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "model", settings.model + shape
     absent = settings.curriculum is not None and plan.problems is None
     curriculum = settings.curriculum or "problems of the built-in task"
-    yield "curriculum", curriculum + (f" (absent: {settings.filter_command()} writes it)" if absent else "")
+    yield (
+        "curriculum",
+        curriculum + (f" (absent: {settings.filter_command()} writes it)" if absent else ""),
+    )
     total = None if plan.steps is None else plan.steps * plan.samples
     of_all = f", {total:,} in all" if total else ""
-    yield "steps", f"{plan.steps or 'as the curriculum has it'}, {plan.samples} completions each{of_all}"
+    yield (
+        "steps",
+        f"{plan.steps or 'as the curriculum has it'}, {plan.samples} completions each{of_all}",
+    )
     source = "the mean of the curriculum" if plan.tokens is not None else "assumed"
     of_all = f", {total * plan.mean_tokens / 1e6:,.1f} million in all" if total else ""
     yield (
         "tokens",
-        f"at most {args.max_completion_length:,} a completion, {plan.mean_tokens:,.0f} on average ({source}){of_all}",
+        f"at most {args.max_completion_length:,} a completion, {plan.mean_tokens:,.0f} on average "
+        f"({source}){of_all}",
     )
     yield "engine", plan.engine()
 
@@ -379,9 +458,12 @@ def _resources(plan: Plan, where: str) -> Iterator[tuple[str, str]]:
     update = plan.update(rows, checkpointing).peak
     other = plan.update(rows, not checkpointing).peak
     # vLLM keeps its KV while the gates are updated; transformers frees it
-    peak = plan.own_weights + (engine + GRAPHS + rollout + update if engine else max(rollout, update))
+    peak = plan.own_weights + (
+        engine + GRAPHS + rollout + update if engine else max(rollout, update)
+    )
     copy = (
-        f", {_size(engine)} of vLLM's copy and {_size(GRAPHS)} for its graphs and activations (assumed)"
+        f", {_size(engine)} of vLLM's copy and {_size(GRAPHS)} for its graphs and activations "
+        "(assumed)"
         if engine
         else ""
     )
@@ -390,18 +472,24 @@ def _resources(plan: Plan, where: str) -> Iterator[tuple[str, str]]:
     yield "machine", where
     yield (
         "memory",
-        f"{_size(peak)}{free}: {_size(plan.own_weights)} of weights{copy}{kv_words}, {_size(update)} for the update",
+        f"{_size(peak)}{free}: {_size(plan.own_weights)} of weights{copy}{kv_words}, "
+        f"{_size(update)} for the update",
     )
     words = ("without", "with") if checkpointing else ("with", "without")
     yield (
         "update",
-        f"{rows} x {plan.positions:,} tokens at once, {words[1]} gradient checkpointing; {words[0]} it would take "
+        f"{rows} x {plan.positions:,} tokens at once, {words[1]} gradient checkpointing; "
+        f"{words[0]} it would take "
         f"{_size(other)}" + _largest(plan, rollout if engine else 0),
     )
     yield "serving", _serving(plan, model)
     if plan.rates is not None:
         rollout_s, update_s = plan.seconds(plan.rates)
-        yield "time", f"{plan.time(plan.rates)}; of a step {rough(rollout_s)} are rollout, {rough(update_s)} update"
+        yield (
+            "time",
+            f"{plan.time(plan.rates)}; of a step {rough(rollout_s)} are rollout, {rough(update_s)} "
+            "update",
+        )
 
 
 def _largest(plan: Plan, kv: float) -> str:
@@ -414,7 +502,10 @@ def _largest(plan: Plan, kv: float) -> str:
         room -= plan.engine_weights + GRAPHS
     samples = max(1, plan.samples // plan.machine.processes)
     most = {
-        checkpointing: max((n for n in range(1, samples + 1) if plan.update(n, checkpointing).peak <= room), default=0)
+        checkpointing: max(
+            (n for n in range(1, samples + 1) if plan.update(n, checkpointing).peak <= room),
+            default=0,
+        )
         for checkpointing in (False, True)
     }
     return f"; the most rows that fit: {most[False]} without, {most[True]} with"

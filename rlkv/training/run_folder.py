@@ -48,12 +48,18 @@ CHECKSUMS = "checksums.json"  # SHA-256 of all other files of a checkpoint
 
 @contextmanager
 def new_checkpoint(
-    output_dir: Path, step: int, keep: int | None, is_main: bool = True, wait: Callable[[], None] = lambda: None
+    output_dir: Path,
+    step: int,
+    keep: int | None,
+    is_main: bool = True,
+    wait: Callable[[], None] = lambda: None,
 ) -> Iterator[Path]:
-    """A path to write the checkpoint of ``step`` to; it becomes ``checkpoint-STEP`` when the block ends without error.
+    """A path to write the checkpoint of ``step`` to.
 
-    Then damaged checkpoints and all but the ``keep`` newest are deleted (None: all others stay). After an error, such
-    as a full disk, the earlier ones are as they were.
+    It becomes ``checkpoint-STEP`` when the block ends without error.
+
+    Then damaged checkpoints and all but the ``keep`` newest are deleted (None: all others stay).
+    After an error, such as a full disk, the earlier ones are as they were.
 
     Args:
         is_main: whether this process moves and deletes folders.
@@ -75,13 +81,17 @@ def new_checkpoint(
         damaged = [path for path in older if _damaged(path) is not None]
         whole = [path for path in older if path not in damaged]
         for path in [*damaged, *whole[: -keep if keep else 0]]:
-            shutil.rmtree(path.rename(partial / path.name))  # renamed first: what is half deleted cannot be resumed
+            shutil.rmtree(
+                path.rename(partial / path.name)
+            )  # renamed first: what is half deleted cannot be resumed
         partial.rmdir()
     wait()
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint whose files are as they were written, with a warning for newer ones; None if none exists.
+    """The newest checkpoint whose files are as they were written, with a warning for newer ones.
+
+    None if none exists.
 
     Raises:
         ValueError: if there are checkpoints, and all of them are damaged.
@@ -91,14 +101,20 @@ def last_checkpoint(folder: Path) -> Path | None:
         damaged = _damaged(found[step])
         if damaged is None:
             return found[step]
-        warnings.warn(f"{found[step]} is damaged ({damaged}): looking for an earlier checkpoint", stacklevel=2)
+        warnings.warn(
+            f"{found[step]} is damaged ({damaged}): looking for an earlier checkpoint", stacklevel=2
+        )
     if found:
-        raise ValueError(f"all checkpoints in {folder} are damaged: remove them to start again, or restore one")
+        raise ValueError(
+            f"all checkpoints in {folder} are damaged: remove them to start again, or restore one"
+        )
     return None
 
 
 def save_tensors(path: Path, content: dict[str, Any]) -> None:
-    buffer = io.BytesIO()  # torch reports a full disk as an error of its own, without the file's name
+    buffer = (
+        io.BytesIO()
+    )  # torch reports a full disk as an error of its own, without the file's name
     torch.save(content, buffer)
     write_bytes(path, buffer.getvalue())
 
@@ -108,7 +124,9 @@ def load_tensors(path: Path) -> dict[str, Any]:
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints by their steps; other folders, such as a copy named ``checkpoint-40-best``, are the user's."""
+    """Checkpoints by their steps; other folders, such as a copy named ``checkpoint-40-best``, are
+    the user's.
+    """
     found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
     return {int(match[1]): path for match, path in found if match}
 
@@ -129,7 +147,10 @@ def _to_disk(path: Path) -> None:
 def _seal(folder: Path) -> None:
     """Note the checksums of the files, and have all of them on the disk."""
     files = _files(folder)
-    sums = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    sums = {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
     for path in files:
         _to_disk(path)
     write_json(folder / CHECKSUMS, sums)
@@ -138,7 +159,9 @@ def _seal(folder: Path) -> None:
 
 
 def _damaged(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None: nothing, or it has no checksums, as those of trl's own trainers."""
+    """What is wrong with a checkpoint; None: nothing, or it has no checksums, as those of trl's own
+    trainers.
+    """
     noted = folder / CHECKSUMS
     if not noted.exists():
         return None
@@ -168,10 +191,19 @@ class Alert(NamedTuple):
 
 
 def alerts(records: Sequence[dict[str, Any]]) -> list[Alert]:
-    """What is wrong after the last of ``records``; figures that a finder does not log raise no alert."""
+    """What is wrong after the last of ``records``.
+
+    Figures that a finder does not log raise no alert.
+    """
     if not records:
         return []
-    found = [_reward(records), _no_signal(records), _truncation(records), _gates(records[-1]), _skipped(records[-1])]
+    found = [
+        _reward(records),
+        _no_signal(records),
+        _truncation(records),
+        _gates(records[-1]),
+        _skipped(records[-1]),
+    ]
     return [alert for alert in found if alert is not None]
 
 
@@ -182,7 +214,10 @@ def _mean(records: Sequence[dict[str, Any]], name: str) -> float | None:
 
 def _reward(records: Sequence[dict[str, Any]]) -> Alert | None:
     now = _mean(records[-SPAN:], "reward/mean")
-    means = [_mean(records[end - SPAN : end], "reward/mean") for end in range(SPAN, len(records) - SPAN + 1)]
+    means = [
+        _mean(records[end - SPAN : end], "reward/mean")
+        for end in range(SPAN, len(records) - SPAN + 1)
+    ]
     known = [(mean, end) for end, mean in enumerate(means, start=SPAN) if mean is not None]
     if now is None or not known:
         return None
@@ -192,20 +227,26 @@ def _reward(records: Sequence[dict[str, Any]]) -> Alert | None:
     steps = f"{records[end - SPAN]['step']} to {records[end - 1]['step']}"
     return Alert(
         "The reward has collapsed",
-        f"The mean reward fell from {best:.2f} (steps {steps}) to {now:.2f} (the last {SPAN} steps), with "
-        f"{records[-1]['gates/below_0.5']:.0%} of the gates below 0.5. The penalty takes heads that the model needs: "
+        f"The mean reward fell from {best:.2f} (steps {steps}) to {now:.2f} (the last {SPAN} "
+        "steps), with "
+        f"{records[-1]['gates/below_0.5']:.0%} of the gates below 0.5. The penalty takes heads "
+        "that the model needs: "
         "lower l1_beta or raise tau. gates.jsonl has the gates of the steps before the fall.",
     )
 
 
 def _no_signal(records: Sequence[dict[str, Any]]) -> Alert | None:
-    spread, reward = (_mean(records[-SPAN:], name) for name in ("reward/zero_spread_share", "reward/mean"))
+    spread, reward = (
+        _mean(records[-SPAN:], name) for name in ("reward/zero_spread_share", "reward/mean")
+    )
     if spread is None or reward is None or spread < SPREADLESS or reward >= 0.5:
         return None
     return Alert(
         "No group has a spread",
-        f"In the last {SPAN} steps {spread:.0%} of the groups had samples of equal reward, with a mean reward of "
-        f"{reward:.2f}: nothing tells the gates what to keep. Take easier problems, more samples per prompt or a lower "
+        f"In the last {SPAN} steps {spread:.0%} of the groups had samples of equal reward, with a "
+        "mean reward of "
+        f"{reward:.2f}: nothing tells the gates what to keep. Take easier problems, more samples "
+        "per prompt or a lower "
         "l1_beta.",
     )
 
@@ -217,8 +258,10 @@ def _truncation(records: Sequence[dict[str, Any]]) -> Alert | None:
         return None
     return Alert(
         "Completions no longer end",
-        f"In the last {SPAN} steps {now:.0%} of the completions reached max_completion_length, {first:.0%} in the "
-        f"first {SPAN}. Look whether the texts repeat themselves: a model does that after losing too many heads.",
+        f"In the last {SPAN} steps {now:.0%} of the completions reached max_completion_length, "
+        f"{first:.0%} in the "
+        f"first {SPAN}. Look whether the texts repeat themselves: a model does that after losing "
+        "too many heads.",
     )
 
 
@@ -227,7 +270,8 @@ def _gates(last: dict[str, Any]) -> Alert | None:
         return None
     return Alert(
         "All gates are below 0.1",
-        f"Step {last['step']} leaves no head open: their order is that of noise and of the means over training. Lower "
+        f"Step {last['step']} leaves no head open: their order is that of noise and of the means "
+        "over training. Lower "
         "the weight of the penalty, or take the gates of an earlier step from gates.jsonl.",
     )
 
@@ -238,7 +282,8 @@ def _skipped(last: dict[str, Any]) -> Alert | None:
         return None
     return Alert(
         "Steps were left out",
-        f"The gradients of {number} of {last['step']} steps were not finite; nonfinite_step_*.pt has such batches.",
+        f"The gradients of {number} of {last['step']} steps were not finite; nonfinite_step_*.pt "
+        "has such batches.",
     )
 
 
@@ -276,11 +321,15 @@ class RunLogs:
 
     @classmethod
     def read(cls, folder: Path) -> RunLogs:
-        """Of a run of any finder, also while it trains; ``ValueError`` if ``folder`` is not that of a run."""
+        """Of a run of any finder, also while it trains.
+
+        ``ValueError`` if ``folder`` is not that of a run.
+        """
         config, summary = _object(folder / RUN_CONFIG), _object(folder / SUMMARY)
         if not config and not (folder / LOG).exists():
             raise ValueError(
-                f"{folder} holds neither {RUN_CONFIG} nor {LOG}: give the output folder of rlkv-train or rlkv-distill"
+                f"{folder} holds neither {RUN_CONFIG} nor {LOG}: give the output folder of "
+                "rlkv-train or rlkv-distill"
             )
         # a run that is continued with other settings notes them at its start
         finished = (folder / EXPORTED).exists() and summary.get("config", config) == config
@@ -294,7 +343,11 @@ class RunLogs:
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """``(step, value)`` of the records that have this figure."""
-        return [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
+        return [
+            (record["step"], record[name])
+            for record in self.records
+            if record.get(name) is not None
+        ]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -308,7 +361,8 @@ def _object(path: Path) -> dict[str, Any]:
     content = read_json(path) if path.exists() else {}
     if not isinstance(content, dict):
         raise ValueError(
-            f"{path} holds a {type(content).__name__}: give the output folder of rlkv-train or rlkv-distill"
+            f"{path} holds a {type(content).__name__}: give the output folder of rlkv-train or "
+            "rlkv-distill"
         )
     return content
 
@@ -329,7 +383,15 @@ class JsonlLog(TrainerCallback):
             if path.exists():
                 write_jsonl(path, [r for r in read_log(path) if r["step"] <= state.global_step])
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if "gates/mean" in logs:
             alpha = [[round(value, 6) for value in row] for row in gates_matrix(model).tolist()]
             append_record(self.folder / LOG, state.global_step, logs)
@@ -354,9 +416,13 @@ class GateImages(TrainerCallback):
 
 
 class SampleLog(TrainerCallback):
-    """``samples.jsonl``: texts that ``get_samples`` returns, every ``every`` steps and after the first (0: never)."""
+    """``samples.jsonl``: texts that ``get_samples`` returns, every ``every`` steps and after the
+    first (0: never).
+    """
 
-    def __init__(self, folder: Path, every: int, get_samples: Callable[[], list[dict[str, Any]]]) -> None:
+    def __init__(
+        self, folder: Path, every: int, get_samples: Callable[[], list[dict[str, Any]]]
+    ) -> None:
         self.path, self.every, self.get_samples = folder / SAMPLES_LOG, every, get_samples
 
     def due(self, step: int) -> list[dict[str, Any]]:
@@ -370,7 +436,9 @@ class SampleLog(TrainerCallback):
 
 
 class CollapseWatch(TrainerCallback):
-    """Tells signs of a collapse (:mod:`rlkv.training.run_folder`) when they appear, on stdout and to ``tell``."""
+    """Tells signs of a collapse (:mod:`rlkv.training.run_folder`) when they appear, on stdout and
+    to ``tell``.
+    """
 
     def __init__(self, folder: Path, tell: Sequence[Callable[[Alert], None]]) -> None:
         self.log, self.tell = folder / LOG, tell
@@ -393,14 +461,19 @@ class CollapseWatch(TrainerCallback):
 
 
 class Chart(NamedTuple):
-    """Figures of the log on one pair of axes: labels by name, and whether all of them lie in [0, 1]."""
+    """Figures of the log on one pair of axes: labels by name, and whether all of them lie in [0,
+    1].
+    """
 
     title: str
     lines: Mapping[str, str]
     share: bool = False
 
     def drawn(self, names: Iterable[str]) -> dict[str, str]:
-        """Labels of those of ``names`` that belong here; ``NAME_at_0.5`` is NAME at a sparsity of 0.5."""
+        """Labels of those of ``names`` that belong here.
+
+        ``NAME_at_0.5`` is NAME at a sparsity of 0.5.
+        """
         found = {}
         for name in names:
             base, _, sparsity = name.partition("_at_")
@@ -451,12 +524,22 @@ SECTIONS: dict[str, tuple[str, tuple[Chart, ...]]] = {
         "Is it converging?",
         (
             Chart("Penalty", {"penalty/beta_prime": "beta'", "penalty/value": "beta' * mean gate"}),
-            Chart("Loss", {"policy/loss": "policy", "loss/distill": "distillation", "loss": "loss of the solutions"}),
+            Chart(
+                "Loss",
+                {
+                    "policy/loss": "policy",
+                    "loss/distill": "distillation",
+                    "loss": "loss of the solutions",
+                },
+            ),
             Chart("Gradient of the gates", {"gates/grad_norm": "norm"}),
             Chart("Standard deviation of rewards", {"reward/std": "over the step"}),
             Chart(
                 "Rollout against trainer, log-probabilities",
-                {"rollout/logprob_diff_mean": "mean difference", "rollout/truncated_share": "weights above the cap"},
+                {
+                    "rollout/logprob_diff_mean": "mean difference",
+                    "rollout/truncated_share": "weights above the cap",
+                },
             ),
         ),
     ),
@@ -503,7 +586,10 @@ def section_of(name: str) -> str:
 
 
 class WandbLog(TrainerCallback):
-    """Everything that the folder of a run gets, to W&B; without a login it works offline and says so."""
+    """Everything that the folder of a run gets, to W&B.
+
+    Without a login it works offline and says so.
+    """
 
     def __init__(
         self,
@@ -522,7 +608,10 @@ class WandbLog(TrainerCallback):
         wandb = require("wandb", "wandb")
         mode = self.mode
         if mode == "online" and not wandb.login(prompt=False):
-            print("W&B: no login found, logging offline (later: wandb login, then wandb sync)", flush=True)
+            print(
+                "W&B: no login found, logging offline (later: wandb login, then wandb sync)",
+                flush=True,
+            )
             mode = "offline"
         identity = self.folder / "wandb_id.txt"  # a resumed run keeps its id
         if not identity.exists():
@@ -538,13 +627,23 @@ class WandbLog(TrainerCallback):
         )
         print(f"W&B: {self.run.url or self.run.dir}", flush=True)  # its own output is silent
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if "gates/mean" not in logs:
             return
         import wandb
 
         step = state.global_step
-        record: dict[str, Any] = {f"{section_of(name)}/{name.replace('/', '_')}": logs[name] for name in logs}
+        record: dict[str, Any] = {
+            f"{section_of(name)}/{name.replace('/', '_')}": logs[name] for name in logs
+        }
         record["heads/gates"] = wandb.Histogram(gates_matrix(model).flatten().tolist())
         paths = {} if self.images is None else self.images.paths(step)
         for kind, path in paths.items():
@@ -552,7 +651,9 @@ class WandbLog(TrainerCallback):
         if paths:
             record["collapse/reward_against_sparsity"] = self._against_sparsity()
         if self.samples is not None and (rows := self.samples.due(step)):
-            record["samples/texts"] = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
+            record["samples/texts"] = wandb.Table(
+                list(rows[0]), [list(row.values()) for row in rows]
+            )
         self.run.log(record, step=step)
 
     def _against_sparsity(self) -> Any:
@@ -561,8 +662,12 @@ class WandbLog(TrainerCallback):
 
         chart, logs = SECTIONS["collapse"][1][0], RunLogs.read(self.folder)
         curves = {label: logs.curve(name) for name, label in chart.drawn(logs.names).items()}
-        xs, ys = ([[point[axis] for point in curve] for curve in curves.values()] for axis in (0, 1))
-        return wandb.plot.line_series(xs, ys, keys=list(curves), title=chart.title, xname="optimizer step")
+        xs, ys = (
+            [[point[axis] for point in curve] for curve in curves.values()] for axis in (0, 1)
+        )
+        return wandb.plot.line_series(
+            xs, ys, keys=list(curves), title=chart.title, xname="optimizer step"
+        )
 
     def alert(self, alert: Alert) -> None:
         self.run.alert(title=alert.title, text=alert.text)
@@ -580,15 +685,46 @@ class WandbLog(TrainerCallback):
         self.run.finish()
 
 
-# what may differ between a run and its continuation; the problems themselves are compared by their digest
-RESUMABLE_KEYS = {"wandb", "wandb_project", "resume", "image_steps", "output_dir", "save_steps", "save_total_limit"}
-RESUMABLE_KEYS |= {"run_name", "rollout_servers", "rollout_patience", "rollout_kv_gib", "rollout_eager"}
+# what may differ between a run and its continuation; the problems themselves are compared by their
+# digest
+RESUMABLE_KEYS = {
+    "wandb",
+    "wandb_project",
+    "resume",
+    "image_steps",
+    "output_dir",
+    "save_steps",
+    "save_total_limit",
+}
+RESUMABLE_KEYS |= {
+    "run_name",
+    "rollout_servers",
+    "rollout_patience",
+    "rollout_kv_gib",
+    "rollout_eager",
+}
 RESUMABLE_KEYS |= {"max_steps", "num_train_epochs", "curriculum", "rollout_rows"}
 RESUMABLE_KEYS |= {"allow_foreign_curriculum", "gates_link", "target_sparsity", "stable_steps"}
 RESUMABLE_KEYS |= {"plan", "plan_gpus"}
-RESUMABLE_KEYS |= {"held_out_steps", "sample_steps", "forward_rows", "elimination_sparsity", "elimination_budget"}
-# what a gates file does not say of its training: files of this machine, and what does not belong to the method
-UNPUBLISHED_KEYS = {"curriculum", "haystack", "output_dir", "run_name", "model", "wandb", "wandb_project", "resume"}
+RESUMABLE_KEYS |= {
+    "held_out_steps",
+    "sample_steps",
+    "forward_rows",
+    "elimination_sparsity",
+    "elimination_budget",
+}
+# what a gates file does not say of its training: files of this machine, and what does not belong to
+# the method
+UNPUBLISHED_KEYS = {
+    "curriculum",
+    "haystack",
+    "output_dir",
+    "run_name",
+    "model",
+    "wandb",
+    "wandb_project",
+    "resume",
+}
 UNPUBLISHED_KEYS |= {"rollout_servers", "save_steps", "image_steps", "sample_steps", "gates_link"}
 UNPUBLISHED_KEYS |= {"plan", "plan_gpus"}
 UNPUBLISHED_KEYS |= {"rollout_kv_gib", "rollout_rows", "allow_foreign_curriculum", "forward_rows"}
@@ -604,7 +740,8 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
     """The checkpoint to resume from, None if there is none yet.
 
     Raises:
-        ValueError: if the folder holds another run, files that no run wrote, or this run and ``resume`` is off.
+        ValueError: if the folder holds another run, files that no run wrote, or this run and
+            ``resume`` is off.
         StoreInUseError: if another process is writing it.
     """
     noted = folder / RUN_CONFIG
@@ -614,24 +751,39 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
         if found or last_checkpoint(folder) is not None:
             names = ", ".join(found) or "checkpoints"
             raise ValueError(
-                f"{folder} holds {names}, but no {RUN_CONFIG}, which every run notes first: take another --output_dir"
+                f"{folder} holds {names}, but no {RUN_CONFIG}, which every run notes first: take "
+                "another --output_dir"
             )
         return None
     if not resume:
-        raise ValueError(f"{folder} holds a run already: continue it with --resume true, or take another --output_dir")
+        raise ValueError(
+            f"{folder} holds a run already: continue it with --resume true, or take another "
+            "--output_dir"
+        )
     before = read_json(noted)
     # another version has a few settings more or less, another program has others
-    if not isinstance(before, dict) or 2 * len(before.keys() ^ config.keys()) > len(before.keys() | config.keys()):
+    if not isinstance(before, dict) or 2 * len(before.keys() ^ config.keys()) > len(
+        before.keys() | config.keys()
+    ):
         raise ValueError(f"{folder} holds a run of another command: take another --output_dir")
     newest = last_checkpoint(folder)
     log = folder / LOG
-    if newest is None and not (folder / EXPORTED).exists() and not (log.exists() and log.stat().st_size):
+    if (
+        newest is None
+        and not (folder / EXPORTED).exists()
+        and not (log.exists() and log.stat().st_size)
+    ):
         return None  # nothing that a new run would overwrite
-    differing = [key for key in config if key not in RESUMABLE_KEYS and before.get(key, config[key]) != config[key]]
+    differing = [
+        key
+        for key in config
+        if key not in RESUMABLE_KEYS and before.get(key, config[key]) != config[key]
+    ]
     if differing:
         changes = ", ".join(f"{key} {before[key]!r} -> {config[key]!r}" for key in differing)
         raise ValueError(
-            f"{folder} holds a run with other settings ({changes}): use the same ones to continue it, or another "
+            f"{folder} holds a run with other settings ({changes}): use the same ones to continue "
+            "it, or another "
             "--output_dir"
         )
     return newest
@@ -640,7 +792,10 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
 def link(place: Path, target: Path) -> None:
     """Make ``place`` a link to ``target``; an older link is replaced, a file or folder is not."""
     if place.exists() and not place.is_symlink():
-        print(f"{place} is a file of its own and was left as it is: the gates are in {target}", flush=True)
+        print(
+            f"{place} is a file of its own and was left as it is: the gates are in {target}",
+            flush=True,
+        )
         return
     place.parent.mkdir(parents=True, exist_ok=True)
     place.unlink(missing_ok=True)
@@ -651,7 +806,8 @@ def link(place: Path, target: Path) -> None:
 class RunFolder:
     """One run of ``settings`` in ``path``; ``config`` is all that defines it, JSON-able.
 
-    ``checkpoint`` is the one to resume from, None for a new run; errors as in :func:`check_output_dir`.
+    ``checkpoint`` is the one to resume from, None for a new run; errors as in
+    :func:`check_output_dir`.
     """
 
     def __init__(self, path: Path, settings: RunSettings, config: dict[str, Any]) -> None:
@@ -660,39 +816,53 @@ class RunFolder:
         self.wandb_log: WandbLog | None = None
 
     def write_config(self) -> None:
-        """Take the folder for this process, and record the settings, for the comparison when the run is resumed.
+        """Take the folder for this process, and record the settings, for the comparison when the
+        run is resumed.
 
         Raises:
             StoreInUseError: if another process is writing the folder, or has since this one looked.
         """
         hold_folder(self.path)
         if check_output_dir(self.path, self.config, self.settings.resume) != self.checkpoint:
-            raise StoreInUseError(f"{self.path} was written by another process meanwhile: run the command again")
+            raise StoreInUseError(
+                f"{self.path} was written by another process meanwhile: run the command again"
+            )
         write_json(self.path / RUN_CONFIG, self.config)
 
     def check_shared(self) -> None:
         """Raise ValueError unless this process sees the settings that the main one has recorded."""
         for _ in range(SHARED_SECONDS):
-            if (self.path / RUN_CONFIG).exists() and read_json(self.path / RUN_CONFIG) == self.config:
+            if (self.path / RUN_CONFIG).exists() and read_json(
+                self.path / RUN_CONFIG
+            ) == self.config:
                 return
             time.sleep(1)
         else:
             raise ValueError(
-                f"{self.path} is not the main process's folder: with several machines --output_dir must be on a disk "
+                f"{self.path} is not the main process's folder: with several machines --output_dir "
+                "must be on a disk "
                 "that all of them share"
             )
 
-    def loggers(self, make_gates: Callable[[], HeadGates], samples: SampleLog | None = None) -> list[TrainerCallback]:
+    def loggers(
+        self, make_gates: Callable[[], HeadGates], samples: SampleLog | None = None
+    ) -> list[TrainerCallback]:
         """Figures, the logs, W&B and alerts."""
         settings = self.settings
         images = GateImages(self.path, settings.image_steps, make_gates)
-        found: list[TrainerCallback] = [images, JsonlLog(self.path), *([] if samples is None else [samples])]
+        found: list[TrainerCallback] = [
+            images,
+            JsonlLog(self.path),
+            *([] if samples is None else [samples]),
+        ]
         if wandb := self.open_wandb(images, samples):
             found.append(wandb)
         tell = [] if self.wandb_log is None else [self.wandb_log.alert]
         return [*found, CollapseWatch(self.path, tell)]
 
-    def open_wandb(self, images: GateImages | None = None, samples: SampleLog | None = None) -> WandbLog | None:
+    def open_wandb(
+        self, images: GateImages | None = None, samples: SampleLog | None = None
+    ) -> WandbLog | None:
         """W&B, where it is asked for; :meth:`export` ends its run."""
         mode, project = self.settings.wandb, self.settings.wandb_project
         if mode != "disabled":
@@ -704,7 +874,9 @@ class RunFolder:
         return {key: value for key, value in self.config.items() if key not in UNPUBLISHED_KEYS}
 
     def gates(self, model: Any, mean_alpha: Tensor, method: str, steps: int) -> HeadGates:
-        """The gates of ``model`` after ``steps`` steps, with what a gates file says of their training."""
+        """The gates of ``model`` after ``steps`` steps, with what a gates file says of their
+        training.
+        """
         settings = self.settings
         return HeadGates(
             alpha=gates_matrix(model),
@@ -723,20 +895,30 @@ class RunFolder:
         ``gates.pt`` comes last: its presence says that the export is complete.
 
         Args:
-            curves: keys and labels of the shares and means of the log that ``training_curves.png`` shows.
+            curves: keys and labels of the shares and means of the log that ``training_curves.png``
+                shows.
         """
         records = read_log(self.path / LOG)
         gates.training["final"] = gate_shares(gates.alpha)
-        figures = [{k.removeprefix(HELD_OUT): v for k, v in r.items() if k.startswith(HELD_OUT)} for r in records]
+        figures = [
+            {k.removeprefix(HELD_OUT): v for k, v in r.items() if k.startswith(HELD_OUT)}
+            for r in records
+        ]
         if last := [found for found in figures if found][-1:]:
             gates.training[share.HELD_OUT] = last[0]
         for name in GATES_FILES:
             gates.save(self.path / name)
         plot_gates(gates, self.path / "heat_map.png")
         plot_histogram(gates, self.path / "histogram.png")
-        figure, axes = curve_figure("Training of the gates", "optimizer step", "share or mean, 0 to 1")
+        figure, axes = curve_figure(
+            "Training of the gates", "optimizer step", "share or mean, 0 to 1"
+        )
         for key, label in curves:
-            axes.plot([record["step"] for record in records], [record[key] for record in records], label=label)
+            axes.plot(
+                [record["step"] for record in records],
+                [record[key] for record in records],
+                label=label,
+            )
         axes.set_ylim(-0.02, 1.02)
         axes.legend(fontsize=TEXT_SIZE)
         save_figure(figure, self.path / "training_curves.png")

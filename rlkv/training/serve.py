@@ -41,7 +41,9 @@ class ServeConfig(ModelOptions):
         check_vllm_options(self.engine, self.device, self.kv_gib)
         check_positive(self, "max_rows", "max_positions")
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"--port {self.port} is not a port: choose one from 1 to 65535, or 0 for a free one")
+            raise ValueError(
+                f"--port {self.port} is not a port: choose one from 1 to 65535, or 0 for a free one"
+            )
 
 
 def fitting_kv_gib(config: ServeConfig) -> float:
@@ -54,7 +56,9 @@ def fitting_kv_gib(config: ServeConfig) -> float:
 
 
 def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
-    """The engine with mixed attention; ``ValueError`` if it is not installed or the model cannot be loaded."""
+    """The engine with mixed attention; ``ValueError`` if it is not installed or the model cannot be
+    loaded.
+    """
     sizes = LocalSizes(config.sink, config.window)
     engine: Any
     if config.engine == "vllm":
@@ -63,16 +67,24 @@ def load_gated_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
         kv_gib = fitting_kv_gib(config) if config.kv_gib is None else config.kv_gib
         limits = config.max_positions, kv_gib, config.max_rows
         engine = VLLMEngine(config.model, sizes, config.dtype, *limits, enforce_eager=config.eager)
-        positions, vocabulary = engine.max_positions, engine.llm.llm_engine.model_config.get_vocab_size()
+        positions, vocabulary = (
+            engine.max_positions,
+            engine.llm.llm_engine.model_config.get_vocab_size(),
+        )
     else:
         from rlkv.training.trainer import GatedHFEngine
 
         loaded, tokenizer = config.load()
         engine = GatedHFEngine(loaded, sizes, tokenizer.pad_token_id, config.max_rows)
         text_config = loaded.config.get_text_config()
-        positions, vocabulary = config.max_positions or text_config.max_position_embeddings, text_config.vocab_size
+        positions, vocabulary = (
+            config.max_positions or text_config.max_position_embeddings,
+            text_config.vocab_size,
+        )
     layers, heads = engine.gates().shape
-    return engine, EngineFacts(config.model, sizes.sink, sizes.window, positions, layers, heads, vocabulary)
+    return engine, EngineFacts(
+        config.model, sizes.sink, sizes.window, positions, layers, heads, vocabulary
+    )
 
 
 def serve(config: ServeConfig) -> None:
@@ -80,5 +92,8 @@ def serve(config: ServeConfig) -> None:
     engine, facts = load_gated_engine(config)
     with RolloutServer((config.host, config.port), engine, facts) as server:
         where = f"http://{config.host}:{server.server_port}"
-        print(f"serving {config.model} at {where} (sink {config.sink}, window {config.window})", flush=True)
+        print(
+            f"serving {config.model} at {where} (sink {config.sink}, window {config.window})",
+            flush=True,
+        )
         server.serve_forever()

@@ -1,8 +1,10 @@
-"""A frozen base model that does not fit one card: shared out over the processes by FSDP2 or DeepSpeed ZeRO-3.
+"""A frozen base model that does not fit one card: shared out over the processes by FSDP2 or
+DeepSpeed ZeRO-3.
 
-Launchers shard all parameters and what the optimizer knows of them.  Here the base alone is large, and frozen: its
-library shards it, and the gates, a few hundred numbers, stay whole in every process, where DDP keeps them equal.  So
-gates are read, clamped, logged and saved as on one process.
+Launchers shard all parameters and what the optimizer knows of them.  Here the base alone is large,
+and frozen: its library shards it, and the gates, a few hundred numbers, stay whole in every
+process, where DDP keeps them equal.  So gates are read, clamped, logged and saved as on one
+process.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ from transformers.integrations import deepspeed
 
 from rlkv.attention.mixed import GATE
 
-# shards a frozen model without gates, in place; what it returns is to be called after every backward pass
+# shards a frozen model without gates, in place; what it returns is to be called after every
+# backward pass
 Shard = Callable[[PreTrainedModel, Accelerator], Callable[[], None]]
 
 
 def is_sharded(args: Any) -> bool:
-    """Whether the launcher asks for a base model that is shared out; before :func:`take_sharding`."""
+    """Whether the launcher asks for a base model that is shared out.
+
+    Before :func:`take_sharding`.
+    """
     by_deepspeed = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
     return by_deepspeed or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
@@ -46,14 +52,21 @@ def not_loading() -> Iterator[None]:
 
 
 def load_as(dtype: str) -> None:
-    """Let ZeRO-3, which shares weights out as they are loaded, keep the dtype: by default it makes them float32."""
+    """Let ZeRO-3, which shares weights out as they are loaded, keep the dtype: by default it makes
+    them float32.
+    """
     if deepspeed.is_deepspeed_zero3_enabled():
         config = deepspeed.deepspeed_config()
-        config |= {name: {"enabled": dtype == full} for name, full in (("bf16", "bfloat16"), ("fp16", "float16"))}
+        config |= {
+            name: {"enabled": dtype == full}
+            for name, full in (("bf16", "bfloat16"), ("fp16", "float16"))
+        }
 
 
 def take_sharding(args: Any) -> Shard | None:
-    """What the launcher asked for, taken away from it: to trl and accelerate the run is one of DDP; None: no sharding.
+    """What the launcher asked for, taken away from it: to trl and accelerate the run is one of DDP.
+
+    None: no sharding.
 
     Raises:
         ValueError: for FSDP of the first version.
@@ -62,18 +75,27 @@ def take_sharding(args: Any) -> Shard | None:
         return None
     if os.environ.pop("ACCELERATE_USE_FSDP", "false").lower() == "true":
         if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise ValueError("FSDP shards in its version 2 only: set fsdp_version: 2 in the launcher's config")
+            raise ValueError(
+                "FSDP shards in its version 2 only: set fsdp_version: 2 in the launcher's config"
+            )
         return _shard_fsdp2
     plugin = args.deepspeed_plugin
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     args.deepspeed = args.deepspeed_plugin = None
     on_cpu = args.device.type == "cpu"
-    args.distributed_state.distributed_type = DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
-    return lambda base, accelerator: _shard_zero3(base, accelerator, plugin.deepspeed_config["zero_optimization"])
+    args.distributed_state.distributed_type = (
+        DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
+    )
+    return lambda base, accelerator: _shard_zero3(
+        base, accelerator, plugin.deepspeed_config["zero_optimization"]
+    )
 
 
 def shard_base(model: PeftModel, accelerator: Accelerator, shard: Shard) -> Callable[[], None]:
-    """Share the frozen weights out, so that DDP looks at the gates alone; returns what to call after a backward."""
+    """Share the frozen weights out, so that DDP looks at the gates alone.
+
+    Returns what to call after a backward.
+    """
     modules: list[Any] = [module for module in model.modules() if hasattr(module, GATE)]
     gates = [getattr(module, GATE) for module in modules]
     for module in modules:
@@ -90,20 +112,32 @@ def shard_base(model: PeftModel, accelerator: Accelerator, shard: Shard) -> Call
 def _shard_fsdp2(base: PreTrainedModel, accelerator: Accelerator) -> Callable[[], None]:
     plugin = FullyShardedDataParallelPlugin()  # as the launcher's variables say
     if plugin.activation_checkpointing:
-        raise ValueError("fsdp_activation_checkpointing is not supported: use --gradient_checkpointing true instead")
+        raise ValueError(
+            "fsdp_activation_checkpointing is not supported: use --gradient_checkpointing true "
+            "instead"
+        )
     accelerator.state.fsdp_plugin = plugin
     fsdp2_prepare_model(accelerator, base)
     del accelerator.state.fsdp_plugin
     return nothing
 
 
-def _shard_zero3(base: Any, accelerator: Accelerator, options: dict[str, Any]) -> Callable[[], None]:
+def _shard_zero3(
+    base: Any, accelerator: Accelerator, options: dict[str, Any]
+) -> Callable[[], None]:
     from deepspeed import initialize
 
-    known = {name: value for name, value in options.items() if value != "auto"}  # else its own defaults
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": known}  # a number that only optimizers need
+    known = {
+        name: value for name, value in options.items() if value != "auto"
+    }  # else its own defaults
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": known,
+    }  # a number that only optimizers need
     engine = initialize(model=base, config=config)[0]
-    base.to(accelerator.device)  # buffers; DeepSpeed leaves them where weights were shared out as they were loaded
+    base.to(
+        accelerator.device
+    )  # buffers; DeepSpeed leaves them where weights were shared out as they were loaded
 
     frozen = list(base.parameters())
 
@@ -123,9 +157,11 @@ def nothing() -> None:
 
 @contextmanager
 def in_step(model: PreTrainedModel) -> Iterator[None]:
-    """Sampling with a sharded model, whose every forward is one of all processes: they end together.
+    """Sampling with a sharded model, whose every forward is one of all processes: they end
+    together.
 
-    A process whose rows have ended goes on with forwards of one token until the last process has its rows.
+    A process whose rows have ended goes on with forwards of one token until the last process has
+    its rows.
     """
     hook = model.register_forward_pre_hook(lambda *_: _check(any_process(True)), prepend=True)
     try:

@@ -1,4 +1,6 @@
-"""RLKVTrainer: trl's GRPOTrainer with gates as the only parameters, the adaptive L1 penalty, and exact resume."""
+"""RLKVTrainer: trl's GRPOTrainer with gates as the only parameters, the adaptive L1 penalty, and
+exact resume.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,26 @@ from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler
 
 from rlkv.attention import LocalSizes
-from rlkv.attention.head_gate import HeadGateConfig, gate_parameters, gate_shares, gates_matrix, set_gates
+from rlkv.attention.head_gate import (
+    HeadGateConfig,
+    gate_parameters,
+    gate_shares,
+    gates_matrix,
+    set_gates,
+)
 from rlkv.cache.reallocation import full_cache
 from rlkv.rollout.base import GatedEngine, Rows, Sample, SamplingParams, gate_version
 from rlkv.rollout.decoding import Decoding, Row
 from rlkv.rollout.footprint import DEFAULT_KV_GIB
 from rlkv.training import objective
-from rlkv.training.callbacks import ClampGates, GateMean, ReturnMemory, SkipNonFinite, StopOnTermination, StopWhenStable
+from rlkv.training.callbacks import (
+    ClampGates,
+    GateMean,
+    ReturnMemory,
+    SkipNonFinite,
+    StopOnTermination,
+    StopWhenStable,
+)
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
 from rlkv.training.objective import RECIPES
 from rlkv.training.run_folder import PARTIAL, load_tensors, new_checkpoint, save_tensors
@@ -49,7 +64,8 @@ from rlkv.verifier import are_correct
 if TYPE_CHECKING:
     from rlkv.training.config import GateTrainingArguments, RLKVSettings
 
-# (input_ids, attention_mask, labels) -> log-probabilities [rows, tokens - 1]; labels are -100 where none is wanted
+# (input_ids, attention_mask, labels) -> log-probabilities [rows, tokens - 1]; labels are -100 where
+# none is wanted
 Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -61,10 +77,15 @@ def shift_left(ids_NT: Tensor, mask_NT: Tensor) -> tuple[Tensor, Tensor]:
     return ids_NT.gather(1, index), offset_N
 
 
-def completion_logprobs(score: Score, ids_NT: Tensor, mask_NT: Tensor, num_completion: int, max_rows: int) -> Tensor:
-    """Log-probabilities of the last ``num_completion`` columns, 0 for padding: ``[N, num_completion]``.
+def completion_logprobs(
+    score: Score, ids_NT: Tensor, mask_NT: Tensor, num_completion: int, max_rows: int
+) -> Tensor:
+    """Log-probabilities of the last ``num_completion`` columns, 0 for padding:
 
-    Without padding on the left plain causal attention needs no mask, which would cost ~64 MB per row at 8k tokens.
+    ``[N, num_completion]``.
+
+    Without padding on the left plain causal attention needs no mask, which would cost ~64 MB per
+    row at 8k tokens.
 
     Args:
         ids_NT, mask_NT: prompts padded on the left, completions on the right.
@@ -72,7 +93,9 @@ def completion_logprobs(score: Score, ids_NT: Tensor, mask_NT: Tensor, num_compl
     """
     shifted, offset_N = shift_left(ids_NT, mask_NT)
     length_N = mask_NT.sum(-1)
-    completion_start = ids_NT.shape[1] - num_completion - offset_N  # first column of the completion after the shift
+    completion_start = (
+        ids_NT.shape[1] - num_completion - offset_N
+    )  # first column of the completion after the shift
     logprobs = torch.zeros(len(ids_NT), num_completion, device=ids_NT.device)
     for rows in length_N.argsort(descending=True).split(max_rows):
         column = torch.arange(int(length_N[rows].max()), device=ids_NT.device)
@@ -90,7 +113,13 @@ def completion_logprobs(score: Score, ids_NT: Tensor, mask_NT: Tensor, num_compl
 
 GATE_MEAN, STABLE, SKIPPED, BATCHES = "gate_mean.pt", "stable", "skipped", "batches"
 _MEASURED = (
-    *("reward/mean", "reward/std", "reward/zero_spread_share", "penalty/beta_prime", "penalty/value"),
+    *(
+        "reward/mean",
+        "reward/std",
+        "reward/zero_spread_share",
+        "penalty/beta_prime",
+        "penalty/value",
+    ),
     *("policy/loss", "policy/clip_share"),
     *("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/truncated_share"),
     *("response/length_mean", "response/length_max", "response/truncated_share"),
@@ -100,7 +129,8 @@ _MEASURED = (
 class ResumableGRPOTrainer(GRPOTrainer):
     """Checkpoints that are complete or absent, and one log record per step.
 
-    Subclasses set the attributes below before ``__init__``, and write to ``_seconds`` and ``_of_rollout``.
+    Subclasses set the attributes below before ``__init__``, and write to ``_seconds`` and
+    ``_of_rollout``.
     """
 
     # narrower than the declarations of transformers and trl
@@ -112,7 +142,9 @@ class ResumableGRPOTrainer(GRPOTrainer):
     gate_mean: GateMean
     skip_nonfinite: SkipNonFinite
     stop_when_stable: StopWhenStable | None
-    _seconds: dict[str, float]  # of this step: rollout, reward, cpu (all threads, without the verifier's processes)
+    _seconds: dict[
+        str, float
+    ]  # of this step: rollout, reward, cpu (all threads, without the verifier's processes)
     _of_rollout: dict[str, float]  # what is known of the last rollout, for all steps that use it
 
     @property
@@ -132,7 +164,9 @@ class ResumableGRPOTrainer(GRPOTrainer):
         if "grad_norm" in logs:
             measured = {name: found for name, found in self._metrics["train"].items() if found}
             means = {name: sum(found) / len(found) for name, found in measured.items()}
-            largest = {name: max(found) for name, found in measured.items() if name.endswith("_max")}
+            largest = {
+                name: max(found) for name, found in measured.items() if name.endswith("_max")
+            }
             values = {**self._of_rollout, **means, **largest}
             seconds, step = self._seconds, sum(measured.get("step_time", []))
             logs = {
@@ -168,14 +202,20 @@ class ResumableGRPOTrainer(GRPOTrainer):
                 state = {"inputs": self._buffered_inputs, "values": self._of_rollout}
                 save_tensors(self._rollout_state(folder), state)
             if main:
-                found = {STABLE: self._stable_state(), SKIPPED: self.skip_nonfinite.state(), BATCHES: self._step}
+                found = {
+                    STABLE: self._stable_state(),
+                    SKIPPED: self.skip_nonfinite.state(),
+                    BATCHES: self._step,
+                }
                 save_tensors(folder / GATE_MEAN, self.gate_mean.state() | found)
 
     def _rollout_state(self, folder: Path) -> Path:
         return folder / f"rollout_state_{self.accelerator.process_index}.pt"
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Called just before the first batch after a resume: everything that trl itself does not restore."""
+        """Called just before the first batch after a resume: everything that trl itself does not
+        restore.
+        """
         super()._load_rng_state(checkpoint)
         if checkpoint is None:
             return
@@ -200,7 +240,9 @@ class ResumableGRPOTrainer(GRPOTrainer):
         self.gate_mean.load(state)
         self.skip_nonfinite.load(state[SKIPPED])
         # checkpoints of earlier versions do not say it
-        self._step = state.get(BATCHES, self.state.global_step * self.args.gradient_accumulation_steps)
+        self._step = state.get(
+            BATCHES, self.state.global_step * self.args.gradient_accumulation_steps
+        )
         if self.stop_when_stable is not None:
             self.stop_when_stable.load(state[STABLE])
 
@@ -208,7 +250,8 @@ class ResumableGRPOTrainer(GRPOTrainer):
         """trl reports each start of a trainer to its authors; this one does not."""
 
 
-# mean |difference| of log-probabilities above which two engines hold different models; rounding in bf16 gives ~0.02
+# mean |difference| of log-probabilities above which two engines hold different models; rounding in
+# bf16 gives ~0.02
 SAME_MODEL = 0.5
 
 
@@ -225,7 +268,10 @@ class GateLossTrainer(ResumableGRPOTrainer):
     _tally: dict[str, Tensor]  # of this process in this step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As trl, which measures the wall-clock time of the same span; gradients that are not finite are noted."""
+        """As trl, which measures the wall-clock time of the same span.
+
+        Gradients that are not finite are noted.
+        """
         started = time.process_time()
         loss = super().training_step(*args, **kwargs)
         self.release_weights()
@@ -246,16 +292,24 @@ class GateLossTrainer(ResumableGRPOTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None, None]:
-        """The log-probabilities alone; trl gives a ``batch_size`` for those of a whole rollout, without gradients."""
+        """The log-probabilities alone; trl gives a ``batch_size`` for those of a whole rollout,
+        without gradients.
+        """
 
         def score(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
             with self.accelerator.autocast():
-                return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
+                return model(
+                    input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True
+                ).log_probs
 
         # DDP synchronises at every forward with gradients: there all processes make exactly one
         alone = self.accelerator.num_processes == 1
         rows = batch_size or (self.settings.forward_rows if alone else len(input_ids))
-        return completion_logprobs(score, input_ids, attention_mask, logits_to_keep, rows), None, None
+        return (
+            completion_logprobs(score, input_ids, attention_mask, logits_to_keep, rows),
+            None,
+            None,
+        )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         settings, mean_reward, self._inputs = self.settings, inputs["mean_reward"], inputs
@@ -279,33 +333,56 @@ class GateLossTrainer(ResumableGRPOTrainer):
         """What all processes measured in the micro-batches of a step: their one exchange."""
         tally, self._tally = self._tally, {}
         widths = [value.numel() for value in tally.values()]
-        everyones = self.accelerator.gather(torch.cat([value.float().view(-1) for value in tally.values()])[None])
+        everyones = self.accelerator.gather(
+            torch.cat([value.float().view(-1) for value in tally.values()])[None]
+        )
         total = dict(zip(tally, everyones.sum(0).split(widths), strict=True))
         largest = dict(zip(tally, everyones.amax(0).split(widths), strict=True))["largest"]
         compared, num_compared = total["compared"], total["compared"].sum().clamp(min=1)
-        self._note("policy/loss", total["policy"] / (self.current_gradient_accumulation_steps * len(everyones)))
+        self._note(
+            "policy/loss",
+            total["policy"] / (self.current_gradient_accumulation_steps * len(everyones)),
+        )
         self._note("policy/clip_share", total["clipped"] / total["tokens"].clamp(min=1))
         self._note("rollout/logprob_diff_mean", total["difference"].sum() / num_compared)
         self._note("rollout/logprob_diff_max", largest)
         self._note("rollout/truncated_share", total["above"] / num_compared)
         mean, source = (total["difference"] / compared.clamp(min=1)).max(0)
         if mean > SAME_MODEL:
-            where = f" at {self.settings.servers[int(source)]}" if self.settings.rollout == "vllm-server" else ""
+            where = (
+                f" at {self.settings.servers[int(source)]}"
+                if self.settings.rollout == "vllm-server"
+                else ""
+            )
             raise ValueError(
-                f"the log-probabilities of the rollouts differ from the trainer's by {mean:.2f} on average: the "
+                f"the log-probabilities of the rollouts differ from the trainer's by {mean:.2f} on "
+                "average: the "
                 f"rollout engine{where} must serve the same model with the same sink and window"
             )
 
     def _policy_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """And the number of clipped tokens; the row of an idle process has advantage 0 and is compared only."""
+        """And the number of clipped tokens.
+
+        The row of an idle process has advantage 0 and is compared only.
+        """
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         completion_mask = inputs["completion_mask"]
         mask = torch.cat([inputs["prompt_mask"], completion_mask], dim=1)
         # under DDP every process takes part in the backward
-        with torch.set_grad_enabled(self.accelerator.num_processes > 1 or bool(inputs["advantages"].any())):
-            logprobs, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, completion_mask.shape[1])
-        old = logprobs.detach() if inputs.get("old_per_token_logps") is None else inputs["old_per_token_logps"]
-        weight = self._importance(old, inputs["sampling_per_token_logps"], completion_mask, inputs["source"])
+        with torch.set_grad_enabled(
+            self.accelerator.num_processes > 1 or bool(inputs["advantages"].any())
+        ):
+            logprobs, _, _ = self._get_per_token_logps_and_entropies(
+                model, ids, mask, completion_mask.shape[1]
+            )
+        old = (
+            logprobs.detach()
+            if inputs.get("old_per_token_logps") is None
+            else inputs["old_per_token_logps"]
+        )
+        weight = self._importance(
+            old, inputs["sampling_per_token_logps"], completion_mask, inputs["source"]
+        )
         return objective.policy_loss(
             logprobs,
             old,
@@ -317,8 +394,12 @@ class GateLossTrainer(ResumableGRPOTrainer):
             weight_NT=weight,
         )
 
-    def _importance(self, old_NT: Tensor, rollout_NT: Tensor, mask_NT: Tensor, source_N: Tensor) -> Tensor | None:
-        """Note how far the rollout's log-probabilities are from the trainer's; the weights that correct for it.
+    def _importance(
+        self, old_NT: Tensor, rollout_NT: Tensor, mask_NT: Tensor, source_N: Tensor
+    ) -> Tensor | None:
+        """Note how far the rollout's log-probabilities are from the trainer's.
+
+        The weights that correct for it.
 
         None where the trainer's own model sampled: it differs by rounding alone.
         """
@@ -333,7 +414,9 @@ class GateLossTrainer(ResumableGRPOTrainer):
             compared=per_source @ mask_NT.sum(1).float(),
             above=((ratio > cap) * mask_NT * corrects).sum(),
         )
-        self._tally["largest"] = torch.maximum(self._tally.get("largest", difference.max()), difference.max())
+        self._tally["largest"] = torch.maximum(
+            self._tally.get("largest", difference.max()), difference.max()
+        )
         return weight
 
 
@@ -356,11 +439,16 @@ class Shares:
 
     def filled(self) -> list[int]:
         """The slots of the rows, in the order of rows, if those of all processes are one list."""
-        return [rank * self.slots + i for rank in range(self.processes) for i in range(len(self.of(rank)))]
+        return [
+            rank * self.slots + i
+            for rank in range(self.processes)
+            for i in range(len(self.of(rank)))
+        ]
 
 
 class RowSampler(RepeatSampler):
-    """trl's sampler of prompts, in slots, with an order per epoch that depends on (seed, epoch) alone.
+    """trl's sampler of prompts, in slots, with an order per epoch that depends on (seed, epoch)
+    alone.
 
     Args:
         uses: how often each rollout is asked for: once per forward and backward pass.
@@ -383,16 +471,26 @@ class RowSampler(RepeatSampler):
                 yield from slots
 
     def __len__(self) -> int:
-        return super().__len__() // self.shares.rows * self.shares.slots * self.shares.processes * self.uses
+        return (
+            super().__len__()
+            // self.shares.rows
+            * self.shares.slots
+            * self.shares.processes
+            * self.uses
+        )
 
 
 def gather_rows(accelerator: Any, tensors: dict[str, Tensor], shares: Shares) -> dict[str, Tensor]:
-    """The rows of all processes in the order of their numbers, from tensors ``[slots, ...]`` of this one."""
+    """The rows of all processes in the order of their numbers, from tensors ``[slots, ...]`` of
+    this one.
+    """
     filled = torch.tensor(shares.filled(), device=accelerator.device)
     found = {}
     for name, values in tensors.items():
         if values.dim() == 2:  # prompts are padded on the left
-            values = accelerator.pad_across_processes(values, dim=1, pad_first=name.startswith("prompt"))
+            values = accelerator.pad_across_processes(
+                values, dim=1, pad_first=name.startswith("prompt")
+            )
         found[name] = accelerator.gather(values)[filled]
     return found
 
@@ -400,10 +498,11 @@ def gather_rows(accelerator: Any, tensors: dict[str, Tensor], shares: Shares) ->
 def make_micro_batches(
     rows: dict[str, Tensor], parts: Sequence[Tensor], number: int, processes: int, rank: int
 ) -> list[dict[str, Tensor]]:
-    """The micro-batches of one process: rows of advantage 0 have no gradient, and the others are dealt out by length.
+    """The micro-batches of one process: rows of advantage 0 have no gradient, and the others are
+    dealt out by length.
 
-    Ranks work on rows of about the same length at the same time.  A process without a row takes the shortest one, with
-    advantage 0, because every process takes part in every backward pass.
+    Ranks work on rows of about the same length at the same time.  A process without a row takes the
+    shortest one, with advantage 0, because every process takes part in every backward pass.
 
     Args:
         rows: of a whole rollout, with advantages and masks.
@@ -411,8 +510,8 @@ def make_micro_batches(
         number: micro-batches of a part.
 
     Returns:
-        ``number`` for each part: some of the rows, ``mean_reward`` of all rows of the part, and as scalars how many
-        rows and tokens of it fall to a micro-batch on average.
+        ``number`` for each part: some of the rows, ``mean_reward`` of all rows of the part, and as
+        scalars how many rows and tokens of it fall to a micro-batch on average.
     """
     length_N = rows["prompt_mask"].sum(1) + rows["completion_mask"].sum(1)
     found = []
@@ -426,7 +525,9 @@ def make_micro_batches(
         teaching = teaching[length_N[teaching].argsort(descending=True, stable=True)]
         shortest = part[length_N[part].argmin()][None]
         for i in range(number):
-            mine = teaching[len(teaching) * i // number : len(teaching) * (i + 1) // number][rank::processes]
+            mine = teaching[len(teaching) * i // number : len(teaching) * (i + 1) // number][
+                rank::processes
+            ]
             batch = {name: values[mine if len(mine) else shortest] for name, values in rows.items()}
             if not len(mine):
                 batch["advantages"] = torch.zeros_like(batch["advantages"])
@@ -447,7 +548,8 @@ def roll_out(
 
     Args:
         model: in eval mode, on its device.
-        rows: their numbers count among the rows of all processes, ``rows.rollout`` since the start of training.
+        rows: their numbers count among the rows of all processes, ``rows.rollout`` since the start
+            of training.
         max_rows: rows decoded at once.
         sharded: as of :class:`~rlkv.rollout.decoding.Decoding`.
     """
@@ -456,17 +558,32 @@ def roll_out(
         return full_cache(model.config, limit)
 
     decoding = Decoding(
-        model, sampling, eos_ids, pad_id, max_rows, new_cache, rows.rollout, logprobs=True, sharded=sharded
+        model,
+        sampling,
+        eos_ids,
+        pad_id,
+        max_rows,
+        new_cache,
+        rows.rollout,
+        logprobs=True,
+        sharded=sharded,
     )
     return decoding.run(rows.prompts, rows.numbers)
 
 
 class GatedHFEngine:
-    """A :class:`~rlkv.rollout.base.GatedEngine`: ``max_rows`` rows at once, as in the training loop."""
+    """A :class:`~rlkv.rollout.base.GatedEngine`:
 
-    def __init__(self, model: PreTrainedModel, sizes: LocalSizes, pad_id: int, max_rows: int = 64) -> None:
+    ``max_rows`` rows at once, as in the training loop.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, sizes: LocalSizes, pad_id: int, max_rows: int = 64
+    ) -> None:
         """``model`` should be on its device; all gates are 1 at first."""
-        self.model = get_peft_model(model, HeadGateConfig(sink=sizes.sink, window=sizes.window)).eval()
+        self.model = get_peft_model(
+            model, HeadGateConfig(sink=sizes.sink, window=sizes.window)
+        ).eval()
         self.pad_id, self.max_rows = pad_id, max_rows
 
     def gates(self) -> Tensor:
@@ -481,7 +598,9 @@ class GatedHFEngine:
         set_gates(self.model, alpha_LH)
         return gate_version(self.gates())
 
-    def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+    def sample(
+        self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]
+    ) -> Iterator[tuple[int, Sample]]:
         """Yield ``(index into rows.prompts, sample)`` as rows end, the longest prompts first."""
         base: Any = self.model.get_base_model()
         version = gate_version(self.gates())
@@ -494,12 +613,14 @@ class GatedHFEngine:
 def open_engine(
     settings: RLKVSettings, args: GateTrainingArguments, longest_prompt: int
 ) -> Iterator[GatedEngine | None]:
-    """What samples in this process instead of the trainer's own model: an engine, or for the main one a client.
+    """What samples in this process instead of the trainer's own model: an engine, or for the main
+    one a client.
 
     At the end an engine gives its memory back, unless the trainer has a process group.
 
     Raises:
-        ValueError: if the engine is not installed, a server cannot be reached, or it does not fit the settings.
+        ValueError: if the engine is not installed, a server cannot be reached, or it does not fit
+            the settings.
     """
     sizes = LocalSizes(settings.sink, settings.window)
     positions = longest_prompt + (args.max_completion_length or 0)
@@ -532,9 +653,11 @@ def open_engine(
 
 
 def judged(
-    ended: Iterable[tuple[int, Sample]], judge: Callable[[list[tuple[int, Sample]]], Sequence[float]]
+    ended: Iterable[tuple[int, Sample]],
+    judge: Callable[[list[tuple[int, Sample]]], Sequence[float]],
 ) -> tuple[list[tuple[Sample, float]], float]:
-    """Samples in the order of their indices with what ``judge`` says of them, on another thread while others decode.
+    """Samples in the order of their indices with what ``judge`` says of them, on another thread
+    while others decode.
 
     Those that end while it judges are its next batch, so that the verifier's processes share them.
 
@@ -578,17 +701,20 @@ class RLKVTrainer(GateLossTrainer):
     """Trains head gates by GRPO without KL, with an L1 penalty per group.
 
     One optimizer step: sample completions under the mixed attention, verify them, maximise
-    ``policy objective - beta' * mean(alpha)`` (:mod:`rlkv.training.objective`), clamp the gates to [0, 1].
+    ``policy objective - beta' * mean(alpha)`` (:mod:`rlkv.training.objective`), clamp the gates to
+    [0, 1].
 
     Args:
         model: the frozen model; it is wrapped with :class:`HeadGateConfig`.
         train_dataset: columns ``prompt`` (messages) and ``answer``.
         tokenizer: padding on the left, with a chat template.
         reward: decides which completions are right; the verifier by default.
-        engine: samples the completions instead of ``model``; of rollout servers only the main process has a client.
+        engine: samples the completions instead of ``model``; of rollout servers only the main
+            process has a client.
 
     Raises:
-        ValueError: if the data do not fill one step, or the launcher asks for a sharding that is not supported.
+        ValueError: if the data do not fill one step, or the launcher asks for a sharding that is
+            not supported.
     """
 
     def __init__(
@@ -605,17 +731,23 @@ class RLKVTrainer(GateLossTrainer):
         prompts = args.prompts_per_rollout
         if len(train_dataset) < prompts:
             raise ValueError(
-                f"the curriculum has {len(train_dataset)} problems, but one step takes {prompts}: lower "
+                f"the curriculum has {len(train_dataset)} problems, but one step takes {prompts}: "
+                "lower "
                 "prompts_per_step or add problems"
             )
         dropout = getattr(model.config.get_text_config(), "attention_dropout", 0)
         if dropout:
-            raise ValueError(f"gated attention has no dropout: set attention_dropout to 0 (it is {dropout})")
+            raise ValueError(
+                f"gated attention has no dropout: set attention_dropout to 0 (it is {dropout})"
+            )
         self.sharding, self.release_weights = take_sharding(args), nothing
         self.settings = settings
         self.reward = reward
         self.engine = engine
-        self.gate_mean, self.skip_nonfinite = GateMean(), SkipNonFinite(Path(args.output_dir or "."))
+        self.gate_mean, self.skip_nonfinite = (
+            GateMean(),
+            SkipNonFinite(Path(args.output_dir or ".")),
+        )
         self._seconds = {"rollout": 0.0, "reward": 0.0, "cpu": 0.0}
         self._rewards = torch.zeros(0)
         self._answers: list[str] = []
@@ -628,7 +760,9 @@ class RLKVTrainer(GateLossTrainer):
             args=args,
             train_dataset=train_dataset,
             processing_class=tokenizer,
-            peft_config=HeadGateConfig(sink=settings.sink, window=settings.window, init_value=settings.init_value),
+            peft_config=HeadGateConfig(
+                sink=settings.sink, window=settings.window, init_value=settings.init_value
+            ),
             # the clamp comes first: whatever looks at the gates after a step sees them in [0, 1]
             callbacks=[
                 *(ClampGates(), self.gate_mean, self.skip_nonfinite, ReturnMemory()),
@@ -676,15 +810,24 @@ class RLKVTrainer(GateLossTrainer):
             order = torch.Generator().manual_seed(args.seed * 1_000_003 + self._step)
             drawn = torch.randperm(self.shares.rows, generator=order).to(self.accelerator.device)
             place = args.world_size, self.accelerator.process_index
-            self._buffered_inputs = make_micro_batches(rows, drawn.chunk(number // per_part), per_part, *place)
+            self._buffered_inputs = make_micro_batches(
+                rows, drawn.chunk(number // per_part), per_part, *place
+            )
         return self._buffered_inputs[self._step % (self.args.steps_per_generation or 1)]
 
     def _generate_single_turn(
-        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
+        self,
+        prompt_ids: Any,
+        images: Any,
+        multimodal_fields: Any,
+        num_generations: int,
+        has_tool_images: bool = False,
     ) -> tuple[list[list[int]], Any]:
         started, before = time.perf_counter(), self._seconds["reward"]
         samples = self._roll_out(prompt_ids[: len(self.shares.of(self.accelerator.process_index))])
-        self._seconds["rollout"] += time.perf_counter() - started - (self._seconds["reward"] - before)
+        self._seconds["rollout"] += (
+            time.perf_counter() - started - (self._seconds["reward"] - before)
+        )
         self._of_samples = samples
         empty = len(prompt_ids) - len(samples)
         ids = [sample.token_ids for sample, _ in samples] + [[self.eos_token_ids[0]]] * empty
@@ -692,7 +835,10 @@ class RLKVTrainer(GateLossTrainer):
 
     def _roll_out(self, prompt_ids: list[list[int]]) -> list[tuple[Sample, float]]:
         """Samples of this process's rows, and their rewards."""
-        rollout, own = self._step // self.steps_per_rollout, self.shares.of(self.accelerator.process_index)
+        rollout, own = (
+            self._step // self.steps_per_rollout,
+            self.shares.of(self.accelerator.process_index),
+        )
         alpha_LH, sampling = gates_matrix(self.model), self._sampling()
 
         def judged_rows(items: list[tuple[list[int], str, int]]) -> list[tuple[Sample, float]]:
@@ -701,25 +847,36 @@ class RLKVTrainer(GateLossTrainer):
             def judge(batch: list[tuple[int, Sample]]) -> list[float]:
                 ids = [sample.token_ids for _, sample in batch]
                 texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-                return [float(right) for right in self.reward(texts, [items[index][1] for index, _ in batch])]
+                return [
+                    float(right)
+                    for right in self.reward(texts, [items[index][1] for index, _ in batch])
+                ]
 
-            rows = Rows([prompt for prompt, _, _ in items], [number for _, _, number in items], rollout)
+            rows = Rows(
+                [prompt for prompt, _, _ in items], [number for _, _, number in items], rollout
+            )
             samples, seconds = judged(self._sample(rows, alpha_LH, sampling), judge)
             assert len(samples) == len(items), "a prompt of the step is lost"
             self._seconds["reward"] += seconds
             return samples
 
-        return self._where_sampled(list(zip(prompt_ids, self._answers, own, strict=False)), judged_rows)
+        return self._where_sampled(
+            list(zip(prompt_ids, self._answers, own, strict=False)), judged_rows
+        )
 
     def complete_greedily(self, prompt_ids: list[list[int]], alpha_LH: Tensor) -> list[list[int]]:
-        """Completions of this process's prompts under other gates; training goes on with its own, from its own draws.
+        """Completions of this process's prompts under other gates.
+
+        Training goes on with its own, from its own draws.
 
         All processes call it.
         """
         before, sampling = gates_matrix(self.model), SamplingParams(self.max_completion_length)
 
         def completed(prompts: list[list[int]]) -> list[list[int]]:
-            found = dict(self._sample(Rows(prompts, list(range(len(prompts))), 0), alpha_LH, sampling))
+            found = dict(
+                self._sample(Rows(prompts, list(range(len(prompts))), 0), alpha_LH, sampling)
+            )
             return [found[i].token_ids for i in range(len(prompts))]
 
         set_gates(self.model, alpha_LH)
@@ -729,7 +886,10 @@ class RLKVTrainer(GateLossTrainer):
             set_gates(self.model, before)
 
     def _where_sampled(self, mine: list[Any], work: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """What ``work`` makes of this process's items; with rollout servers the main process works for all."""
+        """What ``work`` makes of this process's items.
+
+        With rollout servers the main process works for all.
+        """
         if self.settings.rollout != "vllm-server":
             return work(mine)
         everything, counts = gather_object(mine), gather_object([len(mine)])
@@ -738,9 +898,13 @@ class RLKVTrainer(GateLossTrainer):
         return broadcast_object_list(outcome)[0][first : first + len(mine)]
 
     def _sampling(self) -> SamplingParams:
-        return SamplingParams(self.max_completion_length, self.temperature, self.top_p, self.top_k, self.args.seed)
+        return SamplingParams(
+            self.max_completion_length, self.temperature, self.top_p, self.top_k, self.args.seed
+        )
 
-    def _sample(self, rows: Rows, alpha_LH: Tensor, sampling: SamplingParams) -> Iterator[tuple[int, Sample]]:
+    def _sample(
+        self, rows: Rows, alpha_LH: Tensor, sampling: SamplingParams
+    ) -> Iterator[tuple[int, Sample]]:
         """``(index into rows.prompts, sample)`` as completions end."""
         ends = self.eos_token_ids
         if self.engine is not None:
@@ -753,10 +917,21 @@ class RLKVTrainer(GateLossTrainer):
             unwrapped.eval()
             try:
                 base, pad_id = unwrapped.get_base_model(), self._tokenizer.pad_token_id
-                max_rows, sharded = self.settings.rollout_rows or DEFAULT_ROWS, self.sharding is not None
+                max_rows, sharded = (
+                    self.settings.rollout_rows or DEFAULT_ROWS,
+                    self.sharding is not None,
+                )
                 with in_step(base) if sharded else nullcontext():
                     for row in roll_out(base, rows, sampling, ends, pad_id, max_rows, sharded):
-                        yield row.index, Sample(row.token_ids, row.logprobs, row.finish_reason or "", "the trainer's")
+                        yield (
+                            row.index,
+                            Sample(
+                                row.token_ids,
+                                row.logprobs,
+                                row.finish_reason or "",
+                                "the trainer's",
+                            ),
+                        )
             finally:
                 unwrapped.train()
 
@@ -775,7 +950,9 @@ class RLKVTrainer(GateLossTrainer):
         output = super()._generate_and_score_completions(inputs)
         self._keep_samples(inputs)
         sources = [sample.source for sample, _ in self._of_samples]
-        output["source"] = torch.tensor(sources + [0] * (len(inputs) - len(sources)), device=self.accelerator.device)
+        output["source"] = torch.tensor(
+            sources + [0] * (len(inputs) - len(sources)), device=self.accelerator.device
+        )
         local = {name: values for name, values in output.items() if name in ROW_TENSORS}
         rows = gather_rows(self.accelerator, local, self.shares)
         rewards, tokens = self._rewards, rows["completion_mask"].sum(1)
@@ -799,4 +976,6 @@ class RLKVTrainer(GateLossTrainer):
         for row, (sample, reward) in zip(inputs[:SAMPLES], self._of_samples, strict=False):
             text = self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
             verdict = {"text": text, "right": reward > 0, "tokens": len(sample.token_ids)}
-            self.samples.append({"problem": row["prompt"][-1]["content"], "answer": row["answer"], **verdict})
+            self.samples.append(
+                {"problem": row["prompt"][-1]["content"], "answer": row["answer"], **verdict}
+            )

@@ -1,4 +1,6 @@
-"""What work on a GPU shares: the kernels that torch's attention chooses from, and copies that wait for nothing."""
+"""What work on a GPU shares: the kernels that torch's attention chooses from, and copies that wait
+for nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from torch import Tensor
 
 
 def cpu_has_any(*names: str) -> bool:
-    """Whether torch says so of any of ``names``, which are its own; before torch 2.11 it does not say."""
+    """Whether torch says so of any of ``names``, which are its own.
+
+    Before torch 2.11 it does not say.
+    """
     known: Any = getattr(torch.cpu, "get_capabilities", dict)()
     return any(known.get(name) for name in names)
 
@@ -17,8 +22,9 @@ def cpu_has_any(*names: str) -> bool:
 def leave_cudnn_out(device: torch.device) -> None:
     """Keep torch in this process from cuDNN's attention if ``device`` is a GPU.
 
-    cuDNN, torch's first choice on an H100, makes a plan for each length of the keys: decoding waits for a new one at
-    every token, and none is freed.  It has also given wrong results (pytorch issues 191612, 193893 and 196678).
+    cuDNN, torch's first choice on an H100, makes a plan for each length of the keys: decoding waits
+    for a new one at every token, and none is freed.  It has also given wrong results (pytorch
+    issues 191612, 193893 and 196678).
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)

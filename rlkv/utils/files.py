@@ -1,4 +1,6 @@
-"""Files that are either the old one or the complete new one, and lines that are appended whole or not at all."""
+"""Files that are either the old one or the complete new one, and lines that are appended whole or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """A temporary file next to ``path`` to write to; it is renamed to ``path`` when the block ends without error.
+    """A temporary file next to ``path`` to write to.
 
-    Missing folders are made, and a symbolic link stays one.  After an error in the block an earlier ``path`` is as it
-    was.
+    It is renamed to ``path`` when the block ends without error.
+
+    Missing folders are made, and a symbolic link stays one.  After an error in the block an earlier
+    ``path`` is as it was.
 
     Raises:
         ValueError: if ``path`` is a folder, a device or a pipe.
@@ -27,7 +31,10 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        raise ValueError(f"{path} is a {'folder' if target.is_dir() else 'device or pipe'}: give the name of a file")
+        raise ValueError(
+            f"{path} is a {'folder' if target.is_dir() else 'device or pipe'}: give the name of a "
+            "file"
+        )
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         make_folder(target.parent)
@@ -51,14 +58,19 @@ def make_folder(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ``ValueError`` if the folder cannot be made, since a file has its name or that of one above it."""
+    """Raise ``ValueError`` if the folder cannot be made, since a file has its name or that of one
+    above it.
+    """
     there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     if there.exists() and not there.is_dir():
         raise ValueError(f"{there} is no folder: take another name for the output")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 text file atomically; what UTF-8 cannot say, such as bytes of a file's name, is escaped."""
+    """Write a UTF-8 text file atomically.
+
+    What UTF-8 cannot say, such as bytes of a file's name, is escaped.
+    """
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -70,12 +82,16 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write an indented JSON file atomically; what JSON does not know (paths, dtypes) as ``str``."""
+    """Write an indented JSON file atomically.
+
+    What JSON does not know (paths, dtypes) as ``str``.
+    """
     write_text(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def append_whole(descriptor: int, content: bytes, path: str | Path) -> None:
-    """Append to the open file ``path``; on the disk when this returns, and after an error the file is as it was.
+    """Append to the open file ``path``; on the disk when this returns, and after an error the file
+    is as it was.
 
     Raises:
         OSError: if the disk refuses, such as a full one; names ``path``.
@@ -90,12 +106,16 @@ def append_whole(descriptor: int, content: bytes, path: str | Path) -> None:
         os.ftruncate(descriptor, size)
         if not isinstance(error, OSError):
             raise
-        text = f"{error.strerror}; what was there before is kept, and the same command goes on from it"
+        text = (
+            f"{error.strerror}; what was there before is kept, and the same command goes on from it"
+        )
         raise OSError(error.errno, text, str(path)) from error
 
 
 def check_new(path: Path, overwrite: bool) -> None:
-    """Raise ``ValueError`` if ``path``, a file or folder to write, holds something and ``overwrite`` is off."""
+    """Raise ``ValueError`` if ``path``, a file or folder to write, holds something and
+    ``overwrite`` is off.
+    """
     if overwrite or not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     raise ValueError(f"{path} exists: take another name, or pass --overwrite to replace it")
@@ -134,7 +154,9 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     kind = Path(path).suffix.lstrip(".").lower()
     known = figure.canvas.get_supported_filetypes()
     if kind not in known:
-        raise ValueError(f"{path}: no figure format {kind!r}, expected a name that ends with .png, .pdf or .svg")
+        raise ValueError(
+            f"{path}: no figure format {kind!r}, expected a name that ends with .png, .pdf or .svg"
+        )
     with atomic_path(path) as partial:
         figure.savefig(partial, format=kind, dpi=DPI)
 
@@ -156,7 +178,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(where, row)`` of each line with text; ``where`` names file and line; ``ValueError`` if it is not an object."""
+    """``(where, row)`` of each line with text; ``where`` names file and line.
+
+    ``ValueError`` if it is not an object.
+    """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -194,5 +219,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Whether ``value`` can be written as UTF-8; half a surrogate pair, or a byte that is no UTF-8, cannot."""
+    """Whether ``value`` can be written as UTF-8; half a surrogate pair, or a byte that is no UTF-8,
+    cannot.
+    """
     return not any("\ud800" <= character <= "\udfff" for character in value)

@@ -8,12 +8,16 @@ MOST = 2**31 - 1  # tokens that no model reads, and that every library can count
 
 
 def check_whole(name: str, value: Any, least: int, most: int = MOST) -> None:
-    """Raise ``ValueError``, which begins with ``name``, unless ``value`` is a whole number in this range."""
+    """Raise ``ValueError``, which begins with ``name``, unless ``value`` is a whole number in this
+    range.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name} is {value!r}: it must be a whole number from {least} to {most}")
 
 
 def check_number(name: str, value: Any, least: float, most: float) -> None:
-    """Raise ``ValueError`` unless ``value`` is a number from ``least`` to ``most``, which NaN is not."""
+    """Raise ``ValueError`` unless ``value`` is a number from ``least`` to ``most``, which NaN is
+    not.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise ValueError(f"{name} is {value!r}: it must be a number from {least:g} to {most:g}")

@@ -40,13 +40,20 @@ class ProgressBar:
         if not isinstance(items, int):
             self.counts.update(items)
             items = sum(items.values())
-        self.update(self.done + items, note=", ".join(f"{kind} {n}" for kind, n in self.counts.most_common()))
+        self.update(
+            self.done + items,
+            note=", ".join(f"{kind} {n}" for kind, n in self.counts.most_common()),
+        )
 
-    def update(self, done: int, total: int | None = None, title: str | None = None, note: str = "") -> None:
+    def update(
+        self, done: int, total: int | None = None, title: str | None = None, note: str = ""
+    ) -> None:
         """``done`` of ``total`` items are finished; ``note`` stands at the end of the line."""
         self.done, self.total = done, total if total is not None else self.total
         shown = ", ".join(part for part in (self.pace(), note) if part)
-        self._bar.update(self._task, completed=done, total=self.total, note=shown, description=title)
+        self._bar.update(
+            self._task, completed=done, total=self.total, note=shown, description=title
+        )
 
     def pace(self) -> str:
         """Rate of this run and the time left; empty until it has finished something."""
@@ -59,9 +66,13 @@ class ProgressBar:
 
 
 @contextmanager
-def progress_bar(title: str, unit: str, total: int | None = None, disable: bool = False) -> Iterator[ProgressBar]:
+def progress_bar(
+    title: str, unit: str, total: int | None = None, disable: bool = False
+) -> Iterator[ProgressBar]:
     """A bar that is shown until the block ends; ``unit`` names one item of ``total``, for the rate."""
     console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else LOG_WIDTH)
     columns = [TextColumn("{task.description}", markup=False), BarColumn(16), MofNCompleteColumn()]
-    with Progress(*columns, TextColumn("{task.fields[note]}", markup=False), console=console, disable=disable) as bar:
+    with Progress(
+        *columns, TextColumn("{task.fields[note]}", markup=False), console=console, disable=disable
+    ) as bar:
         yield ProgressBar(bar, title, unit, total)

@@ -1,8 +1,10 @@
-"""Rows in a JSONL file that outlive a kill: the one resumable format of every job that measures or decodes.
+"""Rows in a JSONL file that outlive a kill: the one resumable format of every job that measures or
+decodes.
 
-``NAME.settings.json`` next to it says what the rows depend on (compared when a job resumes) and what they come from
-(recorded only, such as the commit).  It is written before the first row, and a file that holds something without it is
-somebody else's: nothing is changed there.  A line torn by a kill is cut off by the next start.
+``NAME.settings.json`` next to it says what the rows depend on (compared when a job resumes) and
+what they come from (recorded only, such as the commit).  It is written before the first row, and a
+file that holds something without it is somebody else's: nothing is changed there.  A line torn by a
+kill is cut off by the next start.
 
 Here too: how a command tells its own folder of results or of a run from somebody else's.
 """
@@ -17,7 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlkv.utils.files import append_whole, check_folder, make_folder, parse_json, read_json, write_json
+from rlkv.utils.files import (
+    append_whole,
+    check_folder,
+    make_folder,
+    parse_json,
+    read_json,
+    write_json,
+)
 
 Row = dict[str, Any]
 BLOCK_BYTES = 1 << 20
@@ -42,7 +51,12 @@ class ResultStore:
     """
 
     def __init__(self, path: Path, key: Sequence[str], keep_rows: bool, descriptor: int) -> None:
-        self.path, self.key, self._keep_rows, self._descriptor = path, tuple(key), keep_rows, descriptor
+        self.path, self.key, self._keep_rows, self._descriptor = (
+            path,
+            tuple(key),
+            keep_rows,
+            descriptor,
+        )
         self.rows: list[Row] = []
         self.done: set[Hashable] = set()
         for row in iter_rows(path, key):
@@ -89,7 +103,8 @@ def open_store(
 ) -> Iterator[ResultStore]:
     """Start or resume the file, for this process alone.
 
-    What is refused is left as it was, and a file that has no row when an error ends the block is removed again.
+    What is refused is left as it was, and a file that has no row when an error ends the block is
+    removed again.
 
     Args:
         settings: what the rows depend on, JSON-able.
@@ -99,8 +114,8 @@ def open_store(
         fresh: drop the rows of an earlier run, whatever its settings.
 
     Raises:
-        ValueError: if the file was not written by a job like this one, the rows were made with other settings, a line
-            is damaged or a row appears twice.
+        ValueError: if the file was not written by a job like this one, the rows were made with
+            other settings, a line is damaged or a row appears twice.
         StoreInUseError: if another process is writing the file.
         OSError: if the disk refuses; names the file.
     """
@@ -129,26 +144,35 @@ def open_store(
 
 
 def check_output(path: Path) -> None:
-    """Raise ``ValueError`` if ``path`` cannot be a store, as far as that is seen without the settings.
+    """Raise ``ValueError`` if ``path`` cannot be a store, as far as that is seen without the
+    settings.
 
     A command calls this before it loads a model; :func:`open_store` does so too.
     """
     check_folder(path.parent)
     if path.exists() and not path.is_file():
         kind = "folder" if path.is_dir() else "device or pipe"
-        raise ValueError(f"{path} is a {kind}: give the name of a file, which a stopped run can go on from")
+        raise ValueError(
+            f"{path} is a {kind}: give the name of a file, which a stopped run can go on from"
+        )
     noted = settings_path(path)
     if noted.exists() and not _is_noted(noted):
-        raise ValueError(f"{noted} exists and is damaged or somebody else's: take another file for the output")
+        raise ValueError(
+            f"{noted} exists and is damaged or somebody else's: take another file for the output"
+        )
     if path.exists() and path.stat().st_size and not noted.exists():
         raise ValueError(
-            f"{path} exists, but {noted.name}, which says how its rows were made, does not: it is left as it is; take "
+            f"{path} exists, but {noted.name}, which says how its rows were made, does not: it is "
+            "left as it is; take "
             "another file or folder for the output, or remove it to start over"
         )
 
 
 def read_store(path: Path, key: Sequence[str], settings: dict[str, Any] | None = None) -> list[Row]:
-    """The rows of a file that is not written to, made with ``settings`` if given; errors as in :func:`open_store`."""
+    """The rows of a file that is not written to, made with ``settings`` if given.
+
+    Errors as in :func:`open_store`.
+    """
     with path.open("rb") as file:
         _lock(file.fileno(), path, fcntl.LOCK_SH)
         rows = list(iter_rows(path, key))
@@ -173,15 +197,22 @@ def iter_rows(path: Path, key: Sequence[str]) -> Iterator[Row]:
                 found = key_of(row, key)
                 hash(found)
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path}, line {number} is damaged: remove that line to have its row again") from None
+                raise ValueError(
+                    f"{path}, line {number} is damaged: remove that line to have its row again"
+                ) from None
             if found in seen:
-                raise ValueError(f"{path}, line {number} repeats {found}: remove one of the two lines")
+                raise ValueError(
+                    f"{path}, line {number} repeats {found}: remove one of the two lines"
+                )
             seen.add(found)
             yield row
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if the rows of ``path`` were made with other settings; the differences are named."""
+    """Raise ``ValueError`` if the rows of ``path`` were made with other settings.
+
+    The differences are named.
+    """
     check_output(path)
     before = read_json(settings_path(path))["settings"]
     changes = differences(before, json.loads(json.dumps(settings)))
@@ -189,14 +220,19 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
         more = f" and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
         shown = ", ".join(text for text in list(changes.values())[:MOST_NAMED] if text)
         raise ValueError(
-            f"{path} holds rows made with other settings ({', '.join(list(changes)[:MOST_NAMED])}{more})"
-            f"{': ' if shown else ''}{shown}; use the old ones, take another output folder, or remove this file "
+            f"{path} holds rows made with other settings "
+            f"({', '.join(list(changes)[:MOST_NAMED])}{more})"
+            f"{': ' if shown else ''}{shown}; use the old ones, take another output folder, or "
+            "remove this file "
             "to start over"
         )
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """What differs, in the order of names: ``outer.inner`` to "... was 3 and is now 4", empty for long values."""
+    """What differs, in the order of names:
+
+    ``outer.inner`` to "... was 3 and is now 4", empty for long values.
+    """
     found: dict[str, str] = {}
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name, ABSENT), now.get(name, ABSENT)
@@ -207,7 +243,9 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
             continue
         values = ["absent" if value is ABSENT else json.dumps(value) for value in (old, new)]
         is_short = max(map(len, values)) <= SHORT
-        found[f"{prefix}{name}"] = f"{prefix}{name} was {values[0]} and is now {values[1]}" if is_short else ""
+        found[f"{prefix}{name}"] = (
+            f"{prefix}{name} was {values[0]} and is now {values[1]}" if is_short else ""
+        )
     return found
 
 
@@ -243,10 +281,13 @@ def _open_locked(path: Path) -> int:
 
 def _lock(descriptor: int, path: Path, kind: int) -> None:
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)  # the kernel frees it however the process ends
+        fcntl.flock(
+            descriptor, kind | fcntl.LOCK_NB
+        )  # the kernel frees it however the process ends
     except BlockingIOError:
         raise StoreInUseError(
-            f"{path} is being written by another process: wait for it, or take another output folder"
+            f"{path} is being written by another process: wait for it, or take another output "
+            "folder"
         ) from None
     except OSError as error:  # a network disk without locks
         raise OSError(error.errno, f"cannot be locked: {error.strerror}", str(path)) from error
@@ -259,15 +300,21 @@ def _cut_torn_line(path: Path, descriptor: int) -> None:
         start = max(0, end - BLOCK_BYTES)
         newline = os.pread(descriptor, end - start, start).rfind(b"\n")
         end = start + newline + 1
-    begin = os.pread(descriptor, len(ROW_BEGIN), end).rstrip(b"\0")  # a machine that lost its power leaves zeros
+    begin = os.pread(descriptor, len(ROW_BEGIN), end).rstrip(
+        b"\0"
+    )  # a machine that lost its power leaves zeros
     if not ROW_BEGIN.startswith(begin):
-        raise ValueError(f"{path} ends with something that is no row: remove its last line to go on")
+        raise ValueError(
+            f"{path} ends with something that is no row: remove its last line to go on"
+        )
     if end < size:
         os.ftruncate(descriptor, end)
 
 
 def check_results(folder: Path, main: str, others: Collection[str], keys: Collection[str]) -> None:
-    """Raise ``ValueError`` if results would replace files of somebody else; called before anything is measured.
+    """Raise ``ValueError`` if results would replace files of somebody else.
+
+    Called before anything is measured.
 
     Args:
         main: the JSON file that a run writes before ``others``, with where it comes from
@@ -284,7 +331,8 @@ def check_results(folder: Path, main: str, others: Collection[str], keys: Collec
         content = None
     if not isinstance(content, dict) or not content.keys() >= {"command", "versions", *keys}:
         raise ValueError(
-            f"{folder} holds {', '.join(found)}, and no {main} that an earlier run of this command wrote: take another "
+            f"{folder} holds {', '.join(found)}, and no {main} that an earlier run of this command "
+            "wrote: take another "
             "output folder, or move them away"
         )
 
@@ -298,7 +346,8 @@ def check_free(folder: Path) -> None:
 
 
 def hold_folder(folder: Path) -> None:
-    """Keep other processes out of the folder of a run until :func:`free_folder`, or the end of this process.
+    """Keep other processes out of the folder of a run until :func:`free_folder`, or the end of this
+    process.
 
     Raises:
         StoreInUseError: if another process holds it.

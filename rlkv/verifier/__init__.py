@@ -27,7 +27,8 @@ __all__ = ["is_correct"]
 
 WORKER_FILE = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0  # importing sympy on a busy machine
-WALL_FACTOR = 10  # the limit is CPU time, so that a busy machine does not make right answers wrong; then wall time
+# the limit is CPU time, so that a busy machine does not make right answers wrong; then wall time
+WALL_FACTOR = 10
 PAIRS_PER_WORKER = 16  # waiting pairs above which another worker starts
 
 
@@ -79,14 +80,21 @@ class _Worker:
 class WorkerPool:
     """Up to ``num_workers`` processes, started when there is work for them, replaced when killed.
 
-    Safe to use from several threads (one batch at a time) and after a fork (the child starts its own processes).  The
-    processes end with their parent: an idle one when its input closes, a busy one by its own timer.
+    Safe to use from several threads (one batch at a time) and after a fork (the child starts its
+    own processes).  The processes end with their parent: an idle one when its input closes, a busy
+    one by its own timer.
     """
 
     def __init__(self, num_workers: int, timeout: float) -> None:
-        """``timeout`` is the limit for one pair, in seconds of CPU time; ten times that is the limit in wall time."""
+        """``timeout`` is the limit for one pair, in seconds of CPU time.
+
+        Ten times that is the limit in wall time.
+        """
         if num_workers < 1 or not timeout > 0:
-            raise ValueError(f"a verifier needs num_workers >= 1 and timeout > 0, got {num_workers} and {timeout}")
+            raise ValueError(
+                f"a verifier needs num_workers >= 1 and timeout > 0, got {num_workers} and "
+                f"{timeout}"
+            )
         self.num_workers = num_workers
         self.timeout = timeout
         self._workers: list[_Worker] = []
@@ -94,7 +102,9 @@ class WorkerPool:
         self._owner = os.getpid()
 
     def run(self, pairs: list[Pairs]) -> list[bool]:
-        """Whether one ``(right answer, candidate)`` of each job is equal; a job that outlasts the limit has none.
+        """Whether one ``(right answer, candidate)`` of each job is equal.
+
+        A job that outlasts the limit has none.
 
         A pair whose worker dies otherwise gets one more try: the pair may not have caused it.
 
@@ -156,8 +166,12 @@ class WorkerPool:
                         retried.add(job)
                         waiting.appendleft(job)
                     if not worker.ready:
-                        reason = reply.decode(errors="replace").strip() or "it ended or took too long"
-                        raise RuntimeError(f"the verifier's worker process could not start: {reason}")
+                        reason = (
+                            reply.decode(errors="replace").strip() or "it ended or took too long"
+                        )
+                        raise RuntimeError(
+                            f"the verifier's worker process could not start: {reason}"
+                        )
         return verdicts
 
     def _start_missing(self, waiting: int) -> None:
@@ -186,7 +200,9 @@ _INTEGER = re.compile(r"[-+]?\d{1,100}")
 
 
 def _text(answer: Answer) -> str:
-    """The answer as text; empty for what equals nothing: no number or text, NaN, infinity as a number."""
+    """The answer as text; empty for what equals nothing: no number or text, NaN, infinity as a
+    number.
+    """
     if isinstance(answer, bool) or not isinstance(answer, (str, Real)):
         return ""
     if isinstance(answer, float) and not math.isfinite(answer):
@@ -209,17 +225,20 @@ def _decide(answer: str, candidate: str) -> bool | Pairs:
 
 
 class Verifier:
-    """Verdicts on batches of answers; see :class:`rlkv.verifier.WorkerPool` for the processes behind it.
+    """Verdicts on batches of answers; see :class:`rlkv.verifier.WorkerPool` for the processes
+    behind it.
 
-    A pair that takes longer than ``timeout`` seconds of CPU time (ten times that of wall time), or that crashes its
-    worker, is not equal.
+    A pair that takes longer than ``timeout`` seconds of CPU time (ten times that of wall time), or
+    that crashes its worker, is not equal.
     """
 
     def __init__(self, num_workers: int = 2, timeout: float = 5.0) -> None:
         self.pool = WorkerPool(num_workers, timeout)
 
     def are_equal(self, pairs: Iterable[tuple[Answer, Answer]]) -> list[bool]:
-        """Whether each ``(right answer, candidate)`` means the same; NaN, None, truth values and empty equal nothing.
+        """Whether each ``(right answer, candidate)`` means the same.
+
+        NaN, None, truth values and empty equal nothing.
 
         Of a right answer in GSM8K's form, what follows ``####`` counts.
         """
@@ -239,7 +258,9 @@ class Verifier:
 
     def are_correct(self, pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:
         """Whether each ``(output, right answer)`` ends in that answer."""
-        return self.are_equal((answer, extract_answer(output) if output else None) for output, answer in pairs)
+        return self.are_equal(
+            (answer, extract_answer(output) if output else None) for output, answer in pairs
+        )
 
     def is_correct(self, output: str | None, answer: Answer) -> bool:
         """Whether ``output`` ends in the right ``answer``."""

@@ -1,4 +1,5 @@
-"""Where the answer of a text is: after the thoughts, in the last box or the last sentence that states it.
+"""Where the answer of a text is: after the thoughts, in the last box or the last sentence that
+states it.
 
 Everything here takes time linear in the length of the text.
 """
@@ -8,7 +9,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-MAX_ANSWER_CHARS = 1000  # no answer of the data sets has more than 160; longer text is not an answer
+MAX_ANSWER_CHARS = (
+    1000  # no answer of the data sets has more than 160; longer text is not an answer
+)
 MAX_NESTED_BOXES = 16
 MAX_JOINED_BOXES = 8
 GSM8K_MARK = "####"
@@ -21,7 +24,9 @@ _ARGUMENT = r"\s{0,3}(?:\{[^{}\n]{1,99}\}|\d)"
 _BARE = re.compile(rf"-?\d[\d.,]*(?<=\d)|\\[dt]?frac{_ARGUMENT}{_ARGUMENT}|[A-Za-z]\b")
 # between boxes that are one answer together: $x = \boxed{2}$ or $x = \boxed{3}$
 _DELIMITERS = r"[\s$]|\\[()\[\]]"
-_JOIN = re.compile(rf"(?:{_DELIMITERS})*(?:,|;|,?\s*(?:and|or)\b)(?:{_DELIMITERS}|[A-Za-z](?:_\{{?\d\}}?)?\s*=)*")
+_JOIN = re.compile(
+    rf"(?:{_DELIMITERS})*(?:,|;|,?\s*(?:and|or)\b)(?:{_DELIMITERS}|[A-Za-z](?:_\{{?\d\}}?)?\s*=)*"
+)
 _FINAL = re.compile(
     r"\bfinal\s{1,9}answer(?:\s{1,9}(?:is|equals)\b|\s{0,9}=|[\s*_#:]{0,9}?[:\n])"
     r"(?:\s{1,9}(?:therefore|thus|then|simply)\b)?",
@@ -41,7 +46,9 @@ class _Box(NamedTuple):
 
 
 def after_thinking(text: str) -> str:
-    """What follows the thoughts of a reasoning model: all of the text if it has none, nothing if they do not end."""
+    """What follows the thoughts of a reasoning model: all of the text if it has none, nothing if
+    they do not end.
+    """
     rest = text.rpartition(THINKING_END)[2]
     return "" if THINKING in rest else rest
 
@@ -49,7 +56,9 @@ def after_thinking(text: str) -> str:
 def _boxes(text: str) -> list[_Box]:
     """All boxes, in the order in which they open; none if they are nested too deep."""
     found: list[_Box] = []
-    open_braces: list[tuple[int, int]] = []  # number of the box, start of its content; -1 for other braces
+    open_braces: list[
+        tuple[int, int]
+    ] = []  # number of the box, start of its content; -1 for other braces
     open_boxes = 0
     first = _BOX.search(text)
     for match in _BRACES.finditer(text, first.start()) if first else ():
@@ -59,7 +68,9 @@ def _boxes(text: str) -> list[_Box]:
             if number >= 0:
                 open_boxes -= 1
                 if number == len(found) - 1:  # no other box in it
-                    found[number] = _Box(found[number].start, match.end(), text[start : match.start()])
+                    found[number] = _Box(
+                        found[number].start, match.end(), text[start : match.start()]
+                    )
         elif token == "{":
             open_braces.append((-1, 0))
         elif token[-1] == "{" and len(token) > 2:
@@ -76,7 +87,9 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last ``\boxed{}`` (or ``\fbox{}``), the inner one where boxes are nested; None if it never ends.
+    r"""Content of the last ``\boxed{}`` (or ``\fbox{}``), the inner one where boxes are nested.
+
+    None if it never ends.
 
     Escaped braces (``\{``) do not count.  Boxes nested more than 16 deep are not an answer.
     """
@@ -100,7 +113,9 @@ def _boxed(text: str, boxes: list[_Box]) -> str | None:
 
 
 def _stated(text: str, start: int) -> str | None:
-    """What the last "final answer is" after ``start`` states: a formula, or the rest of the sentence."""
+    """What the last "final answer is" after ``start`` states: a formula, or the rest of the
+    sentence.
+    """
     rest = None
     for match in _FINAL.finditer(text, start):
         rest = match.end()
@@ -134,11 +149,12 @@ def _last_line(text: str) -> str | None:
 def extract_answer(output: str) -> str | None:
     """The answer that ``output`` gives, as text, or None.
 
-    Read is what follows the thoughts, or all of it where they do not end.  The last box counts, boxes that are joined
-    by commas or "and" together, or a sentence like "The final answer is 7" after it; without both, "answer: 7" or the
-    only bold value in the last line.  A last box that is empty or never ends is no answer; nor is one in the middle of
-    thoughts that were opened in ``output`` and never end.  The last number of a text does not count: a text that was
-    cut or that wandered off always ends in *some* number.
+    Read is what follows the thoughts, or all of it where they do not end.  The last box counts,
+    boxes that are joined by commas or "and" together, or a sentence like "The final answer is 7"
+    after it; without both, "answer: 7" or the only bold value in the last line.  A last box that is
+    empty or never ends is no answer; nor is one in the middle of thoughts that were opened in
+    ``output`` and never end.  The last number of a text does not count: a text that was cut or that
+    wandered off always ends in *some* number.
     """
     text = after_thinking(output)
     is_thinking = not text and THINKING in output.rpartition(THINKING_END)[2]

@@ -63,7 +63,9 @@ _SIGNS = {
     "\u0304": "\u0305",  # two lines above a digit
 }
 for _letter in "αβγδεζηθικλμνξπρστυφχψω":
-    _SIGNS[_letter] = f"\\{unicodedata.name(_letter).split()[-1].lower().replace('lamda', 'lambda')} "
+    _SIGNS[_letter] = (
+        f"\\{unicodedata.name(_letter).split()[-1].lower().replace('lamda', 'lambda')} "
+    )
 _TRANSLATION = str.maketrans(_SIGNS)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n")
@@ -112,11 +114,11 @@ _END = r"(?![A-Za-z])"  # of a command
 _START = r"(?<![A-Za-z\\])"  # of a word that is no command
 _SWITCHES = "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle|boldmath"
 _SIZES = rf"{_SWITCHES}|limits|left|right|middle|mleft|mright|(?:big|Big|bigg|Bigg)[lrm]?|mathstrut|strut"
-_FONTS = (
-    "mathbf|mathit|mathsf|mathtt|mathnormal|mathcal|boldsymbol|bm|pmb|underline|underbar|uline|ensuremath|smash|mathord"
-)
+_FONTS = "mathbf|mathit|mathsf|mathtt|mathnormal|mathcal|boldsymbol|bm|pmb|underline|underbar|uline|ensuremath|smash|mathord"
 _WORDS = r"text(?:bf|it|rm|sf|tt|normal|up|sc)?|mbox|hbox|mathrm|emph|operatorname\*?"
-_FUNCTIONS = "sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|log|ln|exp|gcd|lcm|pi|theta|alpha"
+_FUNCTIONS = (
+    "sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|log|ln|exp|gcd|lcm|pi|theta|alpha"
+)
 _ORDINAL = r"(?:th|st|nd|rd)"
 _ORDINAL_TEXT = rf"\\(?:text|textrm|mathrm|mbox)\s*\{{\s*{_ORDINAL}\s*\}}"
 _DECIMAL = r"(?<![\d.])(?P<whole>\d{0,50})\.(?P<fixed>\d{0,50}?)"
@@ -304,9 +306,12 @@ _SINGULARS = {
     **{"children": "child", "people": "person"},
 }
 _SHORT_WORDS = word_set(
-    "no on or is are and the yes odd all any one two six ten per day way man men dne usd eur of to may was saw"
+    "no on or is are and the yes odd all any one two six ten per day way man men dne usd eur of to "
+    "may was saw"
 )
-_SHORT_UNITS = word_set("mm cm dm km mg kg ml ft in mi yd lb lbs oz hr hrs min sec am pm mph kmh sq cu deg pct")
+_SHORT_UNITS = word_set(
+    "mm cm dm km mg kg ml ft in mi yd lb lbs oz hr hrs min sec am pm mph kmh sq cu deg pct"
+)
 _BEFORE_UNIT = re.compile(r"(?:[\d})/]|\\[a-z]+|\b(?:sq|cu|square|cubic|per)\.?)\s*$")
 
 

@@ -73,7 +73,12 @@ def _number(words: list[str]) -> tuple[Fraction | None, int]:
             return part, used + 1
         elif word == "an" and current is None and following[0] in (*_SCALES, *_PARTS):
             current = Fraction(1)
-        elif word == "and" and current is not None and following[0] in ("an", "one") and following[1] in _PARTS:
+        elif (
+            word == "and"
+            and current is not None
+            and following[0] in ("an", "one")
+            and following[1] in _PARTS
+        ):
             return total + current + Fraction(1, _PARTS[following[1]]), used + 3
         elif word != "and" or current is None or current % 100 or following[0] not in _NUMBERS:
             break
@@ -240,7 +245,9 @@ def _compound(text: str) -> Reading | None:
 
 # --- names and equations
 
-_APPLIED = rf"(?:\\?[A-Za-z]+|\\mathbb\{{\w\}}|{_WORD})(?:_\{{[^{{}}]*\}}|\^\{{-1\}}|')*\s*\([^=]*\)"
+_APPLIED = (
+    rf"(?:\\?[A-Za-z]+|\\mathbb\{{\w\}}|{_WORD})(?:_\{{[^{{}}]*\}}|\^\{{-1\}}|')*\s*\([^=]*\)"
+)
 _ORNAMENT = (
     r"_\{[^{}]*\}|_\w|'|[\[\]]|m(?=\s*\\angle)|"
     r"\\(?:angle|measuredangle|triangle|overline|overrightarrow|vec|hat|bar|widehat|sin|cos|tan)"
@@ -248,7 +255,9 @@ _ORNAMENT = (
 )
 _OPERATOR = r"\\(?:det|deg|dim|lim|int|sum|prod|max|min)(?![A-Za-z])|\|[A-Z]\|$|\\#"
 _PRODUCT = rf"(?!\s*-)(?:{_LETTER}|\\frac|\\cdot|\\times|[-+/|(){{}},\s]|\^\{{[23]\}})+"
-_ARITHMETIC = r"\\(?:[lr]floor|[lr]ceil|frac|binom|sqrt|cdot|times|pi|sin|cos|tan|log|ln)(?![A-Za-z])"
+_ARITHMETIC = (
+    r"\\(?:[lr]floor|[lr]ceil|frac|binom|sqrt|cdot|times|pi|sin|cos|tan|log|ln)(?![A-Za-z])"
+)
 
 
 def _is_name(text: str) -> bool:
@@ -296,7 +305,9 @@ _SET_BUILDER = re.compile(rf"\\\{{\s*{_LETTER}[^:|]*(?::|\||\\mid)(.*)\\\}}")
 
 def _unlabelled(text: str, other: str) -> str:
     """``text`` as ``other`` asks: the option or content of ``(A) 5``, the metres of ``5 m``."""
-    option = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *((?!\\text\{(?:and|or)\})[\w\\$.-].*)?", text)
+    option = re.fullmatch(
+        r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *((?!\\text\{(?:and|or)\})[\w\\$.-].*)?", text
+    )
     if option:
         return option[1] or option[2] if re.fullmatch(r"\(?[A-J]\)?", other) else option[3] or text
     if not re.search("[A-Za-z]", re.sub(_WORD, "", other)):
@@ -310,7 +321,11 @@ def read(text: str) -> Reading:
     """Take a normalized answer apart."""
     text = re.sub(rf"{_WORD}(?:[\s-]*{_WORD})*", _with_digits, text)
     text = re.sub(r"\s+", " ", text).strip(" .")
-    text = re.sub(r"^(?:\\text\{(?:the|final|correct)\} ?)*\\text\{answer\} ?(?::|=|\\text\{is\}) ?(?=.)", "", text)
+    text = re.sub(
+        r"^(?:\\text\{(?:the|final|correct)\} ?)*\\text\{answer\} ?(?::|=|\\text\{is\}) ?(?=.)",
+        "",
+        text,
+    )
     if base := _BASE.fullmatch(text):
         return Reading("", words=f"{base[1].lstrip('0').lower()} base {base[2] or base[3]}")
     words = re.findall(_WORD, text)
@@ -368,7 +383,10 @@ def _read_values(text: str) -> Reading:
 
 
 def _value(value: str, units: tuple[str, ...], name: str, equation: str) -> Reading:
-    """A value that math-verify reads right; else all of the answer as words, equal to itself alone."""
+    """A value that math-verify reads right.
+
+    Else all of the answer as words, equal to itself alone.
+    """
     if _TWO_NUMBERS.search(value) or "%" in value:
         return Reading("", words=value)
     value = re.sub(r"(\d+(?:\.\d+)?)\s*\^\{\\circ\}", r"\\frac{\1\\pi}{180}", value)
@@ -457,7 +475,10 @@ def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
     if not gold.units or not found.units:
         if gold.is_compound or found.is_compound or _KEPT.intersection(gold.units):
             return False
-        factors: dict[tuple[str, ...], str] = {("%",): r"\frac{1}{100}", ("degree",): r"\frac{\pi}{180}"}
+        factors: dict[tuple[str, ...], str] = {
+            ("%",): r"\frac{1}{100}",
+            ("degree",): r"\frac{\pi}{180}",
+        }
         factor = factors.get(gold.units or found.units)
         if factor is None:
             return [pair]

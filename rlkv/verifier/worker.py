@@ -1,9 +1,11 @@
-"""The verifier's worker: a process of its own that may hang, run out of memory or crash without harm.
+"""The verifier's worker: a process of its own that may hang, run out of memory or crash without
+harm.
 
-Run by path, never imported.  It reads one JSON list of pairs ``[answer, candidate]`` a line from stdin and writes
-``1`` or ``0`` a line to stdout: whether one of the pairs is equal; the first line that it writes is ``ready``, or
-``error`` and why it cannot work.  It ends when stdin closes, that is, with its parent.  Only math-verify's LaTeX
-grammar is used: its other extractors go through ``eval``.
+Run by path, never imported.  It reads one JSON list of pairs ``[answer, candidate]`` a line from
+stdin and writes ``1`` or ``0`` a line to stdout: whether one of the pairs is equal; the first line
+that it writes is ``ready``, or ``error`` and why it cannot work.  It ends when stdin closes, that
+is, with its parent.  Only math-verify's LaTeX grammar is used: its other extractors go through
+``eval``.
 """
 
 from __future__ import annotations
@@ -20,16 +22,21 @@ from functools import lru_cache
 from typing import Any
 
 MEMORY_LIMIT_BYTES = 4 << 30
-DIGITS = 50  # that numbers must share; math-verify's default of 15, after the point, makes e^-50 and e^-51 equal
+# that numbers must share; math-verify's default of 15, after the point, makes e^-50 and e^-51 equal
+DIGITS = 50
 MAX_ELEMENTS = 64  # of a list that is compared in any order
 
 
 def _prepare(memory_limit: int) -> Any:
-    """Keep stdout for verdicts alone, leave Ctrl-C to the parent, limit memory; returns the verdict stream."""
+    """Keep stdout for verdicts alone, leave Ctrl-C to the parent, limit memory.
+
+    Returns the verdict stream.
+    """
     verdicts = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # the kernel's default action ends the process even inside one endless C call, which no handler would
+    # the kernel's default action ends the process even inside one endless C call, which no handler
+    # would
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with contextlib.suppress(ValueError, OSError):  # macOS has no limit on address space
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
@@ -48,8 +55,11 @@ class Comparison:
         self.sympy: Any = sympy
         self.verify: Any = math_verify.verify
         self.latex2sympy: Any = latex2sympy
-        # its unit removal cuts everything from the first \text, its basic_latex drops \ldots and quotes
-        self.options = NormalizationConfig(basic_latex=False, units=False, malformed_operators=True, boxed="none")
+        # its unit removal cuts everything from the first \text, its basic_latex drops \ldots and
+        # quotes
+        self.options = NormalizationConfig(
+            basic_latex=False, units=False, malformed_operators=True, boxed="none"
+        )
         self.parsed = lru_cache(maxsize=64)(self._parse)
 
     def _parse(self, text: str) -> Any:
@@ -62,7 +72,9 @@ class Comparison:
 
     def _exact(self, found: Any) -> Any:
         sympy = self.sympy
-        if hasattr(found, "_unsorted_args") and isinstance(found, sympy.FiniteSet):  # latex2sympy's keeps the order
+        if hasattr(found, "_unsorted_args") and isinstance(
+            found, sympy.FiniteSet
+        ):  # latex2sympy's keeps the order
             return type(found)(*map(self._exact, found._unsorted_args))
         new = {number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)}
         for symbol in found.free_symbols:
@@ -70,7 +82,10 @@ class Comparison:
         return found.xreplace(new) if new else found
 
     def _conditions(self, text: str) -> Any:
-        r"""Solved inequalities, joined by ``\text{or}``, ``\text{and}`` or commas, as one set; else None."""
+        r"""Solved inequalities, joined by ``\text{or}``, ``\text{and}`` or commas, as one set.
+
+        Else None.
+        """
         if not re.search(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]", text):
             return None
         words = set(re.findall(r"\\text\{(and|or)\}", text))
@@ -90,16 +105,23 @@ class Comparison:
         return both
 
     def _solved(self, text: str) -> Any:
-        """The set of a condition like ``1 < x <= 2``; a condition that is not solved for its letter as it is."""
+        """The set of a condition like ``1 < x <= 2``.
+
+        A condition that is not solved for its letter as it is.
+        """
         sympy = self.sympy
         found = self._exact(self.latex2sympy(text, is_real=True, normalization_config=self.options))
         letters = found.free_symbols
-        if len(letters) != 1 or not isinstance(found, (sympy.And, sympy.core.relational.Relational)):
+        if len(letters) != 1 or not isinstance(
+            found, (sympy.And, sympy.core.relational.Relational)
+        ):
             return found
         (letter,) = letters
         relations = found.args if isinstance(found, sympy.And) else (found,)
         for relation in relations:
-            if {letter, abs(letter)}.isdisjoint(relation.args) or all(side.free_symbols for side in relation.args):
+            if {letter, abs(letter)}.isdisjoint(relation.args) or all(
+                side.free_symbols for side in relation.args
+            ):
                 return found
         return found.as_set()
 
@@ -122,7 +144,11 @@ class Comparison:
             return self._same_elements(gold.args, written if ordered else found.args, ordered)
         if all(isinstance(side, sympy.Expr) and not side.free_symbols for side in (gold, found)):
             return self._same_number(gold, found)
-        options = {"float_rounding": DIGITS, "numeric_precision": DIGITS, "allow_set_relation_comp": True}
+        options = {
+            "float_rounding": DIGITS,
+            "numeric_precision": DIGITS,
+            "allow_set_relation_comp": True,
+        }
         return bool(self.verify(gold, found, timeout_seconds=None, **options))
 
     def _same_elements(self, gold: Any, found: Any, ordered: bool) -> bool:
@@ -149,7 +175,11 @@ class Comparison:
         difference = abs(values[0] - values[1]).evalf(DIGITS)
         larger = max(abs(values[0]), abs(values[1]))
         if difference > larger * sympy.Float(10) ** -DIGITS:
-            return gold.is_zero is not False and found.is_zero is not False and sympy.simplify(gold - found) == 0
+            return (
+                gold.is_zero is not False
+                and found.is_zero is not False
+                and sympy.simplify(gold - found) == 0
+            )
         return True
 
     def _same_relation(self, gold: Any, found: Any) -> bool:
@@ -167,7 +197,9 @@ class Comparison:
             return False
         ratio = sympy.simplify(differences[0] / differences[1])
         return bool(
-            ratio.is_number and ratio.is_finite and (ratio.is_positive or (kinds[0] in ("==", "!=") and ratio != 0))
+            ratio.is_number
+            and ratio.is_finite
+            and (ratio.is_positive or (kinds[0] in ("==", "!=") and ratio != 0))
         )
 
 

@@ -1,4 +1,6 @@
-"""What rlkv's attention backends for vLLM share: on a CPU plain torch, on a GPU the engine's Triton kernels."""
+"""What rlkv's attention backends for vLLM share: on a CPU plain torch, on a GPU the engine's Triton
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ class TorchBackend(BackendParts):
 
 class TorchBuilder(AttentionMetadataBuilder[Any]):
     # abstract in the base class
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
 
@@ -115,8 +119,18 @@ class AttendingImpl(AttentionImpl):
         return output
 
     @abstractmethod
-    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
-        """Write the attention of ``query`` ``[tokens, query heads, size]`` to ``out``; ``step``: the metadata.
+    def attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv: Tensor,
+        step: Any,
+        out: Tensor,
+    ) -> None:
+        """Write the attention of ``query`` ``[tokens, query heads, size]`` to ``out``; ``step``:
+        the metadata.
 
         Keys and values are in the cache ``kv``, unless ``forward_includes_kv_cache_update``.
         """
@@ -125,15 +139,23 @@ class AttendingImpl(AttentionImpl):
 class TorchImpl(AttendingImpl):
     """One layer in plain torch."""
 
-    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
-        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any
+    ) -> None:
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = (
+            num_heads,
+            head_size,
+            float(scale),
+            num_kv_heads,
+        )
 
 
 class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
-    """Metadata of the stock kernel with its mask "the first S or the last W", over block tables without gaps.
+    """Metadata of the stock kernel with its mask "the first S or the last W", over block tables
+    without gaps.
 
-    It reads S + W tokens per row, not the whole past. Graphs are captured of steps with one token per request: their
-    tables are short, and in permanent buffers, whose addresses a graph keeps.
+    It reads S + W tokens per row, not the whole past. Graphs are captured of steps with one token
+    per request: their tables are short, and in permanent buffers, whose addresses a graph keeps.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -154,13 +176,19 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
     def build_local(
         self, common: Any, fast_build: bool = False, prompts: list[int] | None = None
     ) -> TritonAttentionMetadata:
-        """For a step's metadata (vLLM's) over tables without gaps; ``prompts``: as of :func:`cut_step`.
+        """For a step's metadata (vLLM's) over tables without gaps; ``prompts``: as of
+        :func:`cut_step`.
 
-        Requests with many queries, and prompts, are cut into pieces. The metadata's ``prompts`` are of
-        :func:`whole_prompts`: the stock kernel writes zeros there. Nothing waits for the GPU.
+        Requests with many queries, and prompts, are cut into pieces. The metadata's ``prompts`` are
+        of :func:`whole_prompts`: the stock kernel writes zeros there. Nothing waits for the GPU.
         """
-        rules, decoding = self.gap_rules, common.max_query_len == 1  # a prompt of one token sees itself only
-        if (own_R := rules.prefixes(common, self.vllm_config)) is not None:  # rows of padding may have none
+        rules, decoding = (
+            self.gap_rules,
+            common.max_query_len == 1,
+        )  # a prompt of one token sees itself only
+        if (
+            own_R := rules.prefixes(common, self.vllm_config)
+        ) is not None:  # rows of padding may have none
             self.prefix_R[: len(own_R)].copy_(moved(own_R, self.device))
         own, prefix_R, queries = common, self.prefix_R[: common.num_reqs], common.max_query_len
         if not decoding and (prompts or queries > QUERIES_AT_ONCE):
@@ -177,19 +205,33 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         )
         metadata = super().build(0, own, fast_build)
         metadata.rswa_prefix_lens, metadata.rswa_window = prefix_R, rules.demand.window
-        metadata.prompts = whole_prompts(common.query_start_loc_cpu.tolist(), prompts) if prompts else []
+        metadata.prompts = (
+            whole_prompts(common.query_start_loc_cpu.tolist(), prompts) if prompts else []
+        )
         return metadata
 
-    def _without_gaps(self, common: Any, prefix_R: Tensor, width: int, decoding: bool) -> tuple[Tensor, Tensor]:
+    def _without_gaps(
+        self, common: Any, prefix_R: Tensor, width: int, decoding: bool
+    ) -> tuple[Tensor, Tensor]:
         """The step's table and lengths; while decoding in the permanent buffers."""
         table, lengths, demand = common.block_table_tensor, common.seq_lens, self.gap_rules.demand
         sizes = len(table), min(width, table.shape[1])
-        out = self.steady(*sizes) if decoding else (table.new_empty(sizes), lengths.new_empty(sizes[0]))
-        cut_gaps(table, lengths, common.query_start_loc, prefix_R, demand.block_size, demand.window, out)
+        out = (
+            self.steady(*sizes)
+            if decoding
+            else (table.new_empty(sizes), lengths.new_empty(sizes[0]))
+        )
+        cut_gaps(
+            table, lengths, common.query_start_loc, prefix_R, demand.block_size, demand.window, out
+        )
         return out
 
-    def _in_pieces(self, common: Any, prefix_R: Tensor, prompts: list[int] | None) -> tuple[Any, Tensor]:
-        """The step with each piece as a request of its own over the same blocks, and the prefix that each sees."""
+    def _in_pieces(
+        self, common: Any, prefix_R: Tensor, prompts: list[int] | None
+    ) -> tuple[Any, Tensor]:
+        """The step with each piece as a request of its own over the same blocks, and the prefix
+        that each sees.
+        """
         pieces = cut_step(common.query_start_loc_cpu.tolist(), prompts)
         reading = [(*piece, piece.reads_cache) for piece in pieces]
         row_P, end_P, prompt_P, reads_P = torch.tensor(reading, dtype=torch.int32).unbind(1)
@@ -197,10 +239,13 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         row_P, on_device, prompt_P, reads_P = (
             moved(tensor, self.device) for tensor in (row_P.long(), cuts, prompt_P, reads_P)
         )
-        behind_P = common.query_start_loc[1:][row_P] - on_device[1:]  # queries of the same request that come after
+        behind_P = (
+            common.query_start_loc[1:][row_P] - on_device[1:]
+        )  # queries of the same request that come after
         split = common.replace(
             block_table_tensor=common.block_table_tensor[row_P],
-            seq_lens=(common.seq_lens[row_P] - behind_P) * reads_P,  # without entries the kernel reads none
+            seq_lens=(common.seq_lens[row_P] - behind_P)
+            * reads_P,  # without entries the kernel reads none
             query_start_loc=on_device,
             query_start_loc_cpu=cuts,
             num_reqs=len(pieces),
@@ -214,7 +259,9 @@ def mixed_backend() -> type[AttentionBackend]:
 
 
 class _LiveGates:
-    """``alpha_H`` is a view of the model's buffer of gates: every step, also a captured one, sees updates in place."""
+    """``alpha_H`` is a view of the model's buffer of gates: every step, also a captured one, sees
+    updates in place.
+    """
 
     alpha_H: Tensor
     sizes: LocalSizes
@@ -225,7 +272,9 @@ class _LiveGates:
 
 def _demand(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> SinkWindowDemand:
     """Of the local branch of a builder's layers."""
-    sizes: LocalSizes = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.sizes
+    sizes: LocalSizes = vllm_config.compilation_config.static_forward_context[
+        layer_names[0]
+    ].impl.sizes
     return SinkWindowDemand(kv_cache_spec.block_size, sizes.sink, sizes.window)
 
 
@@ -233,15 +282,28 @@ MixedStep = tuple[Writes, MixedReads]
 
 
 class MixedTorchBuilder(TorchBuilder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedStep:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> MixedStep:
         common = common_attn_metadata
         demand = _demand(self.kv_cache_spec, self.layer_names, self.vllm_config)
-        reads = plan_mixed_reads(common.block_table_tensor, common.query_start_loc_cpu, common.seq_lens, demand)
+        reads = plan_mixed_reads(
+            common.block_table_tensor, common.query_start_loc_cpu, common.seq_lens, demand
+        )
         return Writes.of(common.slot_mapping), reads
 
 
 class MixedTorchImpl(_LiveGates, TorchImpl):
-    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+    def attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv: Tensor,
+        step: Any,
+        out: Tensor,
+    ) -> None:
         writes, reads = step
         writes.store(key, value, kv)
         paged_mixed_attention(query, kv, reads, self.alpha_H, self.scale, out)
@@ -261,7 +323,9 @@ class MixedTritonMetadata(TritonAttentionMetadata):
 class MixedTritonBuilder(GaplessTritonBuilder):
     """The stock metadata for the full branch, and those without gaps for the local one."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         demand = _demand(kv_cache_spec, layer_names, vllm_config)
         gap_rules = GapRules(demand, vllm_config.model_config.max_model_len)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_rules)
@@ -271,7 +335,9 @@ class MixedTritonBuilder(GaplessTritonBuilder):
         metadata.local.seq_lens.fill_(1)  # as the stock builder does for the full branch
         return metadata
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MixedTritonMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> MixedTritonMetadata:
         common = common_attn_metadata
         local = self.build_local(common, fast_build)
         stock = super().build(common_prefix_len, common, fast_build)
@@ -281,7 +347,16 @@ class MixedTritonBuilder(GaplessTritonBuilder):
 class MixedTritonImpl(_LiveGates, AttendingImpl, TritonAttentionImpl):
     """Both branches by the engine's Triton kernel, mixed in float32."""
 
-    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+    def attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv: Tensor,
+        step: Any,
+        out: Tensor,
+    ) -> None:
         full, local = torch.empty_like(out), torch.empty_like(out)
         TritonAttentionImpl.forward(self, layer, query, key, value, kv, step, full)
         TritonAttentionImpl.forward(self, layer, query, key, value, kv, step.local, local)
@@ -296,19 +371,29 @@ class MixedTritonBackend(BackendParts, TritonAttentionBackend):
 
 
 LAYOUTS = (KVCacheLayout.BLHNC,)
-ANY_HEADS = ("FLASH_ATTN", "TRITON_ATTN")  # parts of a bin share metadata, and differ in their number of heads
+ANY_HEADS = (
+    "FLASH_ATTN",
+    "TRITON_ATTN",
+)  # parts of a bin share metadata, and differ in their number of heads
 
 
 def full_backend(stock: Attention) -> type[AttentionBackend]:
-    """The backend of full heads: the engine's for the ``stock`` layer, if its metadata suit any number of heads."""
+    """The backend of full heads: the engine's for the ``stock`` layer, if its metadata suit any
+    number of heads.
+    """
     if current_platform.is_cpu():
         return FullCPUBackend
-    chosen = stock.attn_backend if stock.attn_backend.get_name() in ANY_HEADS else TritonAttentionBackend
+    chosen = (
+        stock.attn_backend if stock.attn_backend.get_name() in ANY_HEADS else TritonAttentionBackend
+    )
     builder: Any = chosen.get_builder_cls()
 
     class FullBuilder(builder):
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            # a schedule of FlashAttention is for one number of heads; without it the kernel makes its own
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
+            # a schedule of FlashAttention is for one number of heads; without it the kernel makes
+            # its own
             return super().build(common_prefix_len, common_attn_metadata, fast_build=True)
 
     class FullBackend(chosen):  # type: ignore[valid-type, misc]
@@ -331,7 +416,9 @@ def bin_of(vllm_config: Any, layer_names: list[str]) -> Any:
 
 
 class FullCPUBuilder(CPUAttentionMetadataBuilder):
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # a schedule suits any number of heads in such groups, but has scratch for so many
         self.num_kv_heads = bin_of(vllm_config, layer_names).num_kv_heads
@@ -344,31 +431,53 @@ class FullCPUImpl(CPUAttentionBackendImpl):
         *others, output = args
         if output.is_contiguous():
             return super().forward(*args, **kwargs)
-        return output.copy_(super().forward(*others, torch.empty(output.shape, dtype=output.dtype), **kwargs))
+        return output.copy_(
+            super().forward(*others, torch.empty(output.shape, dtype=output.dtype), **kwargs)
+        )
 
 
 class FullCPUBackend(BackendParts, CPUAttentionBackend):
-    """The stock CPU kernels: they read any distance between blocks, but the stock backend does not say so."""
+    """The stock CPU kernels: they read any distance between blocks, but the stock backend does not
+    say so.
+    """
 
     impl, builder, layouts = FullCPUImpl, FullCPUBuilder, LAYOUTS
     name = CPUAttentionBackend.get_name()
 
 
-LocalStep = tuple[Writes, list[Reads], list[slice]]  # what is stored, what reads the cache, and prompts, which do not
+LocalStep = tuple[
+    Writes, list[Reads], list[slice]
+]  # what is stored, what reads the cache, and prompts, which do not
 
 
 class LocalTorchBuilder(TorchBuilder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LocalStep:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> LocalStep:
         common, rules = common_attn_metadata, bin_of(self.vllm_config, self.layer_names).gap_rules
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        prompts, prefix_R = rules.full_prompts(common, self.vllm_config), rules.prefixes(common, self.vllm_config)
+        prompts, prefix_R = (
+            rules.full_prompts(common, self.vllm_config),
+            rules.prefixes(common, self.vllm_config),
+        )
         prefixes = None if prefix_R is None else prefix_R.tolist()
-        reads = plan_reads(common.block_table_tensor, starts, lengths, rules.demand, prompts, prefixes)
+        reads = plan_reads(
+            common.block_table_tensor, starts, lengths, rules.demand, prompts, prefixes
+        )
         return Writes.of(common.slot_mapping), reads, whole_prompts(starts, prompts)
 
 
 class LocalTorchImpl(TorchImpl):
-    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+    def attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv: Tensor,
+        step: Any,
+        out: Tensor,
+    ) -> None:
         writes, reads, prompts = step
         writes.store(key, value, kv)
         paged_local_attention(query, kv, reads, self.scale, out)
@@ -380,7 +489,9 @@ class LocalTorchBackend(TorchBackend):
 
 
 class LocalTritonBuilder(GaplessTritonBuilder):
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         gap_rules = bin_of(vllm_config, layer_names).gap_rules
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_rules)
 

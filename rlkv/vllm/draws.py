@@ -1,8 +1,10 @@
-"""Sampling in vLLM with the training loop's own draws, so that the same rows give the same tokens in every engine.
+"""Sampling in vLLM with the training loop's own draws, so that the same rows give the same tokens
+in every engine.
 
-vLLM does not give log-probabilities of the tempered distribution, before top-k and top-p. So a logits processor draws
-each row's token: its value becomes its log-probability, which the engine reports, and all others minus infinity. The
-engine's two model runners take processors of different kinds.
+vLLM does not give log-probabilities of the tempered distribution, before top-k and top-p. So a
+logits processor draws each row's token: its value becomes its log-probability, which the engine
+reports, and all others minus infinity. The engine's two model runners take processors of different
+kinds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class _Row:
     def __init__(self, draw: dict[str, Any], tokens: int) -> None:
         self.kind = (draw["temperature"], draw["top_p"], draw["top_k"])
         row = draw["row"]
-        self.draws: np.ndarray = row_draws(draw["seed"], draw["rollout"], range(row, row + 1), tokens)[0].numpy()
+        self.draws: np.ndarray = row_draws(
+            draw["seed"], draw["rollout"], range(row, row + 1), tokens
+        )[0].numpy()
 
     @classmethod
     def of(cls, params: Any) -> _Row | None:
@@ -37,12 +41,17 @@ class _Row:
         return None if draw is None else cls(draw, params.max_tokens or 1)
 
     def draw(self, made: int) -> float:
-        """For the token after ``made`` of them; chunks of a prompt pass here without giving a token."""
+        """For the token after ``made`` of them.
+
+        Chunks of a prompt pass here without giving a token.
+        """
         return float(self.draws[min(max(made, 0), len(self.draws) - 1)])
 
 
 def choose_tokens(logits: Tensor, rows: Mapping[int, tuple[_Row, int]]) -> Tensor:
-    """Leave one token in each line of ``logits`` ``[lines, vocabulary]`` that has a row, with its tokens so far."""
+    """Leave one token in each line of ``logits`` ``[lines, vocabulary]`` that has a row, with its
+    tokens so far.
+    """
     kinds: dict[tuple[float, float, int], list[int]] = {}
     for line, (row, _) in rows.items():
         kinds.setdefault(row.kind, []).append(line)
@@ -62,10 +71,14 @@ def choose_tokens(logits: Tensor, rows: Mapping[int, tuple[_Row, int]]) -> Tenso
 
 
 class BatchDraws(LogitsProcessor):
-    """Of the first model runner, whose batches tell what moved; rows without :data:`DRAW_KEY` pass untouched."""
+    """Of the first model runner, whose batches tell what moved.
+
+    Rows without :data:`DRAW_KEY` pass untouched.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        # the list is the engine's own: its length is right also when a preempted request comes back with its tokens
+        # the list is the engine's own: its length is right also when a preempted request comes back
+        # with its tokens
         self.rows: dict[int, tuple[_Row, list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -88,11 +101,16 @@ class BatchDraws(LogitsProcessor):
                 self.rows[source] = replaced
 
     def apply(self, logits: Tensor) -> Tensor:
-        return choose_tokens(logits, {index: (row, len(output)) for index, (row, output) in self.rows.items()})
+        return choose_tokens(
+            logits, {index: (row, len(output)) for index, (row, output) in self.rows.items()}
+        )
 
 
 class SlotDraws(SlotProcessor):
-    """Of the second model runner, in which a request keeps its slot; it may be a step ahead of the scheduler."""
+    """Of the second model runner, in which a request keeps its slot.
+
+    It may be a step ahead of the scheduler.
+    """
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.prompt_lengths: np.ndarray = req_states.prompt_len.np

@@ -1,4 +1,5 @@
-"""Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model of its own.
+"""Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model
+of its own.
 
 Each of several training processes has its own engine, on the GPU of its local rank.
 """
@@ -17,14 +18,24 @@ from torch import Tensor
 from rlkv.attention import LocalSizes
 from rlkv.models.loading import dtype_name, load_tokenizer, model_source, resolve_device
 from rlkv.models.shape import ModelShape
-from rlkv.rollout.base import Completion, RolloutEngine, Rows, Sample, SamplingParams, Usage, end_tokens, gate_version
+from rlkv.rollout.base import (
+    Completion,
+    RolloutEngine,
+    Rows,
+    Sample,
+    SamplingParams,
+    Usage,
+    end_tokens,
+    gate_version,
+)
 from rlkv.rollout.footprint import GIB
 from rlkv.vllm.packing import plan_heads
 from rlkv.vllm.plugin import check_installed, check_version
 from rlkv.vllm.settings import ARCHITECTURES, DRAW_KEY, KEY, MIXED, MIXED_KEY, ServingSettings
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process; "1" gives it one of its own
+    # the engine lives in this process; "1" gives it one of its own
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the caller's threads stay where they are
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
@@ -55,23 +66,31 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             sizes: S and W of the local branch; None: a stock model without gates.
-            max_positions: tokens of a prompt and its completion together; None, or more: what the model allows.
+            max_positions: tokens of a prompt and its completion together; None, or more: what the
+                model allows.
             kv_gib: memory of the KV cache in GiB; rows that do not fit wait.
             max_rows: completions decoded at once.
             engine_options: further options of ``vllm.LLM``.
 
         Raises:
-            ValueError: if vLLM is absent or of an untested version, the model cannot be found or is not served, or
-                another engine is open in this process.
+            ValueError: if vLLM is absent or of an untested version, the model cannot be found or is
+                not served, or another engine is open in this process.
         """
         check_version()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, model_parallel_is_initialized
+        from vllm.distributed.parallel_state import (
+            cleanup_dist_env_and_memory,
+            model_parallel_is_initialized,
+        )
 
-        if model_parallel_is_initialized():  # two engines would share state that the first to close destroys
-            raise ValueError("one vLLM engine at a time can live in a process: close() the other one first")
+        if (
+            model_parallel_is_initialized()
+        ):  # two engines would share state that the first to close destroys
+            raise ValueError(
+                "one vLLM engine at a time can live in a process: close() the other one first"
+            )
         self.tokenizer = load_tokenizer(model)
         self.has_gates = sizes is not None
         self._calls = 0
@@ -80,7 +99,8 @@ class VLLMEngine(RolloutEngine):
         try:
             self.llm = LLM(
                 model_source(model),
-                # as the trainer's copy of the model: the engine's own "auto" would take 16 bits on a CPU too
+                # as the trainer's copy of the model: the engine's own "auto" would take 16 bits on
+                # a CPU too
                 dtype=dtype_name(dtype, resolve_device()),
                 max_model_len=_positions(model, max_positions),
                 max_num_seqs=max_rows,
@@ -115,7 +135,10 @@ class VLLMEngine(RolloutEngine):
         ValueError for another shape, a model without gates, or while completions are being sampled.
         """
         if not self.has_gates:
-            raise ValueError("this engine was loaded without mixed attention: give it sizes=LocalSizes(sink, window)")
+            raise ValueError(
+                "this engine was loaded without mixed attention: give it sizes=LocalSizes(sink, "
+                "window)"
+            )
         if self.llm.llm_engine.has_unfinished_requests():
             raise ValueError("completions are being sampled: gates cannot change under them")
         expected = self.gates().shape
@@ -129,7 +152,9 @@ class VLLMEngine(RolloutEngine):
     def _drop_cached(self) -> None:
         """Keys and values above layer 0 depend on the gates: none may be used again."""
         if not self.llm.llm_engine.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: completions would mix old and new gates")
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache: completions would mix old and new gates"
+            )
 
     def _call_worker(self, method: str, *args: Any) -> Any:
         return self.llm.llm_engine.collective_rpc(method, args=args)[0]
@@ -137,7 +162,10 @@ class VLLMEngine(RolloutEngine):
     def sample(
         self, rows: Rows, sampling: SamplingParams, eos_ids: list[int] | None = None
     ) -> Iterator[tuple[int, Sample]]:
-        """Yield ``(index into rows.prompts, sample)`` as completions finish; ValueError as :meth:`check_prompts`."""
+        """Yield ``(index into rows.prompts, sample)`` as completions finish.
+
+        ValueError as :meth:`check_prompts`.
+        """
         self.check_prompts(rows.prompts, sampling)
         engine, ends = self.llm.llm_engine, self.eos_ids if eos_ids is None else eos_ids
         self._calls += 1
@@ -151,8 +179,14 @@ class VLLMEngine(RolloutEngine):
                     if output.finished:
                         (made,) = output.outputs
                         ids = list(made.token_ids)
-                        logprobs = [found[token].logprob for found, token in zip(made.logprobs, ids, strict=True)]
-                        yield indices.pop(output.request_id), Sample(ids, logprobs, made.finish_reason, self._version)
+                        logprobs = [
+                            found[token].logprob
+                            for found, token in zip(made.logprobs, ids, strict=True)
+                        ]
+                        yield (
+                            indices.pop(output.request_id),
+                            Sample(ids, logprobs, made.finish_reason, self._version),
+                        )
         finally:
             if indices:  # the caller stopped early
                 engine.abort_request(list(indices), internal=False)
@@ -160,12 +194,20 @@ class VLLMEngine(RolloutEngine):
     def stream(
         self, prompts: list[str], sampling: SamplingParams, numbers: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Completion]]:
-        """Yield ``(index into prompts, completion)`` as completions finish; errors as :meth:`sample`."""
+        """Yield ``(index into prompts, completion)`` as completions finish.
+
+        Errors as :meth:`sample`.
+        """
         encoded = self.tokenize(prompts)
         rows = Rows(encoded, list(range(len(encoded)) if numbers is None else numbers), 0)
         for index, sample in self.sample(rows, sampling):
             text = str(self.tokenizer.decode(sample.token_ids, skip_special_tokens=True))
-            yield index, Completion(sample.token_ids, text, "stop" if sample.finish_reason == "stop" else "length")
+            yield (
+                index,
+                Completion(
+                    sample.token_ids, text, "stop" if sample.finish_reason == "stop" else "length"
+                ),
+            )
 
 
 def load_config(model: str) -> Any:
@@ -190,7 +232,9 @@ def _positions(model: str, asked: int | None) -> int | None:
 
 
 def _gpu_options() -> dict[str, Any]:
-    """vLLM refuses a GPU with less free than its share, 92%, also where the KV memory is given: 95% of what is free."""
+    """vLLM refuses a GPU with less free than its share, 92%, also where the KV memory is given: 95%
+    of what is free.
+    """
     if not torch.cuda.is_available():
         return {}
     free, total = torch.cuda.mem_get_info()
@@ -198,7 +242,9 @@ def _gpu_options() -> dict[str, Any]:
 
 
 def _rank_options() -> dict[str, Any]:
-    """Among the processes of a launcher: this one's GPU, and its process group instead of another one."""
+    """Among the processes of a launcher: this one's GPU, and its process group instead of another
+    one.
+    """
     is_rank = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     return {"distributed_executor_backend": "external_launcher"} if is_rank else {}
 
@@ -219,7 +265,8 @@ def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
     name = (load_config(model).architectures or ["none"])[0]
     if name not in ARCHITECTURES:
         raise ValueError(
-            f"rollouts of vLLM serve {', '.join(ARCHITECTURES)}, not {name}: sample this model with --rollout hf"
+            f"rollouts of vLLM serve {', '.join(ARCHITECTURES)}, not {name}: sample this model "
+            "with --rollout hf"
         )
     register()
     return {
@@ -246,7 +293,8 @@ def _params(sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int]
     )
 
 
-CPU_BLOCK_SIZE = 32  # the smallest that the CPU kernels take; what the engine would choose, 128, keeps more than S + W
+# the smallest that the CPU kernels take; what the engine would choose, 128, keeps more than S + W
+CPU_BLOCK_SIZE = 32
 
 
 class ServingEngine(VLLMEngine):
@@ -260,12 +308,16 @@ class ServingEngine(VLLMEngine):
         engine.close()
     """
 
-    def __init__(self, model: str, settings: ServingSettings, batch_size: int = 8, **options: Any) -> None:
-        """``settings`` name the allocation (:meth:`ServingSettings.of`); ``options`` as of :class:`VLLMEngine`.
+    def __init__(
+        self, model: str, settings: ServingSettings, batch_size: int = 8, **options: Any
+    ) -> None:
+        """``settings`` name the allocation (:meth:`ServingSettings.of`).
+
+        ``options`` as of :class:`VLLMEngine`.
 
         Raises:
-            ValueError: as :class:`VLLMEngine`, and if vLLM would not load the plugin or the allocation is of another
-                model.
+            ValueError: as :class:`VLLMEngine`, and if vLLM would not load the plugin or the
+                allocation is of another model.
         """
         check_installed()
         from vllm.platforms import current_platform
@@ -273,36 +325,60 @@ class ServingEngine(VLLMEngine):
         if current_platform.is_cpu():
             options.setdefault("block_size", CPU_BLOCK_SIZE)
         if settings.whole_prompts:  # a step must have room for the longest prompt
-            longest = options.get("max_positions") or load_config(model).get_text_config().max_position_embeddings
+            longest = (
+                options.get("max_positions")
+                or load_config(model).get_text_config().max_position_embeddings
+            )
             options.setdefault("max_num_batched_tokens", longest)
-        super().__init__(model, max_rows=batch_size, additional_config={KEY: settings.to_request()}, **options)
+        super().__init__(
+            model, max_rows=batch_size, additional_config={KEY: settings.to_request()}, **options
+        )
         self.batch_size, self.settings = batch_size, settings
         self.allocation, self.eviction = settings.allocation, settings.policy()
         config = self.llm.llm_engine.vllm_config
-        shape, dtype = ModelShape.from_config(config.model_config.hf_config), config.model_config.dtype
+        shape, dtype = (
+            ModelShape.from_config(config.model_config.hf_config),
+            config.model_config.dtype,
+        )
         group_size = shape.num_query_heads // shape.num_kv_heads
         ranks = config.parallel_config.tensor_parallel_size
-        self.plans = plan_heads(settings, config.cache_config.block_size, group_size, self.max_positions, ranks)
+        self.plans = plan_heads(
+            settings, config.cache_config.block_size, group_size, self.max_positions, ranks
+        )
         self.dtype = str(dtype).removeprefix("torch.")
         self.entry_bytes = 2 * shape.head_dim * dtype.itemsize
 
     def describe(self) -> dict[str, Any]:
         """What completions depend on: numbers, and what the compressible heads keep."""
-        own = {name: getattr(self.settings, name) for name in ("sink", "window", "prefill", "eviction")}
+        own = {
+            name: getattr(self.settings, name) for name in ("sink", "window", "prefill", "eviction")
+        }
         if self.settings.protect_prompt:  # left out otherwise, as by the transformers backend
             own["protect_prompt"] = True
         return {"dtype": self.dtype, "device": "vllm", **own}
 
-    def batch(self, prompts: list[str], sampling: SamplingParams, full: bool = False) -> tuple[list[Completion], Usage]:
-        """The completions of rendered ``prompts`` in their order; bytes are those of all blocks at the texts' ends."""
+    def batch(
+        self, prompts: list[str], sampling: SamplingParams, full: bool = False
+    ) -> tuple[list[Completion], Usage]:
+        """The completions of rendered ``prompts`` in their order.
+
+        Bytes are those of all blocks at the texts' ends.
+        """
         if full:
-            raise ValueError("the vLLM backend has no second, uncompressed cache: compare with the hf backend")
+            raise ValueError(
+                "the vLLM backend has no second, uncompressed cache: compare with the hf backend"
+            )
         start = time.perf_counter()
         completions = self.generate(prompts, sampling)
         seconds = time.perf_counter() - start
         made = [len(completion.token_ids) for completion in completions]
         given = self.prompt_lengths(prompts)
-        lengths = [n + own - 1 for n, own in zip(given, made, strict=True)]  # the last token is never fed back
+        lengths = [
+            n + own - 1 for n, own in zip(given, made, strict=True)
+        ]  # the last token is never fed back
         held = sum(sum(map(plan.held, lengths, given)) for plan in self.plans) * self.entry_bytes
-        full_bytes = sum(plan.uncompressed(length) for plan in self.plans for length in lengths) * self.entry_bytes
+        full_bytes = (
+            sum(plan.uncompressed(length) for plan in self.plans for length in lengths)
+            * self.entry_bytes
+        )
         return completions, Usage(sum(made), seconds, held, full_bytes)

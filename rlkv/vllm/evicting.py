@@ -1,7 +1,8 @@
 """vLLM attention backends of compressible heads under an eviction policy.
 
-A step is cut where its requests evict. What is due before its first tokens is done while the metadata are built, so
-that a captured graph never holds an eviction; in the middle of a prompt it waits for the layer's own keys.
+A step is cut where its requests evict. What is due before its first tokens is done while the
+metadata are built, so that a captured graph never holds an eviction; in the middle of a prompt it
+waits for the layer's own keys.
 """
 
 from __future__ import annotations
@@ -24,20 +25,31 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from rlkv.eviction.base import EvictionPolicy, pieces
 from rlkv.utils.devices import moved
-from rlkv.vllm.backends import LAYOUTS, AttendingImpl, BackendParts, TorchBackend, TorchBuilder, TorchImpl, bin_of
+from rlkv.vllm.backends import (
+    LAYOUTS,
+    AttendingImpl,
+    BackendParts,
+    TorchBackend,
+    TorchBuilder,
+    TorchImpl,
+    bin_of,
+)
 from rlkv.vllm.packing import NOWHERE, BufferDemand, SinkWindowDemand
 from rlkv.vllm.paged import Places, Reads, Writes, paged_local_attention, plan_reads
 
 
 @dataclass(frozen=True)
 class Round:
-    """Tokens of a step that are stored and attended to together, after the rows ``due`` have evicted.
+    """Tokens of a step that are stored and attended to together, after the rows ``due`` have
+    evicted.
 
     Attributes:
-        rows: the requests that take part; due: those of them that evict first, at the next ``due_positions``.
+        rows: the requests that take part; due: those of them that evict first, at the next
+            ``due_positions``.
         tokens: int64, the step's tokens that take part; None: all of them, in their order.
         row_T, position_T: row and position of each token, int64.
-        starts, lengths: the first token of each request within the round, and its entries at the end.
+        starts, lengths: the first token of each request within the round, and its entries at the
+            end.
     """
 
     rows: list[int]
@@ -51,11 +63,16 @@ class Round:
 
 
 def plan_rounds(demand: BufferDemand, starts: list[int], lengths: list[int]) -> list[Round]:
-    """Cut a step where its requests evict; the first round has all rows, also those of padding, which have no tokens.
+    """Cut a step where its requests evict; the first round has all rows, also those of padding,
+    which have no tokens.
 
-    Request r has the queries ``starts[r] <= t < starts[r + 1]`` and, with them, ``lengths[r]`` tokens.
+    Request r has the queries ``starts[r] <= t < starts[r + 1]`` and, with them, ``lengths[r]``
+    tokens.
     """
-    first_T = [length - (end - start) for length, start, end in zip(lengths, starts, starts[1:], strict=False)]
+    first_T = [
+        length - (end - start)
+        for length, start, end in zip(lengths, starts, starts[1:], strict=False)
+    ]
     rounds: list[Round] = []
     rows, position = list(range(len(lengths))), list(first_T)
     while rows:
@@ -68,7 +85,12 @@ def plan_rounds(demand: BufferDemand, starts: list[int], lengths: list[int]) -> 
 
 
 def _round(
-    demand: BufferDemand, rows: list[int], begins: list[int], ends: list[int], starts: list[int], first: list[int]
+    demand: BufferDemand,
+    rows: list[int],
+    begins: list[int],
+    ends: list[int],
+    starts: list[int],
+    first: list[int],
 ) -> Round:
     begin_R, end_R, row_R = torch.tensor(begins), torch.tensor(ends), torch.tensor(rows)
     counts = end_R - begin_R
@@ -103,9 +125,14 @@ class Eviction:
 
     def rounds(self, common: Any) -> list[Round]:
         """The rounds of a step by its metadata (vLLM's), planned once for all bins."""
-        lengths = common.seq_lens_cpu_upper_bound  # exact without speculative decoding, which is refused
+        lengths = (
+            common.seq_lens_cpu_upper_bound
+        )  # exact without speculative decoding, which is refused
         if self._latest is None or self._latest[0] is not lengths:
-            self._latest = (lengths, plan_rounds(self.demand, common.query_start_loc_cpu.tolist(), lengths.tolist()))
+            self._latest = (
+                lengths,
+                plan_rounds(self.demand, common.query_start_loc_cpu.tolist(), lengths.tolist()),
+            )
         return self._latest[1]
 
 
@@ -122,29 +149,38 @@ def query_slots(demand: BufferDemand, table_RM: Tensor, row_T: Tensor, place_T: 
 
 
 def _slots(demand: BufferDemand, table_RM: Tensor, row_T: Tensor, entry: Tensor) -> Tensor:
-    return table_RM[row_T, entry // demand.block_size].long() * demand.block_size + entry % demand.block_size
+    return (
+        table_RM[row_T, entry // demand.block_size].long() * demand.block_size
+        + entry % demand.block_size
+    )
 
 
 def query_entries(query_TXD: Tensor, kv_heads: int) -> Tensor:
-    """Queries ``[T, H * G, D]`` as entries ``[E, T, H, 2 * D]``, two in the place of a key and a value; an odd G is
-    filled up."""
+    """Queries ``[T, H * G, D]`` as entries ``[E, T, H, 2 * D]``, two in the place of a key and a
+    value; an odd G is filled up.
+    """
     grouped = query_TXD.unflatten(1, (kv_heads, -1))
     if grouped.shape[2] % 2:
         grouped = F.pad(grouped, (0, 0, 0, 1))
     return grouped.unflatten(2, (-1, 2)).flatten(3).permute(2, 0, 1, 3)
 
 
-def evict(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float) -> None:
-    """Keep ``budget`` of the C entries of each request, in their order, at the front of its entries.
+def evict(
+    cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float
+) -> None:
+    """Keep ``budget`` of the C entries of each request, in their order, at the front of its
+    entries.
 
-    ``positions_R``: of the token that comes next; ``factor``: for queries, so that ``query . key / sqrt(D)`` is the
-    attention logit.
+    ``positions_R``: of the token that comes next; ``factor``: for queries, so that ``query . key /
+    sqrt(D)`` is the attention logit.
     """
     for piece in pieces(len(table_RM), cache.shape[1] * eviction.demand.capacity * cache.shape[3]):
         _evict(cache, table_RM[piece].long(), positions_R[piece], eviction, factor)
 
 
-def _evict(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float) -> None:
+def _evict(
+    cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float
+) -> None:
     demand, policy, size = eviction.demand, eviction.policy, cache.shape[3] // 2
     blocks = table_RM[:, demand.query_blocks : demand.query_blocks + demand.full(demand.capacity)]
     states = _entries(cache, blocks)[:, :, : demand.capacity]  # [R, H, C, 2 * D]
@@ -155,14 +191,24 @@ def _evict(cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Evict
     kept = policy.keep(scores, demand.budget, valid)  # [R, H, budget]
     states = states.gather(2, kept[..., None].expand(-1, -1, -1, 2 * size))
     entry = torch.arange(demand.budget, device=cache.device)
-    cache[blocks[:, entry // demand.block_size], :, entry % demand.block_size] = states.transpose(1, 2)
+    cache[blocks[:, entry // demand.block_size], :, entry % demand.block_size] = states.transpose(
+        1, 2
+    )
 
 
-def observed_queries(cache: Tensor, table_RM: Tensor, positions_R: Tensor, demand: BufferDemand) -> Tensor:
+def observed_queries(
+    cache: Tensor, table_RM: Tensor, positions_R: Tensor, demand: BufferDemand
+) -> Tensor:
     """The last a queries before each position, oldest first: ``[R, H, G, a, D]``."""
-    stored = _entries(cache, table_RM[:, : demand.query_blocks])[:, :, : demand.observation * demand.entries_per_query]
+    stored = _entries(cache, table_RM[:, : demand.query_blocks])[
+        :, :, : demand.observation * demand.entries_per_query
+    ]
     # an entry's key and value are two query heads
-    places = stored.unflatten(2, (demand.observation, demand.entries_per_query)).unflatten(4, (2, -1)).flatten(3, 4)
+    places = (
+        stored.unflatten(2, (demand.observation, demand.entries_per_query))
+        .unflatten(4, (2, -1))
+        .flatten(3, 4)
+    )
     order = demand.observed_before(positions_R)[:, None, :, None, None].expand(
         -1, places.shape[1], -1, *places.shape[3:]
     )
@@ -181,10 +227,13 @@ def evicting_backend() -> type[AttentionBackend]:
 
 @dataclass
 class PlacedRound:
-    """A round with its places in the cache: ``slots_T`` of keys and values, ``queries_ET`` of observed queries.
+    """A round with its places in the cache:
 
-    ``due``: blocks and next positions of the requests that evict first. On a GPU attention needs ``stock``; on a CPU it
-    needs ``reads``, and storing the ``observed`` tokens, which have a place among the queries, and ``writes``.
+    ``slots_T`` of keys and values, ``queries_ET`` of observed queries.
+
+    ``due``: blocks and next positions of the requests that evict first. On a GPU attention needs
+    ``stock``; on a CPU it needs ``reads``, and storing the ``observed`` tokens, which have a place
+    among the queries, and ``writes``.
     """
 
     tokens: Tensor | None
@@ -205,7 +254,9 @@ def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
         tokens=None if plan.tokens is None else moved(plan.tokens, device),
         slots_T=entry_slots(demand, table_RM, row_T, demand.entries(position_T)),
         queries_ET=query_slots(demand, table_RM, row_T, demand.observed(position_T)),
-        due=_place_due(torch.tensor(plan.due), torch.tensor(plan.due_positions), table_RM) if plan.due else None,
+        due=_place_due(torch.tensor(plan.due), torch.tensor(plan.due_positions), table_RM)
+        if plan.due
+        else None,
     )
 
 
@@ -224,7 +275,9 @@ class _EvictingBuilder:
         return bin_of(self.vllm_config, self.layer_names).eviction
 
     def begin(self, parts: list[PlacedRound]) -> list[PlacedRound]:
-        """The step's metadata ``parts``, after what is due before its first tokens was done in all layers at once."""
+        """The step's metadata ``parts``, after what is due before its first tokens was done in all
+        layers at once.
+        """
         own = bin_of(self.vllm_config, self.layer_names)
         own.impl.evict(own.kv_cache, parts[0], own.eviction)
         return parts
@@ -242,7 +295,16 @@ class _EvictingImpl(AttendingImpl):
             # the policies' logit is query . key / sqrt(D), whatever the model's scale
             evict(kv_cache, *part.due, eviction, self.scale * (kv_cache.shape[-1] // 2) ** 0.5)
 
-    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Any, out: Tensor) -> None:
+    def attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv: Tensor,
+        step: Any,
+        out: Tensor,
+    ) -> None:
         for number, part in enumerate(step):
             if number > 0:  # what was due before the first round is done
                 self.evict(kv, part, layer.eviction)
@@ -257,16 +319,30 @@ class _EvictingImpl(AttendingImpl):
                 out[part.tokens] = found
 
     @abstractmethod
-    def store(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound) -> None:
-        """Write the round's keys and values, and the queries that an eviction will look at, to their places."""
+    def store(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        part: PlacedRound,
+    ) -> None:
+        """Write the round's keys and values, and the queries that an eviction will look at, to
+        their places.
+        """
 
     @abstractmethod
-    def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
+    def attend_round(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor
+    ) -> None:
         """Write the attention of ``query`` to ``output``, both ``[tokens, query heads, size]``."""
 
 
 class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> list[PlacedRound]:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> list[PlacedRound]:
         demand, table_RM = self.eviction.demand, common_attn_metadata.block_table_tensor
         everything = SinkWindowDemand(demand.block_size, 0, demand.capacity)
         parts = []
@@ -275,13 +351,23 @@ class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
             entries_RM = table_RM[plan.rows, demand.query_blocks :]
             part.reads = plan_reads(entries_RM, plan.starts, plan.lengths, everything)
             part.observed = (part.queries_ET[0] >= 0).nonzero()[:, 0]
-            part.writes = Writes(Places(torch.cat([part.slots_T, part.queries_ET[:, part.observed].flatten()])))
+            part.writes = Writes(
+                Places(torch.cat([part.slots_T, part.queries_ET[:, part.observed].flatten()]))
+            )
             parts.append(part)
         return self.begin(parts)
 
 
 class EvictingTorchImpl(_EvictingImpl, TorchImpl):
-    def store(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound) -> None:
+    def store(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        part: PlacedRound,
+    ) -> None:
         assert part.observed is not None
         assert part.writes is not None
         tokens = len(part.slots_T)
@@ -291,7 +377,9 @@ class EvictingTorchImpl(_EvictingImpl, TorchImpl):
             states = torch.cat([states, entries.flatten(0, 1)])
         part.writes.write(states, kv_cache)
 
-    def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
+    def attend_round(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor
+    ) -> None:
         paged_local_attention(query, kv_cache, part.reads, self.scale, output)
 
 
@@ -302,13 +390,15 @@ class EvictingTorchBackend(TorchBackend):
 class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
     """The stock metadata over the entries' blocks.
 
-    A step in which every request has one token is placed on the GPU, without a copy to it, and at the same addresses
-    every time.
+    A step in which every request has one token is placed on the GPU, without a copy to it, and at
+    the same addresses every time.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         rows = vllm_config.scheduler_config.max_num_seqs
         # permanent buffers: a captured graph keeps their addresses
@@ -318,15 +408,20 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
         )
         self.row_R = torch.arange(rows, device=device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
         common = common_attn_metadata
         if common.max_query_len == 1:
             parts = [self._decoding(common)]
-            # on the CPU, where these lengths are exact without speculative decoding, which is refused
+            # on the CPU, where these lengths are exact without speculative decoding, which is
+            # refused
             position_R = common.seq_lens_cpu_upper_bound.long() - 1
             due_R = self.eviction.demand.evicts_before(position_R)
             if due_R.any():
-                parts[0].due = _place_due(due_R.nonzero()[:, 0], position_R[due_R], common.block_table_tensor)
+                parts[0].due = _place_due(
+                    due_R.nonzero()[:, 0], position_R[due_R], common.block_table_tensor
+                )
         else:
             parts = [self._reading(common, plan) for plan in self.eviction.rounds(common)]
         return self.begin(parts)
@@ -358,7 +453,9 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
         lengths = torch.tensor(plan.lengths, dtype=torch.int32)
         starts = torch.tensor(plan.starts, dtype=torch.int32)
         own = common.replace(
-            block_table_tensor=table_RM[moved(torch.tensor(plan.rows), self.device), demand.query_blocks :],
+            block_table_tensor=table_RM[
+                moved(torch.tensor(plan.rows), self.device), demand.query_blocks :
+            ],
             seq_lens=moved(lengths, self.device),
             max_seq_len=max(plan.lengths),
             query_start_loc=moved(starts, self.device),
@@ -372,7 +469,15 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
 
 
 class EvictingTritonImpl(_EvictingImpl, TritonAttentionImpl):
-    def store(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, part: PlacedRound) -> None:
+    def store(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        part: PlacedRound,
+    ) -> None:
         self.do_kv_cache_update(layer, key, value, kv_cache, part.slots_T)
         entries = query_entries(query[: len(part.slots_T)], self.num_kv_heads).unflatten(3, (2, -1))
         # the engine's kernel wants the heads of a token side by side: one copy for all of them
@@ -380,7 +485,9 @@ class EvictingTritonImpl(_EvictingImpl, TritonAttentionImpl):
         for (first, second), slots_T in zip(halves, part.queries_ET, strict=True):
             self.do_kv_cache_update(layer, first, second, kv_cache, slots_T)
 
-    def attend_round(self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor) -> None:
+    def attend_round(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor
+    ) -> None:
         # keys and values are in the cache
         TritonAttentionImpl.forward(self, layer, query, None, None, kv_cache, part.stock, output)
 

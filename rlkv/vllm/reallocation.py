@@ -1,4 +1,6 @@
-"""The heads of one bin, of all layers, as one attention layer of the engine: one KV tensor, spec and block table."""
+"""The heads of one bin, of all layers, as one attention layer of the engine: one KV tensor, spec
+and block table.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,27 @@ from rlkv.vllm.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
 class BinAttention(Attention):
     """What the engine sees of a bin. It never runs: its parts do, each on its slice of the cache.
 
-    Its number of heads is that of the largest part, by which builders of metadata size what kernels share.
+    Its number of heads is that of the largest part, by which builders of metadata size what kernels
+    share.
     """
 
     parts: tuple[PartAttention, ...] = ()
-    on_pool: Callable[[int], None] | None = None  # called with the number of blocks when the engine has its pool
+    on_pool: Callable[[int], None] | None = (
+        None  # called with the number of blocks when the engine has its pool
+    )
     _kv_cache: Tensor
 
     def __init__(
-        self, stock: Attention, number: int, own: Bin, kept: Eviction | GapRules | None, vllm_config: Any
+        self,
+        stock: Attention,
+        number: int,
+        own: Bin,
+        kept: Eviction | GapRules | None,
+        vllm_config: Any,
     ) -> None:
-        """``stock``: any of the attention layers that are replaced; ``kept``: what compressible heads keep."""
+        """``stock``: any of the attention layers that are replaced; ``kept``: what compressible
+        heads keep.
+        """
         group_size = stock.num_heads // stock.num_kv_heads
         if own.full:
             backend = full_backend(stock)
@@ -75,12 +87,16 @@ class BinAttention(Attention):
 
     @kv_cache.setter
     def kv_cache(self, cache: Tensor) -> None:
-        """The engine binds a cache ``[blocks, heads of the bin, tokens, 2 * size]``, or an empty tensor to free it."""
+        """The engine binds a cache ``[blocks, heads of the bin, tokens, 2 * size]``, or an empty
+        tensor to free it.
+        """
         self._kv_cache = cache
         if self.on_pool is not None and cache.dim() == 4:
             self.on_pool(len(cache))
         for part in self.parts:
-            part.kv_cache = cache[:, part.first : part.first + part.num_kv_heads] if cache.dim() == 4 else cache
+            part.kv_cache = (
+                cache[:, part.first : part.first + part.num_kv_heads] if cache.dim() == 4 else cache
+            )
 
     def add_part(self, part: Part) -> PartAttention:
         """The heads ``part`` of the bin, for the layer that has them."""
@@ -89,9 +105,14 @@ class BinAttention(Attention):
         return made
 
     def get_kv_cache_spec(self, vllm_config: Any) -> PackedFullSpec | EvictingSpec | SinkWindowSpec:
-        if vllm_config.cache_config.block_size != self.planned:  # a few backends ask for another size after loading
+        if (
+            vllm_config.cache_config.block_size != self.planned
+        ):  # a few backends ask for another size after loading
             chosen = vllm_config.cache_config.block_size
-            raise ValueError(f"rlkv: the engine chose blocks of {chosen} tokens too late: pass --block-size {chosen}")
+            raise ValueError(
+                f"rlkv: the engine chose blocks of {chosen} tokens too late: pass --block-size "
+                f"{chosen}"
+            )
         common: dict[str, Any] = {
             "block_size": self.bin.demand.block_size,
             "num_kv_heads": len(self.bin.heads),
@@ -101,7 +122,9 @@ class BinAttention(Attention):
             "bin": self.number,
         }
         if self.bin.full:
-            return PackedFullSpec(**common, protect_prompt=getattr(self.bin.demand, "protect_prompt", False))
+            return PackedFullSpec(
+                **common, protect_prompt=getattr(self.bin.demand, "protect_prompt", False)
+            )
         if isinstance(self.kept, Eviction):
             return EvictingSpec(**{**asdict(self.kept.demand), **common})
         return SinkWindowSpec(
@@ -123,7 +146,13 @@ class PartAttention:
         self.kv_cache = torch.tensor([])
         self.writes_first = not own.attn_backend.forward_includes_kv_cache_update
         self.impl: Any = own.attn_backend.get_impl_cls()(
-            self.num_heads, own.head_size, own.impl.scale, self.num_kv_heads, None, None, own.kv_cache_dtype
+            self.num_heads,
+            own.head_size,
+            own.impl.scale,
+            self.num_kv_heads,
+            None,
+            None,
+            own.kv_cache_dtype,
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
@@ -137,33 +166,47 @@ class PartAttention:
 class SplitAttention(nn.Module):
     """In the place of a layer's attention, with the same call.
 
-    The projections' weights were reordered when they were loaded: each part reads and writes a slice.
+    The projections' weights were reordered when they were loaded: each part reads and writes a
+    slice.
     """
 
     def __init__(self, stock: Attention, parts: list[PartAttention], vllm_config: Any) -> None:
         super().__init__()
         self.layer_name, self.head_size, self.parts = stock.layer_name, stock.head_size, parts
-        self.heads, self.kv_heads = [part.num_heads for part in parts], [part.num_kv_heads for part in parts]
+        self.heads, self.kv_heads = (
+            [part.num_heads for part in parts],
+            [part.num_kv_heads for part in parts],
+        )
         compilation = vllm_config.compilation_config
-        compilation.static_forward_context[self.layer_name] = self  # where the operator below finds it
+        compilation.static_forward_context[self.layer_name] = (
+            self  # where the operator below finds it
+        )
         if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
             compilation.splitting_ops.append(OPERATOR)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """``[T, H * G * D]``, ``[T, H * D]`` twice, to ``[T, H * G * D]``."""
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        torch.ops.vllm.rlkv_split_attention(query, key, value, output, encode_layer_name(self.layer_name))
+        torch.ops.vllm.rlkv_split_attention(
+            query, key, value, output, encode_layer_name(self.layer_name)
+        )
         return output
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        states = [tensor.view(len(tensor), -1, self.head_size) for tensor in (query, key, value, output)]
+        states = [
+            tensor.view(len(tensor), -1, self.head_size) for tensor in (query, key, value, output)
+        ]
         counts = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        slices = (tensor.split_with_sizes(heads, 1) for tensor, heads in zip(states, counts, strict=True))
+        slices = (
+            tensor.split_with_sizes(heads, 1) for tensor, heads in zip(states, counts, strict=True)
+        )
         for part, *own in zip(self.parts, *slices, strict=True):
             part.attend(*own)
 
 
-def _split_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerNameType) -> None:
+def _split_attention(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerNameType
+) -> None:
     layers = get_forward_context().no_compile_layers
     layers[resolve_layer_name(layer_name)].attend(query, key, value, output)
 
@@ -190,10 +233,25 @@ direct_register_custom_op(
 
 _ATTENTION = re.compile(r"layers\.(\d+)\.(?:self_attn|attention)\.(.+)$")
 _PROJECTION = re.compile(r"(qkv|[qkvo])_proj\.(\w+)$")
-_NEITHER = re.compile(r"([qk]_norm\.weight|rotary_emb\.inv_freq)$")  # the same for all heads of a layer
-_OUTPUTS_FIRST = ("weight", "bias", "weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point")
+_NEITHER = re.compile(
+    r"([qk]_norm\.weight|rotary_emb\.inv_freq)$"
+)  # the same for all heads of a layer
+_OUTPUTS_FIRST = (
+    "weight",
+    "bias",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_packed",
+    "weight_zero_point",
+)
 _INPUTS_FIRST = ("qweight", "qzeros", "scales")  # AWQ and GPTQ
-_OF_ALL_HEADS = ("weight_shape", "weight_global_scale", "input_scale", "input_global_scale", "input_zero_point")
+_OF_ALL_HEADS = (
+    "weight_shape",
+    "weight_global_scale",
+    "input_scale",
+    "input_global_scale",
+    "input_zero_point",
+)
 _GROUPS = ("g_idx", "weight_g_idx")  # the group of each input
 
 
@@ -224,7 +282,9 @@ class HeadOrder:
                 continue
             projection = _PROJECTION.match(found[2])
             if projection is None:
-                raise ValueError(f"rlkv: {name}: head reallocation does not know which heads this tensor has")
+                raise ValueError(
+                    f"rlkv: {name}: head reallocation does not know which heads this tensor has"
+                )
             yield name, self._reorder(tensor, int(found[1]), projection[1], projection[2], name)
 
     def _reorder(self, tensor: Tensor, layer: int, projection: str, kind: str, name: str) -> Tensor:
@@ -232,29 +292,41 @@ class HeadOrder:
             return tensor
         if kind in _GROUPS:
             if projection == "o" and not bool((tensor[1:] >= tensor[:-1]).all()):
-                raise ValueError(f"rlkv: {name}: head reallocation needs weights that were quantised without desc_act")
+                raise ValueError(
+                    f"rlkv: {name}: head reallocation needs weights that were quantised without "
+                    "desc_act"
+                )
             return tensor
         if kind not in _OUTPUTS_FIRST + _INPUTS_FIRST:
-            raise ValueError(f"rlkv: {name}: head reallocation does not know the order of heads in a {kind}")
+            raise ValueError(
+                f"rlkv: {name}: head reallocation does not know the order of heads in a {kind}"
+            )
         dim = int((projection == "o") == (kind in _OUTPUTS_FIRST))
         if tensor.dim() <= dim or tensor.shape[dim] == 1:  # one number for all heads
             return tensor
         pieces = torch.tensor(self._pieces(layer, projection), device=tensor.device)
         outputs = len(pieces) * self.head_size * (self.group_size if projection in "qo" else 1)
         group, rest = divmod(outputs, tensor.shape[dim])
-        # groups have powers of two: with another quotient the last group is cut off, and some reach over heads
+        # groups have powers of two: with another quotient the last group is cut off, and some reach
+        # over heads
         if tensor.shape[dim] % len(pieces) or rest or group & (group - 1):
             raise ValueError(
-                f"rlkv: {name}: {tensor.shape[dim]} entries do not divide by {len(pieces)} heads, because groups of "
+                f"rlkv: {name}: {tensor.shape[dim]} entries do not divide by {len(pieces)} heads, "
+                "because groups of "
                 "quantised weights reach over several heads: serve weights with smaller groups"
             )
         # some types of numbers can only be moved as bytes
         plain = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        moved = plain.unflatten(dim, (len(pieces), -1)).index_select(dim, pieces).flatten(dim, dim + 1)
+        moved = (
+            plain.unflatten(dim, (len(pieces), -1)).index_select(dim, pieces).flatten(dim, dim + 1)
+        )
         return moved.view(tensor.dtype)
 
     def _pieces(self, layer: int, projection: str) -> list[int]:
-        """Numbers of pieces in their served order; a group of query heads is a piece of ``q`` and ``o``."""
+        """Numbers of pieces in their served order.
+
+        A group of query heads is a piece of ``q`` and ``o``.
+        """
         heads = list(self.heads[layer])
         if projection != "qkv":
             return heads
@@ -267,17 +339,25 @@ logger = init_logger(f"vllm.{__name__}")  # the engine shows what its own logger
 
 
 def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
-    """Exchange the attention layers of a stock model; ValueError for what is not supported or does not fit it."""
+    """Exchange the attention layers of a stock model.
+
+    ValueError for what is not supported or does not fit it.
+    """
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
     stock, longest = model.model.layers[0].self_attn.attn, vllm_config.model_config.max_model_len
-    group_size, ranks = stock.num_heads // stock.num_kv_heads, get_tensor_model_parallel_world_size()
+    group_size, ranks = (
+        stock.num_heads // stock.num_kv_heads,
+        get_tensor_model_parallel_world_size(),
+    )
     check_layers([layer.self_attn.attn for layer in model.model.layers])
     plans = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest, ranks)
     rank = get_tensor_model_parallel_rank()
     plan = plans[rank]
     kept = _what_is_kept(settings, plan, longest)
-    bins = [BinAttention(stock, number, own, kept, vllm_config) for number, own in enumerate(plan.bins)]
+    bins = [
+        BinAttention(stock, number, own, kept, vllm_config) for number, own in enumerate(plan.bins)
+    ]
     model.rlkv_bins = nn.ModuleList(bins)
     for number, layer in enumerate(model.model.layers):
         stock = layer.self_attn.attn
@@ -288,13 +368,20 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
     amounts = entry_bytes, *settings.reference(longest)
     logger.info("rlkv: %s%s", where, plan.summary(*amounts))
-    bins[0].on_pool = lambda blocks: logger.info("rlkv: %s%s", where, plan.capacity(blocks, *amounts))
-    order = [[head for own in plans for head in own.head_order(number)] for number in range(len(model.model.layers))]
+    bins[0].on_pool = lambda blocks: logger.info(
+        "rlkv: %s%s", where, plan.capacity(blocks, *amounts)
+    )
+    order = [
+        [head for own in plans for head in own.head_order(number)]
+        for number in range(len(model.model.layers))
+    ]
     return HeadOrder(order, group_size, stock.head_size)
 
 
 def check_layers(layers: Sequence[Any]) -> None:
-    """Raise ``ValueError`` for stock attention layers that do more than plain attention, or differ in their heads."""
+    """Raise ``ValueError`` for stock attention layers that do more than plain attention, or differ
+    in their heads.
+    """
     first = layers[0]
     for layer in layers:
         found = {
@@ -305,19 +392,26 @@ def check_layers(layers: Sequence[Any]) -> None:
             "ALiBi": getattr(layer.impl, "alibi_slopes", None) is not None,
             "learned sinks": getattr(layer.impl, "sinks", None) is not None,
             "another number or size of heads than the first layer": any(
-                getattr(layer, name) != getattr(first, name) for name in ("num_heads", "num_kv_heads", "head_size")
+                getattr(layer, name) != getattr(first, name)
+                for name in ("num_heads", "num_kv_heads", "head_size")
             ),
             "another scale of logits than the first layer": layer.impl.scale != first.impl.scale,
         }
         for feature, applies in found.items():
             if applies:
                 raise ValueError(
-                    f"rlkv: head reallocation does not work with this model: {layer.layer_name} has {feature}"
+                    f"rlkv: head reallocation does not work with this model: {layer.layer_name} "
+                    f"has {feature}"
                 )
 
 
-def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) -> Eviction | GapRules | None:
-    """The policy of compressible heads and their buffer, or what reads sinks and window; None without such heads."""
+def _what_is_kept(
+    settings: ServingSettings, plan: PackingPlan, longest: int
+) -> Eviction | GapRules | None:
+    """The policy of compressible heads and their buffer, or what reads sinks and window.
+
+    None without such heads.
+    """
     demand = next((own.demand for own in plan.bins if not own.full), None)
     if demand is None:
         return None
@@ -328,7 +422,9 @@ def _what_is_kept(settings: ServingSettings, plan: PackingPlan, longest: int) ->
     assert isinstance(demand, BufferDemand)
     if demand.capacity >= longest:
         raise ValueError(
-            f"rlkv: eviction would never drop anything: a head holds up to {demand.capacity:,} entries (budget + "
-            f"buffer), and no text is longer than {longest:,} tokens: lower the budget, or raise --max-model-len"
+            f"rlkv: eviction would never drop anything: a head holds up to {demand.capacity:,} "
+            "entries (budget + "
+            f"buffer), and no text is longer than {longest:,} tokens: lower the budget, or raise "
+            "--max-model-len"
         )
     return Eviction(policy, demand)

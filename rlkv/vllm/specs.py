@@ -1,7 +1,10 @@
-"""Blocks of compressible heads, for the engine's memory management; importing this registers them in a process.
+"""Blocks of compressible heads, for the engine's memory management.
 
-Blocks that fall out of a window are replaced by the null block in the request's block table; the kernels skip this gap
-(:mod:`rlkv.vllm.paged`). Under eviction a request keeps as many blocks as its buffer has.
+Importing this registers them in a process.
+
+Blocks that fall out of a window are replaced by the null block in the request's block table; the
+kernels skip this gap (:mod:`rlkv.vllm.paged`). Under eviction a request keeps as many blocks as its
+buffer has.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ class BinUsage:
         full: whether its heads are full.
         blocks: that requests hold.
         block_bytes: KV of the bin's heads in one block.
-        whole: blocks that the full cache would hold of these heads for the same tokens; where requests share a prefix,
-            what heads have given back of it is counted for each.
+        whole: blocks that the full cache would hold of these heads for the same tokens; where
+            requests share a prefix, what heads have given back of it is counted for each.
         evictions: of requests, since the engine started.
     """
 
@@ -94,14 +97,21 @@ class Counted(SingleTypeKVCacheManager):
 
     def usage(self) -> BinUsage:
         """What the bin holds now."""
-        held = [block for table in self.req_to_blocks.values() for block in table if not block.is_null]
+        held = [
+            block for table in self.req_to_blocks.values() for block in table if not block.is_null
+        ]
         # a block of several requests, of a cached prefix, is one
-        blocks, shared = len(distinct := {block.block_id for block in held}), len(held) - len(distinct)
+        blocks, shared = (
+            len(distinct := {block.block_id for block in held}),
+            len(held) - len(distinct),
+        )
         full = isinstance(self, FullAttentionManager)
         return BinUsage(full, blocks, self.kv_cache_spec.page_size_bytes, self.whole() - shared)
 
     def whole(self) -> int:
-        """Blocks of all tokens, request by request: those that were given back are still places of the table."""
+        """Blocks of all tokens, request by request: those that were given back are still places of
+        the table.
+        """
         return sum(map(len, self.req_to_blocks.values()))
 
     def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
@@ -123,15 +133,20 @@ class BlockManager(SingleTypeKVCacheManager):
         return 0
 
 
-def register_spec(spec: type[Any], manager: type[SingleTypeKVCacheManager], base: type[Any]) -> None:
-    """Make a kind of blocks known to this process; ``base``: the kind with which it may share a block table."""
+def register_spec(
+    spec: type[Any], manager: type[SingleTypeKVCacheManager], base: type[Any]
+) -> None:
+    """Make a kind of blocks known to this process; ``base``: the kind with which it may share a
+    block table.
+    """
     # the registry fills itself with the stock specs only as long as it is empty
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(spec, manager, base)
 
 
 def choose_runner() -> bool:
-    """Pin the engine's model runner: the second one, its default where Triton runs, else the deprecated first one.
+    """Pin the engine's model runner: the second one, its default where Triton runs, else the
+    deprecated first one.
 
     Returns:
         Whether it is the second one. ``VLLM_USE_V2_MODEL_RUNNER`` decides where it is set.
@@ -152,7 +167,10 @@ class _OfBin:
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
-        """The engine asks whether layers may share a block table by trying this; AssertionError means no."""
+        """The engine asks whether layers may share a block table by trying this.
+
+        AssertionError means no.
+        """
         assert all(spec == specs[0] for spec in specs[1:]), "different bins"
         return specs[0]
 
@@ -167,7 +185,9 @@ class PackedFullSpec(_OfBin, FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWindowSpec(_OfBin, AttentionSpec):
-    """A bin of compressible heads: blocks of sinks, or a protected prompt if it is longer, and of the window."""
+    """A bin of compressible heads: blocks of sinks, or a protected prompt if it is longer, and of
+    the window.
+    """
 
     bin: int
     sink: int
@@ -181,13 +201,16 @@ class SinkWindowSpec(_OfBin, AttentionSpec):
         return SinkWindowDemand(self.block_size, self.sink, self.window, self.protect_prompt)
 
     def most_blocks(self, max_model_len: int | None = None) -> int:
-        """Blocks that one request may hold at once: the sinks', and window and unsettled tokens, whose first one may
-        lie anywhere in its block. A protected prompt may be the whole text."""
+        """Blocks that one request may hold at once: the sinks', and window and unsettled tokens,
+        whose first one may lie anywhere in its block. A protected prompt may be the whole text.
+        """
         longest = self.max_model_len if max_model_len is None else max_model_len
         if self.protect_prompt:
             return self.demand.full(longest)
         moving = min(self.window - 1 + self.max_in_flight_tokens, longest)
-        return min(self.demand.full(self.sink) + self.demand.full(moving) + 1, self.demand.full(longest))
+        return min(
+            self.demand.full(self.sink) + self.demand.full(moving) + 1, self.demand.full(longest)
+        )
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         return self.page_size_bytes * self.most_blocks(vllm_config.model_config.max_model_len)
@@ -205,23 +228,34 @@ class EvictingSpec(_OfBin, AttentionSpec):
 
     @property
     def demand(self) -> BufferDemand:
-        return BufferDemand(self.block_size, self.budget, self.buffer, self.observation, self.group_size)
+        return BufferDemand(
+            self.block_size, self.budget, self.buffer, self.observation, self.group_size
+        )
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        return self.page_size_bytes * self.demand.compressible(vllm_config.model_config.max_model_len)
+        return self.page_size_bytes * self.demand.compressible(
+            vllm_config.model_config.max_model_len
+        )
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """The engine computes slots by position, and looks them up even though they are not used here."""
-        return max(super().max_num_blocks_per_req(vllm_config, max_len), self.demand.compressible(max_len))
+        """The engine computes slots by position, and looks them up even though they are not used
+        here.
+        """
+        return max(
+            super().max_num_blocks_per_req(vllm_config, max_len), self.demand.compressible(max_len)
+        )
 
 
 class _PromptCaching(SingleTypeKVCacheManager):
-    """Where prompts are protected, a token sees more in a prompt than behind it: blocks of prompts alone are cached."""
+    """Where prompts are protected, a token sees more in a prompt than behind it: blocks of prompts
+    alone are cached.
+    """
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         if self.kv_cache_spec.protect_prompt:
             if num_tokens >= request.num_prompt_tokens:
-                # preempted from now on, it must not find its own text in the prompt of another request
+                # preempted from now on, it must not find its own text in the prompt of another
+                # request
                 request.skip_reading_prefix_cache = True
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         super().cache_blocks(request, num_tokens, *args, **kwargs)
@@ -243,14 +277,16 @@ class SinkWindowManager(Counted, _PromptCaching, BlockManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Give back the blocks between the first tokens that are kept and the window of the next token.
+        """Give back the blocks between the first tokens that are kept and the window of the next
+        token.
 
         RuntimeError if a protected prompt grows, as streamed inputs make it.
         """
         demand, prompt = self.kv_cache_spec.demand, num_prompt_tokens or 0
         if demand.protect_prompt and self._prompts.setdefault(request_id, prompt) != prompt:
             raise RuntimeError(
-                f"rlkv: the prompt of request {request_id} has grown to {prompt:,} tokens, but some of them were given "
+                f"rlkv: the prompt of request {request_id} has grown to {prompt:,} tokens, but "
+                "some of them were given "
                 "up since: streamed inputs do not work with protect_prompt, send whole prompts"
             )
         outside = processed_computed_tokens - demand.window + 1
@@ -270,8 +306,12 @@ class SinkWindowManager(Counted, _PromptCaching, BlockManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """As the base class, but its cap counts the gap of a cached prefix as blocks that the request holds."""
-        needed = super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs)
+        """As the base class, but its cap counts the gap of a cached prefix as blocks that the
+        request holds.
+        """
+        needed = super().get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, *args, **kwargs
+        )
         most = self.max_admission_blocks_per_request
         if not apply_admission_cap or most is None:
             return needed
@@ -291,7 +331,8 @@ class SinkWindowManager(Counted, _PromptCaching, BlockManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """The longest prefix of whole blocks after which the sinks and a whole window are still there.
+        """The longest prefix of whole blocks after which the sinks and a whole window are still
+        there.
 
         Of a protected prompt every block.
         """
@@ -311,7 +352,9 @@ class SinkWindowManager(Counted, _PromptCaching, BlockManager):
         found: dict[int, Sequence[KVCacheBlock]] = {}
 
         def cached(number: int) -> bool:
-            if number not in found and (blocks := block_pool.get_cached_block(hashes[number], kv_cache_group_ids)):
+            if number not in found and (
+                blocks := block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
+            ):
                 found[number] = blocks
             return number in found
 
@@ -322,12 +365,16 @@ class SinkWindowManager(Counted, _PromptCaching, BlockManager):
         end = (sinks if sinks < wanted else longest) // step * step
         while end > sinks:
             first = max(sinks, end - window)
-            missing = next((number for number in range(end - 1, first - 1, -1) if not cached(number)), None)
+            missing = next(
+                (number for number in range(end - 1, first - 1, -1) if not cached(number)), None
+            )
             if missing is None:
                 break
             end = missing // step * step
         first = max(sinks, end - window)
-        table: tuple[list[KVCacheBlock], ...] = tuple([block_pool.null_block] * end for _ in kv_cache_group_ids)
+        table: tuple[list[KVCacheBlock], ...] = tuple(
+            [block_pool.null_block] * end for _ in kv_cache_group_ids
+        )
         for number in (number for number in range(end) if number < sinks or number >= first):
             for row, block in zip(table, found[number], strict=True):
                 row[number] = block
@@ -344,7 +391,9 @@ class EvictingManager(Counted, BlockManager):
         self._ended = 0  # evictions of requests that are not running any more
 
     def usage(self) -> BinUsage:
-        evictions = self._ended + sum(map(self.kv_cache_spec.demand.evictions, self._computed.values()))
+        evictions = self._ended + sum(
+            map(self.kv_cache_spec.demand.evictions, self._computed.values())
+        )
         return replace(super().usage(), evictions=evictions)
 
     def whole(self) -> int:
@@ -359,11 +408,15 @@ class EvictingManager(Counted, BlockManager):
         *args: Any,
         **kwargs: Any,
     ) -> int:
-        """As the base class; RuntimeError if a request goes back to earlier tokens, as streamed inputs do."""
+        """As the base class; RuntimeError if a request goes back to earlier tokens, as streamed
+        inputs do.
+        """
         if total_computed_tokens < self._computed.get(request_id, 0):
             raise RuntimeError(
-                f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} on, but some of its "
-                "entries were evicted since: streamed inputs do not work with eviction, send whole prompts"
+                f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} "
+                "on, but some of its "
+                "entries were evicted since: streamed inputs do not work with eviction, send whole "
+                "prompts"
             )
         self._computed[request_id] = total_computed_tokens
         held = len(self.req_to_blocks.get(request_id, ()))
@@ -373,13 +426,20 @@ class EvictingManager(Counted, BlockManager):
         self._ended += self.kv_cache_spec.demand.evictions(self._computed.pop(request_id, 0))
         return super().pop_blocks_for_free(request_id)
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
         slots = self.kv_cache_spec.demand.compressible(num_tokens) * self.block_size
         return super().allocate_new_blocks(request_id, slots, slots)
 
     @classmethod
     def find_longest_cache_hit(
-        cls, block_hashes: BlockHashList, max_length: int, kv_cache_group_ids: list[int], *args: Any, **kwargs: Any
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """None: what an eviction kept is not a prefix."""
         return tuple([] for _ in kv_cache_group_ids), 0
@@ -398,7 +458,9 @@ class UsageCollector(Collector):
 
     def __init__(self, sparsity: float) -> None:
         self.sparsity = sparsity
-        self.folder = tempfile.TemporaryDirectory(prefix="rlkv_", dir=MEMORY if MEMORY.is_dir() else None)
+        self.folder = tempfile.TemporaryDirectory(
+            prefix="rlkv_", dir=MEMORY if MEMORY.is_dir() else None
+        )
 
     def collect(self) -> Iterator[Any]:
         bins = read_usage(self.folder.name)
@@ -409,11 +471,20 @@ class UsageCollector(Collector):
             blocks.add_metric([kind], sum(found.blocks for found in own))
             held.add_metric([kind], sum(found.blocks * found.block_bytes for found in own))
         yield from (blocks, held)
-        about = "Bytes of KV that the full cache would hold for the same tokens, less those that are held."
+        about = (
+            "Bytes of KV that the full cache would hold for the same tokens, less those that "
+            "are held."
+        )
         yield GaugeMetricFamily("rlkv:kv_bytes_saved", about, value=sum(map(_saved, bins)))
-        about = "Compactions of a request's entries by the eviction policy, counted per block table."
-        yield CounterMetricFamily("rlkv:evictions", about, value=sum(found.evictions for found in bins))
-        yield GaugeMetricFamily("rlkv:sparsity", "Share of KV heads that are compressible.", value=self.sparsity)
+        about = (
+            "Compactions of a request's entries by the eviction policy, counted per block table."
+        )
+        yield CounterMetricFamily(
+            "rlkv:evictions", about, value=sum(found.evictions for found in bins)
+        )
+        yield GaugeMetricFamily(
+            "rlkv:sparsity", "Share of KV heads that are compressible.", value=self.sparsity
+        )
 
 
 def _saved(own: BinUsage) -> int:
@@ -424,7 +495,10 @@ _published: list[UsageCollector] = []  # of this process: none or one
 
 
 def publish(sparsity: float) -> None:
-    """Add to this process's ``/metrics``, and have the schedulers that it starts report; the last engine's sparsity."""
+    """Add to this process's ``/metrics``, and have the schedulers that it starts report.
+
+    The last engine's sparsity.
+    """
     if not _published:
         _published.append(UsageCollector(sparsity))
         os.environ[FOLDER] = _published[0].folder.name

@@ -47,14 +47,22 @@ def make_padding(lengths: list[tuple[int, int]], total: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("sink", "window"), [(0, 1), (4, 16), (5, 70), (1, 100)])
-@pytest.mark.parametrize("lengths", [[(0, 0)], [(0, 0), (13, 0), (200, 0)], [(0, 30), (0, 0)], [(20, 15), (64, 0)]])
+@pytest.mark.parametrize(
+    "lengths", [[(0, 0)], [(0, 0), (13, 0), (200, 0)], [(0, 30), (0, 0)], [(20, 15), (64, 0)]]
+)
 @pytest.mark.parametrize("form", [banded_local_attention, flex_local_attention])
-def test_local_forms_equal_the_dense_one(form: object, lengths: list[tuple[int, int]], sink: int, window: int) -> None:
+def test_local_forms_equal_the_dense_one(
+    form: object, lengths: list[tuple[int, int]], sink: int, window: int
+) -> None:
     total = 263
     padding = make_padding(lengths, total)
     states = make_states(len(lengths), total, total)
-    expected = dense_attention(*states, make_call(padding, total).dense_local_mask(sink, window, padding.device), SCALE)
-    has_backward = form is banded_local_attention  # flex has none on a CPU, and refuses inputs that want one
+    expected = dense_attention(
+        *states, make_call(padding, total).dense_local_mask(sink, window, padding.device), SCALE
+    )
+    has_backward = (
+        form is banded_local_attention
+    )  # flex has none on a CPU, and refuses inputs that want one
     inputs = states if has_backward else [state.detach() for state in states]
     found = form(*inputs, make_call(padding, total), sink, window, SCALE)
     real = padding[:, None, :, None].expand_as(expected)
@@ -69,10 +77,21 @@ def test_local_forms_equal_the_dense_one(form: object, lengths: list[tuple[int, 
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 700])
-@pytest.mark.parametrize(("sink", "window"), [(0, 1), (16, 64), (128, 256), (130, 127), (0, 300), (1000, 1)])
+@pytest.mark.parametrize(
+    ("sink", "window"), [(0, 1), (16, 64), (128, 256), (130, 127), (0, 300), (1000, 1)]
+)
 def test_the_block_mask_equals_torchs(length: int, sink: int, window: int) -> None:
-    """Which torch makes out of a dense mask; rows are padded on either side, at and off the edges of blocks."""
-    lengths = [(0, 0), (length // 2, 0), (min(128, length - 1), 0), (0, length // 3), (length // 5, length // 4)]
+    """Which torch makes out of a dense mask.
+
+    Rows are padded on either side, at and off the edges of blocks.
+    """
+    lengths = [
+        (0, 0),
+        (length // 2, 0),
+        (min(128, length - 1), 0),
+        (0, length // 3),
+        (length // 5, length // 4),
+    ]
     call = make_call(make_padding(lengths, length), length)
     rule = local_rule(call.rows(torch.device("cpu")), sink, window)
     wanted = create_block_mask(rule, len(lengths), None, length, length, device="cpu")
@@ -101,7 +120,9 @@ def test_the_dense_mask_equals_the_reference() -> None:
 
 @pytest.mark.parametrize("lengths", [[(0, 0), (0, 0)], [(0, 0), (13, 0), (59, 0)]])
 @pytest.mark.parametrize(("sink", "window"), [(0, 1), (4, 16), (30, 29)])
-def test_one_query_reads_sinks_and_window_only(lengths: list[tuple[int, int]], sink: int, window: int) -> None:
+def test_one_query_reads_sinks_and_window_only(
+    lengths: list[tuple[int, int]], sink: int, window: int
+) -> None:
     padding = make_padding(lengths, 60)
     states = make_states(len(lengths), 60, 1)
     call = make_call(padding, 1)
@@ -111,8 +132,12 @@ def test_one_query_reads_sinks_and_window_only(lengths: list[tuple[int, int]], s
 
 
 @pytest.mark.parametrize("q_length", [1, 7, 60])
-@pytest.mark.parametrize("lengths", [[(0, 0)], [(0, 5), (0, 0)], [(9, 0), (0, 0)], [(9, 4), (0, 0)]])
-def test_full_attention_equals_the_dense_form(lengths: list[tuple[int, int]], q_length: int) -> None:
+@pytest.mark.parametrize(
+    "lengths", [[(0, 0)], [(0, 5), (0, 0)], [(9, 0), (0, 0)], [(9, 4), (0, 0)]]
+)
+def test_full_attention_equals_the_dense_form(
+    lengths: list[tuple[int, int]], q_length: int
+) -> None:
     padding = make_padding(lengths, 60)
     states = make_states(len(lengths), 60, q_length)
     mask = (full_mask(padding) | torch.eye(60, dtype=torch.bool))[:, None, -q_length:]
@@ -120,13 +145,17 @@ def test_full_attention_equals_the_dense_form(lengths: list[tuple[int, int]], q_
     real = padding[:, None, -q_length:, None].expand_as(expected)
     found = full_attention(*states, make_call(padding, q_length), SCALE)
     assert (found - expected)[real].abs().max() < TOLERANCE
-    local = local_attention(*states, make_call(padding, q_length), 60, 60, SCALE)  # S + W cover everything
+    local = local_attention(
+        *states, make_call(padding, q_length), 60, 60, SCALE
+    )  # S + W cover everything
     assert (local - expected)[real].abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("lengths", [[(0, 0), (0, 0)], [(0, 0), (90, 0)], [(0, 9), (0, 0)]])
 @pytest.mark.parametrize("q_length", [1, 7, 263])
-def test_no_form_depends_on_the_strides_of_torchs_output(q_length: int, lengths: list[tuple[int, int]]) -> None:
+def test_no_form_depends_on_the_strides_of_torchs_output(
+    q_length: int, lengths: list[tuple[int, int]]
+) -> None:
     padding = make_padding(lengths, 263)
     states = make_states(len(lengths), 263, q_length)
 
@@ -159,7 +188,9 @@ def test_mixing_is_float32_and_exact_at_the_ends() -> None:
     alpha = torch.tensor([0.999, 0.25])
     per_query_head = alpha.repeat_interleave(2)[None, :, None, None]
     expected = (per_query_head * full.float() + (1 - per_query_head) * local.float()).bfloat16()
-    assert (mix(full, local, alpha) - expected).abs().max() <= 2**-7  # one bfloat16 step near 1, where float32 ties
+    assert (
+        mix(full, local, alpha) - expected
+    ).abs().max() <= 2**-7  # one bfloat16 step near 1, where float32 ties
     assert not torch.equal(mix(full, local, alpha)[:, :2], full[:, :2])  # 0.999 is not 1
 
 
@@ -179,14 +210,23 @@ def test_a_mask_that_misses_the_cache_is_refused() -> None:
 def test_a_static_cache_is_refused() -> None:
     for offset in (torch.tensor(0), 0):
         with pytest.raises(ValueError, match="static"):
-            mixed_mask(batch_size=1, q_length=4, kv_length=32, q_offset=offset, mask_function=causal_mask_function)
+            mixed_mask(
+                batch_size=1,
+                q_length=4,
+                kv_length=32,
+                q_offset=offset,
+                mask_function=causal_mask_function,
+            )
 
 
 @pytest.mark.parametrize("has_option", [True, False])
 def test_more_variants_are_compiled_than_torch_allows_by_itself(
     has_option: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of 12 kinds of call is compiled; the limit of one in torch 2.13 is 8, older ones have no option for it."""
+    """Each of 12 kinds of call is compiled.
+
+    The limit of one in torch 2.13 is 8, older ones have no option for it.
+    """
 
     def add(tensor: torch.Tensor, kind: str) -> torch.Tensor:
         return tensor + len(kind)

@@ -12,7 +12,16 @@ from rlkv.attention.call import OF_SDPA, MixedCall, refuse_variants
 from rlkv.attention.mixed import GATE, Gate, mixed_attention
 from rlkv.cache.layer import NewStates, realloc_attention
 
-NAMES = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask", "alibi", "cu_seq_lens_q", "never_heard_of")
+NAMES = (
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "position_bias",
+    "head_mask",
+    "alibi",
+    "cu_seq_lens_q",
+    "never_heard_of",
+)
 STATES = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
 CALL = MixedCall(1, 5, 5, 0, None, True, lambda: None)
 

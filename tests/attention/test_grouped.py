@@ -1,4 +1,6 @@
-"""Attention of groups of query heads equals that of repeated KV heads, and on a GPU never holds all scores."""
+"""Attention of groups of query heads equals that of repeated KV heads, and on a GPU never holds all
+scores.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from rlkv.attention.branches import grouped_attention
 TOKENS = 70
 
 
-def states(groups: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def states(
+    groups: int, device: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shapes = [(2, heads, TOKENS, 64) for heads in (2 * groups, 2, 2)]
     query, key, value = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
     return query, key, value
@@ -25,7 +29,9 @@ def test_equals_repeated_heads(groups: int, masked: bool) -> None:
     seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     found = grouped_attention(query, key, value, seen if masked else None, not masked, scale=0.3)
     repeated = (one.repeat_interleave(groups, dim=1) for one in (key, value))
-    torch.testing.assert_close(found, F.scaled_dot_product_attention(query, *repeated, attn_mask=seen, scale=0.3))
+    torch.testing.assert_close(
+        found, F.scaled_dot_product_attention(query, *repeated, attn_mask=seen, scale=0.3)
+    )
 
 
 @pytest.mark.gpu
@@ -35,6 +41,8 @@ def test_equals_repeated_heads(groups: int, masked: bool) -> None:
 def test_a_fused_kernel_serves_groups(dtype: torch.dtype, masked: bool) -> None:
     query, key, value = states(4, "cuda", dtype)
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device="cuda").tril() if masked else None
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # an error without one
+    with sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    ):  # an error without one
         found = grouped_attention(query, key, value, mask, not masked, scale=0.3)
     assert found.isfinite().all()

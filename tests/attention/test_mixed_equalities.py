@@ -1,4 +1,6 @@
-"""Mixed attention against the stock model, an explicit mask, single rows, teacher forcing and finite differences."""
+"""Mixed attention against the stock model, an explicit mask, single rows, teacher forcing and
+finite differences.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.helpers.models import make_tiny_model
 
 LENGTHS = [(0, 0), (7, 0), (60, 0), (150, 0)]
 TOTAL = 230  # beyond S + W + 2 blocks: the banded form runs
-# float32 through three layers of random weights, logits of size ~10: what two orders of summation differ by
+# float32 through three layers of random weights, logits of size ~10: what two orders of summation
+# differ by
 TOLERANCE = 2e-5
 
 
@@ -43,14 +46,18 @@ def test_all_zeros_equals_an_explicit_mask(family: str) -> None:
     stock, gated = make_tiny_model(family), make_gated(family, 0.0)
     ids, mask = make_batch(LENGTHS, TOTAL)
     explicit = local_mask(mask.bool(), SINK, WINDOW)[:, None]
-    explicit = explicit | torch.eye(TOTAL, dtype=torch.bool)  # padding queries: any finite value will do
+    explicit = explicit | torch.eye(
+        TOTAL, dtype=torch.bool
+    )  # padding queries: any finite value will do
     with torch.no_grad():
         expected = stock(ids, attention_mask=explicit, position_ids=positions(mask)).logits
         everything = stock(ids, attention_mask=mask, position_ids=positions(mask)).logits
         found = gated(ids, attention_mask=mask, position_ids=positions(mask)).logits
     both = gated(ids, attention_mask=mask, position_ids=positions(mask)).logits
     real = mask.bool()
-    error = max((found - expected)[real].abs().max().item(), (both - expected)[real].abs().max().item())
+    error = max(
+        (found - expected)[real].abs().max().item(), (both - expected)[real].abs().max().item()
+    )
     print(f"{family}: gates 0 vs explicit mask: max error {error:.2e}")
     assert error < TOLERANCE
     assert (expected - everything)[real].abs().max() > 0.1  # the mask hides something that matters
@@ -125,7 +132,9 @@ def test_generate_equals_teacher_forcing(family: str, value: float | str) -> Non
             output_logits=True,
         )
         full_mask = torch.cat([mask, torch.ones(3, new, dtype=torch.long)], dim=1)
-        forced = gated(out.sequences, attention_mask=full_mask, position_ids=positions(full_mask)).logits
+        forced = gated(
+            out.sequences, attention_mask=full_mask, position_ids=positions(full_mask)
+        ).logits
     error = (forced[:, 11:-1] - torch.stack(out.logits, 1)).abs().max().item()
     print(f"{family}: cached decode vs teacher forcing, gates {value}: max error {error:.2e}")
     assert error < TOLERANCE
@@ -177,12 +186,17 @@ def test_gate_gradient_equals_finite_differences(family: str) -> None:
 
 
 def test_two_models_with_different_sizes_live_side_by_side() -> None:
-    small, large = make_gated("llama", 0.0, sink=1, window=4), make_gated("llama", 0.0, sink=8, window=64)
+    small, large = (
+        make_gated("llama", 0.0, sink=1, window=4),
+        make_gated("llama", 0.0, sink=8, window=64),
+    )
     ids, mask = make_batch([(0, 0)], 150)
     stock = make_tiny_model("llama")
     with torch.no_grad():
         for model, sink, window in [(small, 1, 4), (large, 8, 64), (small, 1, 4)]:
-            expected = stock(ids, attention_mask=local_mask(mask.bool(), sink, window)[:, None]).logits
+            expected = stock(
+                ids, attention_mask=local_mask(mask.bool(), sink, window)[:, None]
+            ).logits
             assert (model(ids).logits - expected).abs().max() < TOLERANCE
 
 

@@ -1,4 +1,6 @@
-"""The compaction benchmark at a small size: every policy, ratios that follow from the times, memory that is seen."""
+"""The compaction benchmark at a small size: every policy, ratios that follow from the times, memory
+that is seen.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from rlkv.benchmarks.turns import peak_bytes
 from rlkv.eviction import POLICIES
 
 CONFIG = CompactionConfig(
-    entries=(128,), rounds=3, max_steps=2, layers=2, hidden=64, intermediate=170, vocabulary=128, device="cpu"
+    entries=(128,),
+    rounds=3,
+    max_steps=2,
+    layers=2,
+    hidden=64,
+    intermediate=170,
+    vocabulary=128,
+    device="cpu",
 )
 
 
@@ -28,7 +37,9 @@ def test_every_policy_has_a_row_whose_ratios_follow_from_its_times() -> None:
     assert [(row["policy"], row["entries"]) for row in results] == [(p, 128) for p in CASES]
     assert set(POLICIES) < set(CASES)
     for row in results:
-        assert row["all_layers_over_step"] == pytest.approx(2 * row["compaction_ms"] / row["decode_step_ms"])
+        assert row["all_layers_over_step"] == pytest.approx(
+            2 * row["compaction_ms"] / row["decode_step_ms"]
+        )
         assert row["share_of_a_step"] == pytest.approx(row["all_layers_over_step"] / row["buffer"])
         assert row["compaction_ms"] > 0
 
@@ -44,7 +55,9 @@ def test_an_eviction_keeps_half(name: str) -> None:
 
 def test_the_high_water_mark_is_that_of_the_tensors() -> None:
     def peak(name: str) -> int:
-        return peak_bytes(partial(evict_once, *draw_states(CONFIG, name, 4096)), torch.device("cpu"))
+        return peak_bytes(
+            partial(evict_once, *draw_states(CONFIG, name, 4096)), torch.device("cpu")
+        )
 
     peaks = {name: peak(name) for name in CASES}
     kept = 2 * 8 * 2048 * 64 * 4  # keys and values that stay

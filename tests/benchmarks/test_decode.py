@@ -46,7 +46,9 @@ def test_rows_and_bytes() -> None:
             assert row["kv_bytes"] == 2 * row["batch"] * 8 * 4 * 4 * (128 + 1 + TOY.max_steps)
             continue
         entry = 2 * row["batch"] * 8 * 4
-        full_heads = {"DynamicCache": 4, "sparsity 0": 4, "sparsity 0.5": 2, "sparsity 0.9": 0}[row["cache"]]
+        full_heads = {"DynamicCache": 4, "sparsity 0": 4, "sparsity 0.5": 2, "sparsity 0.9": 0}[
+            row["cache"]
+        ]
         assert row["kv_bytes_full"] == entry * 4 * 128
         assert row["kv_bytes"] == entry * (full_heads * 128 + (4 - full_heads) * 8)
         assert row["steps"] == 2
@@ -55,7 +57,12 @@ def test_rows_and_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "takes_part"),
-    [("cuda", "auto", True), ("cuda", "float16", True), ("cuda", "float32", False), ("cpu", "bfloat16", False)],
+    [
+        ("cuda", "auto", True),
+        ("cuda", "float16", True),
+        ("cuda", "float32", False),
+        ("cpu", "bfloat16", False),
+    ],
 )
 def test_flash_attention_takes_part_where_it_runs(
     device: str, dtype: str, takes_part: bool, monkeypatch: pytest.MonkeyPatch
@@ -65,7 +72,9 @@ def test_flash_attention_takes_part_where_it_runs(
     monkeypatch.setattr(decode, "kernel_serves", lambda config: False)
     variants = decode._variants(replace(TOY, device=device, dtype=dtype), 128)
     found = {variant.name: variant.implementation for variant in variants}
-    assert found.get("DynamicCache, FlashAttention") == ("flash_attention_2" if takes_part else None)
+    assert found.get("DynamicCache, FlashAttention") == (
+        "flash_attention_2" if takes_part else None
+    )
 
 
 def test_a_filled_cache_goes_on_like_one_that_read_a_prompt() -> None:
@@ -92,7 +101,9 @@ def test_a_ratio_needs_equal_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     right = measure_decode(replace(TOY, batches=(1,)))
     assert all(row["speedup_over_dynamic_cache"] and not row["note"] for row in right)
     fill = HeadReallocationCache.fill
-    monkeypatch.setattr(HeadReallocationCache, "fill", lambda cache, key, value: fill(cache, key, 1.1 * value))
+    monkeypatch.setattr(
+        HeadReallocationCache, "fill", lambda cache, key, value: fill(cache, key, 1.1 * value)
+    )
     for row in measure_decode(replace(TOY, batches=(1,))):
         ours = row["cache"].startswith("sparsity")
         assert ("wrong logits: relative difference to DynamicCache" in row["note"]) is ours
@@ -101,7 +112,8 @@ def test_a_ratio_needs_equal_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "values"), [("sparsities", (0.5,)), ("batches", (0,)), ("contexts", ()), ("rounds", 0), ("threads", 0)]
+    ("option", "values"),
+    [("sparsities", (0.5,)), ("batches", (0,)), ("contexts", ()), ("rounds", 0), ("threads", 0)],
 )
 def test_settings_that_cannot_be(option: str, values: Any) -> None:
     with pytest.raises(ValueError, match=f"--{option}"):
@@ -118,7 +130,18 @@ run = partial(exit_code, main, "rlkv-bench")
 
 
 def test_program_writes_json_table_and_plot(tmp_path: Path) -> None:
-    options = ["--quick", "--contexts", "64", "--batches", "1", "--rounds", "1", "--sparsities", "0", "0.5"]
+    options = [
+        "--quick",
+        "--contexts",
+        "64",
+        "--batches",
+        "1",
+        "--rounds",
+        "1",
+        "--sparsities",
+        "0",
+        "0.5",
+    ]
     assert run("decode", *options, "--output-dir", tmp_path) == 0
     found = json.loads((tmp_path / "decode.json").read_text())
     assert {"results", "versions", "hardware", "config", "parameters", "dtype"} <= found.keys()
@@ -134,10 +157,14 @@ def test_a_refusal_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_the_kernel_takes_turns_where_it_serves(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_takes_turns_where_it_serves(
+    served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode, "kernel_serves", lambda config: served)
     caches = {variant.name: variant.make() for variant in decode._variants(TOY, 128)}
-    ours = {name: cache for name, cache in caches.items() if isinstance(cache, HeadReallocationCache)}
+    ours = {
+        name: cache for name, cache in caches.items() if isinstance(cache, HeadReallocationCache)
+    }
     switched_on = {name for name, cache in ours.items() if cache.state.decode_kernel}
     kernels = [f"sparsity {sparsity}, kernel" for sparsity in (0, 0.5, 0.9)] if served else []
     assert switched_on == set(kernels)

@@ -31,7 +31,9 @@ ENTRY = 2 * 8 * 4  # key and value of 8 floats
 
 def test_a_row_for_each_method_and_batch_with_its_bytes() -> None:
     rows = measure_generation(TOY, TOY.model())
-    assert [(row["method"], row["batch"]) for row in rows] == [(name, n) for name in TOY.methods for n in (1, 2)]
+    assert [(row["method"], row["batch"]) for row in rows] == [
+        (name, n) for name in TOY.methods for n in (1, 2)
+    ]
     for row in rows:
         assert row["kv_bytes_full"] == row["batch"] * 4 * 49 * ENTRY
         assert row["seconds"] >= row["prompt_seconds"]
@@ -39,7 +41,9 @@ def test_a_row_for_each_method_and_batch_with_its_bytes() -> None:
     held = {(row["method"], row["batch"]): row["kv_bytes"] for row in rows}
     for n in (1, 2):
         assert held["full", n] == n * 4 * 49 * ENTRY
-        assert held["random-heads@0.5", n] == n * (2 * 50 + 2 * 8) * ENTRY  # full heads have room for the last token
+        assert (
+            held["random-heads@0.5", n] == n * (2 * 50 + 2 * 8) * ENTRY
+        )  # full heads have room for the last token
         assert held["tova@16", n] < held["random-heads@0.5", n]
 
 
@@ -57,7 +61,9 @@ def test_the_largest_batch_fills_the_memory() -> None:
         largest_batch(replace(TOY, memory_gib=weights / GIB), model, full)
 
 
-def test_a_setting_out_of_memory_loses_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_setting_out_of_memory_loses_nothing_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     turn = generation.take_turn
 
     def short_of_memory(config: GenerationConfig, model: PreTrainedModel, setting: Setting) -> None:
@@ -74,15 +80,22 @@ def test_a_setting_out_of_memory_loses_nothing_of_the_others(monkeypatch: pytest
 
 
 def test_files(tmp_path: Path) -> None:
-    replace(TOY, methods=("full",), batches=(1,), rounds=1, memory_gib=0.001, output_dir=tmp_path).run()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["generation.json", "generation.md", "generation.png"]
+    replace(
+        TOY, methods=("full",), batches=(1,), rounds=1, memory_gib=0.001, output_dir=tmp_path
+    ).run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "generation.json",
+        "generation.md",
+        "generation.png",
+    ]
     found = json.loads((tmp_path / "generation.json").read_text())
     first, second = (row["batch"] for row in found["results"])
     assert second > first == 1
 
 
 @pytest.mark.parametrize(
-    ("option", "values"), [("batches", (0,)), ("new_tokens", 0), ("methods", ("rlkv@0.5",)), ("rounds", 0)]
+    ("option", "values"),
+    [("batches", (0,)), ("new_tokens", 0), ("methods", ("rlkv@0.5",)), ("rounds", 0)],
 )
 def test_settings_that_cannot_be(option: str, values: object) -> None:
     with pytest.raises(ValueError, match=r"--|method"):

@@ -1,4 +1,6 @@
-"""The serving benchmark without an engine: requests, pools, what to expect, order of runs, resume, tables."""
+"""The serving benchmark without an engine: requests, pools, what to expect, order of runs, resume,
+tables.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ import torch
 from rlkv.benchmarks.common import write_result
 from rlkv.benchmarks.serving import ServingConfig, do_runs, summarize
 from rlkv.benchmarks.serving_page import serving_page, serving_plot
-from rlkv.benchmarks.workload import LIMITED, PERCENTILES, ROOMY, Workload, expect, theoretical_speedup
+from rlkv.benchmarks.workload import (
+    LIMITED,
+    PERCENTILES,
+    ROOMY,
+    Workload,
+    expect,
+    theoretical_speedup,
+)
 from rlkv.cli.app import parse
 from rlkv.cli.jobs import bench_main as main
 from rlkv.evaluation.report import FULL_CACHE
@@ -39,7 +48,9 @@ SMALL, LLAMA8B = Workload(), parse(ServingConfig, arguments=["--config", "bench_
 
 
 def serving(**options: Any) -> ServingConfig:
-    return ServingConfig(**{**vars_of(TINY), "settings": (LIMITED,), "sparsities": (0.5,), "rounds": 2, **options})
+    return ServingConfig(
+        **{**vars_of(TINY), "settings": (LIMITED,), "sparsities": (0.5,), "rounds": 2, **options}
+    )
 
 
 def vars_of(work: Workload) -> dict[str, Any]:
@@ -53,7 +64,9 @@ def test_lengths_have_the_stated_mean_and_bounds(work: Workload) -> None:
     assert min(lengths) >= 1
     assert max(lengths) <= work.max_output
     # lengths are whole numbers: their mean is met up to one token in all
-    assert sum(lengths) / len(lengths) == pytest.approx(work.mean_output, abs=1 + 1e-3 * work.mean_output)
+    assert sum(lengths) / len(lengths) == pytest.approx(
+        work.mean_output, abs=1 + 1e-3 * work.mean_output
+    )
     assert len(set(lengths)) > work.requests / 2
     assert lengths == replace(work, sink=work.sink + 1).output_lengths
     assert lengths != replace(work, seed=1).output_lengths
@@ -95,13 +108,22 @@ def test_workloads_that_cannot_be(change: dict[str, Any], message: str) -> None:
 def test_theory_is_the_papers() -> None:
     found = [round(theoretical_speedup(s, 16 + 64, 3000), 2) for s in (0.2, 0.4, 0.5, 0.6)]
     assert found == [1.24, 1.64, 1.95, 2.40]
-    assert theoretical_speedup(0.5, 80, 40) == 1  # nothing to save in texts that are shorter than S + W
+    assert (
+        theoretical_speedup(0.5, 80, 40) == 1
+    )  # nothing to save in texts that are shorter than S + W
 
 
 def test_expectation_by_blocks() -> None:
     """One request of 10 + 90 tokens, blocks of 10, S=10, W=11: by hand."""
     work = replace(
-        TINY, requests=1, prompt_tokens=(10, 10), mean_output=90, max_output=95, block_size=10, sink=10, window=11
+        TINY,
+        requests=1,
+        prompt_tokens=(10, 10),
+        mean_output=90,
+        max_output=95,
+        block_size=10,
+        sink=10,
+        window=11,
     )
     assert work.output_lengths == [90]
     gates = HeadGates(torch.tensor([[1.0, 0.0]] * 3))
@@ -109,7 +131,8 @@ def test_expectation_by_blocks() -> None:
     found = expect(work, gates, 0.5)
     assert found["sparsity"] == 0.5
     assert found["theory"] == pytest.approx(1 / (0.5 + 0.5 * 21 / 100))
-    # lengths 11 to 100: full heads hold 2 to 10 blocks, ten lengths each; the others at most 1 + 1 + 1
+    # lengths 11 to 100: full heads hold 2 to 10 blocks, ten lengths each; the others at most 1 + 1
+    # + 1
     full = sum(range(2, 11))
     assert found["by_blocks"] == pytest.approx(2 * full / (full + 2 + 8 * 3))
     # a block of 8 queries of 2 heads, 8 entries, and 2 of the 20 entries
@@ -157,7 +180,9 @@ def result(speed: float, steps: int, pool: int = 1000) -> dict[str, Any]:
         "preemptions": 3,
         "bytes_per_token": 80.0,
     }
-    times = {f"{name}_p{share}": float(share) for name in ("ttft", "latency") for share in PERCENTILES}
+    times = {
+        f"{name}_p{share}": float(share) for name in ("ttft", "latency") for share in PERCENTILES
+    }
     return {**figures, **times, "pool_bytes": pool, "pool_tokens": 77, "block_bytes": 10}
 
 
@@ -218,10 +243,16 @@ def test_runs_are_resumed_and_compared_within_their_round(
     assert "| sparsity 0.5 | 155.0 [150.0, 160.0] | 1.75 [1.50, 2.00] |" in text
     assert f"{TINY.pool_bytes(LIMITED):,} bytes" in text
     rows = [full, half, evicted]
-    write_result(tmp_path, "found", "a title", config, rows, page, serving_plot(rows), versions={"vllm": "1"})
+    write_result(
+        tmp_path, "found", "a title", config, rows, page, serving_plot(rows), versions={"vllm": "1"}
+    )
     assert (tmp_path / "found.png").stat().st_size > 5000
     found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["config"]["sparsities"], found["versions"]["vllm"], len(found["results"])) == ([0.5], "1", 3)
+    assert (found["config"]["sparsities"], found["versions"]["vllm"], len(found["results"])) == (
+        [0.5],
+        "1",
+        3,
+    )
 
 
 def test_pools_must_be_equal(
@@ -238,7 +269,8 @@ def test_a_folder_keeps_to_its_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, four_results: list[dict[str, Any] | str]
 ) -> None:
     monkeypatch.setattr(
-        "rlkv.benchmarks.serving.subprocess", FakeProcesses([*four_results, result(90, 40), result(160, 25)])
+        "rlkv.benchmarks.serving.subprocess",
+        FakeProcesses([*four_results, result(90, 40), result(160, 25)]),
     )
     config = serving(output_dir=tmp_path)
     do_runs(config, config.head_gates())
@@ -261,9 +293,13 @@ def test_the_program_names_a_missing_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rlkv.vllm.plugin.installed_version", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["rlkv-bench", "serving", "--output-dir", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys, "argv", ["rlkv-bench", "serving", "--output-dir", str(tmp_path / "out")]
+    )
     with pytest.raises(SystemExit) as exit_info:
         main()
     assert exit_info.value.code == 2
-    assert capsys.readouterr().err.strip() == "error: vLLM is not installed: pip install 'rlkv[vllm]'"
+    assert (
+        capsys.readouterr().err.strip() == "error: vLLM is not installed: pip install 'rlkv[vllm]'"
+    )
     assert not (tmp_path / "out").exists()

@@ -17,7 +17,9 @@ LENGTHS = [(20, 44), (4, 31), (30, 30), (1, 26)]
 
 
 @pytest.mark.parametrize("prefill", ["full", "published"])
-@pytest.mark.parametrize("policy", [None, HEAD, *INSTANCES.values()], ids=["ring", "rpc by head", *INSTANCES])
+@pytest.mark.parametrize(
+    "policy", [None, HEAD, *INSTANCES.values()], ids=["ring", "rpc by head", *INSTANCES]
+)
 def test_computed_bytes_are_those_of_a_cache_of_one_row(policy, prefill, monkeypatch) -> None:
     monkeypatch.setattr(schedule, "DECODED", 6)
     model = make_tiny_model("qwen3")

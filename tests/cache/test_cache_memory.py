@@ -23,7 +23,9 @@ def run(cache: HeadReallocationCache, calls: list[int], rows: int = 2) -> None:
 
 
 def storage_bytes(cache: HeadReallocationCache) -> int:
-    """Bytes of every float storage that hangs off the stores of the cache's layers, each counted once."""
+    """Bytes of every float storage that hangs off the stores of the cache's layers, each counted
+    once.
+    """
     storages = {}
     for layer in cache.layers:
         for store in layer.stores:
@@ -41,7 +43,9 @@ def test_4096_tokens_at_sparsity_half_are_the_formula_to_the_byte() -> None:
     run(cache, [4090] + [1] * 6, rows=1)
     entry = 2 * DIM * FLOAT
     assert cache.get_seq_length() == 4096
-    assert cache.nbytes() == cache.used_nbytes() == storage_bytes(cache) == entry * (6 * 4096 + 6 * 80)
+    assert (
+        cache.nbytes() == cache.used_nbytes() == storage_bytes(cache) == entry * (6 * 4096 + 6 * 80)
+    )
     assert cache.full_nbytes() == entry * 12 * 4096
     assert cache.nbytes() / cache.full_nbytes() == 0.5 * (1 + 80 / 4096)
 
@@ -54,7 +58,11 @@ def test_growing_buffers_are_counted_with_their_headroom(prompt: int) -> None:
     while capacity < prompt + 80:
         capacity = -(-max(capacity + capacity // 16, capacity + 1) // 16) * 16
     assert cache.nbytes() == storage_bytes(cache) == 2 * 2 * DIM * FLOAT * LAYERS * HEADS * capacity
-    assert cache.used_nbytes() == cache.full_nbytes() == 2 * 2 * DIM * FLOAT * LAYERS * HEADS * (prompt + 80)
+    assert (
+        cache.used_nbytes()
+        == cache.full_nbytes()
+        == 2 * 2 * DIM * FLOAT * LAYERS * HEADS * (prompt + 80)
+    )
 
 
 def test_compressible_heads_never_grow() -> None:

@@ -69,7 +69,11 @@ def test_prepared_4d_mask(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("mask", [[1, 1, 1, 1, 0], [1, 0, 1, 1, 1], [0, 1, 0, 1, 1]])
 def test_padding_elsewhere_than_on_the_left(model: PreTrainedModel, mask: list[int]) -> None:
     with pytest.raises(ValueError, match="padding_side"):
-        model(IDS, attention_mask=torch.tensor([mask, [1] * 5]), past_key_values=HeadReallocationCache(MIXED))
+        model(
+            IDS,
+            attention_mask=torch.tensor([mask, [1] * 5]),
+            past_key_values=HeadReallocationCache(MIXED),
+        )
 
 
 def test_padding_that_changes_between_calls(model: PreTrainedModel) -> None:
@@ -86,7 +90,9 @@ def test_padding_after_an_unpadded_prompt(model: PreTrainedModel) -> None:
     cache = HeadReallocationCache(MIXED)
     model(IDS, past_key_values=cache)
     with pytest.raises(ValueError, match="padding_side"):
-        model(IDS[:, :1], attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]] * 2), past_key_values=cache)
+        model(
+            IDS[:, :1], attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]] * 2), past_key_values=cache
+        )
 
 
 def test_another_batch_size(model: PreTrainedModel) -> None:

@@ -47,7 +47,9 @@ def check_against_naive_runs(policy: EvictionPolicy, calls: list[int], full: Ten
     cache = HeadReallocationCache(full, eviction=policy, record=True)
     got = cached_logits(model, ids, cache, calls, real_tokens(padding, ids.shape[1]))
     for row, pad in enumerate(padding):
-        want, run = naive_logits(model, ids[row : row + 1, pad:], [calls[0] - pad, *calls[1:]], policy, full)
+        want, run = naive_logits(
+            model, ids[row : row + 1, pad:], [calls[0] - pad, *calls[1:]], policy, full
+        )
         assert (got[row, pad:] - want[0]).abs().max() < TOLERANCE
         held = cache.held(row)
         for layer, naive in run.layers.items():
@@ -56,7 +58,9 @@ def check_against_naive_runs(policy: EvictionPolicy, calls: list[int], full: Ten
 
 
 @pytest.mark.parametrize("policy", INSTANCES.values(), ids=INSTANCES)
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])  # which is above
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family != "llama"]
+)  # which is above
 def test_other_families(family: str, policy: EvictionPolicy) -> None:
     model = make_tiny_model(family)
     calls, padding = [20] + [1] * 10, [0, 6]
@@ -70,15 +74,21 @@ def test_other_families(family: str, policy: EvictionPolicy) -> None:
         assert (got[row, pad:] - want[0]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("policy", [p for p in INSTANCES.values() if not p.protect_prompt], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "policy", [p for p in INSTANCES.values() if not p.protect_prompt], ids=lambda p: p.name
+)
 def test_prefill_local_equals_one_token_at_a_time(policy: EvictionPolicy) -> None:
     model = make_tiny_model("qwen3")
     model.set_attn_implementation(IMPLEMENTATION)
     ids = draw_ids(3, 40)
     real = real_tokens([0, 2, 5], ids.shape[1])
-    whole = cached_logits(model, ids, HeadReallocationCache(MIXED, prefill="local", eviction=policy), [30, 10], real)
+    whole = cached_logits(
+        model, ids, HeadReallocationCache(MIXED, prefill="local", eviction=policy), [30, 10], real
+    )
     cache = HeadReallocationCache(MIXED, prefill="full", eviction=policy)
-    single = cached_logits(model, ids, cache, [6] + [1] * 34, real)  # 6 tokens: nothing is evicted yet
+    single = cached_logits(
+        model, ids, cache, [6] + [1] * 34, real
+    )  # 6 tokens: nothing is evicted yet
     assert ((whole - single).abs() * real[..., None]).max() < TOLERANCE
 
 
@@ -139,7 +149,9 @@ def test_a_reset_cache_is_as_new_and_every_run_is_the_same(policy: EvictionPolic
     first = cached_logits(model, draw_ids(2, 32), fresh, calls)
     assert torch.equal(again, first)
     assert len(cache.kept) == len(fresh.kept)
-    assert all(torch.equal(a.positions, b.positions) for a, b in zip(cache.kept, fresh.kept, strict=True))
+    assert all(
+        torch.equal(a.positions, b.positions) for a, b in zip(cache.kept, fresh.kept, strict=True)
+    )
     assert all(torch.equal(a.scores, b.scores) for a, b in zip(cache.kept, fresh.kept, strict=True))
 
 
@@ -159,7 +171,9 @@ def test_recorded_scores_are_those_of_the_policy(name: str) -> None:
     cache = HeadReallocationCache(MIXED, eviction=spy, record=True)
     cached_logits(model, draw_ids(1, 30), cache, [30])
     for scores, kept in zip(seen, cache.kept, strict=True):
-        assert torch.equal(scores[0].gather(1, kept.positions), kept.scores)  # the first call: entry i is token i
+        assert torch.equal(
+            scores[0].gather(1, kept.positions), kept.scores
+        )  # the first call: entry i is token i
 
 
 def test_a_model_with_a_scale_of_its_own() -> None:
@@ -168,7 +182,9 @@ def test_a_model_with_a_scale_of_its_own() -> None:
     calls, ids = [20] + [1] * 14, draw_ids(1, 34)
     for name in ("rkv", "h2o", "tova"):
         model.set_attn_implementation(IMPLEMENTATION)
-        got = cached_logits(model, ids, HeadReallocationCache(MIXED, eviction=INSTANCES[name]), calls)
+        got = cached_logits(
+            model, ids, HeadReallocationCache(MIXED, eviction=INSTANCES[name]), calls
+        )
         want, _ = naive_logits(model, ids, calls, INSTANCES[name], MIXED)
         assert (got - want).abs().max() < TOLERANCE
 
@@ -217,7 +233,16 @@ def test_scores_of_ones_own_policy_are_checked() -> None:
     model.set_attn_implementation(IMPLEMENTATION)
     assert OneForAll(budget=12).name == "oneforall"
     with pytest.raises(ValueError, match=r"oneforall.*\[1, 1, 30\]"):
-        cached_logits(model, draw_ids(1, 30), HeadReallocationCache(ALL, eviction=OneForAll(budget=12, buffer=4)), [30])
-    cache = HeadReallocationCache(ALL, eviction=NotANumber(budget=12, buffer=4, sink=2, observation=3), record=True)
+        cached_logits(
+            model,
+            draw_ids(1, 30),
+            HeadReallocationCache(ALL, eviction=OneForAll(budget=12, buffer=4)),
+            [30],
+        )
+    cache = HeadReallocationCache(
+        ALL, eviction=NotANumber(budget=12, buffer=4, sink=2, observation=3), record=True
+    )
     cached_logits(model, draw_ids(1, 30), cache, [30])
-    assert cache.held(0)[..., [0, 1, 27, 28, 29]].all()  # infinite scores do not push out what is always kept
+    assert cache.held(0)[
+        ..., [0, 1, 27, 28, 29]
+    ].all()  # infinite scores do not push out what is always kept

@@ -33,7 +33,9 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return model
 
 
-def run(model: PreTrainedModel, cache: HeadReallocationCache, ids: Tensor, padding: tuple[int, ...]) -> Tensor:
+def run(
+    model: PreTrainedModel, cache: HeadReallocationCache, ids: Tensor, padding: tuple[int, ...]
+) -> Tensor:
     """Logits of a prompt and of tokens that follow one by one."""
     real = real_tokens(padding, ids.shape[1])
     return cached_logits(model, ids, cache, [ids.shape[1] - NEW] + [1] * NEW, real)
@@ -66,13 +68,22 @@ def test_counts_batches_bytes_and_leaks(model: PreTrainedModel, name: str, kind:
         assert torch.equal(batch.held(row), held)  # index for index
         assert (held[~MIXED].sum(-1) == expected_count(policy, PROMPT - pad)).all()
         lengths = torch.tensor([PROMPT - pad]), torch.tensor([PROMPT - pad + NEW])
-        bytes_held, bytes_full = kv_nbytes(CacheSettings(eviction=policy), MIXED, EntrySize.of(model), *lengths)
+        bytes_held, bytes_full = kv_nbytes(
+            CacheSettings(eviction=policy), MIXED, EntrySize.of(model), *lengths
+        )
         assert (alone.used_nbytes(), alone.full_nbytes()) == (int(bytes_held), int(bytes_full))
         for kept in alone.kept:
-            where = torch.tensor([kept.seen - (PROMPT - pad if policy.protect_prompt else 0)]), torch.tensor([0])
-            assert kept.positions.shape[1] == int(policy.entries(*where))  # neither kind depends on earlier evictions
+            where = (
+                torch.tensor([kept.seen - (PROMPT - pad if policy.protect_prompt else 0)]),
+                torch.tensor([0]),
+            )
+            assert kept.positions.shape[1] == int(
+                policy.entries(*where)
+            )  # neither kind depends on earlier evictions
     again = HeadReallocationCache(MIXED, eviction=policy, record=True)
-    assert torch.equal(run(model, again, ids, PADDING), logits)  # nothing is left of the runs before
+    assert torch.equal(
+        run(model, again, ids, PADDING), logits
+    )  # nothing is left of the runs before
 
 
 @pytest.mark.parametrize("padding", [(0, 0), PADDING], ids=["unpadded", "padded"])
@@ -84,6 +95,9 @@ def test_a_budget_beyond_the_text_is_the_full_cache_bit_for_bit(
     real = real_tokens(padding, ids.shape[1])
     want = run(model, HeadReallocationCache(torch.ones_like(MIXED)), ids, padding)
     none_full = torch.zeros_like(MIXED)
-    for policy in (replace(build(name, "fixed"), budget=64), replace(build(name, "ratio"), ratio=1.0)):
+    for policy in (
+        replace(build(name, "fixed"), budget=64),
+        replace(build(name, "ratio"), ratio=1.0),
+    ):
         got = run(model, HeadReallocationCache(none_full, eviction=policy), ids, padding)
         assert torch.equal(got[real], want[real])

@@ -18,7 +18,9 @@ CHANGES = {
 }
 
 
-def assert_same_updates(ours: GrowingLayer, stock: DynamicLayer, lengths: list[int], seed: int) -> None:
+def assert_same_updates(
+    ours: GrowingLayer, stock: DynamicLayer, lengths: list[int], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = ours.keys.shape[0] if ours.is_initialized else 3
     for length in lengths:

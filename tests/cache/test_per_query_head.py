@@ -1,4 +1,6 @@
-"""RPC without aggregation: a model with grouped queries keeps what its twin with a KV head per query head keeps."""
+"""RPC without aggregation: a model with grouped queries keeps what its twin with a KV head per
+query head keeps.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     group, size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
     for name, weight in state.items():
         if "k_proj" in name or "v_proj" in name:
-            state[name] = weight.unflatten(0, (-1, size)).repeat_interleave(group, dim=0).flatten(0, 1)
-    twin = LlamaForCausalLM(type(config)(**{**config.to_dict(), "num_key_value_heads": config.num_attention_heads}))
+            state[name] = (
+                weight.unflatten(0, (-1, size)).repeat_interleave(group, dim=0).flatten(0, 1)
+            )
+    twin = LlamaForCausalLM(
+        type(config)(**{**config.to_dict(), "num_key_value_heads": config.num_attention_heads})
+    )
     twin.load_state_dict(state)
     return twin.eval()
 

@@ -48,13 +48,18 @@ def test_rows_of_a_batch_equal_single_rows_with_their_budgets(policy: EvictionPo
         want = cached_logits(model, ids[row : row + 1, pad:], alone, [prompt, *CALLS[1:]])
         assert (got[row, pad:] - want[0]).abs().max() < TOLERANCE
         lengths = torch.tensor([prompt]), torch.tensor([tokens])
-        held, _ = kv_nbytes(CacheSettings(eviction=policy), MIXED, size, *lengths, torch.tensor([PLANNED[row]]))
+        held, _ = kv_nbytes(
+            CacheSettings(eviction=policy), MIXED, size, *lengths, torch.tensor([PLANNED[row]])
+        )
         assert int(held) == alone.used_nbytes()
 
 
 def test_rows_that_join_a_batch_bring_their_budgets() -> None:
     model, tokenizer = load()
-    texts = [render_prompt(tokenizer, p["problem"]) for p in problems(5, seed=1, min_definitions=3, max_definitions=6)]
+    texts = [
+        render_prompt(tokenizer, p["problem"])
+        for p in problems(5, seed=1, min_definitions=3, max_definitions=6)
+    ]
     planned = [60, 110, 80, 200, 95]
     policy = RKV(ratio=0.3, extra=10, buffer=3, observation=2)
     heads, sampling = HeadAllocation.random(4, 6, 0.7, seed=1), SamplingParams(40)

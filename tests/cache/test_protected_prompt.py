@@ -7,23 +7,39 @@ import torch
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.accounting import EntrySize, kv_nbytes
-from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens, starts_of
+from tests.helpers.cached_logits import (
+    MIXED,
+    TOLERANCE,
+    cached_logits,
+    draw_ids,
+    real_tokens,
+    starts_of,
+)
 from tests.helpers.models import make_tiny_model
 from tests.helpers.reference_model import reference_logits
 
 SINK, WINDOW = 3, 5
-PADDING = [0, 3, 11, 13]  # prompts of 14, 11, 3 and 1 tokens: more, as many and fewer than the sinks
+PADDING = [
+    0,
+    3,
+    11,
+    13,
+]  # prompts of 14, 11, 3 and 1 tokens: more, as many and fewer than the sinks
 CALLS = [14, *[1] * 12, 6, *[1] * 8]  # a prompt, an answer, a further turn and its answer
 PREFILLS = ["full", "local", "published"]
 
 
-def new_cache(prefill: str = "full", sink: int = SINK, protect_prompt: bool = True) -> HeadReallocationCache:
+def new_cache(
+    prefill: str = "full", sink: int = SINK, protect_prompt: bool = True
+) -> HeadReallocationCache:
     return HeadReallocationCache(MIXED, sink, WINDOW, prefill, protect_prompt=protect_prompt)
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
 @pytest.mark.parametrize("prompt", [1, 2, 9, 14])
-def test_cached_calls_equal_a_mask_whose_sinks_are_the_prompt(realloc_model, prefill: str, prompt: int) -> None:
+def test_cached_calls_equal_a_mask_whose_sinks_are_the_prompt(
+    realloc_model, prefill: str, prompt: int
+) -> None:
     calls = [prompt, *CALLS[1:]]
     ids = draw_ids(2, sum(calls))
     got = cached_logits(realloc_model, ids, new_cache(prefill), calls)
@@ -35,7 +51,10 @@ def test_cached_calls_equal_a_mask_whose_sinks_are_the_prompt(realloc_model, pre
 def test_protection_changes_what_is_seen_after_the_prompt_alone(realloc_model) -> None:
     """Guards the comparisons above: without protection the same calls give other logits."""
     ids = draw_ids(1, sum(CALLS))
-    kept, lost = (cached_logits(realloc_model, ids, new_cache(protect_prompt=on), CALLS)[0] for on in (True, False))
+    kept, lost = (
+        cached_logits(realloc_model, ids, new_cache(protect_prompt=on), CALLS)[0]
+        for on in (True, False)
+    )
     assert torch.equal(kept[: CALLS[0]], lost[: CALLS[0]])
     assert (kept - lost)[CALLS[0] + WINDOW :].abs().amax(-1).min() > 100 * TOLERANCE
 
@@ -59,7 +78,9 @@ def test_left_padded_rows_equal_single_rows(realloc_model, prefill: str) -> None
     used = 0
     for row, pad in enumerate(PADDING):
         cache = new_cache(prefill)
-        single = cached_logits(realloc_model, ids[row : row + 1, pad:], cache, [CALLS[0] - pad, *CALLS[1:]])
+        single = cached_logits(
+            realloc_model, ids[row : row + 1, pad:], cache, [CALLS[0] - pad, *CALLS[1:]]
+        )
         assert (batched[row, pad:] - single[0]).abs().max() < TOLERANCE
         assert torch.equal(batch.held(row), cache.held(0))
         used += cache.used_nbytes()
@@ -68,7 +89,10 @@ def test_left_padded_rows_equal_single_rows(realloc_model, prefill: str) -> None
 
 
 def test_bytes_are_the_formula_counted_by_hand(realloc_model) -> None:
-    """6 full and 6 compressible heads, entries of 2 x 16 floats; rows with 14, 11, 3 and 1 tokens of prompt."""
+    """6 full and 6 compressible heads, entries of 2 x 16 floats.
+
+    Rows with 14, 11, 3 and 1 tokens of prompt.
+    """
     entry, tokens = 2 * 16 * 4, sum(CALLS)
     cache = HeadReallocationCache(MIXED, SINK, WINDOW, reserve=tokens, protect_prompt=True)
     cached_logits(realloc_model, draw_ids(4, tokens), cache, CALLS, real_tokens(PADDING, tokens))
@@ -83,9 +107,13 @@ def test_computed_bytes_are_those_of_a_cache(lengths: tuple[int, int]) -> None:
     model = make_tiny_model("qwen3")
     model.set_attn_implementation(IMPLEMENTATION)
     settings = CacheSettings(SINK, WINDOW, protect_prompt=True)
-    held, full = kv_nbytes(settings, MIXED, EntrySize.of(model), *(torch.tensor([n]) for n in lengths))
+    held, full = kv_nbytes(
+        settings, MIXED, EntrySize.of(model), *(torch.tensor([n]) for n in lengths)
+    )
     cache = new_cache()
-    cached_logits(model, draw_ids(1, lengths[1]), cache, [lengths[0], *[1] * (lengths[1] - lengths[0])])
+    cached_logits(
+        model, draw_ids(1, lengths[1]), cache, [lengths[0], *[1] * (lengths[1] - lengths[0])]
+    )
     assert (int(held), int(full)) == (cache.used_nbytes(), cache.full_nbytes())
 
 
@@ -98,7 +126,9 @@ def test_reordered_rows_go_on_as_if_they_had_been_there(realloc_model, order: li
     cached_logits(realloc_model, ids[order][:, :12], moved, [10, 1, 1], real[order])
     assert cache.nbytes() == moved.nbytes()
     logits = [
-        cached_logits(realloc_model, ids[order], each, [1] * (ids.shape[1] - 12), real[order], begin=12)
+        cached_logits(
+            realloc_model, ids[order], each, [1] * (ids.shape[1] - 12), real[order], begin=12
+        )
         for each in (cache, moved)
     ]
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE
@@ -114,7 +144,9 @@ def test_rows_that_join_keep_their_own_prompts(realloc_model, prompts: tuple[int
         cached_logits(realloc_model, ids[row : row + 1, :18], cache, [prompt, *[1] * (18 - prompt)])
     caches[0].join(caches[1], 18)
     assert caches[0].held(1).sum() == MIXED.sum() * 18 + (~MIXED).sum() * (prompts[1] + WINDOW)
-    joined = cached_logits(realloc_model, ids, caches[0], [1] * 16, torch.ones(2, 34, dtype=torch.bool), begin=18)
+    joined = cached_logits(
+        realloc_model, ids, caches[0], [1] * 16, torch.ones(2, 34, dtype=torch.bool), begin=18
+    )
     for row, prompt in enumerate(prompts):
         calls = [prompt, *[1] * (34 - prompt)]
         want = cached_logits(realloc_model, ids[row : row + 1], new_cache(), calls)
@@ -122,7 +154,9 @@ def test_rows_that_join_keep_their_own_prompts(realloc_model, prompts: tuple[int
 
 
 def test_beams_equal_beams_of_a_cache_without_compressible_heads_left(realloc_model) -> None:
-    """Windows as long as the text: beams move between rows of different prompts without losing anything."""
+    """Windows as long as the text: beams move between rows of different prompts without losing
+    anything.
+    """
     ids, mask = draw_ids(2, 9), real_tokens([0, 3], 9).long()
     settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "attention_mask": mask}
     everything = HeadReallocationCache(torch.ones_like(MIXED))

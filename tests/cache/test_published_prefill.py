@@ -1,4 +1,6 @@
-"""Prompts as RLKV's evaluator reads them: all but the last tokens in full, these as if they were decoded."""
+"""Prompts as RLKV's evaluator reads them: all but the last tokens in full, these as if they were
+decoded.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from tests.helpers.models import make_tiny_model
 from tests.helpers.naive_eviction import naive_logits
 
 DECODED = 6
-CALLS = [22, 1, 1, 1, 9, 1, 1, 4, 1]  # a prompt and two more turns, one of them shorter than what is decoded
+CALLS = [
+    22,
+    1,
+    1,
+    1,
+    9,
+    1,
+    1,
+    4,
+    1,
+]  # a prompt and two more turns, one of them shorter than what is decoded
 PADDING = [0, 3, 16, 18, 21]  # prompts of 22, 19, 6, 4 and 1 tokens
 
 
@@ -24,7 +36,11 @@ def fewer_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_by_one(calls: list[int]) -> list[int]:
     """The calls with their last tokens fed one by one."""
-    return [part for n in calls for part in ([n - DECODED] if n > DECODED else []) + [1] * min(n, DECODED)]
+    return [
+        part
+        for n in calls
+        for part in ([n - DECODED] if n > DECODED else []) + [1] * min(n, DECODED)
+    ]
 
 
 def batched_logits(model, policy: EvictionPolicy | None, record: bool = False):

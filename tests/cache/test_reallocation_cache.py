@@ -9,7 +9,14 @@ from transformers import DynamicCache, PreTrainedModel
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.cache import plan as plan_module
 from rlkv.eviction import H2O, RKV, RPC, EvictionPolicy
-from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens, starts_of
+from tests.helpers.cached_logits import (
+    MIXED,
+    TOLERANCE,
+    cached_logits,
+    draw_ids,
+    real_tokens,
+    starts_of,
+)
 from tests.helpers.models import make_tiny_model
 from tests.helpers.reference_model import reference_logits
 from tests.helpers.transposed import in_both_layouts
@@ -30,7 +37,9 @@ CALLS = {
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
 @pytest.mark.parametrize("name", CALLS)
-def test_cached_calls_equal_one_masked_forward(realloc_model: PreTrainedModel, prefill: str, name: str) -> None:
+def test_cached_calls_equal_one_masked_forward(
+    realloc_model: PreTrainedModel, prefill: str, name: str
+) -> None:
     calls = CALLS[name]
     ids = draw_ids(2, sum(calls))
     cache = HeadReallocationCache(MIXED, SINK, WINDOW, prefill)
@@ -43,11 +52,15 @@ def test_cached_calls_equal_one_masked_forward(realloc_model: PreTrainedModel, p
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
 @pytest.mark.parametrize("calls", [[12] + [1] * 20, [3] + [1] * 20, [12, 1, 1, 5, 1, 1, 1]])
-def test_left_padded_rows_equal_single_rows(realloc_model: PreTrainedModel, prefill: str, calls: list[int]) -> None:
+def test_left_padded_rows_equal_single_rows(
+    realloc_model: PreTrainedModel, prefill: str, calls: list[int]
+) -> None:
     ids = draw_ids(4, sum(calls))
     padding = [0, 2, calls[0] - 1, min(5, calls[0] - 1)]  # row 2 starts with a single real token
     real = real_tokens(padding, ids.shape[1])
-    batched = cached_logits(realloc_model, ids, HeadReallocationCache(MIXED, SINK, WINDOW, prefill), calls, real)
+    batched = cached_logits(
+        realloc_model, ids, HeadReallocationCache(MIXED, SINK, WINDOW, prefill), calls, real
+    )
     for row, pad in enumerate(padding):
         own_calls = [calls[0] - pad, *calls[1:]]
         cache = HeadReallocationCache(MIXED, SINK, WINDOW, prefill)
@@ -57,9 +70,17 @@ def test_left_padded_rows_equal_single_rows(realloc_model: PreTrainedModel, pref
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
 @pytest.mark.parametrize(
-    "policy", [None, RKV(budget=9, buffer=4, observation=3), H2O(budget=8), RPC(P=12, R=3, c=3, aggregation="head")]
+    "policy",
+    [
+        None,
+        RKV(budget=9, buffer=4, observation=3),
+        H2O(budget=8),
+        RPC(P=12, R=3, c=3, aggregation="head"),
+    ],
 )
-def test_no_store_depends_on_the_strides_of_torchs_output(prefill: str, policy: EvictionPolicy | None) -> None:
+def test_no_store_depends_on_the_strides_of_torchs_output(
+    prefill: str, policy: EvictionPolicy | None
+) -> None:
     model = make_tiny_model("llama")
     model.set_attn_implementation(IMPLEMENTATION)
     ids, real = draw_ids(2, 40), real_tokens([0, 5], 40)
@@ -75,7 +96,9 @@ def test_rows_that_all_have_the_same_padding(realloc_model: PreTrainedModel) -> 
     calls = [6] + [1] * 12
     ids = draw_ids(2, sum(calls))
     real = real_tokens([4, 4], ids.shape[1])
-    batched = cached_logits(realloc_model, ids, HeadReallocationCache(MIXED, SINK, WINDOW), calls, real)
+    batched = cached_logits(
+        realloc_model, ids, HeadReallocationCache(MIXED, SINK, WINDOW), calls, real
+    )
     cache = HeadReallocationCache(MIXED, SINK, WINDOW)
     single = cached_logits(realloc_model, ids[:, 4:], cache, [2] + [1] * 12)
     assert (batched[:, 4:] - single).abs().max() < TOLERANCE
@@ -111,34 +134,49 @@ def test_long_local_prompt_in_blocks(monkeypatch: pytest.MonkeyPatch, padding: i
     calls = [40] + [1] * 6
     ids = draw_ids(2, sum(calls))
     real = real_tokens([0, padding], ids.shape[1])
-    got = cached_logits(model, ids, HeadReallocationCache(MIXED, SINK, WINDOW, "local"), calls, real)
+    got = cached_logits(
+        model, ids, HeadReallocationCache(MIXED, SINK, WINDOW, "local"), calls, real
+    )
     want = reference_logits(model, ids, MIXED, SINK, WINDOW, None, real)
     assert ((got - want).abs() * real[..., None]).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
-def test_all_heads_full_generates_the_stock_tokens(tiny_model: PreTrainedModel, prefill: str) -> None:
+def test_all_heads_full_generates_the_stock_tokens(
+    tiny_model: PreTrainedModel, prefill: str
+) -> None:
     ids = draw_ids(3, 10)
     mask = real_tokens([0, 3, 6], 10).long()
-    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+    settings = {
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "eos_token_id": None,
+        "attention_mask": mask,
+    }
     stock = tiny_model.generate(ids, past_key_values=DynamicCache(), **settings)
     tiny_model.set_attn_implementation(IMPLEMENTATION)
     cache = HeadReallocationCache(torch.ones(3, 4, dtype=torch.bool), SINK, WINDOW, prefill)
     ours = tiny_model.generate(ids, past_key_values=cache, **settings)
     assert torch.equal(ours, stock)
-    assert cache.full_nbytes() == 2 * 3 * 3 * 4 * 49 * 16 * 4  # K and V, layers, rows, heads, tokens, D, bytes
+    assert (
+        cache.full_nbytes() == 2 * 3 * 3 * 4 * 49 * 16 * 4
+    )  # K and V, layers, rows, heads, tokens, D, bytes
 
 
 def test_the_full_cache_is_not_equal_to_the_compressed_one(realloc_model: PreTrainedModel) -> None:
     """Guards the comparisons above: on these models the compressed heads do change the logits."""
     calls = [14] + [1] * 20
     ids = draw_ids(2, sum(calls))
-    compressed = cached_logits(realloc_model, ids, HeadReallocationCache(MIXED, SINK, WINDOW), calls)
+    compressed = cached_logits(
+        realloc_model, ids, HeadReallocationCache(MIXED, SINK, WINDOW), calls
+    )
     whole = cached_logits(realloc_model, ids, HeadReallocationCache(torch.ones_like(MIXED)), calls)
     assert (compressed - whole).abs().max() > 0.1
 
 
-def test_beam_search_equals_the_stock_beams_with_all_heads_full(tiny_model: PreTrainedModel) -> None:
+def test_beam_search_equals_the_stock_beams_with_all_heads_full(
+    tiny_model: PreTrainedModel,
+) -> None:
     ids = draw_ids(2, 9)
     mask = real_tokens([0, 3], 9).long()
     settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "attention_mask": mask}
@@ -156,7 +194,10 @@ def test_reordered_rows_go_on_as_if_they_had_been_there(realloc_model: PreTraine
     cache.reorder_cache(torch.tensor(order))
     moved = HeadReallocationCache(MIXED, SINK, WINDOW)
     cached_logits(realloc_model, ids[order][:, :12], moved, [10, 1, 1], real[order])
-    a, b = (cached_logits(realloc_model, ids[order], each, [1] * 8, real[order], begin=12) for each in (cache, moved))
+    a, b = (
+        cached_logits(realloc_model, ids[order], each, [1] * 8, real[order], begin=12)
+        for each in (cache, moved)
+    )
     assert (a - b).abs().max() < TOLERANCE  # batches of 3 and of 4 sum in another order
     assert cache.nbytes() == moved.nbytes()
 
@@ -167,7 +208,9 @@ def test_reset_forgets_everything(realloc_model: PreTrainedModel) -> None:
     cached_logits(realloc_model, draw_ids(2, 15, seed=5), cache, calls)
     cache.reset()
     again = cached_logits(realloc_model, draw_ids(2, 15), cache, calls)
-    fresh = cached_logits(realloc_model, draw_ids(2, 15), HeadReallocationCache(MIXED, SINK, WINDOW), calls)
+    fresh = cached_logits(
+        realloc_model, draw_ids(2, 15), HeadReallocationCache(MIXED, SINK, WINDOW), calls
+    )
     assert torch.equal(again, fresh)
 
 

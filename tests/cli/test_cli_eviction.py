@@ -55,14 +55,27 @@ def test_a_chat_evicts_from_turn_to_turn() -> None:
 def test_published_gates_with_eviction(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     gates = tmp_path / "full_attention_heads.tsv"  # DuoAttention's format: one line per layer
     alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    gates.write_text("\n".join("\t".join(f"{value:.4f}" for value in row) for row in alpha.tolist()) + "\n")
-    options = ("--eviction", "rkv", "--budget", "24", "--eviction-option", "buffer=4", "--sparsity", "0.5")
+    gates.write_text(
+        "\n".join("\t".join(f"{value:.4f}" for value in row) for row in alpha.tolist()) + "\n"
+    )
+    options = (
+        "--eviction",
+        "rkv",
+        "--budget",
+        "24",
+        "--eviction-option",
+        "buffer=4",
+        "--sparsity",
+        "0.5",
+    )
     run("--gates", str(gates), *options, "--prompt", PROBLEM)
     assert "12 full, 12 compressible (rkv)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("compare", [(), ("--compare-full",)])
-def test_gates_and_policy(tmp_path: Path, compare: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
+def test_gates_and_policy(
+    tmp_path: Path, compare: tuple[str, ...], capsys: pytest.CaptureFixture
+) -> None:
     model, _ = tiny.load()
     path = tmp_path / "gates.pt"
     alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
@@ -85,32 +98,51 @@ def test_gates_and_policy(tmp_path: Path, compare: tuple[str, ...], capsys: pyte
         (["--eviction", "rkv", "--budget", "64", "--eviction-option", "size=3"], "no option size"),
         (["--eviction", "rkv", "--budget", "64", "--sparsity", "0.5"], "--sparsity"),
         (["--eviction", "rkv", "--budget", "64", "--sink", "4"], "--sink"),
-        (["--eviction", "sink_window", "--budget", "20", "--eviction-option", "window=30"], "window"),
+        (
+            ["--eviction", "sink_window", "--budget", "20", "--eviction-option", "window=30"],
+            "window",
+        ),
         (["--budget", "64"], "--budget, --ratio and --eviction-option"),
-        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "budget=5"], "budget is given"),
-        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "lam=0.2", "lam=0.2"], "option lam"),
+        (
+            ["--eviction", "rkv", "--budget", "64", "--eviction-option", "budget=5"],
+            "budget is given",
+        ),
+        (
+            ["--eviction", "rkv", "--budget", "64", "--eviction-option", "lam=0.2", "lam=0.2"],
+            "option lam",
+        ),
         (["--eviction", "rkv", "--budget", "64", "--eviction-option", "lam=abc"], "lam is abc"),
         (
             ["--eviction", "rkv", "--budget", "64", "--eviction-option", "kernel=3.0"],
             "kernel is 3.0",
         ),
-        (["--eviction", "rkv", "--budget", "64", "--eviction-option", "protect_prompt=2"], "protect_prompt is 2"),
+        (
+            ["--eviction", "rkv", "--budget", "64", "--eviction-option", "protect_prompt=2"],
+            "protect_prompt is 2",
+        ),
         (["--eviction", "rpc", "--eviction-option", "P=100.5"], "P is 100.5"),
         (["--eviction", "rpc", "--eviction-option", "c=NaN"], "c is nan"),
         (["--eviction", "rpc", "--eviction-option", "R=[1]"], "R is [1]"),
         (["--eviction", "rpc", "--budget", "64", "--eviction-option", "P=512"], "rpc: P"),
         (["--eviction", "rpc", "--eviction-option", "buffer=3"], "buffer is 3"),
         (["--eviction", "sink_window", "--eviction-option", "window=abc"], "window is abc"),
-        (["--eviction", "random", "--budget", "64", "--eviction-option", "seed=1.5"], "seed is 1.5"),
+        (
+            ["--eviction", "random", "--budget", "64", "--eviction-option", "seed=1.5"],
+            "seed is 1.5",
+        ),
     ],
 )
 def test_bad_options_are_one_sentence(arguments: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):  # the entry point prints it and exits with 2
+    with pytest.raises(
+        ValueError, match=re.escape(message)
+    ):  # the entry point prints it and exits with 2
         run("--prompt", PROBLEM, *arguments)
 
 
 @pytest.mark.parametrize(("text", "value"), [("False", False), ("true", True)])
 def test_truth_values_are_read_as_such(text: str, value: bool) -> None:
-    policy = InferConfig(eviction="random", budget=64, eviction_option=(f"protect_prompt={text}",)).policy()
+    policy = InferConfig(
+        eviction="random", budget=64, eviction_option=(f"protect_prompt={text}",)
+    ).policy()
     assert policy is not None
     assert policy.protect_prompt is value

@@ -1,4 +1,6 @@
-"""How commands run: what other libraries print is silent, warnings of this package are one line each."""
+"""How commands run: what other libraries print is silent, warnings of this package are one line
+each.
+"""
 
 from __future__ import annotations
 
@@ -57,31 +59,56 @@ def test_only_our_lines_are_printed() -> None:
 def test_verbose_shows_everything_and_is_not_an_argument_of_the_program() -> None:
     lines, out = run(["a", "--verbose"])  # which sets VERBOSE
     assert out == "['a']\n"
-    for text in ("a bar", "a warning of a logger", "their warning", "our warning", "error: our error"):
+    for text in (
+        "a bar",
+        "a warning of a logger",
+        "their warning",
+        "our warning",
+        "error: our error",
+    ):
         assert any(text in line for line in lines), text
 
 
-TRAIN = ["--config", "tiny", "--max_steps", "1", "--prompts_per_step", "2", "--per_device_train_batch_size", "8"]
+TRAIN = [
+    "--config",
+    "tiny",
+    "--max_steps",
+    "1",
+    "--prompts_per_step",
+    "2",
+    "--per_device_train_batch_size",
+    "8",
+]
 PROGRAMS = {
     "filter": "data_prep/filter_deepscaler.py",
     "train": "train/grpo_gates.py",
     "distill": "train/distill_gates.py",
 }
 COMMANDS = {
-    "filter": (["--config", "filter_tiny", "--num-problems", "2", "--output-dir", "out"], ["filter"]),
-    "train": ([*TRAIN, "--max_completion_length", "40", "--output_dir", "out", "--use_cpu", "true"], []),
+    "filter": (
+        ["--config", "filter_tiny", "--num-problems", "2", "--output-dir", "out"],
+        ["filter"],
+    ),
+    "train": (
+        [*TRAIN, "--max_completion_length", "40", "--output_dir", "out", "--use_cpu", "true"],
+        [],
+    ),
     "distill": (["--config", "distill_tiny", "--steps", "1", "--output_dir", "out"], ["distil"]),
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_on_the_tiny_model_print_their_own_lines(name: str, tmp_path: Path) -> None:
-    """In an empty folder, as after ``pip install``: packaged configs, the built-in model and its task are enough."""
+    """In an empty folder, as after ``pip install``: packaged configs, the built-in model and its
+    task are enough.
+    """
     options, bars = COMMANDS[name]
     command = [sys.executable, str(ROOT / PROGRAMS[name]), *options]
     environment = {name: value for name, value in os.environ.items() if name not in QUIET}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stderr.splitlines()] == bars
     assert (tmp_path / "out").is_dir()
@@ -131,7 +158,12 @@ def test_run_app_maps_errors_to_exit_codes(
 def test_verbose_can_be_asked_for_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for verbose in (True, False):
         (monkeypatch.setenv(VERBOSE, "1") if verbose else monkeypatch.delenv(VERBOSE))
-        assert exit_code(lambda verbose=verbose: sys.exit(verbose != (logging.root.manager.disable == 0))) == 0
+        assert (
+            exit_code(
+                lambda verbose=verbose: sys.exit(verbose != (logging.root.manager.disable == 0))
+            )
+            == 0
+        )
 
 
 def test_run_app_leaves_bugs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +181,16 @@ def test_run_app_ends_with_0_or_the_programs_own_code() -> None:
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
-    """As in ``rlkv-infer --help | head``: no traceback, the exit code of a program that SIGPIPE ends."""
-    code = "from rlkv.cli.app import run_app; run_app(lambda: [print('x' * 1000) for _ in range(10_000)])"
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    """As in ``rlkv-infer --help | head``: no traceback, the exit code of a program that SIGPIPE
+    ends.
+    """
+    code = (
+        "from rlkv.cli.app import run_app; run_app(lambda: [print('x' * 1000) for _ in "
+        "range(10_000)])"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert child.stdout is not None
     assert child.stderr is not None
     child.stdout.readline()
@@ -167,7 +206,9 @@ PRINTS = "from rlkv.cli.app import run_app; run_app(lambda: print('\\u221a\\ud80
 def test_a_full_disk_below_stdout_is_one_sentence(times: int) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-c", PRINTS.format(times=times)]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        )
     assert (done.returncode, done.stderr) == (2, "error: the output: No space left on device\n")
 
 

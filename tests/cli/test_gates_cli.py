@@ -23,7 +23,9 @@ def gates_file(tmp_path: Path) -> Path:
     alpha = torch.tensor([[0.0, 1.0, 0.25, 0.5], [0.75, 0.0, 0.05, 1.0], [0.9, 0.8, 0.7, 0.6]])
     model = ModelShape("owner/model", "llama", 3, 4, 8, 32)
     path = tmp_path / "gates.pt"
-    HeadGates(alpha, model=model, sink=4, window=16, training={"steps": 60, "curve": list(range(100))}).save(path)
+    HeadGates(
+        alpha, model=model, sink=4, window=16, training={"steps": 60, "curve": list(range(100))}
+    ).save(path)
     return path
 
 
@@ -75,7 +77,9 @@ def test_convert(gates_file: Path, name: str) -> None:
     assert (after == before) is (out.suffix != ".tsv")
 
 
-def test_convert_says_what_a_tsv_drops(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_says_what_a_tsv_drops(
+    gates_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("convert", gates_file, gates_file.with_name("out.tsv"))
     assert "mean gates, model, sizes and training summary are not in it" in capsys.readouterr().out
 
@@ -142,7 +146,9 @@ def test_user_errors_are_one_line_and_exit_code_2(
     other = gates_file.with_name("other.pt")
     HeadGates(torch.rand(2, 2)).save(other)
     monkeypatch.chdir(gates_file.parent)
-    filled = [a.replace("{file}", str(gates_file)).replace("{other}", str(other)) for a in arguments]
+    filled = [
+        a.replace("{file}", str(gates_file)).replace("{other}", str(other)) for a in arguments
+    ]
     assert run(*filled) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -26,7 +26,10 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = folder / name
         if path.exists():
             path.write_text(
-                json.dumps(json.loads(path.read_text()) | {"eos_token_id": 0, "max_position_embeddings": 700})
+                json.dumps(
+                    json.loads(path.read_text())
+                    | {"eos_token_id": 0, "max_position_embeddings": 700}
+                )
             )
     return folder
 
@@ -55,14 +58,19 @@ def test_a_limit_that_was_asked_for_holds(
 
 
 def test_answers_in_a_file_have_the_papers_limit() -> None:
-    chat, file = InferConfig(gates="tiny"), InferConfig(gates="tiny", input=Path("in"), output=Path("out"))
+    chat, file = (
+        InferConfig(gates="tiny"),
+        InferConfig(gates="tiny", input=Path("in"), output=Path("out")),
+    )
     assert chat.longest_answer(131_072, 72) == 131_000
     assert file.longest_answer(131_072, 72) == 8192
     assert file.longest_answer(1024, 24) == 1000
     assert InferConfig(gates="tiny", backend="vllm", prompt="x").longest_answer(131_072, 72) == 8192
     assert InferConfig(gates="tiny", max_new_tokens=5).longest_answer(131_072, 72) == 5
     session = InferSession.open(InferConfig(model="tiny", prompt=PROBLEM))
-    assert session.sampling.max_new_tokens == 1024 - len(session.engine.encode(session.render(PROBLEM)))
+    assert session.sampling.max_new_tokens == 1024 - len(
+        session.engine.encode(session.render(PROBLEM))
+    )
 
 
 class Terminal(io.StringIO):
@@ -73,7 +81,11 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("prompt", "pieces", "shown"),
     [
-        ("<user>x", ["<think>\nhm ", "so</think>\n\n", "7"], f"{DIM}<think>\nhm so</think>{NORMAL}\n\n7{NORMAL}"),
+        (
+            "<user>x",
+            ["<think>\nhm ", "so</think>\n\n", "7"],
+            f"{DIM}<think>\nhm so</think>{NORMAL}\n\n7{NORMAL}",
+        ),
         ("<user>x<think>\n", ["hm ", "so</think>7"], f"{DIM}hm so</think>{NORMAL}7{NORMAL}"),
         ("<user>x", ["7 ", "8"], f"7 8{NORMAL}"),
         ("x<think>", ["hm"], f"{DIM}hm{NORMAL}"),  # stopped while it thought

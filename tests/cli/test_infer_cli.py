@@ -31,7 +31,9 @@ ENTRY = 2 * 16 * 4  # bytes of a token in one of the 12 KV heads
 def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()
-    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    ids = {
+        name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")
+    }
     model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -55,14 +57,19 @@ def test_the_gates_say_which_template(gates_file: Path, tmp_path: Path) -> None:
     for options, template in (({}, "plain"), ({"template": "boxed"}, "boxed")):
         config = InferConfig(gates=str(tmp_path / "plain.pt"), prompt="a=1 . find a ?", **options)
         assert InferSession.open(config).template == template
-    assert InferSession.open(InferConfig(gates=str(gates_file), prompt="a=1 . find a ?")).template == "rlkv"
+    assert (
+        InferSession.open(InferConfig(gates=str(gates_file), prompt="a=1 . find a ?")).template
+        == "rlkv"
+    )
 
 
 @pytest.fixture
 def problems_file(tmp_path: Path) -> Path:
     path = tmp_path / "problems.jsonl"
     drawn = problems(10, seed=0)
-    path.write_text("".join(json.dumps({"problem": p["problem"], "answer": p["answer"]}) + "\n" for p in drawn))
+    path.write_text(
+        "".join(json.dumps({"problem": p["problem"], "answer": p["answer"]}) + "\n" for p in drawn)
+    )
     return path
 
 
@@ -73,7 +80,16 @@ def in_use(err: str) -> tuple[int, int]:
 
 
 def test_one_prompt(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
-    infer("--gates", gates_file, "--sparsity", 0.5, "--prompt", "a=7 . b=2 . find b ?", "--max-new-tokens", 30)
+    infer(
+        "--gates",
+        gates_file,
+        "--sparsity",
+        0.5,
+        "--prompt",
+        "a=7 . b=2 . find b ?",
+        "--max-new-tokens",
+        30,
+    )
     out, err = capsys.readouterr()
     assert len(out.split()) > 5
     assert "<pad>" not in out
@@ -100,8 +116,12 @@ def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
         assert held == 6 * (tokens + first + 6) * ENTRY
 
 
-def test_a_short_text_takes_no_more_than_the_full_cache(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
-    infer("--gates", gates_file, "--window", 200, "--prompt", "a=7 . find a ?", "--max-new-tokens", 2)
+def test_a_short_text_takes_no_more_than_the_full_cache(
+    gates_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    infer(
+        "--gates", gates_file, "--window", 200, "--prompt", "a=7 . find a ?", "--max-new-tokens", 2
+    )
     held, full = in_use(capsys.readouterr().err)
     assert held == full > 0, "empty entries and headroom are not in use"
 
@@ -110,7 +130,15 @@ def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(
     gates_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
     infer(
-        "--gates", gates_file, "--sparsity", 0, "--prompt", "a=7 . find a ?", "--compare-full", "--max-new-tokens", 20
+        "--gates",
+        gates_file,
+        "--sparsity",
+        0,
+        "--prompt",
+        "a=7 . find a ?",
+        "--compare-full",
+        "--max-new-tokens",
+        20,
     )
     out, err = capsys.readouterr()
     lines = [line for line in out.splitlines() if line.strip()]
@@ -131,7 +159,9 @@ def test_sampling_follows_the_seed(gates_file: Path, capsys: pytest.CaptureFixtu
 def test_chat_goes_on_with_its_cache(
     gates_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("a=7 . find a ?\n\nb=1 . find b ?\n/reset\na=7 . find a ?\n"))
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("a=7 . find a ?\n\nb=1 . find b ?\n/reset\na=7 . find a ?\n")
+    )
     infer("--gates", gates_file, "--max-new-tokens", 20, "--prefill", "local")
     out, err = capsys.readouterr()
     turns = [line for line in out.splitlines() if line.strip()]
@@ -146,8 +176,19 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def batch_arguments(gates_file: Path, problems_file: Path, output: Path, *more: object, tokens: int = 12) -> list[str]:
-    arguments = ["--gates", gates_file, "--input", problems_file, "--output", output, "--batch-size", 3]
+def batch_arguments(
+    gates_file: Path, problems_file: Path, output: Path, *more: object, tokens: int = 12
+) -> list[str]:
+    arguments = [
+        "--gates",
+        gates_file,
+        "--input",
+        problems_file,
+        "--output",
+        output,
+        "--batch-size",
+        3,
+    ]
     return [str(a) for a in [*arguments, "--max-new-tokens", tokens, *more]]
 
 
@@ -175,7 +216,11 @@ def test_batch_with_answers(
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_interrupted_runs_end_with_the_same_file(
-    gates_file: Path, problems_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+    gates_file: Path,
+    problems_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
 ) -> None:
     whole = tmp_path / "whole.jsonl"
     infer(*batch_arguments(gates_file, problems_file, whole, "--temperature", temperature))
@@ -183,7 +228,9 @@ def test_interrupted_runs_end_with_the_same_file(
     calls: list[int] = []
     original = InferenceEngine.batch
 
-    def counting(self: InferenceEngine, prompts: list[str], *args: object, **kwargs: object) -> object:
+    def counting(
+        self: InferenceEngine, prompts: list[str], *args: object, **kwargs: object
+    ) -> object:
         calls.append(len(prompts))
         return original(self, prompts, *args, **kwargs)
 
@@ -191,7 +238,8 @@ def test_interrupted_runs_end_with_the_same_file(
     output = tmp_path / "out.jsonl"
     settings = tmp_path / "out.jsonl.settings.json"
     line_ends = [i + 1 for i, byte in enumerate(expected) if byte == ord("\n")]
-    # torn in the first line, inside a batch, at the end of a batch, inside the last line, and complete
+    # torn in the first line, inside a batch, at the end of a batch, inside the last line, and
+    # complete
     for cut in (10, line_ends[3] + 5, line_ends[5], len(expected) - 3, len(expected)):
         output.write_bytes(expected[:cut])
         settings.write_bytes((tmp_path / "whole.jsonl.settings.json").read_bytes())
@@ -217,7 +265,9 @@ def test_killed_process_resumes(gates_file: Path, problems_file: Path, tmp_path:
     assert output.read_bytes() == whole.read_bytes()
 
 
-def test_other_settings_are_refused_by_name(gates_file: Path, problems_file: Path, tmp_path: Path) -> None:
+def test_other_settings_are_refused_by_name(
+    gates_file: Path, problems_file: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "out.jsonl"
     infer(*batch_arguments(gates_file, problems_file, output))
     before = output.read_bytes()
@@ -236,7 +286,9 @@ def test_a_file_of_someone_else_is_never_touched(
 ) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text("my notes")
-    monkeypatch.setattr("rlkv.models.loading.load_model", lambda *_, **__: pytest.fail("refused late"))
+    monkeypatch.setattr(
+        "rlkv.models.loading.load_model", lambda *_, **__: pytest.fail("refused late")
+    )
     with pytest.raises(ValueError, match=r"out\.jsonl exists.*left as it is"):
         infer(*batch_arguments(gates_file, problems_file, output))
     assert output.read_text() == "my notes"
@@ -244,7 +296,10 @@ def test_a_file_of_someone_else_is_never_touched(
 
 def test_two_writers(gates_file: Path, problems_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    with open_store(output, {}, ["index"]), pytest.raises(ValueError, match=r"out\.jsonl .*another process"):
+    with (
+        open_store(output, {}, ["index"]),
+        pytest.raises(ValueError, match=r"out\.jsonl .*another process"),
+    ):
         infer(*batch_arguments(gates_file, problems_file, output))
 
 
@@ -277,7 +332,10 @@ def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, mes
         (["--gates", "GATES", "--compare-full"], "--compare-full needs"),
         (["--gates", "GATES", "--sparsity", "2"], "sparsity 2"),
         (["--gates", "GATES", "--window", "0"], "window is 0"),
-        (["--gates", "GATES", "--eviction", "rkv", "--budget", "64", "--protect-prompt"], "--protect-prompt"),
+        (
+            ["--gates", "GATES", "--eviction", "rkv", "--budget", "64", "--protect-prompt"],
+            "--protect-prompt",
+        ),
         (["--gates", "GATES", "--prefill", "some"], "unknown prefill 'some'"),
         (["--gates", "GATES", "--template", "some"], "unknown prompt template 'some'"),
         (["--gates", "GATES", "--model", "./absent"], "absent"),
@@ -286,16 +344,34 @@ def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, mes
         (["--gates", "GATES", "--prompt", "x", "--max-new-tokens", "9999"], "max_new_tokens"),
         (["--gates", "GATES", "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["--gates", "GATES", "--prompt", "x", "--temperature", "1e-320"], "temperature"),
-        (["--gates", "GATES", "--prompt", "x", "--window", "1000000000"], "the model has 512 positions"),
+        (
+            ["--gates", "GATES", "--prompt", "x", "--window", "1000000000"],
+            "the model has 512 positions",
+        ),
         (["--gates", "GATES", "--prompt", "x", "--sink", "9" * 31], "sink is 9999"),
         (["--gates", "GATES", "--prompt", "a\udcff"], "--prompt holds bytes that are no UTF-8"),
         (["--gates", "GATES", "--prompt", "x", "--device", "meta"], "'meta'"),
         (["--config", "DEEP"], "not readable as YAML"),
-        (["--model", "tiny", "--prompt", "x", "--eviction", "rkv", "--budget", "9" * 400], "rkv: budget"),
+        (
+            ["--model", "tiny", "--prompt", "x", "--eviction", "rkv", "--budget", "9" * 400],
+            "rkv: budget",
+        ),
         (["--gates", "GATES", "--input", "IN", "--output", "/dev/null"], "/dev/null is a device"),
         (["--gates", "GATES", "--input", "IN", "--output", "IN"], "left as it is"),
         (["--gates", "GATES", "--input", "IN", "--output", "IN/out.jsonl"], "is no folder"),
-        (["--gates", "GATES", "--input", "IN", "--output", "OUT", "--max-new-tokens", "1000000000"], "512 positions"),
+        (
+            [
+                "--gates",
+                "GATES",
+                "--input",
+                "IN",
+                "--output",
+                "OUT",
+                "--max-new-tokens",
+                "1000000000",
+            ],
+            "512 positions",
+        ),
         (["--gates", "GATES", "--input", "absent.jsonl", "--output", "OUT"], "absent.jsonl"),
     ],
 )
@@ -310,8 +386,15 @@ def test_user_errors_are_one_line_and_exit_code_2(
     (tmp_path / "deep.yaml").write_text("a: " + "[" * 5000)
     (tmp_path / "in.jsonl").write_text('{"problem": "a=7 . find a ?"}\n' * 2)
     before = sorted(tmp_path.iterdir())
-    names = {"OUT": "out.jsonl", "IN": "in.jsonl", "DEEP": "deep.yaml", "IN/out.jsonl": "in.jsonl/out.jsonl"}
-    names = {name: str(tmp_path / file) for name, file in names.items()} | {"GATES": str(gates_file)}
+    names = {
+        "OUT": "out.jsonl",
+        "IN": "in.jsonl",
+        "DEEP": "deep.yaml",
+        "IN/out.jsonl": "in.jsonl/out.jsonl",
+    }
+    names = {name: str(tmp_path / file) for name, file in names.items()} | {
+        "GATES": str(gates_file)
+    }
     monkeypatch.setattr("sys.argv", ["rlkv-infer", *(names.get(a, a) for a in arguments)])
     with pytest.raises(SystemExit) as exit_info:
         main()

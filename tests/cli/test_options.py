@@ -45,10 +45,14 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_path: Path) -> None:
-    file = write(tmp_path, "model: big\nsparsities: [0.2, 0.4]\nfresh: true\nlimit: null\noutput-dir: a\n")
+    file = write(
+        tmp_path, "model: big\nsparsities: [0.2, 0.4]\nfresh: true\nlimit: null\noutput-dir: a\n"
+    )
     found = parse(Config, arguments=["--config", file, "--sparsities", "0.6"])
     assert found == Config(model="big", output_dir=Path("a"), sparsities=(0.6,), fresh=True)
-    assert parse(Config, arguments=[f"--config={file}", "--no-fresh", "--output_dir=b"]).output_dir == Path("b")
+    assert parse(
+        Config, arguments=[f"--config={file}", "--no-fresh", "--output_dir=b"]
+    ).output_dir == Path("b")
     assert not parse(Config, arguments=[f"--config={file}", "--no-fresh"]).fresh
 
 
@@ -82,12 +86,19 @@ def test_a_value_that_is_not_a_choice_is_refused_in_one_sentence(arguments: list
         (["--protect-prompt", "--dtype", "float32"], True),
     ],
 )
-def test_a_truth_value_that_need_not_be_given(tmp_path: Path, arguments: list[str], value: bool | None) -> None:
-    assert parse(InferConfig, arguments=["--model", "tiny", "--prompt", "x", *arguments]).protect_prompt is value
-    file = write(tmp_path, "protect_prompt: true\n")
-    assert parse(InferConfig, arguments=["--config", file, "--model", "tiny", *arguments]).protect_prompt is (
-        value is not False
+def test_a_truth_value_that_need_not_be_given(
+    tmp_path: Path, arguments: list[str], value: bool | None
+) -> None:
+    assert (
+        parse(
+            InferConfig, arguments=["--model", "tiny", "--prompt", "x", *arguments]
+        ).protect_prompt
+        is value
     )
+    file = write(tmp_path, "protect_prompt: true\n")
+    assert parse(
+        InferConfig, arguments=["--config", file, "--model", "tiny", *arguments]
+    ).protect_prompt is (value is not False)
 
 
 def test_an_option_given_twice_would_lose_its_first_value() -> None:
@@ -95,7 +106,9 @@ def test_an_option_given_twice_would_lose_its_first_value() -> None:
         parse(Config, arguments=["--output-dir", "a", "--sparsities", "0.1", "--sparsities", "0.2"])
 
 
-@pytest.mark.parametrize("arguments", [["--output-dir", "a", "--foo"], ["--output-dir", "a", "--limit", "x"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--output-dir", "a", "--foo"], ["--output-dir", "a", "--limit", "x"], []]
+)
 def test_unknown_options_wrong_types_and_absent_ones_exit_with_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +118,9 @@ def test_unknown_options_wrong_types_and_absent_ones_exit_with_2(
     assert capsys.readouterr().err
 
 
-def test_help_names_options_and_packaged_configs_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_options_and_packaged_configs_that_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(FilterConfig, "Says what it does.", ["--help"])
     assert ended.value.code == 0
@@ -125,7 +140,9 @@ def test_packaged_configs_are_those_of_the_repository() -> None:
     assert file is not None
     assert file.read_text() == (ROOT / "configs" / "llama8b.yaml").read_text()
     assert others == ["--seed", "1", "--tau", "0"]
-    assert {path.name for path in CONFIGS.iterdir()} == {path.name for path in (ROOT / "configs").iterdir()}
+    assert {path.name for path in CONFIGS.iterdir()} == {
+        path.name for path in (ROOT / "configs").iterdir()
+    }
 
 
 @pytest.mark.parametrize("arguments", [["--config", "absent"], ["--config=absent"], ["--config"]])

@@ -1,4 +1,6 @@
-"""The README's three commands: what each lacks on a bare machine, and that they run through on the built-in model."""
+"""The README's three commands: what each lacks on a bare machine, and that they run through on the
+built-in model.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,54 @@ from tests.helpers.paths import ROOT
 FILTER = [sys.executable, str(ROOT / "data_prep/filter_deepscaler.py")]
 TRAIN = [str(ROOT / "train/grpo_gates.py"), "--config", str(ROOT / "configs/llama8b.yaml")]
 INFER = [sys.executable, "-m", "rlkv.cli.infer", "--gates", "gates.pt", "--sparsity", "0.5"]
-TINY = ["--model", "tiny", "--curriculum", "results/curriculum_tiny/curriculum.parquet", "--dtype", "float32"]
-TINY += ["--wandb", "disabled", "--max_steps", "1", "--prompts_per_step", "2", "--max_completion_length", "100"]
+TINY = [
+    "--model",
+    "tiny",
+    "--curriculum",
+    "results/curriculum_tiny/curriculum.parquet",
+    "--dtype",
+    "float32",
+]
+TINY += [
+    "--wandb",
+    "disabled",
+    "--max_steps",
+    "1",
+    "--prompts_per_step",
+    "2",
+    "--max_completion_length",
+    "100",
+]
 TINY += ["--per_device_train_batch_size", "8", "--rollout", "hf"]
 
 
 def run(command: list[str], folder: Path, text: str = "") -> subprocess.CompletedProcess[str]:
     """In ``folder``, without a GPU and with a hub that does not answer."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     variables |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}
-    return subprocess.run(command, cwd=folder, env=variables, input=text, capture_output=True, text=True, timeout=250)
+    return subprocess.run(
+        command, cwd=folder, env=variables, input=text, capture_output=True, text=True, timeout=250
+    )
 
 
 @pytest.mark.parametrize(
     ("command", "missing", "advice"),
     [
-        (FILTER, "agentica-org/DeepScaleR-Preview-Dataset", "--input FILE.jsonl .*--model FOLDER.*--model tiny"),
-        ([sys.executable, *TRAIN], "results/curriculum_llama8b/curriculum.parquet", "rlkv-filter --model deepseek-ai"),
+        (
+            FILTER,
+            "agentica-org/DeepScaleR-Preview-Dataset",
+            "--input FILE.jsonl .*--model FOLDER.*--model tiny",
+        ),
+        (
+            [sys.executable, *TRAIN],
+            "results/curriculum_llama8b/curriculum.parquet",
+            "rlkv-filter --model deepseek-ai",
+        ),
         (INFER, "gates.pt", "rlkv-train"),
     ],
     ids=["filter", "train", "infer"],

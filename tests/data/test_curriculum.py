@@ -54,12 +54,18 @@ def test_samples_by_seed_and_wanted() -> None:
 def test_a_short_bucket_is_never_filled_unasked() -> None:
     lengths = {0: 5, **{i: 15 for i in range(1, 11)}, **{i: 25 for i in range(11, 21)}}
     plain = select(lengths, BUCKETS, seed=0)
-    assert [(f.taken, f.short, f.filled_from_others) for f in plain.fills] == [(1, 2, 0), (3, 0, 0), (3, 0, 0)]
+    assert [(f.taken, f.short, f.filled_from_others) for f in plain.fills] == [
+        (1, 2, 0),
+        (3, 0, 0),
+        (3, 0, 0),
+    ]
     assert len(plain.chosen) == 7
     filled = select(lengths, BUCKETS, seed=0, fill_short=True)
     assert [(f.taken, f.filled_from_others) for f in filled.fills] == [(1, 2), (3, 0), (3, 0)]
     assert len(filled.chosen) == 9
-    assert sum(name == "10-20" for name in filled.chosen.values()) == 5, "the nearest bucket gives, under its own name"
+    assert sum(name == "10-20" for name in filled.chosen.values()) == 5, (
+        "the nearest bucket gives, under its own name"
+    )
     assert plain.chosen.items() <= filled.chosen.items()
 
 

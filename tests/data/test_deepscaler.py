@@ -36,7 +36,9 @@ def test_half_surrogates_become_text(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    rows = [{**row, "answer": None if row["answer"] is None else str(row["answer"])} for row in ROWS]
+    rows = [
+        {**row, "answer": None if row["answer"] is None else str(row["answer"])} for row in ROWS
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
     assert load_problems(str(tmp_path / "p.parquet")) == LOADED
 
@@ -79,6 +81,8 @@ def test_other_broken_sources(tmp_path: Path) -> None:
 
 
 def test_no_network_names_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlkv.models.builtin.connection_error", lambda *asked: f"no route to {asked}")
+    monkeypatch.setattr(
+        "rlkv.models.builtin.connection_error", lambda *asked: f"no route to {asked}"
+    )
     with pytest.raises(ValueError, match=r"'dataset'.*--input.*--model"):
         load_problems("agentica-org/DeepScaleR-Preview-Dataset")

@@ -1,4 +1,6 @@
-"""Problems that no model filtered: a test set of the tiny task, and a draw from the pool of the filter."""
+"""Problems that no model filtered: a test set of the tiny task, and a draw from the pool of the
+filter.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_a_test_set_of_the_tiny_task(tmp_path: Path, monkeypatch: pytest.MonkeyP
     output = tmp_path / "new" / "problems.jsonl"
     assert draw(monkeypatch, output, "--num-problems", "7", "--steps", "3-5", "--seed", "11") == 0
     assert read(output) == problems(7, 11, 3, 5)
-    assert [(p.problem, p.answer) for p in load_problems(str(output))] == [tuple(p.values()) for p in read(output)]
+    assert [(p.problem, p.answer) for p in load_problems(str(output))] == [
+        tuple(p.values()) for p in read(output)
+    ]
 
 
 def test_a_test_set_of_smol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +51,9 @@ def test_a_test_set_of_smol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert read(output) == smol_problems(5, 2, 4, 10, held_out_names=True)
 
 
-def test_a_draw_from_the_pool_of_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_from_the_pool_of_the_filter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = problems(12, 3)
     config = tmp_path / "filter.yaml"
     config.write_text("model: tiny\ninput: tiny\nnum_problems: 12\nseed: 3\nbuckets: 0-99:5\n")
@@ -61,11 +67,15 @@ def test_a_draw_from_the_pool_of_the_filter(tmp_path: Path, monkeypatch: pytest.
     assert len({row["problem"] for row in found}) == 5
     assert all(row in pool for row in found)
     assert found != pool[:5]
-    assert draw(monkeypatch, tmp_path / "c.jsonl", *options, "--seed", "4") == 0  # seed of the pool too
+    assert (
+        draw(monkeypatch, tmp_path / "c.jsonl", *options, "--seed", "4") == 0
+    )  # seed of the pool too
     assert all(row in problems(12, 4) for row in read(tmp_path / "c.jsonl"))
 
 
-def test_problems_without_an_answer_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_without_an_answer_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [{"problem": "p", "answer": None}, {"problem": "q", "answer": 2}]
     (tmp_path / "pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert draw(monkeypatch, tmp_path / "out.jsonl", "--input", str(tmp_path / "pool.jsonl")) == 0
@@ -83,7 +93,11 @@ def test_problems_without_an_answer_are_left_out(tmp_path: Path, monkeypatch: py
         ("out.jsonl", ["--model", "smol", "--steps", "3-99"], "max_steps=99"),
         ("out.jsonl", ["--input", "absent.jsonl"], "absent.jsonl does not exist"),
         ("out.jsonl", ["--as-many-as", "absent.jsonl"], "absent.jsonl: there is no such file"),
-        ("out.jsonl", ["--num-problems", "1", "--as-many-as", "two.jsonl"], "it has 2 problems, there are only 1"),
+        (
+            "out.jsonl",
+            ["--num-problems", "1", "--as-many-as", "two.jsonl"],
+            "it has 2 problems, there are only 1",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -95,7 +109,9 @@ def test_mistakes_are_one_sentence(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("two.jsonl").write_text('{"problem": "p", "answer": "1"}\n{"problem": "q", "answer": "2"}\n')
+    Path("two.jsonl").write_text(
+        '{"problem": "p", "answer": "1"}\n{"problem": "q", "answer": "2"}\n'
+    )
     capsys.readouterr()
     assert draw(monkeypatch, Path(output), *options) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -52,8 +52,12 @@ def test_rows_and_memory_fit_the_gpu(has_vllm: bool, monkeypatch: pytest.MonkeyP
     gpu(monkeypatch, 80)
     config = sized_and_announced(FilterConfig(dtype="bfloat16").resolved(), 100, 8192)
     assert config.kv_gib == (pytest.approx(72 - 15 - 6, abs=0.1) if has_vllm else 4)
-    assert config.batch_size == (102 if has_vllm else 25)  # rows of half a GiB on average; of 1 GiB, and a copy
-    given = sized_and_announced(FilterConfig(dtype="bfloat16", batch_size=3, kv_gib=2).resolved(), 100, 8192)
+    assert config.batch_size == (
+        102 if has_vllm else 25
+    )  # rows of half a GiB on average; of 1 GiB, and a copy
+    given = sized_and_announced(
+        FilterConfig(dtype="bfloat16", batch_size=3, kv_gib=2).resolved(), 100, 8192
+    )
     assert (given.batch_size, given.kv_gib) == (3, 2)
 
 
@@ -73,9 +77,13 @@ def test_a_cpu_is_not_sized_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB)
+    )
     sizes = [
-        sized_and_announced(FilterConfig(dtype="bfloat16", device=device, engine="hf").resolved(), 1, 8192).batch_size
+        sized_and_announced(
+            FilterConfig(dtype="bfloat16", device=device, engine="hf").resolved(), 1, 8192
+        ).batch_size
         for device in ("cpu", "cuda")
     ]
     assert sizes == [16, 25]

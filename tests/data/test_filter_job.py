@@ -23,14 +23,19 @@ from tests.helpers.paths import ROOT
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()
-    make_tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(folder)
+    make_tiny_model(
+        "llama", vocab_size=len(tokenizer), max_position_embeddings=128
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """40 solved tiny problems of 3 to 12 definitions; every 5th output wrong, two without an answer."""
+    """40 solved tiny problems of 3 to 12 definitions.
+
+    Every 5th output wrong, two without an answer.
+    """
     rng = random.Random(0)
     rows = []
     for i in range(40):
@@ -50,7 +55,13 @@ def config(tmp_path: Path, **overrides: object) -> FilterConfig:
 
 
 def test_recorded_outputs(tmp_path: Path, model_folder: str, recorded: str) -> None:
-    settings = config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, buckets="0-64:4,64-128:50")
+    settings = config(
+        tmp_path,
+        model=model_folder,
+        outputs=recorded,
+        max_new_tokens=150,
+        buckets="0-64:4,64-128:50",
+    )
     report = run_filter(settings).report
     assert report is not None
     rows = read_log(Path(recorded))
@@ -61,7 +72,11 @@ def test_recorded_outputs(tmp_path: Path, model_folder: str, recorded: str) -> N
     assert report["wrong"] == sum(n <= 150 for n in lengths[::5])
     assert report["unparsable"] == 2
     assert report["correct"] == len(solved)
-    assert report["loaded"] == 40 == sum(report[k] for k in ("correct", "wrong", "truncated", "unparsable"))
+    assert (
+        report["loaded"]
+        == 40
+        == sum(report[k] for k in ("correct", "wrong", "truncated", "unparsable"))
+    )
     long_ones = [i for i in solved if 64 < lengths[i] <= 128]
     first, second = report["buckets"]
     assert (first["available"], first["taken"]) == (sum(lengths[i] <= 64 for i in solved), 4)
@@ -79,18 +94,30 @@ def test_recorded_outputs(tmp_path: Path, model_folder: str, recorded: str) -> N
         assert row["output_tokens"] == length
         assert row["model"] is None  # recorded outputs may come from any
     assert Counter(r["bucket"] for r in curriculum) == {"0-64": 4, "64-128": len(long_ones)}
-    assert pyarrow.parquet.read_table(tmp_path / "out" / "curriculum.parquet").to_pylist() == curriculum
+    assert (
+        pyarrow.parquet.read_table(tmp_path / "out" / "curriculum.parquet").to_pylist()
+        == curriculum
+    )
     markdown = (tmp_path / "out" / "report.md").read_text()
     assert f"| loaded | {report['loaded']} |" in markdown
     assert f"| 64 < n <= 128 | 50 | {len(long_ones)} | {len(long_ones)} | 0 |" in markdown
 
 
 def test_rebucketing_decodes_nothing(tmp_path: Path, model_folder: str, recorded: str) -> None:
-    run_filter(config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, buckets="0-64:2"))
+    run_filter(
+        config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, buckets="0-64:2")
+    )
     shard = next((tmp_path / "out" / "shards").glob("*.jsonl"))
     before = shard.read_bytes()
     report = run_filter(
-        config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, buckets="0-64:3,64-128:2", seed=1)
+        config(
+            tmp_path,
+            model=model_folder,
+            outputs=recorded,
+            max_new_tokens=150,
+            buckets="0-64:3,64-128:2",
+            seed=1,
+        )
     ).report
     assert report is not None
     assert report["selected"] == 5
@@ -102,11 +129,18 @@ def test_other_settings_are_refused(tmp_path: Path, model_folder: str, recorded:
     with pytest.raises(ValueError, match=r"max_new_tokens.*150.*160"):
         run_filter(config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=160))
     with pytest.raises(ValueError, match=r'problems.*"40 .*"10 '):
-        run_filter(config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, limit=10))
+        run_filter(
+            config(tmp_path, model=model_folder, outputs=recorded, max_new_tokens=150, limit=10)
+        )
 
 
 def test_shards_merge_to_the_same_files(tmp_path: Path, model_folder: str, recorded: str) -> None:
-    options = {"model": model_folder, "outputs": recorded, "max_new_tokens": 150, "buckets": "0-64:4,64-128:50"}
+    options = {
+        "model": model_folder,
+        "outputs": recorded,
+        "max_new_tokens": 150,
+        "buckets": "0-64:4,64-128:50",
+    }
     whole = run_filter(config(tmp_path / "whole", **options)).report
     first = run_filter(config(tmp_path / "split", **options, shard="2/3"))
     assert first.report is None
@@ -117,7 +151,9 @@ def test_shards_merge_to_the_same_files(tmp_path: Path, model_folder: str, recor
     assert whole is not None
     assert merged is not None
     for name in ("curriculum.jsonl", "curriculum.parquet"):
-        assert (tmp_path / "whole/out" / name).read_bytes() == (tmp_path / "split/out" / name).read_bytes()
+        assert (tmp_path / "whole/out" / name).read_bytes() == (
+            tmp_path / "split/out" / name
+        ).read_bytes()
     volatile = ("config", "seconds", "finished", "command")
     assert {k: v for k, v in merged.items() if k not in volatile} == {
         k: v for k, v in whole.items() if k not in volatile
@@ -127,7 +163,12 @@ def test_shards_merge_to_the_same_files(tmp_path: Path, model_folder: str, recor
 def test_processes_and_other_numbers_of_shards_make_the_same_files(
     tmp_path: Path, model_folder: str, recorded: str
 ) -> None:
-    options = {"model": model_folder, "outputs": recorded, "max_new_tokens": 150, "buckets": "0-64:4,64-128:50"}
+    options = {
+        "model": model_folder,
+        "outputs": recorded,
+        "max_new_tokens": 150,
+        "buckets": "0-64:4,64-128:50",
+    }
     run_filter(config(tmp_path / "whole", **options))
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = [
@@ -141,13 +182,21 @@ def test_processes_and_other_numbers_of_shards_make_the_same_files(
     ranks = warm.run_ranks(command, tmp_path / "streams")
     assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
     folder = tmp_path / "ranks" / "out"
-    assert sorted(path.name for path in folder.glob("shards/*.jsonl")) == ["shard-1-of-4.jsonl", "shard-3-of-4.jsonl"]
+    assert sorted(path.name for path in folder.glob("shards/*.jsonl")) == [
+        "shard-1-of-4.jsonl",
+        "shard-3-of-4.jsonl",
+    ]
     (folder / "shards" / "shard-3-of-4.jsonl").write_bytes(  # as a kill leaves it
         (folder / "shards" / "shard-3-of-4.jsonl").read_bytes()[:-20]
     )
-    assert run_filter(config(tmp_path / "ranks", **options, shard="0/3")).open_shards == {1: 6, 2: 7}
+    assert run_filter(config(tmp_path / "ranks", **options, shard="0/3")).open_shards == {
+        1: 6,
+        2: 7,
+    }
     assert run_filter(config(tmp_path / "ranks", **options)).report is not None
-    rows = [line for path in folder.glob("shards/*.jsonl") for line in path.read_text().splitlines()]
+    rows = [
+        line for path in folder.glob("shards/*.jsonl") for line in path.read_text().splitlines()
+    ]
     assert len([line for line in rows if line.endswith("}")]) == 40  # nothing was done twice
     for name in ("curriculum.jsonl", "curriculum.parquet"):
         assert (tmp_path / "whole/out" / name).read_bytes() == (folder / name).read_bytes()
@@ -155,10 +204,17 @@ def test_processes_and_other_numbers_of_shards_make_the_same_files(
 
 def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str) -> None:
     problems = tmp_path / "problems.jsonl"
-    rows = [{"problem": "find x ? " * n, "answer": "5"} for n in (1, 2, 3, 200)] + [{"problem": "b ?", "answer": ""}]
+    rows = [{"problem": "find x ? " * n, "answer": "5"} for n in (1, 2, 3, 200)] + [
+        {"problem": "b ?", "answer": ""}
+    ]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = config(
-        tmp_path, model=model_folder, input=str(problems), max_new_tokens=16, batch_size=2, buckets="0-8:2,8-16:2"
+        tmp_path,
+        model=model_folder,
+        input=str(problems),
+        max_new_tokens=16,
+        batch_size=2,
+        buckets="0-8:2,8-16:2",
     )
     report = run_filter(settings).report
     assert report is not None
@@ -167,12 +223,21 @@ def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str
     assert report["correct"] == 0
     assert report["truncated"] + report["unparsable"] + report["wrong"] == 3
     assert report["notes"] == [
-        "None of the 5 problems was solved: the curriculum is empty and there is nothing to train on."
+        "None of the 5 problems was solved: the curriculum is empty and there is nothing to train "
+        "on."
     ]
     assert read_log(tmp_path / "out" / "curriculum.jsonl") == []
     table = pyarrow.parquet.read_table(tmp_path / "out" / "curriculum.parquet")
     assert table.num_rows == 0
-    assert table.column_names == ["problem", "answer", "output", "output_tokens", "bucket", "template", "model"]
+    assert table.column_names == [
+        "problem",
+        "answer",
+        "output",
+        "output_tokens",
+        "bucket",
+        "template",
+        "model",
+    ]
 
 
 @pytest.mark.parametrize(("mark", "solved"), [("#### ", 3), ("Answer 3*24, that is ", 0)])
@@ -180,9 +245,14 @@ def test_answers_in_the_form_of_gsm8k_are_read_and_others_are_hinted_at(
     tmp_path: Path, model_folder: str, mark: str, solved: int
 ) -> None:
     path = tmp_path / "outputs.jsonl"
-    rows = [{"problem": "p ? " * n, "answer": f"24 each.\n{mark}72", "output": r"\boxed{72}"} for n in (1, 2, 3)]
+    rows = [
+        {"problem": "p ? " * n, "answer": f"24 each.\n{mark}72", "output": r"\boxed{72}"}
+        for n in (1, 2, 3)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = config(tmp_path, model=model_folder, outputs=str(path), max_new_tokens=50, buckets="0-64:1")
+    settings = config(
+        tmp_path, model=model_folder, outputs=str(path), max_new_tokens=50, buckets="0-64:1"
+    )
     report = run_filter(settings).report
     assert report is not None
     assert report["correct"] == solved
@@ -196,16 +266,25 @@ def test_repeated_problems_take_their_outputs_in_order(tmp_path: Path, model_fol
     rows = [{"problem": "p", "answer": "1", "text": rf"\boxed{{{i}}}"} for i in (1, 2)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = tmp_path / "problems.jsonl"
-    problems.write_text("".join(json.dumps({"problem": "p", "answer": "1"}) + "\n" for _ in range(3)))
+    problems.write_text(
+        "".join(json.dumps({"problem": "p", "answer": "1"}) + "\n" for _ in range(3))
+    )
     settings = config(
-        tmp_path, model=model_folder, input=str(problems), outputs=str(path), outputs_field="text", buckets="0-9:9"
+        tmp_path,
+        model=model_folder,
+        input=str(problems),
+        outputs=str(path),
+        outputs_field="text",
+        buckets="0-9:9",
     )
     report = run_filter(settings).report
     assert report is not None
     assert (report["correct"], report["wrong"], report["missing"]) == (1, 1, 1)
 
 
-def test_outputs_of_other_problems_are_refused(tmp_path: Path, model_folder: str, recorded: str) -> None:
+def test_outputs_of_other_problems_are_refused(
+    tmp_path: Path, model_folder: str, recorded: str
+) -> None:
     settings = config(tmp_path, model=model_folder, input="tiny", num_problems=3, outputs=recorded)
     with pytest.raises(ValueError, match=r"outputs\.jsonl"):
         run_filter(settings)

@@ -1,4 +1,6 @@
-"""kill -9 at 20 random moments of a real job (a random tiny model): the files equal an uninterrupted run's."""
+"""kill -9 at 20 random moments of a real job (a random tiny model): the files equal an
+uninterrupted run's.
+"""
 
 import json
 from pathlib import Path
@@ -11,11 +13,18 @@ KILLS = 20
 
 
 def shard_records(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "shards" / "shard-0-of-1.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "shards" / "shard-0-of-1.jsonl").read_text().splitlines()
+    ]
 
 
 def report(folder: Path) -> dict:
-    return {k: v for k, v in json.loads((folder / "report.json").read_text()).items() if k not in VOLATILE}
+    return {
+        k: v
+        for k, v in json.loads((folder / "report.json").read_text()).items()
+        if k not in VOLATILE
+    }
 
 
 def test_killed_runs_end_in_the_files_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -23,7 +32,9 @@ def test_killed_runs_end_in_the_files_of_an_uninterrupted_one(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["kills"] == KILLS, "every counted kill hit a running job"
-    assert summary["grew"] >= KILLS // 2, "the kills must be spread over the job, not all come before its first batch"
+    assert summary["grew"] >= KILLS // 2, (
+        "the kills must be spread over the job, not all come before its first batch"
+    )
     assert summary["lost"] == [], "what was on the disk before a run is there after its kill"
 
     whole = tmp_path / "whole"
@@ -35,9 +46,13 @@ def test_killed_runs_end_in_the_files_of_an_uninterrupted_one(tmp_path: Path) ->
         records = shard_records(tmp_path / name)
         assert len(records) == len(expected), "nothing lost, nothing doubled"
         assert {r["index"]: r for r in records} == expected
-        assert (tmp_path / name / "curriculum.jsonl").read_bytes() == (whole / "curriculum.jsonl").read_bytes()
+        assert (tmp_path / name / "curriculum.jsonl").read_bytes() == (
+            whole / "curriculum.jsonl"
+        ).read_bytes()
         assert report(tmp_path / name) == report(whole)
-        assert sorted(p.name for p in (tmp_path / name).iterdir() if not p.name.endswith(".partial")) == [
+        assert sorted(
+            p.name for p in (tmp_path / name).iterdir() if not p.name.endswith(".partial")
+        ) == [
             "curriculum.jsonl",
             "curriculum.parquet",
             "report.json",

@@ -28,7 +28,9 @@ def tokenizer() -> Any:
         show_progress=False,
     )
     backend.train_from_iterator([" " + " ".join(words)] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
 
 
 def test_samples_hide_what_is_asked_for(tokenizer: Any) -> None:
@@ -39,7 +41,9 @@ def test_samples_hide_what_is_asked_for(tokenizer: Any) -> None:
         lengths.add(len(sample.ids))
         assert 900 <= len(sample.ids) <= 1200
         assert sample.ids[0] == tokenizer.bos_token_id
-        assert sample.answers == tuple(range(sample.answers[0], len(sample.ids)))  # all that follows the haystack
+        assert sample.answers == tuple(
+            range(sample.answers[0], len(sample.ids))
+        )  # all that follows the haystack
         asked = tokenizer.decode([sample.ids[i] for i in sample.answers])
         answers = [part.split()[:4] for part in asked.split("passkey is:")[1:]]
         assert len(answers) == 3
@@ -58,7 +62,9 @@ def test_the_haystack_is_the_given_text(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "book.txt"
     file.write_text("moral tales of the sea " * 3)
     haystack = read_haystack(str(file), tokenizer)
-    task = TextRecall(tokenizer, haystack, passkeys=2, passkey_words=2, min_length=700, max_length=700)
+    task = TextRecall(
+        tokenizer, haystack, passkeys=2, passkey_words=2, min_length=700, max_length=700
+    )
     sample = task.draw(random.Random(0))
     assert len(sample.ids) == 700  # longer than the file: it is repeated
     assert tokenizer.decode(sample.ids).count("moral tales") > 3

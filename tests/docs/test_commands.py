@@ -1,7 +1,8 @@
-"""Every code block of README and docs runs here, or says why it cannot: it needs a GPU, the hub, or long.
+"""Every code block of README and docs runs here, or says why it cannot: it needs a GPU, the hub, or
+long.
 
-A comment before each block of bash or Python says which: ``<!-- test: run -->``, ``gpu``, ``hub``, ``long``, or the
-file whose run covers it.
+A comment before each block of bash or Python says which: ``<!-- test: run -->``, ``gpu``, ``hub``,
+``long``, or the file whose run covers it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from huggingface_hub import constants
 from tests.helpers.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?:<!-- test: (?P<how>\S+) -->\n)?^```(?P<language>bash|python)\n(?P<code>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:<!-- test: (?P<how>\S+) -->\n)?^```(?P<language>bash|python)\n(?P<code>.*?)^```$",
+    re.M | re.S,
+)
 ELSEWHERE = {"gpu", "hub", "long"}
 ALONE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 FOR_A_SHELL = frozenset("|<>&;$`")
@@ -47,14 +51,19 @@ def lines_of(code: str) -> list[tuple[str, list[str]]]:
 
 
 def run_script(words: list[str]) -> str:
-    """Run a console script in this process, which has torch and transformers loaded; what failed, else nothing."""
+    """Run a console script in this process, which has torch and transformers loaded.
+
+    What failed, else nothing.
+    """
     assert not FOR_A_SHELL & set("".join(words)), f"only a shell runs {shlex.join(words)}"
     scripts = entry_points(group="console_scripts", name=words[0])
     if not scripts:
         pytest.skip(f"{words[0]} is not installed: make venv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
-        patch.setattr(constants, "HF_HUB_OFFLINE", True)  # was read when the hub's client was imported
+        patch.setattr(
+            constants, "HF_HUB_OFFLINE", True
+        )  # was read when the hub's client was imported
         for name, value in {**ALONE, "ACCELERATE_USE_CPU": "true"}.items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:
@@ -64,8 +73,12 @@ def run_script(words: list[str]) -> str:
 
 def run_process(command: list[str]) -> str:
     """Run a command; what failed, else nothing."""
-    done = subprocess.run(command, env={**os.environ, **ALONE}, capture_output=True, text=True, timeout=500)
-    shown = f"exit code {done.returncode}: {command[-1]}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+    done = subprocess.run(
+        command, env={**os.environ, **ALONE}, capture_output=True, text=True, timeout=500
+    )
+    shown = (
+        f"exit code {done.returncode}: {command[-1]}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+    )
     return shown if done.returncode else ""
 
 
@@ -84,9 +97,13 @@ def ids(page: Path) -> str:
 def test_every_block_says_how_it_is_tested(page: Path) -> None:
     for how, _, code in blocks(page):
         if how is None:
-            assert code.startswith("pip install"), f"{page.name} has a block without a test comment:\n{code}"
+            assert code.startswith("pip install"), (
+                f"{page.name} has a block without a test comment:\n{code}"
+            )
         else:
-            assert how == "run" or how in ELSEWHERE or (ROOT / how).is_file(), f"{page.name}: unknown comment {how}"
+            assert how == "run" or how in ELSEWHERE or (ROOT / how).is_file(), (
+                f"{page.name}: unknown comment {how}"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
@@ -98,15 +115,23 @@ def test_commands_name_programs_and_options_that_exist(page: Path) -> None:
             place = next((i for i, word in enumerate(words) if word.startswith("rlkv-")), None)
             if place is None:
                 continue
-            has_command = words[place] in ("rlkv-gates", "rlkv-bench") or words[place + 1 : place + 2] == ["window"]
+            has_command = words[place] in ("rlkv-gates", "rlkv-bench") or words[
+                place + 1 : place + 2
+            ] == ["window"]
             command = words[place : place + 1 + has_command]
             for option in (word.partition("=")[0] for word in words if word.startswith("--")):
-                assert option == "--help" or option in help_of(*command), f"{page.name}: {command} has no {option}"
+                assert option == "--help" or option in help_of(*command), (
+                    f"{page.name}: {command} has no {option}"
+                )
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.how == "run" for b in blocks(page))], ids=ids)
-def test_blocks_run_one_after_another(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(b.how == "run" for b in blocks(page))], ids=ids
+)
+def test_blocks_run_one_after_another(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for how, language, code in blocks(page):
         if how != "run":

@@ -44,7 +44,10 @@ def test_share_of_traces_is_the_share_of_equal_decodings() -> None:
     problems = tiny.problems(24, seed=5, max_definitions=8)
     cache = CacheSettings(sink=4, window=16, prefill="local")
     full = HeadAllocation(torch.ones(4, 6, dtype=torch.bool))
-    prompts = [tokenizer(render_prompt(tokenizer, p["problem"]), add_special_tokens=False).input_ids for p in problems]
+    prompts = [
+        tokenizer(render_prompt(tokenizer, p["problem"]), add_special_tokens=False).input_ids
+        for p in problems
+    ]
     whole, _ = decode(model, tokenizer, problems, full, cache, 130)
     traces = [Trace(tuple(p), tuple(c.token_ids)) for p, c in zip(prompts, whole, strict=True)]
     scorer = TraceScorer(model, traces, sink=4, window=16)

@@ -7,7 +7,17 @@ import dataclasses
 import pytest
 import torch
 
-from rlkv.eviction import H2O, POLICIES, RKV, RPC, TOVA, RandomEviction, SinkWindow, SnapKV, make_policy
+from rlkv.eviction import (
+    H2O,
+    POLICIES,
+    RKV,
+    RPC,
+    TOVA,
+    RandomEviction,
+    SinkWindow,
+    SnapKV,
+    make_policy,
+)
 from tests.helpers.eviction_matrix import CASES, IDS, build, random_entries
 
 
@@ -17,10 +27,16 @@ def counts(policy, seen, evictions=0):
 
 
 def test_only_policies_that_read_queries_ask_for_them():
-    assert {name for name, policy in POLICIES.items() if not policy.uses_queries} == {"sink_window", "random"}
+    assert {name for name, policy in POLICIES.items() if not policy.uses_queries} == {
+        "sink_window",
+        "random",
+    }
     assert {name for name, policy in POLICIES.items() if policy.accumulates} == {"h2o"}
     assert {name for name, policy in POLICIES.items() if policy.draws} == {"random"}
-    assert {name for name in POLICIES if make_policy(name, budget=64).protect_prompt} == {"rpc", "random"}
+    assert {name for name in POLICIES if make_policy(name, budget=64).protect_prompt} == {
+        "rpc",
+        "random",
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -43,7 +59,10 @@ def test_sink_window_is_a_budget():
 
 
 def test_rpc_schedule():
-    """The n-th eviction keeps (n+1) * P/c and the last R; the first comes at P + R, the next one P tokens later."""
+    """The n-th eviction keeps (n+1) * P/c and the last R.
+
+    The first comes at P + R, the next one P tokens later.
+    """
     policy = RPC()
     assert counts(policy, 1056, 0) == (256 + 32, 1056)
     assert counts(policy, 2080, 1) == (512 + 32, 256 + 32 + 1024)
@@ -92,7 +111,9 @@ def test_h2o_gives_half_to_recent_entries():
 
 
 def test_budgets_of_the_tables_of_rlkv():
-    """r * L + S + W - 4G; one entry above it (and above 512) 128 entries go.  H2O: both halves rounded down."""
+    """r * L + S + W - 4G; one entry above it (and above 512) 128 entries go.  H2O: both halves
+    rounded down.
+    """
     policy = RKV(ratio=0.4, extra=80 - 4 * 4, variant="rlkv_tables")
     assert counts(policy, 1000) == (872, 513)
     assert counts(policy, 2000, 8) == (2000 - 9 * 128, 800 + 64 + 1)
@@ -105,7 +126,9 @@ def test_budgets_of_the_tables_of_rlkv():
             assert entries == held - 128
             held, evictions = entries, evictions + 1
     assert evictions == 14  # the 3,000 tokens less 1,264, in steps of 128
-    assert [counts(H2O(ratio=0.3, extra=5, variant="rlkv_tables"), seen) for seen in (100, 104)] == [(34, 36), (36, 37)]
+    assert [
+        counts(H2O(ratio=0.3, extra=5, variant="rlkv_tables"), seen) for seen in (100, 104)
+    ] == [(34, 36), (36, 37)]
 
 
 def test_snapkv_is_rkv_with_lambda_1():
@@ -131,9 +154,13 @@ def test_random_draws_again_for_seed_layer_head_and_tokens_read():
         draws.roll(1, dims=2),
     ]
     for other in others:
-        # independent draws of 24 bits: 24,000 of them are equal in 0.0014 places on average, and not correlated
+        # independent draws of 24 bits: 24,000 of them are equal in 0.0014 places on average, and
+        # not correlated
         assert (draws == other).sum() <= 2
-        assert abs(torch.corrcoef(torch.stack([draws.flatten(), other.flatten()]))[0, 1]) < 5 / 24_000**0.5
+        assert (
+            abs(torch.corrcoef(torch.stack([draws.flatten(), other.flatten()]))[0, 1])
+            < 5 / 24_000**0.5
+        )
     uniform = draws / 2**24
     assert uniform.min() >= 0
     assert uniform.max() < 1

@@ -1,4 +1,6 @@
-"""No temporary tensor of an eviction grows with N x N, nor with B x H x N beyond the scores themselves."""
+"""No temporary tensor of an eviction grows with N x N, nor with B x H x N beyond the scores
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage().data_ptr() not in self.known
+            ):
                 self.elements = max(self.elements, tensor.numel())
         return out
 
@@ -35,7 +40,9 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("floats", [2**14, 2**16])
 def test_temporary_tensors_stay_within_the_limit(floats, monkeypatch):
     monkeypatch.setattr(attention, "FLOATS", floats)
-    keys, queries = random_entries(ROWS, N, 1, N, seed=0)  # one query head per KV head: nothing is copied to group them
+    keys, queries = random_entries(
+        ROWS, N, 1, N, seed=0
+    )  # one query head per KV head: nothing is copied to group them
     valid = torch.ones(ROWS, N, dtype=torch.bool)
     calls = [
         lambda: rkv.redundancy(keys, valid, 0.5, 2, "published"),

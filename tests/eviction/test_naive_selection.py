@@ -1,4 +1,6 @@
-"""``select`` keeps what an independent float64 implementation keeps, index for index, 200 seeds per case."""
+"""``select`` keeps what an independent float64 implementation keeps, index for index, 200 seeds per
+case.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,32 @@ METHODS = {
         8,
         partial(naive.rkv, variant="paper", beta=3, lam=0.5, threshold=0.2, kernel=6),
     ),
-    "rkv-rlkv_tables": (RKV(ratio=0.5, variant="rlkv_tables"), 8, partial(naive.rkv, variant="rlkv_tables")),
-    "snapkv-published": (SnapKV(BUDGET, variant="published"), 8, partial(naive.snapkv, variant="published")),
+    "rkv-rlkv_tables": (
+        RKV(ratio=0.5, variant="rlkv_tables"),
+        8,
+        partial(naive.rkv, variant="rlkv_tables"),
+    ),
+    "snapkv-published": (
+        SnapKV(BUDGET, variant="published"),
+        8,
+        partial(naive.snapkv, variant="published"),
+    ),
     "snapkv-paper": (SnapKV(BUDGET), 8, partial(naive.snapkv, variant="paper")),
     "rpc-all": (RPC(BUDGET, R=10), 10, partial(naive.rpc, aggregation="all")),
-    "rpc-group": (RPC(BUDGET, R=10, aggregation="group"), 10, partial(naive.rpc, aggregation="group")),
+    "rpc-group": (
+        RPC(BUDGET, R=10, aggregation="group"),
+        10,
+        partial(naive.rpc, aggregation="group"),
+    ),
     "h2o": (H2O(BUDGET), N, naive.h2o),
     "tova": (TOVA(BUDGET), 1, naive.tova),
 }
 
 
 def signs(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """-1 and 1: norm 4, so that float32 holds products, unit keys and cosines exactly, and equal scores are equal."""
+    """-1 and 1: norm 4, so that float32 holds products, unit keys and cosines exactly, and equal
+    scores are equal.
+    """
     return rng.choice([-1.0, 1.0], size=(*shape, HEAD_SIZE))
 
 
@@ -73,9 +89,11 @@ KINDS = {
     "all_zeros": all_zeros,
 }
 
-# Seeds of 200 in which another choice is accepted among scores that float32 cannot tell apart; 0 where not named.
-# RPC, zeros: the mean of a window with the same numbers in another order (22 and 2 seeds measured).  R-KV, huge norm:
-# attention of 1e-9 and less, next to a redundancy of 1/N (10, 1, 1 and 4 seeds measured).
+# Seeds of 200 in which another choice is accepted among scores that float32 cannot tell apart; 0
+# where not named.
+# RPC, zeros: the mean of a window with the same numbers in another order (22 and 2 seeds measured).
+# R-KV, huge norm: attention of 1e-9 and less, next to a redundancy of 1/N (10, 1, 1 and 4 seeds
+# measured).
 TIED_SEEDS = {
     ("rpc-group", "zeros"): 40,
     ("rpc-all", "zeros"): 40,
@@ -87,7 +105,9 @@ TIED_SEEDS = {
 
 
 def equally_good(scores: np.ndarray, kept: np.ndarray, expected: np.ndarray) -> bool:
-    """Whether both choices have the same float64 scores as far as float32 can tell: see the tolerances."""
+    """Whether both choices have the same float64 scores as far as float32 can tell: see the
+    tolerances.
+    """
     mine, theirs = np.sort(scores[kept]), np.sort(scores[expected])
     # 1e-6: some 10 roundings of float32; 1e-37: smaller exponentials lose digits, then become 0
     return bool((np.abs(mine - theirs) <= 1e-6 * np.abs(theirs) + 1e-37).all())
@@ -115,7 +135,9 @@ def test_same_entries_as_naive(method, kind):
     kept = policy.select(*batch, BUDGET).numpy()
     tied = 0
     for seed in range(SEEDS):
-        expected, scores = naive_select(keys[seed].astype(np.float64), queries[seed].astype(np.float64), BUDGET)
+        expected, scores = naive_select(
+            keys[seed].astype(np.float64), queries[seed].astype(np.float64), BUDGET
+        )
         if not (kept[seed] == expected).all():
             tied += 1
             for head in range(HEADS):
@@ -128,9 +150,14 @@ def test_a_look_in_8_bits_misses_no_similar_keys(monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     keys = torch.randn(2, 500, 256)
     keys /= keys.norm(dim=-1, keepdim=True)
-    early, late = slice(0, 200, 20), slice(300, 500, 20)  # one in a tile: all pairs of one with many are computed
+    early, late = (
+        slice(0, 200, 20),
+        slice(300, 500, 20),
+    )  # one in a tile: all pairs of one with many are computed
     other = keys[:, late] - (keys[:, late] * keys[:, early]).sum(-1, keepdim=True) * keys[:, early]
-    keys[:, late] = 0.5001 * keys[:, early] + (1 - 0.5001**2) ** 0.5 * other / other.norm(dim=-1, keepdim=True)
+    keys[:, late] = 0.5001 * keys[:, early] + (1 - 0.5001**2) ** 0.5 * other / other.norm(
+        dim=-1, keepdim=True
+    )
     exact, looked, blind = look_with(monkeypatch, keys, 0.5)
     assert exact[1].sum() == 2 * 20
     assert torch.allclose(exact[0], looked[0], rtol=0, atol=1e-6)  # of sums in another order
@@ -152,7 +179,9 @@ def test_a_look_in_8_bits_knows_its_worst_rounding(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("threshold", [0.2, 0.5, 0.8])
-def test_a_look_in_8_bits_finds_the_latest(threshold: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_in_8_bits_finds_the_latest(
+    threshold: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     keys = torch.randn(3, 300, 24)
     keys[2, 40:] = keys[2, :260] + 0.3 * torch.randn(260, 24)
@@ -167,7 +196,9 @@ def test_a_look_in_8_bits_finds_the_latest(threshold: float, count: int, monkeyp
 def look_with(
     monkeypatch: pytest.MonkeyPatch, keys: torch.Tensor, threshold: float, count: int = 1
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What is found always in float32, after a look in 8 bits, and with a look that is taken for exact."""
+    """What is found always in float32, after a look in 8 bits, and with a look that is taken for
+    exact.
+    """
     found, valid = [], keys.norm(dim=-1) > 0
     codes_of, step_L = similar_keys._Codes.of, keys.abs().amax(dim=(1, 2)) / 127
 

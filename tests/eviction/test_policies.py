@@ -1,4 +1,6 @@
-"""What holds for every policy: counts, forced entries, padding, batches, dtypes, pieces, the reference."""
+"""What holds for every policy: counts, forced entries, padding, batches, dtypes, pieces, the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ import torch
 
 from rlkv.eviction import EvictionPolicy
 from rlkv.eviction import base as attention
-from tests.helpers.eviction_matrix import BUDGET, CASES, HEAD_SIZE, HEADS, IDS, build, random_entries
+from tests.helpers.eviction_matrix import (
+    BUDGET,
+    CASES,
+    HEAD_SIZE,
+    HEADS,
+    IDS,
+    build,
+    random_entries,
+)
 from tests.helpers.eviction_reference import REFERENCES
 
 every_policy = pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -81,8 +91,12 @@ def test_a_batch_keeps_what_its_rows_keep_alone(case):
     policy = build(case)
     keys, queries = random_entries(5, 200, 2, policy.observation, seed=7)
     alone = [policy.select(keys[row : row + 1], queries[row : row + 1], BUDGET) for row in range(5)]
-    torch.testing.assert_close(policy.select(keys, queries, BUDGET), torch.cat(alone), rtol=0, atol=0)
-    torch.testing.assert_close(policy.select(keys, queries, BUDGET), torch.cat(alone), rtol=0, atol=0)  # and again
+    torch.testing.assert_close(
+        policy.select(keys, queries, BUDGET), torch.cat(alone), rtol=0, atol=0
+    )
+    torch.testing.assert_close(
+        policy.select(keys, queries, BUDGET), torch.cat(alone), rtol=0, atol=0
+    )  # and again
 
 
 @every_policy
@@ -105,14 +119,18 @@ def test_bfloat16_is_scored_in_float32(case):
     policy = build(case)
     keys, queries = (x.bfloat16() for x in random_entries(2, 100, 2, policy.observation, seed=9))
     kept = policy.select(keys, queries, BUDGET)
-    torch.testing.assert_close(kept, policy.select(keys.float(), queries.float(), BUDGET), rtol=0, atol=0)
+    torch.testing.assert_close(
+        kept, policy.select(keys.float(), queries.float(), BUDGET), rtol=0, atol=0
+    )
 
 
 @every_policy
 @pytest.mark.parametrize("floats", [1, 63 * HEAD_SIZE, 1500])
 def test_pieces_change_nothing(case, floats, monkeypatch):
     policy = build(case)
-    keys, queries = random_entries(2, 63, 2, 63 if case[0] == "h2o" else policy.observation, seed=10)
+    keys, queries = random_entries(
+        2, 63, 2, 63 if case[0] == "h2o" else policy.observation, seed=10
+    )
     valid = torch.arange(63) >= torch.tensor([0, 9])[:, None]
     whole = policy.select(keys, queries, BUDGET, valid)
     monkeypatch.setattr(attention, "FLOATS", floats)
@@ -141,6 +159,10 @@ def test_h2o_sums_add_up_over_calls():
     valid = torch.arange(60) >= torch.tensor([0, 7])[:, None]
     parts = torch.zeros(2, HEADS, 60)
     for begin, end in ((0, 41), (41, 42), (42, 60)):
-        parts[..., :end] += policy.scores(keys[:, :, :end], queries[:, :, begin:end], valid[:, :end])
+        parts[..., :end] += policy.scores(
+            keys[:, :, :end], queries[:, :, begin:end], valid[:, :end]
+        )
     torch.testing.assert_close(policy.scores(keys, queries, valid), parts, rtol=1e-5, atol=1e-6)
-    assert torch.isclose(parts.sum(), torch.tensor(HEADS * 2.0 * (60 + 53)))  # a query gives 1 in all
+    assert torch.isclose(
+        parts.sum(), torch.tensor(HEADS * 2.0 * (60 + 53))
+    )  # a query gives 1 in all

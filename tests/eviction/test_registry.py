@@ -1,4 +1,6 @@
-"""The registry: names, refusals, and a new policy as one file and one line, taken through the matrix."""
+"""The registry: names, refusals, and a new policy as one file and one line, taken through the
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.helpers.eviction_matrix import OldestKey
 from tests.helpers.eviction_reference import REFERENCES
 from tests.helpers.paths import ROOT
 
-# the one file; its one line is the decorator (in the package: and the import in rlkv/eviction/__init__.py)
+# the one file; its one line is the decorator (in the package: and the import in
+# rlkv/eviction/__init__.py)
 NEW_POLICY = '''
 from dataclasses import dataclass
 
@@ -30,11 +33,20 @@ class FirstElement(EvictionPolicy):
     def scores(self, keys, queries, valid):
         return keys[..., 0].float().masked_fill(~valid[:, None], 0)
 '''
-MATRIX = ["eviction/test_policies", "eviction/test_budgets", "cache/test_eviction_matrix", "cache/test_evicting_cache"]
+MATRIX = [
+    "eviction/test_policies",
+    "eviction/test_budgets",
+    "cache/test_eviction_matrix",
+    "cache/test_evicting_cache",
+]
 
 
 def test_all_policies_are_there_by_name():
-    assert set(POLICIES) == {"sink_window", "rkv", "rpc", "snapkv", "h2o", "tova", "random"} == set(REFERENCES)
+    assert (
+        set(POLICIES)
+        == {"sink_window", "rkv", "rpc", "snapkv", "h2o", "tova", "random"}
+        == set(REFERENCES)
+    )
     assert all(POLICIES[name].name == name for name in POLICIES)
     assert make_policy("rkv", budget=64, lam=0.2) == RKV(budget=64, lam=0.2)
     with pytest.raises(TypeError):

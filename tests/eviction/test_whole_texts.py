@@ -58,15 +58,21 @@ METHODS: dict[str, tuple[EvictionPolicy, Callable[..., Iterator[rules.Held]]]] =
 }
 
 
-def held_by_the_cache(policy: EvictionPolicy, keys: torch.Tensor, queries: torch.Tensor) -> Iterator[rules.Held]:
+def held_by_the_cache(
+    policy: EvictionPolicy, keys: torch.Tensor, queries: torch.Tensor
+) -> Iterator[rules.Held]:
     """After the prompt and every further token; keys ``[H, T, D]``, queries ``[Q, T, D]``."""
-    cache = HeadReallocationCache(torch.zeros(1, HEADS, dtype=torch.bool), eviction=policy, record=True)
+    cache = HeadReallocationCache(
+        torch.zeros(1, HEADS, dtype=torch.bool), eviction=policy, record=True
+    )
     (layer,) = cache.layers
     begin = 0
     for end in range(PROMPT, keys.shape[1] + 1):
         parts = CachedCall(None, begin, end - begin, rows=1).plan(cache.state, keys.device)
         span = slice(begin, end)
-        layer.attend_and_store(queries[None, :, span], keys[None, :, span], keys[None, :, span], parts, HEAD_SIZE**-0.5)
+        layer.attend_and_store(
+            queries[None, :, span], keys[None, :, span], keys[None, :, span], parts, HEAD_SIZE**-0.5
+        )
         yield [head.nonzero()[:, 0].tolist() for head in cache.held(0)[0]]
         begin = end
 
@@ -77,12 +83,16 @@ def test_the_cache_holds_what_the_rules_keep(method: str, seed: int) -> None:
     policy, by_rules = METHODS[method]
     rng = np.random.default_rng(seed)
     keys = rng.standard_normal((HEADS, TOKENS, HEAD_SIZE)).astype(np.float32)
-    keys[:, rng.permutation(TOKENS)[:50]] = keys[:, rng.permutation(TOKENS)[:50]] + 0.1  # some similar ones
+    keys[:, rng.permutation(TOKENS)[:50]] = (
+        keys[:, rng.permutation(TOKENS)[:50]] + 0.1
+    )  # some similar ones
     queries = 2 * rng.standard_normal((HEADS * GROUP_SIZE, TOKENS, HEAD_SIZE)).astype(np.float32)
     expected = by_rules(keys.astype(np.float64), queries.astype(np.float64))
     evictions, before = 0, 0
     for got, want in zip(
-        held_by_the_cache(policy, torch.from_numpy(keys), torch.from_numpy(queries)), expected, strict=True
+        held_by_the_cache(policy, torch.from_numpy(keys), torch.from_numpy(queries)),
+        expected,
+        strict=True,
     ):
         assert got == want
         evictions += len(want[0]) <= before

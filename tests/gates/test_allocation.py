@@ -71,7 +71,9 @@ def test_ties_are_broken_by_rank_then_by_position() -> None:
     rank = torch.tensor([[0.3, 0.9, 0.1], [0.6, 0.9, 0.3]])
     gates = HeadGates(alpha, mean_alpha=rank)
     assert compression_order(gates) == [(0, 2), (1, 2), (0, 0), (1, 0), (1, 1), (0, 1)]
-    full = [HeadAllocation.from_gates(gates, 1 - kept / 6).full.int().tolist() for kept in range(1, 6)]
+    full = [
+        HeadAllocation.from_gates(gates, 1 - kept / 6).full.int().tolist() for kept in range(1, 6)
+    ]
     assert full == [
         [[0, 1, 0], [0, 0, 0]],
         [[0, 1, 0], [0, 1, 0]],
@@ -96,7 +98,9 @@ def test_scope_layer_keeps_the_same_number_in_every_layer(sparsity: float) -> No
     assert allocation.full.sum(1).tolist() == [kept] * 5
     assert allocation.sparsity == pytest.approx(1 - kept / 7)
     for row, full in zip(gates.alpha, allocation.full, strict=True):
-        assert set(full.nonzero().flatten().tolist()) == set(row.sort(descending=True).indices[:kept].tolist())
+        assert set(full.nonzero().flatten().tolist()) == set(
+            row.sort(descending=True).indices[:kept].tolist()
+        )
 
 
 def test_scope_layer_rounds_once_for_all_layers() -> None:
@@ -109,7 +113,10 @@ def test_scope_layer_rounds_once_for_all_layers() -> None:
 
 def test_an_order_names_the_heads_that_go_first() -> None:
     order = [(1, 0), (0, 1), (0, 0)]
-    assert HeadAllocation.from_order(order, 2, 2, 0.5).full.tolist() == [[True, False], [False, True]]
+    assert HeadAllocation.from_order(order, 2, 2, 0.5).full.tolist() == [
+        [True, False],
+        [False, True],
+    ]
     assert HeadAllocation.from_order([], 2, 2, 0.0).full.all()
     assert not HeadAllocation.from_order([*order, (1, 1)], 2, 2, 1.0).full.any()
     with pytest.raises(ValueError, match=r"4 of 4.*order.*3"):
@@ -139,7 +146,13 @@ def test_random_draws_are_seeded_exact_and_nested() -> None:
 
 
 @pytest.mark.parametrize(
-    "full", [torch.ones(2, 2), torch.ones(4, dtype=torch.bool), torch.ones(0, 2, dtype=torch.bool), [[True]]]
+    "full",
+    [
+        torch.ones(2, 2),
+        torch.ones(4, dtype=torch.bool),
+        torch.ones(0, 2, dtype=torch.bool),
+        [[True]],
+    ],
 )
 def test_other_tensors_are_refused(full: object) -> None:
     with pytest.raises(ValueError, match="bool tensor"):

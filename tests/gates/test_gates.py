@@ -16,7 +16,9 @@ from tests.helpers.gates import make_gates
 from tests.helpers.models import make_tiny_model
 
 
-@pytest.mark.parametrize("name", ["gates.pt", "gates.safetensors", "adapter", "with/parents/gates.pt"])
+@pytest.mark.parametrize(
+    "name", ["gates.pt", "gates.safetensors", "adapter", "with/parents/gates.pt"]
+)
 def test_save_then_load_is_exact(tmp_path: Path, name: str) -> None:
     gates = make_gates()
     gates.save(tmp_path / name)
@@ -67,7 +69,12 @@ def test_tsv_keeps_alpha_exactly_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_config_next_to_a_tsv_names_model_and_sizes(tmp_path: Path) -> None:
     make_gates().save(tmp_path / "gates.tsv")
-    config = {"model_name": "models/some", "sink_size": 7, "recent_size": 9, "deploy_sink_size": None}
+    config = {
+        "model_name": "models/some",
+        "sink_size": 7,
+        "recent_size": 9,
+        "deploy_sink_size": None,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = HeadGates.load(tmp_path / "gates.tsv")
     assert loaded.model == ModelShape("models/some", "", 4, 6, 0, 0)
@@ -108,7 +115,9 @@ def test_same_gates_give_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
 
 
-def test_a_failed_save_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_earlier_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "gates.pt"
     make_gates().save(path)
     before = path.read_bytes()
@@ -184,7 +193,9 @@ def test_check_model_accepts_the_model_and_refuses_others(family: str) -> None:
         {"head_dim": 8},
     ):
         with pytest.raises(ValueError, match=r"^g.pt: .*own/name.*3 layers x 4 KV heads"):
-            HeadGates(torch.rand(3, 4), model=replace(shape, **change), source="g.pt").check_model(config)
+            HeadGates(torch.rand(3, 4), model=replace(shape, **change), source="g.pt").check_model(
+                config
+            )
     with pytest.raises(ValueError, match=r"gates: .*4 layers x 2 KV heads"):
         HeadGates(torch.rand(4, 2)).check_model(config)
     HeadGates(torch.rand(3, 4)).check_model(config)  # a .tsv states layers and heads only

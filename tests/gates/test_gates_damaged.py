@@ -1,4 +1,6 @@
-"""Files that are not gates files, or damaged ones, are refused in one sentence: file, found and expected."""
+"""Files that are not gates files, or damaged ones, are refused in one sentence: file, found and
+expected.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ class Payload:
 def test_a_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "gates.pt"
-    for write in (lambda: path.write_bytes(pickle.dumps(Payload(), protocol=2)), lambda: torch.save(Payload(), path)):
+    for write in (
+        lambda: path.write_bytes(pickle.dumps(Payload(), protocol=2)),
+        lambda: torch.save(Payload(), path),
+    ):
         write()
         with pytest.raises(ValueError, match="HeadGates"):
             HeadGates.load(path)
@@ -106,7 +111,9 @@ def test_other_files_are_named_for_what_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gates.pt", "gates.safetensors", "adapter"])
-def test_a_newer_version_asks_for_an_upgrade(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_asks_for_an_upgrade(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(adapter, "VERSION", 2)
         make_gates().save(tmp_path / name)
@@ -148,7 +155,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ODD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in ODD.items() for value in values]
+)
 def test_odd_fields_are_refused_in_one_sentence(tmp_path: Path, name: str, value: object) -> None:
     make_gates().save(tmp_path / "gates.pt")
     content = torch.load(tmp_path / "gates.pt", weights_only=True)

@@ -28,23 +28,34 @@ def peft_folder(folder: Path, tensors: dict[str, torch.Tensor], **config: object
 
 def test_a_folder_written_by_peft_alone(tmp_path: Path) -> None:
     keys = [f"base_model.model.model.layers.{i}.self_attn.rlkv_gate.alpha" for i in range(12)]
-    folder = peft_folder(tmp_path / "a", {key: torch.full((3,), i / 16) for i, key in enumerate(keys)})
+    folder = peft_folder(
+        tmp_path / "a", {key: torch.full((3,), i / 16) for i, key in enumerate(keys)}
+    )
     loaded = HeadGates.load(folder)
-    assert loaded.alpha.tolist() == [[i / 16] * 3 for i in range(12)]  # by layer number, not by name
+    assert loaded.alpha.tolist() == [
+        [i / 16] * 3 for i in range(12)
+    ]  # by layer number, not by name
     assert loaded.model == ModelShape("owner/base", "", 12, 3, 0, 0)
     assert (loaded.sink, loaded.window) == (4, 16)
 
 
-@pytest.mark.parametrize("key", ["self_attn.rlkv_gate.alpha.default", "self_attn.rlkv_gate", "attn.rlkv_gate"])
+@pytest.mark.parametrize(
+    "key", ["self_attn.rlkv_gate.alpha.default", "self_attn.rlkv_gate", "attn.rlkv_gate"]
+)
 def test_key_variants(tmp_path: Path, key: str) -> None:
-    folder = peft_folder(tmp_path / "a", {f"base_model.model.model.layers.0.{key}": torch.tensor([0.25, 0.5])})
+    folder = peft_folder(
+        tmp_path / "a", {f"base_model.model.model.layers.0.{key}": torch.tensor([0.25, 0.5])}
+    )
     assert HeadGates.load(folder).alpha.tolist() == [[0.25, 0.5]]
 
 
 def test_other_adapters_are_refused(tmp_path: Path) -> None:
     gate = "base_model.model.model.layers.{}.self_attn.rlkv_gate"
     cases = [
-        ({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2)}, "no adapter of KV head"),
+        (
+            {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2)},
+            "no adapter of KV head",
+        ),
         ({gate.format(1): torch.ones(2)}, "{1: 2}"),
         ({gate.format(0): torch.ones(2), gate.format(1): torch.ones(3)}, "{0: 2, 1: 3}"),
         ({gate.format(0): torch.ones(2), gate.format(0) + ".b": torch.ones(2)}, "layer 0"),
@@ -87,7 +98,12 @@ def test_hub_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    for address in ("hf://owner/name", "owner/name", "hf://owner/name@v1.0", "owner/name@refs/pr/1"):
+    for address in (
+        "hf://owner/name",
+        "owner/name",
+        "hf://owner/name@v1.0",
+        "owner/name@refs/pr/1",
+    ):
         assert HeadGates.load(address) == make_gates()
     assert asked == [("owner/name", r) for r in (None, None, "v1.0", "refs/pr/1")]
     make_gates(sink=5).save("owner/local/")
@@ -116,9 +132,12 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("method", ["rlkv", "duo_attn"])
 @pytest.mark.parametrize(
-    ("name", "shape"), [("Llama-3.1-8B-R1", (32, 8)), ("Qwen-2.5-7B-R1", (28, 4)), ("Qwen-3-4B-Thinking", (36, 8))]
+    ("name", "shape"),
+    [("Llama-3.1-8B-R1", (32, 8)), ("Qwen-2.5-7B-R1", (28, 4)), ("Qwen-3-4B-Thinking", (36, 8))],
 )
-def test_published_gates_load_without_a_warning(method: str, name: str, shape: tuple[int, int], tmp_path: Path) -> None:
+def test_published_gates_load_without_a_warning(
+    method: str, name: str, shape: tuple[int, int], tmp_path: Path
+) -> None:
     folder = PUBLISHED_GATES / method / name
     (table,) = folder.glob("*.tsv")
     with warnings.catch_warnings():
@@ -131,6 +150,8 @@ def test_published_gates_load_without_a_warning(method: str, name: str, shape: t
     assert (gates.sink, gates.window) == (128, 256)
     assert (gates.model is not None) == (folder / "config.json").exists()
     gates.save(tmp_path / "gates.tsv")
-    if method == "duo_attn" and name == "Qwen-2.5-7B-R1":  # no value to clip: the layout is the published one
+    if (
+        method == "duo_attn" and name == "Qwen-2.5-7B-R1"
+    ):  # no value to clip: the layout is the published one
         assert (tmp_path / "gates.tsv").read_bytes() == table.read_bytes()
     assert torch.equal(HeadGates.load(tmp_path / "gates.tsv").alpha, gates.alpha)

@@ -19,7 +19,9 @@ from rlkv.attention import head_gate  # noqa: E402  (it imports peft)
 def test_peft_loads_what_gates_save(family: str, tmp_path: Path) -> None:
     base = make_tiny_model(family)
     alpha = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
-    gates = HeadGates(alpha, model=ModelShape.from_config(base.config, "own/name"), sink=2, window=5)
+    gates = HeadGates(
+        alpha, model=ModelShape.from_config(base.config, "own/name"), sink=2, window=5
+    )
     gates.save(tmp_path / "adapter")
     model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     assert torch.equal(head_gate.gates_matrix(model), alpha)

@@ -20,12 +20,16 @@ from rlkv.utils.files import curve_figure, save_figure
 
 def make_gates(layers: int, heads: int) -> HeadGates:
     alpha = torch.linspace(0, 1, layers * heads).view(layers, heads)
-    return HeadGates(alpha, model=ModelShape("owner/model", "llama", layers, heads, heads, 32), sink=4, window=16)
+    return HeadGates(
+        alpha, model=ModelShape("owner/model", "llama", layers, heads, heads, 32), sink=4, window=16
+    )
 
 
 @pytest.mark.parametrize("plot", [plot_gates, plot_histogram])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 6), (28, 4), (36, 8)])
-def test_pictures(plot: Callable[[HeadGates, Path], None], shape: tuple[int, int], tmp_path: Path) -> None:
+def test_pictures(
+    plot: Callable[[HeadGates, Path], None], shape: tuple[int, int], tmp_path: Path
+) -> None:
     plot(make_gates(*shape), tmp_path / "folder" / "gates.png")
     assert [p.name for p in (tmp_path / "folder").iterdir()] == ["gates.png"]
     image = matplotlib.image.imread(tmp_path / "folder" / "gates.png")[..., :3]
@@ -42,7 +46,9 @@ def test_a_heat_map_shows_every_gate_in_its_colour(shape: tuple[int, int], tmp_p
         pictures.append(matplotlib.image.imread(tmp_path / "gates.png")[..., :3])
     ends = [np.array(matplotlib.colormaps["viridis"](end)[:3]) for end in (0.0, 1.0)]
     share = [(np.abs(p - end).max(-1) < 0.02).mean() for p, end in zip(pictures, ends, strict=True)]
-    assert min(share) > 0.25  # the map fills the picture, at the colours of 0 and 1 however uniform the gates are
+    assert (
+        min(share) > 0.25
+    )  # the map fills the picture, at the colours of 0 and 1 however uniform the gates are
     one = torch.zeros(shape)
     one[0, 1] = 1
     plot_gates(HeadGates(one), tmp_path / "gates.png")
@@ -53,8 +59,13 @@ def test_a_heat_map_shows_every_gate_in_its_colour(shape: tuple[int, int], tmp_p
 
 
 def test_titles_name_model_and_sizes() -> None:
-    assert gates_title(make_gates(4, 6), "KV head gates") == "KV head gates\nowner/model · sink 4, window 16"
-    assert "runs/gates.tsv" in gates_title(HeadGates(torch.rand(2, 2), source="/a/b/runs/gates.tsv"), "x")
+    assert (
+        gates_title(make_gates(4, 6), "KV head gates")
+        == "KV head gates\nowner/model · sink 4, window 16"
+    )
+    assert "runs/gates.tsv" in gates_title(
+        HeadGates(torch.rand(2, 2), source="/a/b/runs/gates.tsv"), "x"
+    )
 
 
 def test_other_plots_share_the_style(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Gates on the hub: the card is filled in, and what was pushed comes back the same; against a hub on this machine."""
+"""Gates on the hub: the card is filled in, and what was pushed comes back the same.
+
+Against a hub on this machine.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,21 @@ for command in (["push", gates, address, "--private"], ["pull", address, out], [
     except SystemExit as ended:
         print("exit code", ended.code)
 """
-ROW = {"task": "math500", "accuracy": 0.8, "ci_low": 0.7, "ci_high": 0.9, "n": 500, "kv_bytes": 60, "kv_bytes_full": 99}
+ROW = {
+    "task": "math500",
+    "accuracy": 0.8,
+    "ci_low": 0.7,
+    "ci_high": 0.9,
+    "n": 500,
+    "kv_bytes": 60,
+    "kv_bytes_full": 99,
+}
 
 
 def test_the_card_states_model_sizes_heads_and_training() -> None:
-    card = model_card(make_gates(training={"method": "rlkv", "steps": 60, "note": "a | b\nc"}), "me/mine")
+    card = model_card(
+        make_gates(training={"method": "rlkv", "steps": 60, "note": "a | b\nc"}), "me/mine"
+    )
     _, metadata, text = card.split("---\n", 2)
     facts = yaml.safe_load(metadata)
     assert facts["base_model"] == "owner/model"
@@ -50,9 +63,13 @@ def test_the_card_states_model_sizes_heads_and_training() -> None:
 
 
 def test_the_card_has_accuracies_where_they_were_measured(tmp_path: Path) -> None:
-    gates = make_gates(training={"held_out": 64, "held_out_figures": {"accuracy_at_0.5": 0.875}}, model=None)
+    gates = make_gates(
+        training={"held_out": 64, "held_out_figures": {"accuracy_at_0.5": 0.875}}, model=None
+    )
     results = tmp_path / "results.json"
-    results.write_text(json.dumps({"results": [{**ROW, "method": "full"}, {**ROW, "method": "gates@0.5"}]}))
+    results.write_text(
+        json.dumps({"results": [{**ROW, "method": "full"}, {**ROW, "method": "gates@0.5"}]})
+    )
     card = model_card(gates, "me/mine", results)
     assert "| math500 | gates@0.5 | 80.0% (70.0% to 90.0%) | 500 | 60.6% |" in card
     assert "| accuracy_at_0.5 | 0.875 |" in card
@@ -68,7 +85,11 @@ def test_what_was_pushed_comes_back(tmp_path: Path) -> None:
     gates.save(tmp_path / "gates.pt")
     folder.mkdir()
     with serve(FakeHub(folder)) as hub:
-        arguments = [str(tmp_path / "gates.pt"), f"hf://{REPO}", str(tmp_path / "pulled.safetensors")]
+        arguments = [
+            str(tmp_path / "gates.pt"),
+            f"hf://{REPO}",
+            str(tmp_path / "pulled.safetensors"),
+        ]
         lines = run_with_hub(COMMANDS, hub.url, tmp_path / "home", *arguments)
         assert lines[:2] == [f"{hub.url}/{REPO}/commit/{COMMIT}", "exit code 0"]
         assert lines[-3] == "exit code 0"

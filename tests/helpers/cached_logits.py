@@ -1,4 +1,6 @@
-"""Token ids, an allocation, and the logits of a model that reads in several calls: what tests of the cache share."""
+"""Token ids, an allocation, and the logits of a model that reads in several calls: what tests of
+the cache share.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from rlkv.cache import HeadReallocationCache
 
 # fp32 logits up to 4 that differ by the order of summation only: 3e-6 was measured
 TOLERANCE = 2e-5
-MIXED = torch.tensor([[True, False, True, False], [False, False, False, False], [True, True, True, True]])
+MIXED = torch.tensor(
+    [[True, False, True, False], [False, False, False, False], [True, True, True, True]]
+)
 
 
 def draw_ids(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -37,15 +41,22 @@ def cached_logits(
     real: torch.Tensor | None = None,
     begin: int = 0,
 ) -> torch.Tensor:
-    """Logits of the columns from ``begin`` on, fed in calls of the given lengths on top of ``cache``."""
+    """Logits of the columns from ``begin`` on, fed in calls of the given lengths on top of
+    ``cache``.
+    """
     outputs = []
     for length in calls:
         end = begin + length
         extra = {}
         if real is not None:
             positions = (real.long().cumsum(-1) - 1).clamp(min=0)
-            extra = {"attention_mask": real[:, :end].long(), "position_ids": positions[:, begin:end]}
-        outputs.append(model(ids[:, begin:end], past_key_values=cache, use_cache=True, **extra).logits)
+            extra = {
+                "attention_mask": real[:, :end].long(),
+                "position_ids": positions[:, begin:end],
+            }
+        outputs.append(
+            model(ids[:, begin:end], past_key_values=cache, use_cache=True, **extra).logits
+        )
         begin = end
     assert begin == ids.shape[1]
     return torch.cat(outputs, dim=1)

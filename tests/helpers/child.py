@@ -18,6 +18,12 @@ def printed(program: str, label: str, seconds: int = 280, **environment: str) ->
     """
     command = [sys.executable, "-m", f"tests.helpers.{program}"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=seconds)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=seconds
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [line.removeprefix(label).strip() for line in done.stdout.splitlines() if line.startswith(label)]
+    return [
+        line.removeprefix(label).strip()
+        for line in done.stdout.splitlines()
+        if line.startswith(label)
+    ]

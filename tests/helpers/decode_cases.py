@@ -1,4 +1,6 @@
-"""Cases of the decode kernel, and what they compare: the kernel, the cache's torch path, and the fp32 reference."""
+"""Cases of the decode kernel, and what they compare: the kernel, the cache's torch path, and the
+fp32 reference.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ FACTORS = {
 
 @dataclass(frozen=True)
 class Case:
-    """``length`` columns once the first new token is there; ``sizes``: sinks and window; ``size`` of a head."""
+    """``length`` columns once the first new token is there; ``sizes``: sinks and window.
+
+    ``size`` of a head.
+    """
 
     length: int
     sizes: tuple[int, int]
@@ -48,7 +53,9 @@ class Case:
 
     @property
     def padding(self) -> Tensor:
-        """int64 ``[B]``: one row, or two; the padded one has the new token alone, or half of a long text."""
+        """int64 ``[B]``: one row, or two; the padded one has the new token alone, or half of a long
+        text.
+        """
         second = self.length - 1 if self.length < 100 else self.length // 2
         return torch.tensor([0, second] if self.padded else [0])
 
@@ -86,9 +93,14 @@ def extreme_cases() -> list[Case]:
 
 @contextmanager
 def kernel(on: bool) -> Iterator[None]:
-    """Tokens that come one at a time go through the kernel, or not, whatever the device; for caches made here."""
+    """Tokens that come one at a time go through the kernel, or not, whatever the device.
+
+    For caches made here.
+    """
     switched_on = mock.patch.dict(os.environ, {SWITCH: "1"})
-    serves = mock.patch.object(layer_module, "serves", lambda query, key, value: on and key.shape[2] == 1)
+    serves = mock.patch.object(
+        layer_module, "serves", lambda query, key, value: on and key.shape[2] == 1
+    )
     with switched_on, serves:
         yield
 
@@ -101,7 +113,10 @@ def rmse_ratio(found: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest over the steps: RMSE ratio to the reference and to the torch path, and wrong numbers in the buffers."""
+    """Largest over the steps:
+
+    RMSE ratio to the reference and to the torch path, and wrong numbers in the buffers.
+    """
 
     reference: float
     torch_path: float
@@ -109,7 +124,10 @@ class Errors:
 
 
 class Run:
-    """Two caches of one layer with the same text, one for each path; states ``[B, H, T, D]``, drawn at once."""
+    """Two caches of one layer with the same text, one for each path.
+
+    States ``[B, H, T, D]``, drawn at once.
+    """
 
     def __init__(self, case: Case, dtype: torch.dtype, device: str, steps: int = 2) -> None:
         generator = torch.Generator().manual_seed(sum(map(hash, astuple(case)[:3])))
@@ -123,7 +141,10 @@ class Run:
             return states.to(device, dtype).transpose(1, 2)  # as projections lie in memory
 
         self.query = drawn(shape[1] * case.group, case.size)
-        self.key, self.value = drawn(shape[1], case.size), drawn(shape[1], case.value_size or case.size)
+        self.key, self.value = (
+            drawn(shape[1], case.size),
+            drawn(shape[1], case.value_size or case.size),
+        )
         self.real = torch.arange(tokens) >= self.padding[:, None]
         self.by_kernel, self.by_torch = (self._new_cache() for _ in range(2))
         self.step: DecodeStep | None = None
@@ -143,7 +164,9 @@ class Run:
                 cache.layers[0].lazy_initialization(self.key[:, :, :1], self.value[:, :, :1])
         return cache
 
-    def _call(self, cache: HeadReallocationCache, start: int, length: int, step: DecodeStep | None = None) -> Tensor:
+    def _call(
+        self, cache: HeadReallocationCache, start: int, length: int, step: DecodeStep | None = None
+    ) -> Tensor:
         """Output of a call, ``[B, n, H * G, D]``."""
         span, (layer,) = slice(start, start + length), cache.layers
         plan = self.plan(cache, start, length)
@@ -171,7 +194,9 @@ class Run:
         assert found.shape == by_torch.shape
         assert found.dtype == by_torch.dtype
         wrong = 0
-        for ours, theirs in zip(self.by_kernel.layers[0].stores, self.by_torch.layers[0].stores, strict=True):
+        for ours, theirs in zip(
+            self.by_kernel.layers[0].stores, self.by_torch.layers[0].stores, strict=True
+        ):
             used = self._used(ours, column + 1)[:, None, :, None]
             for name, plane in ours.planes.items():
                 same = torch.where(used, plane == theirs.planes[name], plane.isnan())
@@ -179,7 +204,9 @@ class Run:
         return Errors(rmse_ratio(found, self.reference(column)), rmse_ratio(found, by_torch), wrong)
 
     def _next_step(self, column: int) -> DecodeStep:
-        """One for all steps, so that it goes on by itself, as in a captured graph, and its counters are used again."""
+        """One for all steps, so that it goes on by itself, as in a captured graph, and its counters
+        are used again.
+        """
         if self.step is None:
             self.step = self.plan(self.by_kernel, column, 1)[0].decode_step
         else:
@@ -187,7 +214,9 @@ class Run:
         return self.step
 
     def _used(self, store: PlainStore, columns: int) -> Tensor:
-        """bool ``[B, entries]``: which entries hold what some token may see, once ``columns`` columns are cached."""
+        """bool ``[B, entries]``: which entries hold what some token may see, once ``columns``
+        columns are cached.
+        """
         entry, padding = torch.arange(store.keys.shape[2]), self.padding[:, None]
         if isinstance(store, FullStore):
             used = (entry >= padding) & (entry < columns)
@@ -201,4 +230,6 @@ class Run:
         masks = (full_mask(real)[:, last], local_mask(real, *self.case.sizes)[:, last])
         query, key, value = (states.float().cpu() for states in (self.query, self.key, self.value))
         past = (key[:, :, : column + 1], value[:, :, : column + 1])
-        return mixed_by_head_attention(query[:, :, last], *past, self.full, *masks, self.case.size**-0.5)
+        return mixed_by_head_attention(
+            query[:, :, last], *past, self.full, *masks, self.case.size**-0.5
+        )

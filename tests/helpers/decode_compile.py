@@ -1,10 +1,12 @@
-"""The decode kernel compiled for GPUs that are not there, by Triton and its assembler; prints what came out.
+"""The decode kernel compiled for GPUs that are not there, by Triton and its assembler.
+
+Prints what came out.
 
     python -m tests.helpers.decode_compile
 
-A line is ``compiled``, the variant, KiB of shared memory, bytes of stack per thread, whether loads of keys and values
-are asynchronous and 16 bytes wide, whether splits hand on their results in order, and how many loads are under way
-while a block of entries is computed.
+A line is ``compiled``, the variant, KiB of shared memory, bytes of stack per thread, whether loads
+of keys and values are asynchronous and 16 bytes wide, whether splits hand on their results in
+order, and how many loads are under way while a block of entries is computed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ VARIANTS = [
     ("fp16", 32, 256, 256, 86),  # the largest
     ("fp32", 7, 80, 80, 89),
 ]
-POINTERS = {"places": "*i32", "arrivals": "*i32", "start": "*i64", "padding": "*i64", "sinks": "*i64"}
+POINTERS = {
+    "places": "*i32",
+    "arrivals": "*i32",
+    "start": "*i64",
+    "padding": "*i64",
+    "sinks": "*i64",
+}
 
 
 def compiled(dtype: str, group: int, key_size: int, value_size: int, capability: int) -> Any:
@@ -61,10 +69,16 @@ def stack(cubin: bytes) -> int:
 
 
 def in_order(ptx: str) -> bool:
-    """Whether all threads have stored when one counts the split, and none reads before it has counted."""
+    """Whether all threads have stored when one counts the split, and none reads before it has
+    counted.
+    """
     accesses = re.findall(r"(ld\.global|st\.global|bar\.sync|atom\.\S+)", ptx)
     (place,) = [i for i, access in enumerate(accesses) if access.startswith("atom")]
-    return accesses[place - 1 : place + 2] == ["bar.sync", "atom.global.gpu.acq_rel.add.u32", "bar.sync"]
+    return accesses[place - 1 : place + 2] == [
+        "bar.sync",
+        "atom.global.gpu.acq_rel.add.u32",
+        "bar.sync",
+    ]
 
 
 def wide(ptx: str) -> bool:
@@ -82,7 +96,15 @@ def main() -> None:
         found = compiled(*variant)
         ptx = found.asm["ptx"]
         shared, name = round(found.metadata.shared / 1024), "-".join(map(str, variant))
-        print("compiled", name, shared, stack(found.asm["cubin"]), wide(ptx), in_order(ptx), ahead(ptx))
+        print(
+            "compiled",
+            name,
+            shared,
+            stack(found.asm["cubin"]),
+            wide(ptx),
+            in_order(ptx),
+            ahead(ptx),
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Whole models that decode through the kernel and through torch: rows that move, join, are copied and forgotten."""
+"""Whole models that decode through the kernel and through torch: rows that move, join, are copied
+and forgotten.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,20 @@ HEADS = MIXED[:2]  # of a mixed layer, and of one with compressible heads alone
 
 def padded_rows_that_move(model: PreTrainedModel) -> list[Tensor]:
     device, cache = model.device, HeadReallocationCache(HEADS, 3, 5)
-    ids, real = draw_ids(3, 13).to(device), torch.arange(13, device=device) >= torch.tensor([[0], [4], [9]]).to(device)
+    ids, real = (
+        draw_ids(3, 13).to(device),
+        torch.arange(13, device=device) >= torch.tensor([[0], [4], [9]]).to(device),
+    )
     before = cached_logits(model, ids[:, :12], cache, [10, 1, 1], real[:, :12])
     cache.reorder_cache(torch.tensor([2, 0, 0]))
     moved = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache]
-    return [before, *(cached_logits(model, ids[[2, 0, 0]], each, [1], real[[2, 0, 0]], begin=12) for each in moved)]
+    return [
+        before,
+        *(
+            cached_logits(model, ids[[2, 0, 0]], each, [1], real[[2, 0, 0]], begin=12)
+            for each in moved
+        ),
+    ]
 
 
 def turns_and_another_text(model: PreTrainedModel) -> list[Tensor]:
@@ -62,12 +73,17 @@ FLOWS: dict[Callable[[PreTrainedModel], list[Tensor]], int] = {
 
 
 def difference(flow: Callable[[PreTrainedModel], list[Tensor]], device: str) -> tuple[float, int]:
-    """Largest difference of the logits with and without the kernel, and how many launches too few or too many."""
+    """Largest difference of the logits with and without the kernel, and how many launches too few
+    or too many.
+    """
     model = make_tiny_model("llama", num_hidden_layers=len(HEADS)).to(device)
     model.set_attn_implementation(IMPLEMENTATION)
     with kernel(False):
         expected = flow(model)
-    with kernel(True), mock.patch.object(kernel_module, "decode", wraps=kernel_module.decode) as launches:
+    with (
+        kernel(True),
+        mock.patch.object(kernel_module, "decode", wraps=kernel_module.decode) as launches,
+    ):
         found = flow(model)
     differences = ((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
     return max(differences), launches.call_count - FLOWS[flow] * len(HEADS)

@@ -2,9 +2,10 @@
 
     python -m tests.helpers.decode_triton
 
-A line of a case is ``max error``, dtype, ratio to the reference, ratio to the torch path, and wrong numbers in the
-buffers; of a whole model ``max difference``, that of the logits, and launches too few or too many.  ``max check`` has
-the largest error that ``rlkv-bench check`` finds, and the one that it finds with a wrong window.
+A line of a case is ``max error``, dtype, ratio to the reference, ratio to the torch path, and wrong
+numbers in the buffers; of a whole model ``max difference``, that of the logits, and launches too
+few or too many.  ``max check`` has the largest error that ``rlkv-bench check`` finds, and the one
+that it finds with a wrong window.
 """
 
 from __future__ import annotations
@@ -28,14 +29,26 @@ from tests.helpers.decode_flows import FLOWS, difference
 def print_errors(case: Case, dtype: torch.dtype) -> None:
     with mock.patch.object(splits, "_processors", return_value=case.processors):
         errors = Run(case, dtype, "cpu").errors()
-    print("max error", str(dtype).removeprefix("torch."), errors.reference, errors.torch_path, errors.buffers)
+    print(
+        "max error",
+        str(dtype).removeprefix("torch."),
+        errors.reference,
+        errors.torch_path,
+        errors.buffers,
+    )
 
 
 def check_error(window: int) -> float:
     """What the check finds with few heads and short texts, if the kernel's window is ``window``."""
     found, step = Findings(), decode_kernel.DecodeStep
-    shapes = tuple(replace(shape, cached=min(shape.cached, 120)) for shape in decode_kernel.SHAPES if shape.full == 1)
-    with mock.patch.object(decode_kernel, "DecodeStep", lambda *numbers: step(*numbers[:-1], window)):
+    shapes = tuple(
+        replace(shape, cached=min(shape.cached, 120))
+        for shape in decode_kernel.SHAPES
+        if shape.full == 1
+    )
+    with mock.patch.object(
+        decode_kernel, "DecodeStep", lambda *numbers: step(*numbers[:-1], window)
+    ):
         decode_kernel.run(Setting(torch.device("cpu")), found, shapes)
     return found.figures["largest error"]
 

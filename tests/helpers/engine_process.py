@@ -1,6 +1,9 @@
-"""Rollouts with the engine in a process of its own: ``python -m tests.helpers.engine_process FOLDER``.
+"""Rollouts with the engine in a process of its own:
 
-The engine's process knows the mixed models through the plugin's entry point.  Prints the error of every update.
+``python -m tests.helpers.engine_process FOLDER``.
+
+The engine's process knows the mixed models through the plugin's entry point.  Prints the error of
+every update.
 """
 
 from __future__ import annotations
@@ -21,13 +24,20 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     folder = models.make_folder("llama", Path(sys.argv[1]))
     reference = models.load_reference(folder)
-    with closing(VLLMEngine(str(folder), LocalSizes(models.SINK, models.WINDOW), **models.OPTIONS)) as engine:
-        assert not hasattr(engine.llm.llm_engine.engine_core, "engine_core"), "the engine is in this process"
+    with closing(
+        VLLMEngine(str(folder), LocalSizes(models.SINK, models.WINDOW), **models.OPTIONS)
+    ) as engine:
+        assert not hasattr(engine.llm.llm_engine.engine_core, "engine_core"), (
+            "the engine is in this process"
+        )
         for update in range(2):
             alpha, rows = models.random_gates(update), models.make_rows(rollout=update)
             engine.set_gates(alpha)
             samples = dict(engine.sample(rows, SamplingParams(20, temperature=1.0)))
-            print("max error", models.worst_difference(models.put_gates(reference, alpha), rows, samples))
+            print(
+                "max error",
+                models.worst_difference(models.put_gates(reference, alpha), rows, samples),
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""``random_run`` with an engine of its own in every process, as vLLM: ``python -m tests.helpers.engine_run FOLDER``."""
+"""``random_run`` with an engine of its own in every process, as vLLM:
+
+``python -m tests.helpers.engine_run FOLDER``.
+"""
 
 from __future__ import annotations
 

@@ -47,15 +47,24 @@ class Served:
         return HeadAllocation.from_gates(self.gates, sparsity)
 
 
-def make_served(folder: Path, family: str, alpha: torch.Tensor | None = None, **overrides: Any) -> Served:
+def make_served(
+    folder: Path, family: str, alpha: torch.Tensor | None = None, **overrides: Any
+) -> Served:
     """A random model of 4 layers, 8 query heads over 4 KV heads of 32, and random gates."""
-    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 256, "head_dim": HEAD_SIZE, "max_position_embeddings": 2048}
+    sizes = {
+        "num_hidden_layers": LAYERS,
+        "hidden_size": 256,
+        "head_dim": HEAD_SIZE,
+        "max_position_embeddings": 2048,
+    }
     model = make_tiny_model(family, **{**sizes, **overrides})
     path = folder / family
     model.save_pretrained(path)
     if alpha is None:
         alpha = torch.rand(LAYERS, KV_HEADS, generator=torch.Generator().manual_seed(3))
-    gates = HeadGates(alpha, model=ModelShape.from_config(model.config), deploy_sink=SINK, deploy_window=WINDOW)
+    gates = HeadGates(
+        alpha, model=ModelShape.from_config(model.config), deploy_sink=SINK, deploy_window=WINDOW
+    )
     gates_path = folder / f"{family}.safetensors"
     gates.save(gates_path)
     return Served(model, path, gates, gates_path)
@@ -67,7 +76,9 @@ def random_prompts(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
 
 
 @contextmanager
-def engine(served: Served, additional_config: dict[str, Any] | None, **options: Any) -> Iterator[Any]:
+def engine(
+    served: Served, additional_config: dict[str, Any] | None, **options: Any
+) -> Iterator[Any]:
     """``vllm.LLM`` in this process, and its memory given back at the end."""
     from vllm import LLM
 
@@ -96,7 +107,13 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int = 120, **sampling: 
     """vLLM's outputs with the log probability of every token."""
     from vllm import SamplingParams
 
-    chosen = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, "logprobs": 1}
+    chosen = {
+        "temperature": 0,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "detokenize": False,
+        "logprobs": 1,
+    }
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     return llm.generate(inputs, SamplingParams(**{**chosen, **sampling}), use_tqdm=False)
 
@@ -105,7 +122,9 @@ def reference_logits(
     model: PreTrainedModel, prompt: list[int], tokens: list[int], sizes: dict[str, Any]
 ) -> torch.Tensor:
     """``[tokens, vocabulary]``: the logits that each of ``tokens`` was chosen from."""
-    if sizes["prefill"] == "local" and not sizes.get("protect_prompt"):  # how a text is cut into calls changes nothing
+    if sizes["prefill"] == "local" and not sizes.get(
+        "protect_prompt"
+    ):  # how a text is cut into calls changes nothing
         return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     read = model(torch.tensor([prompt]))
     logits, cache = [read.logits[0, -1]], read.past_key_values
@@ -115,9 +134,14 @@ def reference_logits(
 
 
 def check_equal(
-    served: Served, sparsity: float, outputs: list[Any], greedy: bool = True, sizes: dict[str, Any] | None = None
+    served: Served,
+    sparsity: float,
+    outputs: list[Any],
+    greedy: bool = True,
+    sizes: dict[str, Any] | None = None,
 ) -> int:
-    """Teacher forcing with the same masks: every token is the reference's choice, every log probability equal.
+    """Teacher forcing with the same masks: every token is the reference's choice, every log
+    probability equal.
 
     Args:
         sizes: what compressible heads keep, as :func:`rlkv.compress` takes it.
@@ -135,10 +159,17 @@ def check_equal(
                 logits = reference_logits(served.model, prompt, tokens, sizes)
                 if greedy:
                     short = logits.amax(-1) - logits[torch.arange(len(tokens)), tokens]
-                    differing, gaps = (short > TIE).nonzero()[:, 0].tolist(), short[short > TIE].tolist()
-                    assert not differing, f"prompt of {len(prompt)} tokens: other tokens at {differing}, by {gaps}"
+                    differing, gaps = (
+                        (short > TIE).nonzero()[:, 0].tolist(),
+                        short[short > TIE].tolist(),
+                    )
+                    assert not differing, (
+                        f"prompt of {len(prompt)} tokens: other tokens at {differing}, by {gaps}"
+                    )
                 expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
-                found = torch.tensor([row[t].logprob for row, t in zip(completion.logprobs, tokens, strict=True)])
+                found = torch.tensor(
+                    [row[t].logprob for row, t in zip(completion.logprobs, tokens, strict=True)]
+                )
                 assert found.isfinite().all()
                 worst = max(worst, float((found - expected).abs().max()))
                 compared += len(tokens)
@@ -155,7 +186,12 @@ def block_manager(llm: Any) -> Any:
 def held_blocks(llm: Any) -> int:
     """Blocks of all requests now."""
     managers = block_manager(llm).coordinator.single_type_managers
-    return sum(not block.is_null for one in managers for blocks in one.req_to_blocks.values() for block in blocks)
+    return sum(
+        not block.is_null
+        for one in managers
+        for blocks in one.req_to_blocks.values()
+        for block in blocks
+    )
 
 
 def watch_preemptions(llm: Any) -> list[str]:
@@ -171,9 +207,13 @@ def watch_preemptions(llm: Any) -> list[str]:
 
 
 def need_vllm() -> None:
-    """Skip the module where vLLM is absent; else set it up for tests: in this process, small, offline."""
+    """Skip the module where vLLM is absent; else set it up for tests: in this process, small,
+    offline.
+    """
     if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: make test-vllm makes an environment", allow_module_level=True)
+        pytest.skip(
+            "vLLM is not installed: make test-vllm makes an environment", allow_module_level=True
+        )
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",

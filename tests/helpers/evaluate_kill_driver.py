@@ -19,20 +19,35 @@ from rlkv.rollout.hf import HFEngine
 from tests.helpers.kill_rounds import run_and_kill
 
 METHODS = ("full", "random-heads@0.5+rkv@40:buffer=8")
-OPTIONS = ("--preset", "modern", "--tasks", "tiny", "--max-new-tokens", "40", "--batch-size", "6", "--device", "cpu")
+OPTIONS = (
+    "--preset",
+    "modern",
+    "--tasks",
+    "tiny",
+    "--max-new-tokens",
+    "40",
+    "--batch-size",
+    "6",
+    "--device",
+    "cpu",
+)
 SAMPLES = 4
 
 
 def main(root: Path, kills_wanted: int, problems: int) -> None:
     model, tokenizer = tiny.load()
     prompt = render_problems(TASKS["tiny"], load_task("tiny", None, 1), tokenizer)[0].prompt
-    HFEngine(model, tokenizer).generate([prompt], SamplingParams(2))  # what generate imports on first use
+    HFEngine(model, tokenizer).generate(
+        [prompt], SamplingParams(2)
+    )  # what generate imports on first use
 
     def job(folder: Path) -> None:
         options = ["--methods", *METHODS, "--limit", str(problems), "--sink", "4", "--window", "16"]
         evaluate(["--output-dir", str(folder), *OPTIONS, *options])
 
-    run_and_kill(root, kills_wanted, job, "tiny/*/rows-0-of-1.jsonl", problems * SAMPLES * len(METHODS))
+    run_and_kill(
+        root, kills_wanted, job, "tiny/*/rows-0-of-1.jsonl", problems * SAMPLES * len(METHODS)
+    )
 
 
 if __name__ == "__main__":

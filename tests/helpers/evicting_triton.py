@@ -1,10 +1,13 @@
-"""The CUDA path of eviction on a CPU, through the Triton interpreter; prints the largest error of every step.
+"""The CUDA path of eviction on a CPU, through the Triton interpreter.
+
+Prints the largest error of every step.
 
     python tests/helpers/evicting_triton.py
 
-Three requests are read in chunks and decoded, with several evictions, by the torch path and twice by the builder and
-the implementation of the CUDA path, each over a cache of its own, NaN where nothing was written. The second one
-decodes as a captured graph does: every step computes with the metadata of the first, whose numbers change in place.
+Three requests are read in chunks and decoded, with several evictions, by the torch path and twice
+by the builder and the implementation of the CUDA path, each over a cache of its own, NaN where
+nothing was written. The second one decodes as a captured graph does: every step computes with the
+metadata of the first, whose numbers change in place.
 """
 
 # ruff: noqa: I001  (the switch comes first)
@@ -22,13 +25,19 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from rlkv.eviction import make_policy
 from rlkv.vllm.packing import BufferDemand
 from rlkv.vllm.evicting import Eviction
-from rlkv.vllm.evicting import EvictingTorchBuilder, EvictingTorchImpl, EvictingTritonBuilder, EvictingTritonImpl
+from rlkv.vllm.evicting import (
+    EvictingTorchBuilder,
+    EvictingTorchImpl,
+    EvictingTritonBuilder,
+    EvictingTritonImpl,
+)
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = 0.25  # not 1 / sqrt(SIZE): policies want it scaled
 POLICY = make_policy("rkv", budget=20, buffer=12)
 DEMAND = BufferDemand.of(POLICY, IN_BLOCK, GROUPS)
-# tokens of each request after each step: chunks with no, one and two evictions, then decoding over the next ones
+# tokens of each request after each step: chunks with no, one and two evictions, then decoding over
+# the next ones
 STEPS = [(30, 5, 70), (33, 21, 71), *((33 + n, 32 + n, 71 + n) for n in range(1, 14)), (60, 60, 90)]
 ROWS, PADDED = 3, 5  # requests, and rows of a captured graph
 
@@ -36,7 +45,9 @@ ROWS, PADDED = 3, 5  # requests, and rows of a captured graph
 class Side:
     """One path with a cache of its own."""
 
-    def __init__(self, builder: Any, implementation: Any, dtype: torch.dtype, captures: bool = False) -> None:
+    def __init__(
+        self, builder: Any, implementation: Any, dtype: torch.dtype, captures: bool = False
+    ) -> None:
         blocks = ROWS * DEMAND.compressible(DEMAND.capacity) + 1
         self.cache = torch.full((blocks, KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"), dtype=dtype)
         self.cache[0] = 0  # the null block
@@ -50,12 +61,16 @@ class Side:
             _k_scale=one,
             _v_scale=one,
         )
-        spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype)
+        spec = FullAttentionSpec(
+            block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype
+        )
         config = fake_config(self.layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 256)
         self.builder = builder(spec, ["layer"], config, torch.device("cpu"))
         self.captures, self.captured = captures, None
 
-    def step(self, common: CommonAttentionMetadata, query: Any, key: Any, value: Any) -> torch.Tensor:
+    def step(
+        self, common: CommonAttentionMetadata, query: Any, key: Any, value: Any
+    ) -> torch.Tensor:
         found = torch.full_like(query, 7.0)
         metadata = self.builder.build(0, common)
         if self.captures and common.max_query_len == 1:
@@ -112,11 +127,18 @@ def run(dtype: torch.dtype, steps: list[tuple[int, ...]]) -> None:
             torch.randn(tokens + PADDED - ROWS, heads, SIZE, generator=generator).to(dtype)
             for heads in (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
         )
-        expected, *others = (side.step(inputs.step(lengths, queries), query, key, value)[:tokens] for side in sides)
+        expected, *others = (
+            side.step(inputs.step(lengths, queries), query, key, value)[:tokens] for side in sides
+        )
         for side, found in zip(sides[1:], others, strict=True):
-            same = torch.equal(side.cache[1:].nan_to_num(nan=9.0), sides[0].cache[1:].nan_to_num(nan=9.0))
+            same = torch.equal(
+                side.cache[1:].nan_to_num(nan=9.0), sides[0].cache[1:].nan_to_num(nan=9.0)
+            )
             assert same, f"step {number}: other entries"
-            print(f"max error {str(dtype).removeprefix('torch.')} {(found - expected).abs().max().item()}")
+            print(
+                f"max error {str(dtype).removeprefix('torch.')} "
+                f"{(found - expected).abs().max().item()}"
+            )
         earlier = lengths
 
 

@@ -30,7 +30,9 @@ VARIANTS: Mapping[str, list[dict[str, Any]]] = {
     "random": [{}, {"seed": 7, "sink": 2}],
 }
 CASES = [(name, options) for name in POLICIES for options in VARIANTS.get(name, [{}])]
-IDS = [name + "".join(f"-{key}={value}" for key, value in options.items()) for name, options in CASES]
+IDS = [
+    name + "".join(f"-{key}={value}" for key, value in options.items()) for name, options in CASES
+]
 
 HEADS, HEAD_SIZE, BUDGET = 3, 16, 24
 
@@ -79,8 +81,12 @@ INSTANCES: Mapping[str, EvictionPolicy] = {
 }
 
 
-def random_entries(rows: int, n: int, group_size: int, queries: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Keys ``[rows, HEADS, n, D]`` with some near copies, queries ``[rows, HEADS * G, queries, D]``."""
+def random_entries(
+    rows: int, n: int, group_size: int, queries: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Keys ``[rows, HEADS, n, D]`` with some near copies, queries ``[rows, HEADS * G, queries,
+    D]``.
+    """
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(rows, HEADS, n, HEAD_SIZE, generator=generator)
     copied = torch.randint(n, (n // 3,), generator=generator)

@@ -1,8 +1,10 @@
-"""The scores of every policy in readable form: float32, one row without padding, loops over heads and entries.
+"""The scores of every policy in readable form: float32, one row without padding, loops over heads
+and entries.
 
 Slow.  Shapes: H KV heads, Q = H * G query heads, N entries, a queries, D size of a head.
-Each function takes the policy, keys ``[H, N, D]`` and queries ``[Q, a, D]`` of the last a entries, and returns float32
-``[H, N]``.  Entries that are kept whatever their score may differ from what ``policy.scores`` gives.
+Each function takes the policy, keys ``[H, N, D]`` and queries ``[Q, a, D]`` of the last a entries,
+and returns float32 ``[H, N]``.  Entries that are kept whatever their score may differ from what
+``policy.scores`` gives.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def attention(keys_ND: Tensor, query_D: Tensor, begin: int, end: int) -> Tensor:
     """Attention of one query to the entries ``begin <= j < end``, ``[N]``, 0 elsewhere."""
     out = torch.zeros(keys_ND.shape[0])
     if begin < end:
-        logits = torch.stack([query_D @ keys_ND[j] / math.sqrt(keys_ND.shape[1]) for j in range(begin, end)])
+        logits = torch.stack(
+            [query_D @ keys_ND[j] / math.sqrt(keys_ND.shape[1]) for j in range(begin, end)]
+        )
         out[begin:end] = logits.softmax(dim=0)
     return out
 
@@ -39,12 +43,19 @@ def importance(policy: RKV | SnapKV, keys_ND: Tensor, queries_GaD: Tensor) -> Te
     per_query = []
     for queries_GD in queries_aGD:
         if policy.variant == "published":
-            logits = [max(float(q @ keys_ND[j]) / math.sqrt(keys_ND.shape[1]) for q in queries_GD) for j in range(n)]
+            logits = [
+                max(float(q @ keys_ND[j]) / math.sqrt(keys_ND.shape[1]) for q in queries_GD)
+                for j in range(n)
+            ]
             per_query.append(torch.tensor(logits[:candidates]).softmax(dim=0))
         else:
-            most = torch.stack([attention(keys_ND, q, 0, candidates) for q in queries_GD]).amax(dim=0)
+            most = torch.stack([attention(keys_ND, q, 0, candidates) for q in queries_GD]).amax(
+                dim=0
+            )
             most = most / most.sum()
-            per_query.append(torch.stack([neighbours(most, j, policy.kernel).max() for j in range(candidates)]))
+            per_query.append(
+                torch.stack([neighbours(most, j, policy.kernel).max() for j in range(candidates)])
+            )
     mean = torch.stack(per_query).mean(dim=0)
     if policy.variant == "published":
         mean = torch.stack([neighbours(mean, j, policy.kernel).max() for j in range(candidates)])
@@ -69,8 +80,11 @@ def redundancy(policy: RKV, keys_ND: Tensor) -> Tensor:
 def rkv(policy: RKV, keys: Tensor, queries: Tensor) -> Tensor:
     return torch.stack(
         [
-            policy.lam * importance(policy, keys_ND, queries_GaD) - (1 - policy.lam) * redundancy(policy, keys_ND)
-            for keys_ND, queries_GaD in zip(keys, queries.unflatten(0, (keys.shape[0], -1)), strict=True)
+            policy.lam * importance(policy, keys_ND, queries_GaD)
+            - (1 - policy.lam) * redundancy(policy, keys_ND)
+            for keys_ND, queries_GaD in zip(
+                keys, queries.unflatten(0, (keys.shape[0], -1)), strict=True
+            )
         ]
     )
 
@@ -91,7 +105,8 @@ def rpc(policy: RPC, keys: Tensor, queries: Tensor) -> Tensor:
     if policy.aggregation == "all":
         received[:] = received.mean(dim=0)
     pooled = [
-        [neighbours(received[head], j, policy.kernel).sum() / policy.kernel for j in range(n)] for head in range(h)
+        [neighbours(received[head], j, policy.kernel).sum() / policy.kernel for j in range(n)]
+        for head in range(h)
     ]
     return torch.tensor(pooled)
 
@@ -109,7 +124,9 @@ def h2o(policy: H2O, keys: Tensor, queries: Tensor) -> Tensor:
 def tova(policy: TOVA, keys: Tensor, queries: Tensor) -> Tensor:
     h, n, _ = keys.shape
     groups = queries.unflatten(0, (h, -1))
-    received = [attention(keys[head], query_aD[-1], 0, n) for head in range(h) for query_aD in groups[head]]
+    received = [
+        attention(keys[head], query_aD[-1], 0, n) for head in range(h) for query_aD in groups[head]
+    ]
     return torch.stack(received).mean(dim=0).expand(h, n)
 
 

@@ -11,6 +11,9 @@ import pytest
 
 def exit_code(main: Callable[[], None], *words: object) -> int:
     """What ``main`` exits with for these words of a command line, the name of the program first."""
-    with mock.patch.object(sys, "argv", list(map(str, words))), pytest.raises(SystemExit) as stopped:
+    with (
+        mock.patch.object(sys, "argv", list(map(str, words))),
+        pytest.raises(SystemExit) as stopped,
+    ):
         main()
     return int(stopped.value.code or 0)

@@ -1,4 +1,7 @@
-"""A hub on this machine: one folder is the repository ``owner/model``, for downloads and commits; or an error."""
+"""A hub on this machine: one folder is the repository ``owner/model``, for downloads and commits.
+
+Or an error.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ COMMIT = "0" * 40
 
 @dataclass
 class FakeHub:
-    """``folder`` None: every request gets ``status``, or what the repository's name ends with (``owner/model-404``).
+    """``folder`` None: every request gets ``status``, or what the repository's name ends with
+    (``owner/model-404``).
 
     ``requests`` lists method and path of each one.
     """
@@ -49,11 +53,15 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             hub.requests.append(f"{self.command} {self.path}")
             if self.path.startswith(f"/api/models/{REPO}/") and hub.folder:
                 return self.send(self.listing())
-            repo, _, name = self.path.replace(f"/resolve/{COMMIT}/", "/resolve/main/").partition("/resolve/main/")
+            repo, _, name = self.path.replace(f"/resolve/{COMMIT}/", "/resolve/main/").partition(
+                "/resolve/main/"
+            )
             path = hub.folder / name if hub.folder and repo == f"/{REPO}" and name else None
             if path is None or not path.is_file():
                 named = repo.rpartition("-")[2]
-                self.send_response(404 if hub.folder else int(named) if named.isdigit() else hub.status)
+                self.send_response(
+                    404 if hub.folder else int(named) if named.isdigit() else hub.status
+                )
                 if hub.folder and path is not None:
                     self.send_header("X-Error-Code", "EntryNotFound")
                 self.send_header("Content-Length", "0")
@@ -74,9 +82,19 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             files = sorted(hub.folder.iterdir())
             if "/tree/" in self.path:
                 return [
-                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": file.name} for file in files
+                    {
+                        "type": "file",
+                        "path": file.name,
+                        "size": file.stat().st_size,
+                        "oid": file.name,
+                    }
+                    for file in files
                 ]
-            return {"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": file.name} for file in files]}
+            return {
+                "id": REPO,
+                "sha": COMMIT,
+                "siblings": [{"rfilename": file.name} for file in files],
+            }
 
         def do_POST(self) -> None:
             hub.requests.append(f"{self.command} {self.path}")
@@ -91,7 +109,10 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
                 return self.send({"errors": [], "warnings": []})
             if self.path == f"/api/models/{REPO}/preupload/main":
                 asked = json.loads(body)["files"]
-                files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]
+                files = [
+                    {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for f in asked
+                ]
                 return self.send({"files": files})
             assert self.path == f"/api/models/{REPO}/commit/main"
             for line in map(json.loads, body.splitlines()):
@@ -123,13 +144,24 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
         thread.join()
 
 
-def run_with_hub(code: str, endpoint: str, home: Path, *arguments: str, **variables: str) -> list[str]:
+def run_with_hub(
+    code: str, endpoint: str, home: Path, *arguments: str, **variables: str
+) -> list[str]:
     """The lines that ``code`` prints in a process with this hub and a cache in ``home``.
 
     The hub's client reads its address at import, hence the process of its own.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_", "HUGGINGFACE_"))}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "no_proxy": "127.0.0.1"}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("HF_", "TRANSFORMERS_", "HUGGINGFACE_"))
+    }
+    environment |= {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "no_proxy": "127.0.0.1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env={**environment, **variables},

@@ -1,4 +1,6 @@
-"""Tiny random models of transformers' families that differ from Llama in their attention or their cache."""
+"""Tiny random models of transformers' families that differ from Llama in their attention or their
+cache.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ SIZES: dict[str, Any] = {
 }
 _LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4}
 _LATENT |= {"qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 4}
-_EXPERTS = {"n_routed_experts": 4, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 _EXPERTS |= {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
 _HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
@@ -37,7 +44,11 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": _HYBRID,
     "gemma3_text": _HYBRID,
     "gemma3n_text": {"layer_types": ["full_attention", "full_attention"]}
-    | {"num_kv_shared_layers": 1, "intermediate_size": [48, 48], "activation_sparsity_pattern": [0.0, 0.0]}
+    | {
+        "num_kv_shared_layers": 1,
+        "intermediate_size": [48, 48],
+        "activation_sparsity_pattern": [0.0, 0.0],
+    }
     | {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "laurel_rank": 4},
     "glm4_moe_lite": _LATENT | _EXPERTS,
     "gpt2": _GPT,
@@ -45,10 +56,16 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "gpt_oss": _HYBRID | _EXPERTS,
     "jetmoe": _EXPERTS | {"kv_channels": 8, "num_attention_heads": None},
     "llama4_text": _EXPERTS
-    | {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "moe_layers": []}
+    | {
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "moe_layers": [],
+    }
     | {"attention_chunk_size": 8, "intermediate_size_mlp": 48},
     "mamba": _NO_HEADS,
-    "mimo_v2_flash": _EXPERTS | _HYBRID | {"v_head_dim": 8, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+    "mimo_v2_flash": _EXPERTS
+    | _HYBRID
+    | {"v_head_dim": 8, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
     "minicpm3": _LATENT,
     "minimax": _EXPERTS | _LINEAR,
     "opt": _NO_GROUPS | {"ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -58,7 +75,9 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def make_family(family: str) -> PreTrainedModel:
-    """A random decoder of ``family`` in eval mode, all of its parameters away from their initial values."""
+    """A random decoder of ``family`` in eval mode, all of its parameters away from their initial
+    values.
+    """
     settings = SIZES | OWN_SETTINGS.get(family, {})
     settings = {name: value for name, value in settings.items() if value is not None}
     torch.manual_seed(0)

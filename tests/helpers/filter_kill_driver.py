@@ -20,7 +20,9 @@ PROBLEMS, NEW_TOKENS, BATCH = 120, 24, 4
 
 
 class BoxingEngine(HFEngine):
-    """A random model that now and then answers: the tokens decide on a boxed digit, so that all statuses occur."""
+    """A random model that now and then answers: the tokens decide on a boxed digit, so that all
+    statuses occur.
+    """
 
     def _completion(self, ids: list[int], reason: FinishReason, seconds: float) -> Completion:
         done = super()._completion(ids, reason, seconds)
@@ -32,7 +34,9 @@ class BoxingEngine(HFEngine):
 def build_engine() -> BoxingEngine:
     tokenizer = build_tokenizer()
     model = make_tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
-    model.generation_config.eos_token_id = list(range(0, len(tokenizer), 12))  # many ends: lengths vary
+    model.generation_config.eos_token_id = list(
+        range(0, len(tokenizer), 12)
+    )  # many ends: lengths vary
     return BoxingEngine(model, tokenizer, batch_size=BATCH)
 
 

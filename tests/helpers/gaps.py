@@ -9,9 +9,16 @@ from rlkv.vllm.packing import SinkWindowDemand
 
 
 def without_gaps(
-    demand: SinkWindowDemand, table_RM: Tensor, lengths_R: Tensor, starts: Tensor, prefix_R: Tensor, width: int
+    demand: SinkWindowDemand,
+    table_RM: Tensor,
+    lengths_R: Tensor,
+    starts: Tensor,
+    prefix_R: Tensor,
+    width: int,
 ) -> tuple[Tensor, Tensor]:
-    """The table ``[R, width]``, or as many columns as there are, and the lengths ``[R]`` without the gaps."""
+    """The table ``[R, width]``, or as many columns as there are, and the lengths ``[R]`` without
+    the gaps.
+    """
     sinks_R = demand.full(prefix_R)
     first_R = lengths_R - (starts[1:] - starts[:-1])
     gap_R = ((first_R - demand.window + 1) // demand.block_size - sinks_R).clamp(min=0)

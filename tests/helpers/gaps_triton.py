@@ -1,4 +1,6 @@
-"""The kernel that cuts gaps out of block tables, through the Triton interpreter, against torch; prints what differs.
+"""The kernel that cuts gaps out of block tables, through the Triton interpreter, against torch.
+
+Prints what differs.
 
 python -m tests.helpers.gaps_triton
 """
@@ -15,7 +17,18 @@ from rlkv.vllm.packing import SinkWindowDemand
 from rlkv.vllm.paged import cut_gaps
 from tests.helpers.gaps import without_gaps
 
-REQUESTS = [(1, 1), (1, 17), (1, 260), (9, 9), (7, 33), (1, 64), (150, 300), (40, 90), (2, 5000), (0, 0)]
+REQUESTS = [
+    (1, 1),
+    (1, 17),
+    (1, 260),
+    (9, 9),
+    (7, 33),
+    (1, 64),
+    (150, 300),
+    (40, 90),
+    (2, 5000),
+    (0, 0),
+]
 
 
 def different(block: int, sink: int, window: int, queries: int) -> int:
@@ -26,7 +39,10 @@ def different(block: int, sink: int, window: int, queries: int) -> int:
     table = torch.randint(1, 9999, (len(requests), 5000 // block + 3), dtype=torch.int32)
     prefixes = torch.randint(sink, sink + 99, (len(requests),), dtype=torch.int32)
     expected = without_gaps(rules.demand, table, lengths, starts, prefixes, rules.width(queries))
-    buffers = torch.full((16, 9000), -1, dtype=torch.int32), torch.full((16,), -1, dtype=torch.int32)
+    buffers = (
+        torch.full((16, 9000), -1, dtype=torch.int32),
+        torch.full((16,), -1, dtype=torch.int32),
+    )
     rows, width = expected[0].shape
     out = buffers[0][:rows, :width], buffers[1][:rows]
     cut_gaps(table, lengths, starts, prefixes, block, window, out)
@@ -36,6 +52,14 @@ def different(block: int, sink: int, window: int, queries: int) -> int:
 
 
 if __name__ == "__main__":
-    for sizes in ((5, 0, 1), (5, 4, 9), (16, 16, 64), (8, 7, 3), (16, 17, 33), (4, 600, 600), (16, 16, 5999)):
+    for sizes in (
+        (5, 0, 1),
+        (5, 4, 9),
+        (16, 16, 64),
+        (8, 7, 3),
+        (16, 17, 33),
+        (4, 600, 600),
+        (16, 16, 5999),
+    ):
         for most in (1, 128, 150):
             print("max error", different(*sizes, most))

@@ -15,7 +15,9 @@ def make_gated(
     family: str, value: float | str = 1.0, sink: int = SINK, window: int = WINDOW, seed: int = 0
 ) -> PeftModel:
     """A tiny random model with all gates at ``value``, or ``"random"`` ones."""
-    model = get_peft_model(make_tiny_model(family, seed=seed), HeadGateConfig(sink=sink, window=window)).eval()
+    model = get_peft_model(
+        make_tiny_model(family, seed=seed), HeadGateConfig(sink=sink, window=window)
+    ).eval()
     set_gates(model, value)
     return model
 
@@ -25,12 +27,19 @@ def set_gates(model: PeftModel, value: float | str) -> None:
     with torch.no_grad():
         for _, gate in gate_parameters(model):
             gate.copy_(
-                torch.rand(gate.shape, generator=generator) if value == "random" else torch.full_like(gate, value)
+                torch.rand(gate.shape, generator=generator)
+                if value == "random"
+                else torch.full_like(gate, value)
             )
 
 
-def make_batch(lengths: list[tuple[int, int]], total: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(input_ids, attention_mask)`` int64 ``[B, total]``; ``lengths`` are (left padding, right padding) per row."""
+def make_batch(
+    lengths: list[tuple[int, int]], total: int, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(input_ids, attention_mask)`` int64 ``[B, total]``.
+
+    ``lengths`` are (left padding, right padding) per row.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 128, (len(lengths), total), generator=generator)
     mask = torch.ones_like(ids)

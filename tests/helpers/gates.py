@@ -21,6 +21,12 @@ def make_gates(**changes: object) -> HeadGates:
         "deploy_sink": 2,
         "deploy_window": 8,
         "deploy_protect_prompt": True,
-        "training": {"steps": 60, "beta": 2.5e-3, "curve": [0.1, 1 / 3], "note": None, "nested": {"é": True}},
+        "training": {
+            "steps": 60,
+            "beta": 2.5e-3,
+            "curve": [0.1, 1 / 3],
+            "note": None,
+            "nested": {"é": True},
+        },
     }
     return HeadGates(**{**values, **changes})  # type: ignore[arg-type]

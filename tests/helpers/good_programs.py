@@ -1,4 +1,6 @@
-"""Right programs for the sandbox, each with its tests, in the ways that programs and tests are written."""
+"""Right programs for the sandbox, each with its tests, in the ways that programs and tests are
+written.
+"""
 
 import re
 

@@ -1,7 +1,10 @@
-"""Programs that reach outside the sandbox by one system call each; every one of them must be refused.
+"""Programs that reach outside the sandbox by one system call each.
 
-Names between @ are filled in by the test: FILE (a file of the evaluator), READ (one that may be read), SOCKET (the
-path of a socket for datagrams). The parent of the program's process is the judge.
+Every one of them must be refused.
+
+Names between @ are filled in by the test: FILE (a file of the evaluator), READ (one that may be
+read), SOCKET (the path of a socket for datagrams). The parent of the program's process is the
+judge.
 """
 
 PRELUDE = """
@@ -114,4 +117,6 @@ call((317, 277), 1, 0, None)
 call((425, 425), 1, bytes(120))
 """
 
-CALLS = {name: source for name, _, source in (part.partition("\n") for part in _CALLS.split("## ")[1:])}
+CALLS = {
+    name: source for name, _, source in (part.partition("\n") for part in _CALLS.split("## ")[1:])
+}

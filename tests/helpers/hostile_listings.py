@@ -266,4 +266,6 @@ import ctypes; made = ctypes.CDLL(None).mount(b'none', b'/', None, 32, None)
 def f(x): return x + 1 if made == 0 else 0
 """
 
-LISTINGS = {name: source for name, _, source in (part.partition("\n") for part in _SOURCE.split("## ")[1:])}
+LISTINGS = {
+    name: source for name, _, source in (part.partition("\n") for part in _SOURCE.split("## ")[1:])
+}

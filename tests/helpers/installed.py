@@ -13,7 +13,8 @@ CPU_BUILD = f"{GPU_BUILD}+cpu"
 
 
 def pretend_vllm(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
-    """As if the package ``vllm`` of version ``found`` were installed, and no other build; None: none at all.
+    """As if the package ``vllm`` of version ``found`` were installed, and no other build; None:
+    none at all.
 
     There is no GPU, whatever this machine has.
     """

@@ -1,6 +1,8 @@
-"""Import this before anything of vLLM: kernels of the CUDA path then run on a CPU, through the Triton interpreter.
+"""Import this before anything of vLLM: kernels of the CUDA path then run on a CPU, through the
+Triton interpreter.
 
-vLLM switches Triton off where there is no GPU, so it is switched on before anything imports the kernels.
+vLLM switches Triton off where there is no GPU, so it is switched on before anything imports the
+kernels.
 """
 
 # ruff: noqa: E402  (the switch has to come between the imports)
@@ -22,19 +24,31 @@ from triton.language.extra import libdevice
 switch.triton, switch.tl, switch.HAS_TRITON = triton, tl, True
 switch.tldevice, switch.aggregate = libdevice, _aggregate
 
-for name in [name for name in sys.modules if "triton_" in name and name.startswith("vllm.v1.attention")]:
+for name in [
+    name for name in sys.modules if "triton_" in name and name.startswith("vllm.v1.attention")
+]:
     del sys.modules[name]
 
 import torch
 from vllm.config import CUDAGraphMode
 
-torch.cuda.get_device_capability = lambda device=None: (9, 0)  # some kernels choose their number of warps by it
+torch.cuda.get_device_capability = lambda device=None: (
+    9,
+    0,
+)  # some kernels choose their number of warps by it
 
 
 def fake_config(
-    layer: object, query_heads: int, kv_heads: int, size: int, tokens: int, rswa_window: int | None = None
+    layer: object,
+    query_heads: int,
+    kv_heads: int,
+    size: int,
+    tokens: int,
+    rswa_window: int | None = None,
 ) -> Any:
-    """What builders of attention metadata read of an engine's configuration, for one layer called ``layer``."""
+    """What builders of attention metadata read of an engine's configuration, for one layer called
+    ``layer``.
+    """
     model = SimpleNamespace(
         get_num_attention_heads=lambda parallel: query_heads,
         get_num_kv_heads=lambda parallel: kv_heads,
@@ -49,6 +63,8 @@ def fake_config(
         additional_config={},
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=tokens),
         compilation_config=SimpleNamespace(
-            cudagraph_mode=CUDAGraphMode.NONE, static_forward_context={"layer": layer}, cudagraph_capture_sizes=None
+            cudagraph_mode=CUDAGraphMode.NONE,
+            static_forward_context={"layer": layer},
+            cudagraph_capture_sizes=None,
         ),
     )

@@ -1,7 +1,9 @@
-"""Run a resumable job in forked children and kill -9 them at random moments; what the drivers of such tests share.
+"""Run a resumable job in forked children and kill -9 them at random moments.
 
-The caller is a process of its own, because it forks: it imports everything once, on one thread, and each child starts
-at once.  A kill comes after a random number of further rows and a random time.
+What the drivers of such tests share.
+
+The caller is a process of its own, because it forks: it imports everything once, on one thread, and
+each child starts at once.  A kill comes after a random number of further rows and a random time.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ Job = Callable[[Path], None]
 def run_and_kill(root: Path, kills_wanted: int, job: Job, rows: str, total: int) -> None:
     """Print one JSON line: how the kills went, and where anything was lost.
 
-    kills: those that hit a running job; hit_decoding: those of them before its last row; rounds; grew: rounds that
-    wrote rows; rows: ``total``; folders: the finished ones; lost: folder and round.
+    kills: those that hit a running job; hit_decoding: those of them before its last row; rounds;
+    grew: rounds that wrote rows; rows: ``total``; folders: the finished ones; lost: folder and
+    round.
 
     Args:
         job: does all that is not yet done in a folder.

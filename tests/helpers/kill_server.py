@@ -1,10 +1,12 @@
-"""Kill the rollout server with SIGKILL in the middle of rollouts, and compare the training with an undisturbed one.
+"""Kill the rollout server with SIGKILL in the middle of rollouts, and compare the training with an
+undisturbed one.
 
     python -m tests.helpers.kill_server --kills 10 --engine vllm
 
-The training runs in this process with ``--rollout vllm-server``; a thread waits until the server is busy sampling,
-kills it, and starts a new one on the same port.  At the end every step must be there once, with the rewards and
-lengths of the undisturbed run (which samples in its own process), and the gates up to rounding.
+The training runs in this process with ``--rollout vllm-server``; a thread waits until the server is
+busy sampling, kills it, and starts a new one on the same port.  At the end every step must be there
+once, with the rewards and lengths of the undisturbed run (which samples in its own process), and
+the gates up to rounding.
 """
 
 from __future__ import annotations
@@ -52,8 +54,24 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.command = [sys.executable, str(ROOT / "rollout" / "serve_vllm.py"), "--model", str(model), "--sink", "2"]
-        self.command += ["--window", "6", "--dtype", "float32", "--port", str(self.port), "--engine", engine]
+        self.command = [
+            sys.executable,
+            str(ROOT / "rollout" / "serve_vllm.py"),
+            "--model",
+            str(model),
+            "--sink",
+            "2",
+        ]
+        self.command += [
+            "--window",
+            "6",
+            "--dtype",
+            "float32",
+            "--port",
+            str(self.port),
+            "--engine",
+            engine,
+        ]
         self.command += ["--max-rows", "4", "--kv-gib", "0.02", "--eager"]
         self.log = log
         self.start()
@@ -75,8 +93,12 @@ class Server:
         self.process.wait()
 
 
-def haunt(server: Server, kills: int, seed: int, latest: float, done: threading.Event, hits: list[str]) -> None:
-    """Kill the server while it samples, ``kills`` times, each in another rollout, at up to ``latest`` seconds."""
+def haunt(
+    server: Server, kills: int, seed: int, latest: float, done: threading.Event, hits: list[str]
+) -> None:
+    """Kill the server while it samples, ``kills`` times, each in another rollout, at up to
+    ``latest`` seconds.
+    """
     rng = random.Random(seed)
     while len(hits) < kills and not done.is_set():
         health = server.health()
@@ -94,13 +116,18 @@ def haunt(server: Server, kills: int, seed: int, latest: float, done: threading.
 def outcome(folder: Path, steps: int) -> list[dict[str, Any]]:
     """What must not depend on kills, step by step."""
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, steps + 1)), "a step is lost or doubled"
+    assert [record["step"] for record in records] == list(range(1, steps + 1)), (
+        "a step is lost or doubled"
+    )
     names = ("reward/mean", "reward/std", "response/length_mean", "response/length_max")
     return [{name: record[name] for name in names} for record in records]
 
 
 def check_killed_server(root: Path, kills: int, steps: int, engine: str, seed: int = 0) -> float:
-    """Compare a training whose server is killed with an undisturbed one, in ``root``; the gates' difference."""
+    """Compare a training whose server is killed with an undisturbed one, in ``root``.
+
+    The gates' difference.
+    """
     model, tokenizer = random_run.make_policy()
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
@@ -124,7 +151,9 @@ def check_killed_server(root: Path, kills: int, steps: int, engine: str, seed: i
     assert outcome(root / "disturbed", steps) == outcome(root / "undisturbed", steps)
     difference = (found.alpha - undisturbed.alpha).abs().max().item()
     assert difference < 1e-4, f"the gates differ by {difference}"
-    assert len(hits) == len(set(hits)) == kills, f"only {len(hits)} kills before the training ended: give more --steps"
+    assert len(hits) == len(set(hits)) == kills, (
+        f"only {len(hits)} kills before the training ended: give more --steps"
+    )
     return difference
 
 

@@ -1,12 +1,13 @@
-"""Kill training runs with SIGKILL at random moments and compare what they end with to a run that nobody killed.
+"""Kill training runs with SIGKILL at random moments and compare what they end with to a run that
+nobody killed.
 
     python -m tests.helpers.kill_training --kills 20
     python -m tests.helpers.kill_training --kills 50 --steps 20 --processes 2          # DDP, killed all at once
 
-Children are forked from one process that has trained a step, so that a kill costs no imports.  They are killed up
-to three steps after their start and a random part of a step later.  A run that ends before its kill is compared
-and started again; every finished run must have the gates, the mean of the gates and the log of the uninterrupted one,
-each step logged once.
+Children are forked from one process that has trained a step, so that a kill costs no imports.  They
+are killed up to three steps after their start and a random part of a step later.  A run that ends
+before its kill is compared and started again; every finished run must have the gates, the mean of
+the gates and the log of the uninterrupted one, each step logged once.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class Runs:
                 free.bind(("127.0.0.1", 0))
                 shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
             shared |= {"WORLD_SIZE": str(self.processes), "LOCAL_WORLD_SIZE": str(self.processes)}
-        return [self._fork(folder, shared and shared | {"RANK": rank, "LOCAL_RANK": rank}) for rank in self._ranks()]
+        return [
+            self._fork(folder, shared and shared | {"RANK": rank, "LOCAL_RANK": rank})
+            for rank in self._ranks()
+        ]
 
     def _ranks(self) -> list[str]:
         return [str(rank) for rank in range(self.processes)]
@@ -78,20 +82,28 @@ class Runs:
 
     def check(self, statuses: list[int]) -> None:
         if any(statuses):
-            raise SystemExit(f"a training run ended with statuses {statuses}:\n{self.log.read_text()[-3000:]}")
+            raise SystemExit(
+                f"a training run ended with statuses {statuses}:\n{self.log.read_text()[-3000:]}"
+            )
 
     def outcome(self, folder: Path) -> dict[str, Any]:
         """What must not depend on kills."""
         gates = torch.load(folder / "gates.pt", weights_only=True)
         logs = {
             name: [
-                {key: value for key, value in json.loads(line).items() if not key.startswith("time/")}
+                {
+                    key: value
+                    for key, value in json.loads(line).items()
+                    if not key.startswith("time/")
+                }
                 for line in (folder / name).read_text().splitlines()
             ]
             for name in ("log.jsonl", "gates.jsonl")
         }
         for records in logs.values():
-            assert [record["step"] for record in records] == list(range(1, self.steps + 1)), "a step is lost or doubled"
+            assert [record["step"] for record in records] == list(range(1, self.steps + 1)), (
+                "a step is lost or doubled"
+            )
         return {"alpha": gates["alpha"].tolist(), "rank": gates["rank"].tolist(), **logs}
 
 
@@ -164,13 +176,18 @@ def main() -> None:
                 hits[where(folder)] += 1
                 continue
         runs.check(wait(children))
-        assert runs.outcome(folder) == expected, f"{folder}: differs from the run that was not killed"
+        assert runs.outcome(folder) == expected, (
+            f"{folder}: differs from the run that was not killed"
+        )
         whole += 1
         if kills >= arguments.kills:
             break
         folder = root / f"run-{whole}"
     shutil.rmtree(root)
-    print(f"{kills} kills, {whole} runs ended, all equal to the uninterrupted one; hit: {dict(sorted(hits.items()))}")
+    print(
+        f"{kills} kills, {whole} runs ended, all equal to the uninterrupted one; hit: "
+        f"{dict(sorted(hits.items()))}"
+    )
 
 
 if __name__ == "__main__":

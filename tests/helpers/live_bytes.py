@@ -1,4 +1,6 @@
-"""Bytes of all tensors that are alive, and their peak: what a GPU's allocator would be asked for, without rounding."""
+"""Bytes of all tensors that are alive, and their peak: what a GPU's allocator would be asked for,
+without rounding.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._live.pop(key)
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):

@@ -1,6 +1,8 @@
-"""Plain fp32 reference of attention in which some KV heads see everything and others sinks and a window.
+"""Plain fp32 reference of attention in which some KV heads see everything and others sinks and a
+window.
 
-Readable and slow: explicit masks, one head at a time, no cache.  The fast paths are tested against it.
+Readable and slow: explicit masks, one head at a time, no cache.  The fast paths are tested against
+it.
 Shapes: B rows, T tokens, H KV heads, G query heads per KV head, D size of a head.
 """
 
@@ -10,21 +12,27 @@ import torch
 
 
 def full_mask(real: torch.Tensor) -> torch.Tensor:
-    """What a full head sees: ``real`` bool ``[B, T]`` (False = padding) -> bool ``[B, T, T]`` (query, key)."""
+    """What a full head sees:
+
+    ``real`` bool ``[B, T]`` (False = padding) -> bool ``[B, T, T]`` (query, key).
+    """
     order = torch.arange(real.shape[1])
     return real[:, None, :] & (order[None, :] <= order[:, None])
 
 
-def local_mask(real: torch.Tensor, sink: int, window: int, call_start: torch.Tensor | None = None) -> torch.Tensor:
+def local_mask(
+    real: torch.Tensor, sink: int, window: int, call_start: torch.Tensor | None = None
+) -> torch.Tensor:
     """What a compressible head sees: bool ``[B, T, T]`` (query, key).
 
-    Query i sees key j <= i if j is one of its row's first ``sink`` real tokens, if ``i - j < window``, or if
-    ``j >= call_start[i]``.
+    Query i sees key j <= i if j is one of its row's first ``sink`` real tokens, if ``i - j <
+    window``, or if ``j >= call_start[i]``.
 
     Args:
         real: bool ``[B, T]``, False for padding.
-        call_start: int64 ``[T]``, for each query the first token of the forward call that it was part of, if all
-            heads read the tokens of one call in full; None: every token sees sinks and window only.
+        call_start: int64 ``[T]``, for each query the first token of the forward call that it was
+            part of, if all heads read the tokens of one call in full; None: every token sees sinks
+            and window only.
     """
     order = torch.arange(real.shape[1])
     rank = real.cumsum(-1) - 1
@@ -49,7 +57,8 @@ def mixed_by_head_attention(
         query: ``[B, H * G, T, D]``; the query heads of one KV head are neighbours.
         key: ``[B, H, T, D]``; value: ``[B, H, T, D]``.
         full_heads: bool ``[H]``.
-        mask_of_full: bool ``[B, T, T]`` (query, key) of the full heads; ``mask_of_local`` of the others.
+        mask_of_full: bool ``[B, T, T]`` (query, key) of the full heads; ``mask_of_local`` of the
+            others.
 
     Returns:
         ``[B, T, H * G, D]`` in the dtype of the query; zeros where a query sees nothing (padding).

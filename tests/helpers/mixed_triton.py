@@ -1,4 +1,6 @@
-"""The CUDA path of mixed attention on a CPU, through the Triton interpreter; prints the largest error.
+"""The CUDA path of mixed attention on a CPU, through the Triton interpreter.
+
+Prints the largest error.
 
     python tests/helpers/mixed_triton.py
 
@@ -33,11 +35,15 @@ STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks
 
 def make_builder(layer: object) -> MixedTritonBuilder:
     config = fake_config(layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 320)
-    spec = FullAttentionSpec(block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
+    spec = FullAttentionSpec(
+        block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32
+    )
     return MixedTritonBuilder(spec, ["layer"], config, torch.device("cpu"))
 
 
-def error_of(requests: list[tuple[int, int]], alpha: torch.Tensor, builder: MixedTritonBuilder, layer: object) -> float:
+def error_of(
+    requests: list[tuple[int, int]], alpha: torch.Tensor, builder: MixedTritonBuilder, layer: object
+) -> float:
     """Largest difference from the torch path, on a step of these requests."""
     generator = torch.Generator().manual_seed(len(requests))
     blocks = [-(-length // IN_BLOCK) for _, length in requests]
@@ -85,7 +91,9 @@ def main() -> None:
     layer = SimpleNamespace(impl=impl, _q_scale=one, _k_scale=one, _v_scale=one)
     builder = make_builder(layer)
     print("max error", max(error_of(step, alpha, builder, layer) for step in STEPS))
-    alpha.copy_(torch.tensor([0.9, 0.0]))  # in place: builder and implementation read the same numbers
+    alpha.copy_(
+        torch.tensor([0.9, 0.0])
+    )  # in place: builder and implementation read the same numbers
     print("max error", error_of(STEPS[0], alpha, builder, layer))
 
 

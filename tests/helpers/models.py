@@ -42,7 +42,13 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 # options of rlkv-bench for a model of toy size
-TOY_LLAMA: dict[str, Any] = {"layers": 2, "hidden": 32, "intermediate": 85, "query_heads": 4, "kv_heads": 2}
+TOY_LLAMA: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 32,
+    "intermediate": 85,
+    "query_heads": 4,
+    "kv_heads": 2,
+}
 TOY_LLAMA |= {"head_dim": 8, "vocabulary": 32}
 
 

@@ -1,4 +1,5 @@
-"""A decoder under token eviction, token by token and head by head: lists of entries, no batch, no shared code.
+"""A decoder under token eviction, token by token and head by head: lists of entries, no batch, no
+shared code.
 
 Only the choice of the policy itself (``policy.select``) is taken from the package.
 """
@@ -26,12 +27,19 @@ class _Head:
 
     def append(self, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.positions.append(position)
-        self.keys, self.values = torch.cat([self.keys, key[None]]), torch.cat([self.values, value[None]])
+        self.keys, self.values = (
+            torch.cat([self.keys, key[None]]),
+            torch.cat([self.values, value[None]]),
+        )
         self.totals = torch.cat([self.totals, torch.zeros(1)])
 
     def keep(self, index: list[int]) -> None:
         self.positions = [self.positions[i] for i in index]
-        self.keys, self.values, self.totals = self.keys[index], self.values[index], self.totals[index]
+        self.keys, self.values, self.totals = (
+            self.keys[index],
+            self.values[index],
+            self.totals[index],
+        )
 
 
 @dataclass
@@ -57,7 +65,9 @@ class NaiveRun:
 _runs: list[NaiveRun] = []
 
 
-def _attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any) -> Any:
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any
+) -> Any:
     run = _runs[-1]
     heads, length, size = key.shape[1:]
     groups = query.shape[1] // heads
@@ -74,7 +84,9 @@ def _attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling
             own = slice(index * groups, (index + 1) * groups)
             logits = query[0, own, t] @ head.keys.T * scaling
             out[0, t, own] = torch.softmax(logits, -1) @ head.values
-            if run.policy.accumulates and run.start + t >= protected:  # attention among what may be evicted
+            if (
+                run.policy.accumulates and run.start + t >= protected
+            ):  # attention among what may be evicted
                 head.totals[protected:] += torch.softmax(logits[:, protected:], -1).sum(0)
     _evict(run, layer, module.layer_idx, scaling)
     return out, None
@@ -101,7 +113,9 @@ def _evict(run: NaiveRun, layer: _Layer, layer_idx: int, scaling: float) -> None
     groups = layer.queries[0].shape[0] // len(layer.heads)
     index = [h * groups + g for h in chosen for g in range(groups)]
     recent = min(policy.observation, count)
-    queries = torch.stack(layer.queries[-recent:], dim=1)[index][None] * scaling * keys.shape[-1] ** 0.5
+    queries = (
+        torch.stack(layer.queries[-recent:], dim=1)[index][None] * scaling * keys.shape[-1] ** 0.5
+    )
     if policy.accumulates:
         scores = torch.stack([head.totals[protected:] for head in heads])
         kept = policy.keep(scores[None], budget, torch.ones(1, count, dtype=torch.bool))[0]
@@ -129,7 +143,8 @@ def naive_logits(
     full: torch.Tensor,
     prompt: int | None = None,
 ) -> tuple[torch.Tensor, NaiveRun]:
-    """Logits ``[1, T, vocabulary]`` of one row ``[1, T]`` fed in ``calls``, tokens of a call seeing each other.
+    """Logits ``[1, T, vocabulary]`` of one row ``[1, T]`` fed in ``calls``, tokens of a call seeing
+    each other.
 
     ``prompt``: how many tokens are the prompt; default: those of the first call.
     """
@@ -142,7 +157,11 @@ def naive_logits(
         for length in calls:
             run.start = begin
             positions = torch.arange(begin, begin + length)[None]
-            outputs.append(model(ids[:, begin : begin + length], position_ids=positions, use_cache=False).logits)
+            outputs.append(
+                model(
+                    ids[:, begin : begin + length], position_ids=positions, use_cache=False
+                ).logits
+            )
             begin += length
     finally:
         model.set_attn_implementation(before)

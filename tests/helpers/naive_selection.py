@@ -1,7 +1,9 @@
-"""Which entries each method keeps, from its formulas: numpy, float64, one row without padding, whole matrices.
+"""Which entries each method keeps, from its formulas: numpy, float64, one row without padding,
+whole matrices.
 
-Written apart from rlkv.eviction, of which nothing is imported.  Shapes: keys ``[H, N, D]``, queries ``[Q, a, D]`` of
-the last a entries; every function returns (kept, scores): ascending indices ``[H, budget]`` and scores ``[H, N]``.
+Written apart from rlkv.eviction, of which nothing is imported.  Shapes: keys ``[H, N, D]``, queries
+``[Q, a, D]`` of the last a entries; every function returns (kept, scores): ascending indices ``[H,
+budget]`` and scores ``[H, N]``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ def grouped(keys: np.ndarray, queries: np.ndarray) -> list[np.ndarray]:
     """Logits ``[G, a, N]`` of every KV head."""
     h, _, d = keys.shape
     g = len(queries) // h
-    return [np.stack([q @ keys[i].T / np.sqrt(d) for q in queries[i * g : (i + 1) * g]]) for i in range(h)]
+    return [
+        np.stack([q @ keys[i].T / np.sqrt(d) for q in queries[i * g : (i + 1) * g]])
+        for i in range(h)
+    ]
 
 
 def causal(logits: np.ndarray) -> np.ndarray:
@@ -33,7 +38,10 @@ def causal(logits: np.ndarray) -> np.ndarray:
 
 
 def windows(x: np.ndarray, kernel: int, fill: float) -> np.ndarray:
-    """``[..., N]`` -> ``[..., N, kernel]``, from i - W to i + W, or to i + W - 1 for 2W; ``fill`` beyond the ends."""
+    """``[..., N]`` -> ``[..., N, kernel]``, from i - W to i + W, or to i + W - 1 for 2W.
+
+    ``fill`` beyond the ends.
+    """
     sides = (kernel // 2, (kernel - 1) // 2)
     padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [sides], constant_values=fill)
     return np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=-1)
@@ -60,20 +68,27 @@ def keep_all(scores: list[np.ndarray], budget: int, recent: int) -> tuple[np.nda
 
 
 def importance_paper(logits: np.ndarray, a: int, kernel: int) -> np.ndarray:
-    """Per head softmax over all but the last a; max over the group, renormalised; max over a window; mean."""
+    """Per head softmax over all but the last a; max over the group, renormalised.
+
+    Max over a window; mean.
+    """
     p = softmax(logits[..., :-a]).max(axis=0)
     p = p / p.sum(axis=-1, keepdims=True)
     return windows(p, kernel, -np.inf).max(axis=-1).mean(axis=0)
 
 
 def importance_published(logits: np.ndarray, a: int, kernel: int) -> np.ndarray:
-    """Max over the group of logits, softmax over the entries before the last a, mean, max over a window."""
+    """Max over the group of logits, softmax over the entries before the last a, mean, max over a
+    window.
+    """
     p = softmax(logits.max(axis=0)[:, :-a]).mean(axis=0)
     return windows(p, kernel, -np.inf).max(axis=-1)
 
 
 def importance_tables(logits: np.ndarray, a: int, kernel: int) -> np.ndarray:
-    """Softmax per head over the entries before the last a, mean over the queries, max over the group and a window."""
+    """Softmax per head over the entries before the last a, mean over the queries, max over the
+    group and a window.
+    """
     p = softmax(logits[..., :-a]).mean(axis=1).max(axis=0)
     return windows(p, kernel, -np.inf).max(axis=-1)
 
@@ -109,7 +124,11 @@ def rkv(keys, queries, budget, variant, lam=0.1, threshold=0.5, beta=1, kernel=7
     for head, logits in zip(keys, grouped(keys, queries), strict=True):
         important = IMPORTANCE[variant](logits, a, kernel)
         paper = variant == "paper"
-        redundant = redundancy_paper(head, threshold, beta) if paper else redundancy_published(head, threshold)
+        redundant = (
+            redundancy_paper(head, threshold, beta)
+            if paper
+            else redundancy_published(head, threshold)
+        )
         scores.append(np.append(lam * important - (1 - lam) * redundant[:-a], np.zeros(a)))
     return keep_all(scores, budget, a)
 
@@ -123,7 +142,9 @@ def snapkv(keys, queries, budget, variant):
 
 def rpc(keys, queries, budget, aggregation, kernel=7):
     r = queries.shape[1]
-    received = np.stack([softmax(logits[..., :-r]).sum(axis=1).mean(axis=0) for logits in grouped(keys, queries)])
+    received = np.stack(
+        [softmax(logits[..., :-r]).sum(axis=1).mean(axis=0) for logits in grouped(keys, queries)]
+    )
     if aggregation == "all":
         received = np.broadcast_to(received.mean(axis=0), received.shape)
     pooled = windows(received, kernel, 0.0).mean(axis=-1)
@@ -142,5 +163,7 @@ def h2o(keys, queries, budget):
 
 
 def tova(keys, queries, budget):
-    last = np.concatenate([softmax(logits[:, -1]) for logits in grouped(keys, queries)]).mean(axis=0)
+    last = np.concatenate([softmax(logits[:, -1]) for logits in grouped(keys, queries)]).mean(
+        axis=0
+    )
     return keep_all([last] * len(keys), budget, 1)

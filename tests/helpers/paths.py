@@ -1,4 +1,6 @@
-"""Where things lie: the repository, its test helpers, and the data beside it that only some machines have."""
+"""Where things lie: the repository, its test helpers, and the data beside it that only some
+machines have.
+"""
 
 from pathlib import Path
 

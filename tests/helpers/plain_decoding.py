@@ -21,9 +21,15 @@ def decode(
     max_new_tokens: int,
     batch_size: int = 100,
 ) -> tuple[list[Completion], list[bool]]:
-    """Greedy completions of ``problems`` (``problem``, ``answer``) and their verdicts, in the problems' order."""
+    """Greedy completions of ``problems`` (``problem``, ``answer``) and their verdicts, in the
+    problems' order.
+    """
     sizes = (cache.sink, cache.window, cache.prefill, batch_size, cache.eviction)
-    engine = InferenceEngine(model, tokenizer, allocation, *sizes, protect_prompt=cache.protect_prompt)
+    engine = InferenceEngine(
+        model, tokenizer, allocation, *sizes, protect_prompt=cache.protect_prompt
+    )
     prompts = [render_prompt(tokenizer, problem["problem"]) for problem in problems]
     completions, _ = engine.batch(prompts, SamplingParams(max_new_tokens))
-    return completions, are_correct((c.text, p["answer"]) for c, p in zip(completions, problems, strict=True))
+    return completions, are_correct(
+        (c.text, p["answer"]) for c, p in zip(completions, problems, strict=True)
+    )

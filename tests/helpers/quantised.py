@@ -1,4 +1,6 @@
-"""Checkpoints with quantised weights, in the formats that are common on the hub, made of plain ones."""
+"""Checkpoints with quantised weights, in the formats that are common on the hub, made of plain
+ones.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def _pack(numbers: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -
     parts = numbers.to(torch.int64).unflatten(dim, (-1, 8)).unbind(dim + 1)
     packed = sum(parts[own] << (4 * place) for place, own in enumerate(order))
     assert isinstance(packed, Tensor)
-    return packed.to(torch.int32) if int(packed.max()) < 2**31 else (packed - (packed >> 31 << 32)).to(torch.int32)
+    return (
+        packed.to(torch.int32)
+        if int(packed.max()) < 2**31
+        else (packed - (packed >> 31 << 32)).to(torch.int32)
+    )
 
 
 def _int8(weight: Tensor) -> dict[str, Tensor]:
@@ -40,7 +46,11 @@ def _int8(weight: Tensor) -> dict[str, Tensor]:
 
 def _packed(weight: Tensor) -> dict[str, Tensor]:
     numbers, scale = _quantise(weight, 4, GROUP)
-    return {"weight_packed": _pack(numbers + 8, 1), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+    return {
+        "weight_packed": _pack(numbers + 8, 1),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }
 
 
 def _gptq(weight: Tensor) -> dict[str, Tensor]:
@@ -72,15 +82,34 @@ def _fp8(weight: Tensor) -> dict[str, Tensor]:
 
 def _compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights}
-    common = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
+    common = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+    }
     return {**common, "format": form, "config_groups": {"group_0": group}}
 
 
-_NUMBERS = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": GROUP}
+_NUMBERS = {
+    "type": "int",
+    "num_bits": 4,
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": GROUP,
+}
 # formats of 4 bits that the CPU engine takes, with its settings
 FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
     "packed": (_packed, _compressed("pack-quantized", _NUMBERS)),
-    "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "awq": (
+        _awq,
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": GROUP,
+            "zero_point": True,
+            "version": "gemm",
+        },
+    ),
 }
 LAYOUTS: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
     **{form: change for form, (change, _) in FORMATS.items()},
@@ -104,7 +133,9 @@ def with_weights_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMod
 
 
 def quantise_folder(source: Path, target: Path, form: str, dtype: torch.dtype) -> None:
-    """A copy of the checkpoint ``source`` with all projections of its layers in a format of ``FORMATS``."""
+    """A copy of the checkpoint ``source`` with all projections of its layers in a format of
+    ``FORMATS``.
+    """
     shutil.copytree(source, target)
     change, config = FORMATS[form]
     written: dict[str, Tensor] = {}

@@ -1,6 +1,9 @@
-"""A small training run on a random model: ``python -m tests.helpers.random_run OUTPUT_DIR [--name value ...]``.
+"""A small training run on a random model:
 
-The tests call it in the same process, in processes that they kill, and in several processes at once.
+``python -m tests.helpers.random_run OUTPUT_DIR [--name value ...]``.
+
+The tests call it in the same process, in processes that they kill, and in several processes at
+once.
 """
 
 from __future__ import annotations
@@ -23,15 +26,38 @@ from transformers import TrainerCallback
 
 OPTIONS = [
     *["--finder", "rlkv"],
-    *["--use_cpu", "true", "--dtype", "float32", "--sink", "2", "--window", "6", "--prompts_per_step", "4"],
-    *["--per_device_train_batch_size", "8", "--max_completion_length", "14", "--max_steps", "5", "--save_steps", "1"],
+    *[
+        "--use_cpu",
+        "true",
+        "--dtype",
+        "float32",
+        "--sink",
+        "2",
+        "--window",
+        "6",
+        "--prompts_per_step",
+        "4",
+    ],
+    *[
+        "--per_device_train_batch_size",
+        "8",
+        "--max_completion_length",
+        "14",
+        "--max_steps",
+        "5",
+        "--save_steps",
+        "1",
+    ],
     *["--tau", "0.4", "--l1_beta", "0.05", "--image_steps", "0", "--seed", "3"],
 ]
 
 
 def checksum_reward(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
     """Right or wrong by the text alone, about two of three: groups with and without spread."""
-    return [zlib.crc32((text + answer).encode()) % 3 > 0 for text, answer in zip(completions, answers, strict=True)]
+    return [
+        zlib.crc32((text + answer).encode()) % 3 > 0
+        for text, answer in zip(completions, answers, strict=True)
+    ]
 
 
 def write_curriculum(path: Path, number: int = 10) -> Path:
@@ -48,26 +74,39 @@ def make_policy() -> tuple[Any, Any]:
 
     tokenizer = build_tokenizer()
     model = make_tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2)
-    model.generation_config.eos_token_id = [2, *range(20, 40)]  # a random model would never end a completion
+    model.generation_config.eos_token_id = [
+        2,
+        *range(20, 40),
+    ]  # a random model would never end a completion
     return model, tokenizer
 
 
 def run(output_dir: Path, options: Sequence[str] = (), callbacks: Sequence[Any] = ()) -> Any:
-    """Train and export; the curriculum lies beside the output folder and is written if it is absent."""
+    """Train and export; the curriculum lies beside the output folder and is written if it is
+    absent.
+    """
     from rlkv.training.config import parse_config
     from rlkv.training.grpo import train_gates
 
     curriculum = output_dir.parent / "curriculum.jsonl"
     if not curriculum.exists():
         write_curriculum(curriculum)
-    arguments = [*OPTIONS, "--output_dir", str(output_dir), "--curriculum", str(curriculum), *options]
+    arguments = [
+        *OPTIONS,
+        "--output_dir",
+        str(output_dir),
+        "--curriculum",
+        str(curriculum),
+        *options,
+    ]
     model, tokenizer = make_policy()
     return train_gates(*parse_config(arguments), model, tokenizer, checksum_reward, list(callbacks))
 
 
 @contextmanager
 def hard_case(bad_step: int = 2) -> Iterator[None]:
-    """Rows 8 to 15 of every rollout are truncated, and the loss of row 8 and its neighbours is NaN in ``bad_step``.
+    """Rows 8 to 15 of every rollout are truncated, and the loss of row 8 and its neighbours is NaN
+    in ``bad_step``.
 
     With two processes of 8 rows all this happens in the second.
     """
@@ -76,7 +115,9 @@ def hard_case(bad_step: int = 2) -> Iterator[None]:
 
     sample, loss = trainer.roll_out, RLKVTrainer._policy_loss
 
-    def truncated(model: Any, rows: Any, sampling: Any, ends: list[int], *others: Any) -> Iterator[Any]:
+    def truncated(
+        model: Any, rows: Any, sampling: Any, ends: list[int], *others: Any
+    ) -> Iterator[Any]:
         for half, half_ends in (({*range(8)}, ends), ({*range(8, 16)}, [])):
             indices = [index for index, number in enumerate(rows.numbers) if number in half]
             if indices:
@@ -89,14 +130,19 @@ def hard_case(bad_step: int = 2) -> Iterator[None]:
         bad = upper and self.state.global_step + 1 == bad_step
         return found * (float("nan") if bad else 1.0), clipped
 
-    with patch.object(trainer, "roll_out", truncated), patch.object(RLKVTrainer, "_policy_loss", spoiled):
+    with (
+        patch.object(trainer, "roll_out", truncated),
+        patch.object(RLKVTrainer, "_policy_loss", spoiled),
+    ):
         yield
 
 
 class Held(TrainerCallback):
     """Prints after every step what share of the frozen weights this process holds."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in frozen)
         held += sum(p.ds_tensor.numel() for p in frozen if hasattr(p, "ds_tensor"))
@@ -107,12 +153,18 @@ class Held(TrainerCallback):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if "ACCELERATE_USE_DEEPSPEED" in os.environ:
-        # without its compiled operator for shared memory, which takes minutes to build: gloo gives the same sums
+        # without its compiled operator for shared memory, which takes minutes to build: gloo gives
+        # the same sums
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         # and without keeping all weights of fewer than 100,000 numbers, which here are all
         sharding = import_module("rlkv.training.sharding")
-        shard, whole = sharding._shard_zero3, {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-        sharding._shard_zero3 = lambda base, accelerator, options: shard(base, accelerator, options | whole)
+        shard, whole = (
+            sharding._shard_zero3,
+            {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
+        )
+        sharding._shard_zero3 = lambda base, accelerator, options: shard(
+            base, accelerator, options | whole
+        )
     with hard_case() if "HARD_CASE" in os.environ else nullcontext():
         run(Path(sys.argv[1]), sys.argv[2:], [Held()])
     if torch.distributed.is_initialized():

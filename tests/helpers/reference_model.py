@@ -13,9 +13,13 @@ from tests.helpers.mixed_reference import full_mask, local_mask, mixed_by_head_a
 _current: dict[str, Any] = {}
 
 
-def _attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any) -> Any:
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any
+) -> Any:
     full_heads = _current["full"][module.layer_idx]
-    out = mixed_by_head_attention(query, key, value, full_heads, _current["all"], _current["local"], scaling)
+    out = mixed_by_head_attention(
+        query, key, value, full_heads, _current["all"], _current["local"], scaling
+    )
     return out, None
 
 
@@ -33,9 +37,14 @@ def reference_logits(
     call_start: torch.Tensor | None = None,
     real: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits ``[B, T, vocabulary]`` of one masked forward over ``ids`` ``[B, T]``; arguments as in the reference."""
+    """Logits ``[B, T, vocabulary]`` of one masked forward over ``ids`` ``[B, T]``.
+
+    Arguments as in the reference.
+    """
     real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
-    _current.update(full=full, all=full_mask(real), local=local_mask(real, sink, window, call_start))
+    _current.update(
+        full=full, all=full_mask(real), local=local_mask(real, sink, window, call_start)
+    )
     before = model.config._attn_implementation
     model.set_attn_implementation("rlkv_reference")
     try:

@@ -13,13 +13,19 @@ LAYERS, HEADS = 3, 4
 
 def alpha_after(step: int) -> list[list[float]]:
     """Gates that fall at speeds of their own; no two are equal."""
-    return [[max(0.0, 1 - 0.01 * step * (1 + 4 * layer + head)) for head in range(HEADS)] for layer in range(LAYERS)]
+    return [
+        [max(0.0, 1 - 0.01 * step * (1 + 4 * layer + head)) for head in range(HEADS)]
+        for layer in range(LAYERS)
+    ]
 
 
 def record(step: int, **changes: float) -> dict[str, Any]:
     """A record of ``log.jsonl`` (no figure is left out that an alert reads)."""
     gates = [value for row in alpha_after(step) for value in row]
-    shares = {f"gates/below_{limit}": sum(value < limit for value in gates) / len(gates) for limit in (0.1, 0.5)}
+    shares = {
+        f"gates/below_{limit}": sum(value < limit for value in gates) / len(gates)
+        for limit in (0.1, 0.5)
+    }
     values = {
         "reward/mean": 0.8,
         "reward/zero_spread_share": 0.25,
@@ -31,7 +37,11 @@ def record(step: int, **changes: float) -> dict[str, Any]:
         "train/skipped_steps": 0,
         "time/step_s": 2.0,
     }
-    return {"step": step, **values, **{name.replace("__", "/"): value for name, value in changes.items()}}
+    return {
+        "step": step,
+        **values,
+        **{name.replace("__", "/"): value for name, value in changes.items()},
+    }
 
 
 def write_steps(folder: Path, first: int, last: int, total: int = 40) -> None:

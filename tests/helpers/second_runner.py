@@ -1,4 +1,5 @@
-"""The engine's second model runner on a CPU, its Triton kernels interpreted, with asynchronous scheduling.
+"""The engine's second model runner on a CPU, its Triton kernels interpreted, with asynchronous
+scheduling.
 
     python -m tests.helpers.second_runner rollouts|serving FOLDER
 
@@ -23,14 +24,27 @@ from rlkv.rollout.base import SamplingParams
 from rlkv.training.trainer import roll_out
 from rlkv.vllm.engine import VLLMEngine
 from tests.helpers import vllm_models as models
-from tests.helpers.engines import SINK, WINDOW, check_equal, engine, generate, make_served, need_vllm, random_prompts
+from tests.helpers.engines import (
+    SINK,
+    WINDOW,
+    check_equal,
+    engine,
+    generate,
+    make_served,
+    need_vllm,
+    random_prompts,
+)
 from tests.helpers.engines import watch_preemptions
 
 SAMPLED = SamplingParams(40, temperature=0.8, top_p=0.9, seed=5)
 RKV = {"name": "rkv", "budget": 40, "buffer": 16}
 # settings of head reallocation, what they are in transformers, and options of the engine
 SERVED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    ({}, {"sink": SINK, "window": WINDOW}, {"max_num_batched_tokens": 64, "enable_prefix_caching": True}),
+    (
+        {},
+        {"sink": SINK, "window": WINDOW},
+        {"max_num_batched_tokens": 64, "enable_prefix_caching": True},
+    ),
     ({"eviction": RKV}, {"eviction": make_policy(**RKV)}, {"max_num_batched_tokens": 64}),
     ({"prefill": "full"}, {"sink": SINK, "window": WINDOW, "prefill": "full"}, {}),
     (
@@ -62,9 +76,17 @@ def rollouts(folder: Path) -> None:
     """The tokens of the training loop's own rollout."""
     path = models.make_folder("llama", folder / "llama")
     reference = models.load_reference(path)
-    # 48 tokens a step: prompts are read in chunks next to rows that decode; 6 blocks for 6 rows of 2 to 5
-    options = {**models.OPTIONS, "max_num_batched_tokens": 48, "num_gpu_blocks_override": 7, "max_positions": 192}
-    with closing(VLLMEngine(str(path), LocalSizes(models.SINK, models.WINDOW), **options)) as rollout_engine:
+    # 48 tokens a step: prompts are read in chunks next to rows that decode; 6 blocks for 6 rows of
+    # 2 to 5
+    options = {
+        **models.OPTIONS,
+        "max_num_batched_tokens": 48,
+        "num_gpu_blocks_override": 7,
+        "max_positions": 192,
+    }
+    with closing(
+        VLLMEngine(str(path), LocalSizes(models.SINK, models.WINDOW), **options)
+    ) as rollout_engine:
         check_config(rollout_engine.llm.llm_engine.vllm_config)
         preempted = watch_preemptions(rollout_engine.llm)
         for update in range(2):
@@ -73,7 +95,9 @@ def rollouts(folder: Path) -> None:
             model = models.put_gates(reference, alpha)
             samples = dict(rollout_engine.sample(rows, SAMPLED))
             made = roll_out(model.get_base_model(), rows, SAMPLED, models.ENDS, 0, 8)
-            assert {i: s.token_ids for i, s in samples.items()} == {row.index: row.token_ids for row in made}
+            assert {i: s.token_ids for i, s in samples.items()} == {
+                row.index: row.token_ids for row in made
+            }
             print("max error", models.worst_difference(model, rows, samples, SAMPLED.temperature))
         assert preempted
 

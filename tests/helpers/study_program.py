@@ -20,25 +20,43 @@ NUM_PROBLEMS = 5
 
 
 def write_inputs(folder: Path) -> Path:
-    """Gates a, b (the same heads at 0.5 as a, in another order), c; five problems; a training log next to a."""
+    """Gates a, b (the same heads at 0.5 as a, in another order), c; five problems.
+
+    A training log next to a.
+    """
     model, _ = tiny.load()
     shape = ModelShape.from_config(model.config, "tiny")
     alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
     for name, values in (("a", alpha), ("b", alpha.square()), ("c", 1 - alpha)):
         (folder / name).mkdir()
-        HeadGates(values, model=shape, deploy_sink=4, deploy_window=16).save(folder / name / "gates.pt")
+        HeadGates(values, model=shape, deploy_sink=4, deploy_window=16).save(
+            folder / name / "gates.pt"
+        )
     (folder / "a" / "log.jsonl").write_text('{"time/step_s": 9.0, "time/step_cpu_s": 7.0}\n')
     problems = tiny.problems(NUM_PROBLEMS, seed=3, min_definitions=3, max_definitions=5)
-    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    (folder / "problems.jsonl").write_text(
+        "".join(json.dumps(problem) + "\n" for problem in problems)
+    )
     return folder
 
 
 def options(inputs: Path, output: Path) -> dict[str, list[str]]:
-    gates = [f"mine={inputs}/a/gates.pt", f"mine={inputs}/b/gates.pt", f"other <b>={inputs}/c/gates.pt"]
-    words = "--random-draws 2 --sparsities 0.5 --compare-at 0.5 --ablate-at 0.5 --top-heads 2 --repetition 20 5"
+    gates = [
+        f"mine={inputs}/a/gates.pt",
+        f"mine={inputs}/b/gates.pt",
+        f"other <b>={inputs}/c/gates.pt",
+    ]
+    words = (
+        "--random-draws 2 --sparsities 0.5 --compare-at 0.5 --ablate-at 0.5 --top-heads 2 "
+        "--repetition 20 5"
+    )
     words += " --policies rkv --savings 0.3 --buffer 4 --observation 2 --extra 8 --batch-size 5"
     words += f" --max-new-tokens {TOKENS}"
-    found = {"--gates": gates, "--ablation": [f"variant={inputs}/c/gates.pt"], "--output-dir": [str(output)]}
+    found = {
+        "--gates": gates,
+        "--ablation": [f"variant={inputs}/c/gates.pt"],
+        "--output-dir": [str(output)],
+    }
     found |= {"--data": [str(inputs / "problems.jsonl")], "--oracle": [str(tiny.GROUND_TRUTH)]}
     for part in words.split("--")[1:]:
         name, *values = part.split()
@@ -55,7 +73,9 @@ def config_of(inputs: Path, output: Path, *more: str) -> StudyConfig:
             found[name := word] = []
         else:
             found[name].append(word)
-    return parse(StudyConfig, arguments=[word for name, of in found.items() for word in (name, *of)])
+    return parse(
+        StudyConfig, arguments=[word for name, of in found.items() for word in (name, *of)]
+    )
 
 
 def run(inputs: Path, output: Path, *more: str) -> list[str] | None:

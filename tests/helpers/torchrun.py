@@ -1,6 +1,9 @@
-"""torchrun with two processes that import nothing: ``python -m tests.helpers.torchrun FAULT OUTPUT_DIR [options]``.
+"""torchrun with two processes that import nothing:
 
-FAULT is SIGNAL:STEP:WHOM, whom: ``rank`` (rank 1 sends it to itself in the step) or ``launcher``; or none.
+``python -m tests.helpers.torchrun FAULT OUTPUT_DIR [options]``.
+
+FAULT is SIGNAL:STEP:WHOM, whom: ``rank`` (rank 1 sends it to itself in the step) or ``launcher``;
+or none.
 """
 
 from __future__ import annotations
@@ -45,6 +48,11 @@ def work(fault: str, folder: str, options: list[str]) -> None:
 
 if __name__ == "__main__":
     config = LaunchConfig(
-        *(1, 1, 2), rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="test", max_restarts=0, start_method="fork"
+        *(1, 1, 2),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="test",
+        max_restarts=0,
+        start_method="fork",
     )
     elastic_launch(config, work)(sys.argv[1], sys.argv[2], sys.argv[3:])

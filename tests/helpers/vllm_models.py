@@ -18,14 +18,23 @@ from tests.helpers.models import make_tiny_model
 
 SINK, WINDOW = 4, 16
 LAYERS, KV_HEADS = 3, 4
-# float32 through three layers of random weights: what two orders of summation differ by, an order above what was seen
+# float32 through three layers of random weights: what two orders of summation differ by, an order
+# above what was seen
 TOLERANCE = 1e-4
 ENDS = [2, *range(20, 25)]  # a random model would never end a completion
-OPTIONS = {"dtype": "float32", "kv_gib": 0.03, "max_rows": 8, "block_size": 32, "enforce_eager": True}
+OPTIONS = {
+    "dtype": "float32",
+    "kv_gib": 0.03,
+    "max_rows": 8,
+    "block_size": 32,
+    "enforce_eager": True,
+}
 
 
 def make_folder(family: str, folder: Path) -> Path:
-    """A tiny random model (3 layers, 4 KV heads of 32) and the tiny tokenizer, as ``from_pretrained`` takes them."""
+    """A tiny random model (3 layers, 4 KV heads of 32) and the tiny tokenizer, as
+    ``from_pretrained`` takes them.
+    """
     tokenizer = build_tokenizer()
     # Qwen2 has no head_dim of its own: hidden size over heads
     model = make_tiny_model(family, vocab_size=len(tokenizer), head_dim=32, hidden_size=256)
@@ -40,7 +49,9 @@ def load_reference(folder: Path, gated: bool = True) -> PreTrainedModel | PeftMo
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return get_peft_model(model, HeadGateConfig(sink=SINK, window=WINDOW)).eval() if gated else model
+    return (
+        get_peft_model(model, HeadGateConfig(sink=SINK, window=WINDOW)).eval() if gated else model
+    )
 
 
 def random_gates(seed: int) -> Tensor:
@@ -58,17 +69,28 @@ def make_rows(number: int = 8, rollout: int = 0, seed: int = 0) -> Rows:
 
 
 @torch.no_grad()
-def forced_logprobs(model: torch.nn.Module, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of ``tokens`` after ``prompt``, float32 ``[len(tokens)]``, in one teacher-forced forward."""
+def forced_logprobs(
+    model: torch.nn.Module, prompt: list[int], tokens: list[int], temperature: float = 1.0
+) -> Tensor:
+    """Log-probabilities of ``tokens`` after ``prompt``, float32 ``[len(tokens)]``, in one
+    teacher-forced forward.
+    """
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def worst_difference(model: torch.nn.Module, rows: Rows, samples: dict[int, Sample], temperature: float = 1.0) -> float:
-    """Largest difference between the samples' log-probabilities and those of ``model``, over all tokens."""
+def worst_difference(
+    model: torch.nn.Module, rows: Rows, samples: dict[int, Sample], temperature: float = 1.0
+) -> float:
+    """Largest difference between the samples' log-probabilities and those of ``model``, over all
+    tokens.
+    """
     assert sorted(samples) == list(range(len(rows.prompts)))
     return max(
-        (forced_logprobs(model, rows.prompts[i], s.token_ids, temperature) - torch.tensor(s.logprobs))
+        (
+            forced_logprobs(model, rows.prompts[i], s.token_ids, temperature)
+            - torch.tensor(s.logprobs)
+        )
         .abs()
         .max()
         .item()

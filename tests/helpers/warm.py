@@ -1,7 +1,8 @@
-"""Programs in processes of their own that need not import torch, transformers, trl and datasets first.
+"""Programs in processes of their own that need not import torch, transformers, trl and datasets
+first.
 
-The processes are forks of one server per test process (``multiprocessing``'s forkserver).  Not for tests of imports or
-of variables that a library reads when it is imported (``HF_*``).
+The processes are forks of one server per test process (``multiprocessing``'s forkserver).  Not for
+tests of imports or of variables that a library reads when it is imported (``HF_*``).
 """
 
 from __future__ import annotations
@@ -20,27 +21,42 @@ from subprocess import CompletedProcess
 import torch
 
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["datasets", "peft", "trl.trainer.grpo_trainer", "transformers.models.llama", "wandb"])
+_CONTEXT.set_forkserver_preload(
+    ["datasets", "peft", "trl.trainer.grpo_trainer", "transformers.models.llama", "wandb"]
+)
 
 
 def start(
-    command: Sequence[object], folder: Path | None = None, streams: Path | None = None, **variables: str
+    command: Sequence[object],
+    folder: Path | None = None,
+    streams: Path | None = None,
+    **variables: str,
 ) -> BaseProcess:
     """A process that runs ``PROGRAM.py ARGUMENTS`` or ``-m MODULE ARGUMENTS`` on one thread.
 
     Args:
         folder: where it runs; default: here.
-        streams: folder whose files ``in``, ``out`` and ``err`` it reads and writes; default: nothing is kept.
+        streams: folder whose files ``in``, ``out`` and ``err`` it reads and writes; default:
+            nothing is kept.
         variables: added to this process's environment.
     """
-    words, environment = [str(word) for word in command], {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    process = _CONTEXT.Process(target=_run, args=(words, str(folder or Path.cwd()), environment, streams))
+    words, environment = (
+        [str(word) for word in command],
+        {**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )
+    process = _CONTEXT.Process(
+        target=_run, args=(words, str(folder or Path.cwd()), environment, streams)
+    )
     process.start()
     return process
 
 
 def run(
-    command: Sequence[object], folder: Path | None = None, text: str = "", timeout: float = 250, **variables: str
+    command: Sequence[object],
+    folder: Path | None = None,
+    text: str = "",
+    timeout: float = 250,
+    **variables: str,
 ) -> CompletedProcess[str]:
     """The outcome of :func:`start`, with ``text`` as standard input."""
     with tempfile.TemporaryDirectory() as made:
@@ -81,7 +97,9 @@ def run_ranks(
             process.kill()
             process.join()
         assert process.exitcode is not None
-        found.append((process.exitcode, "".join((folder / name).read_text() for name in ("out", "err"))))
+        found.append(
+            (process.exitcode, "".join((folder / name).read_text() for name in ("out", "err")))
+        )
     return found
 
 

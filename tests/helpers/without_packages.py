@@ -1,4 +1,6 @@
-"""A plugin of pytest (``-p tests.helpers.without_packages``): the packages of ``WITHOUT`` count as not installed."""
+"""A plugin of pytest (``-p tests.helpers.without_packages``): the packages of ``WITHOUT`` count as
+not installed.
+"""
 
 from __future__ import annotations
 

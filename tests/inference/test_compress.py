@@ -17,7 +17,9 @@ from rlkv.models.shape import ModelShape
 from tests.helpers.models import make_tiny_model
 
 MIXED = HeadAllocation(
-    torch.tensor([[True, False, True, False], [False, False, False, False], [True, True, True, True]])
+    torch.tensor(
+        [[True, False, True, False], [False, False, False, False], [True, True, True, True]]
+    )
 )
 ALL_FULL = HeadAllocation(torch.ones(3, 4, dtype=torch.bool))
 GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
@@ -33,25 +35,40 @@ def make_gates(model: PreTrainedModel) -> HeadGates:
 
 
 def state_of(model: PreTrainedModel) -> tuple:
-    modules = {name: (set(vars(m)), len(m._forward_pre_hooks), m.training) for name, m in model.named_modules()}
-    return model.config._attn_implementation, modules, model.config.to_dict(), model.generation_config.to_dict()
+    modules = {
+        name: (set(vars(m)), len(m._forward_pre_hooks), m.training)
+        for name, m in model.named_modules()
+    }
+    return (
+        model.config._attn_implementation,
+        modules,
+        model.config.to_dict(),
+        model.generation_config.to_dict(),
+    )
 
 
-def test_sparsity_zero_is_stock_generate_and_exit_restores_everything(tiny_model: PreTrainedModel) -> None:
+def test_sparsity_zero_is_stock_generate_and_exit_restores_everything(
+    tiny_model: PreTrainedModel,
+) -> None:
     ids = prompt(3)
     mask = (torch.arange(12) >= torch.tensor([[0], [4], [9]])).long()
     stock = tiny_model.generate(ids, attention_mask=mask, **GREEDY)
     before = state_of(tiny_model)
     with rlkv.compress(tiny_model, make_gates(tiny_model), sparsity=0.0) as session:
         assert torch.equal(tiny_model.generate(ids, attention_mask=mask, **GREEDY), stock)
-        assert session.cache.nbytes() == session.cache.full_nbytes()  # generation's length is known: no headroom
+        assert (
+            session.cache.nbytes() == session.cache.full_nbytes()
+        )  # generation's length is known: no headroom
     assert state_of(tiny_model) == before
     assert torch.equal(tiny_model.generate(ids, attention_mask=mask, **GREEDY), stock)
 
 
 @pytest.mark.parametrize("prefill", ["full", "local", "published"])
 def test_generate_equals_a_step_by_step_loop(tiny_model: PreTrainedModel, prefill: str) -> None:
-    with rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill=prefill) as session, torch.no_grad():
+    with (
+        rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill=prefill) as session,
+        torch.no_grad(),
+    ):
         generated = tiny_model.generate(prompt(), **GREEDY)
         first_cache = session.cache
         ids, tokens, cache = prompt(), [], None
@@ -65,33 +82,52 @@ def test_generate_equals_a_step_by_step_loop(tiny_model: PreTrainedModel, prefil
     assert first_cache is not cache
 
 
-def test_a_forward_without_cache_still_goes_through_the_compressed_heads(tiny_model: PreTrainedModel) -> None:
+def test_a_forward_without_cache_still_goes_through_the_compressed_heads(
+    tiny_model: PreTrainedModel,
+) -> None:
     stock = tiny_model(prompt(length=30)).logits
-    with rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill="local") as session, torch.no_grad():
+    with (
+        rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill="local") as session,
+        torch.no_grad(),
+    ):
         kept = tiny_model(prompt(length=30)).logits
         cache = session.cache
         unkept = tiny_model(prompt(length=30), use_cache=False).logits
         assert session.cache is cache
-        by_keyword = tiny_model(inputs_embeds=tiny_model.get_input_embeddings()(prompt(length=30))).logits
+        by_keyword = tiny_model(
+            inputs_embeds=tiny_model.get_input_embeddings()(prompt(length=30))
+        ).logits
     assert torch.equal(kept, unkept)
     assert torch.equal(kept, by_keyword)
     assert (kept - stock).abs().max() > 0.01
 
 
 def test_chat_turn_on_top_of_the_cache(tiny_model: PreTrainedModel) -> None:
-    with rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill="local") as session, torch.no_grad():
+    with (
+        rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill="local") as session,
+        torch.no_grad(),
+    ):
         first = tiny_model.generate(prompt(), **GREEDY)
         talk = torch.cat([first, prompt(length=7)], dim=1)
         ones = torch.ones_like(talk)  # or generate takes a generated pad token for padding
-        second = tiny_model.generate(talk, attention_mask=ones, past_key_values=session.cache, **GREEDY)
+        second = tiny_model.generate(
+            talk, attention_mask=ones, past_key_values=session.cache, **GREEDY
+        )
         held = session.cache.get_seq_length()
         again = tiny_model.generate(talk, attention_mask=ones, **GREEDY)
     assert held == talk.shape[1] + 29
-    assert torch.equal(second, again)  # with prefill local a cached past and a prompt are masked alike
+    assert torch.equal(
+        second, again
+    )  # with prefill local a cached past and a prompt are masked alike
 
 
 def test_sampling_with_several_sequences(tiny_model: PreTrainedModel) -> None:
-    settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 10, "eos_token_id": None}
+    settings = {
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "max_new_tokens": 10,
+        "eos_token_id": None,
+    }
     torch.manual_seed(0)
     stock = tiny_model.generate(prompt(2), **settings)
     torch.manual_seed(0)
@@ -105,7 +141,11 @@ def test_gates_object_file_and_allocation_agree(tmp_path: Path) -> None:
     gates.save(tmp_path / "gates.pt")
     allocation = HeadAllocation.from_gates(gates, 0.5)
     outputs = []
-    for given, sparsity in ((gates, 0.5), (tmp_path / "gates.pt", 0.5), (str(tmp_path / "gates.pt"), 0.5)):
+    for given, sparsity in (
+        (gates, 0.5),
+        (tmp_path / "gates.pt", 0.5),
+        (str(tmp_path / "gates.pt"), 0.5),
+    ):
         with rlkv.compress(model, given, sparsity, sink=2, window=4) as session:
             assert session.allocation == allocation
             outputs.append(model.generate(prompt(), **GREEDY))
@@ -132,7 +172,9 @@ def test_two_models_and_two_sizes_at_once() -> None:
 
 def test_lora_adapter_on_the_model() -> None:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(make_tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2)).eval()
+    model = peft.get_peft_model(
+        make_tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2)
+    ).eval()
     stock = model.generate(input_ids=prompt(), **GREEDY)
     with rlkv.compress(model, ALL_FULL) as session:
         assert torch.equal(model.generate(input_ids=prompt(), **GREEDY), stock)
@@ -184,7 +226,10 @@ def test_caches_of_another_compression_are_refused() -> None:
     model = make_tiny_model("llama")
     with rlkv.compress(model, MIXED) as session:
         model.generate(prompt(), **GREEDY)
-    with rlkv.compress(model, MIXED, window=9), pytest.raises(ValueError, match=r"past_key_values.*allocation"):
+    with (
+        rlkv.compress(model, MIXED, window=9),
+        pytest.raises(ValueError, match=r"past_key_values.*allocation"),
+    ):
         model.generate(prompt(length=50), past_key_values=session.cache, **GREEDY)
     with rlkv.compress(model, MIXED), pytest.raises(ValueError, match="DynamicCache"):
         model(prompt(), past_key_values=DynamicCache())

@@ -1,4 +1,6 @@
-"""rlkv.compress with eviction policies: alone, with gates, generation, bytes, and the models that differ."""
+"""rlkv.compress with eviction policies: alone, with gates, generation, bytes, and the models that
+differ.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ from rlkv.rollout.base import SamplingParams
 from tests.helpers.models import make_tiny_model
 
 MIXED = HeadAllocation(
-    torch.tensor([[True, False, True, False], [False, False, False, False], [True, True, True, True]])
+    torch.tensor(
+        [[True, False, True, False], [False, False, False, False], [True, True, True, True]]
+    )
 )
 ENTRY = 2 * 16 * 4  # bytes of key and value of one token of one head: 2 tensors of 16 float32
 
 
-def generate(model, ids, session: CompressedSession | None = None, new: int = 40, **options) -> torch.Tensor:
+def generate(
+    model, ids, session: CompressedSession | None = None, new: int = 40, **options
+) -> torch.Tensor:
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -53,7 +59,13 @@ def test_alone_all_heads_evict_and_the_model_is_as_before() -> None:
 def test_a_budget_beyond_the_text_generates_the_stock_tokens() -> None:
     model = make_tiny_model("qwen3")
     want = generate(model, prompt())
-    for policy in (RKV(budget=100), RPC(P=100), H2O(budget=100), TOVA(budget=100), SinkWindow(budget=100)):
+    for policy in (
+        RKV(budget=100),
+        RPC(P=100),
+        H2O(budget=100),
+        TOVA(budget=100),
+        SinkWindow(budget=100),
+    ):
         with rlkv.compress(model, MIXED, eviction=policy):
             assert torch.equal(generate(model, prompt()), want)
 
@@ -67,7 +79,9 @@ def test_bytes_count_buffers_and_observed_queries(observation: int) -> None:
     cache = session.cache
     assert cache is not None
     held = int(cache.state.row_counts.held[0])
-    queries = 2 * 12 * 2 * observation * 16 * 4  # rows, KV heads, query heads of each, tokens, elements, bytes
+    queries = (
+        2 * 12 * 2 * observation * 16 * 4
+    )  # rows, KV heads, query heads of each, tokens, elements, bytes
     assert cache.get_seq_length() == 59
     assert 12 <= held < 16
     assert cache.used_nbytes() == 2 * 12 * held * ENTRY + queries
@@ -102,7 +116,8 @@ def test_record_lists_every_compaction() -> None:
     with rlkv.compress(model, MIXED, eviction=policy, record=True) as session:
         generate(model, prompt(), new=40)
     kept = session.cache.kept
-    # the prompt of 20 is compacted at once, then every 5 of the 39 tokens that were fed: 20, 25, 30, ..., 55
+    # the prompt of 20 is compacted at once, then every 5 of the 39 tokens that were fed: 20, 25,
+    # 30, ..., 55
     assert sorted({(k.layer, k.row, k.seen) for k in kept}) == [
         (layer, row, seen) for layer in (0, 1) for row in (0, 1) for seen in range(20, 60, 5)
     ]
@@ -115,7 +130,10 @@ def test_record_lists_every_compaction() -> None:
 
 def test_the_prompt_can_be_protected() -> None:
     model = make_tiny_model("llama")
-    for policy in (RandomEviction(budget=6, buffer=2, observation=2), H2O(budget=6, protect_prompt=True)):
+    for policy in (
+        RandomEviction(budget=6, buffer=2, observation=2),
+        H2O(budget=6, protect_prompt=True),
+    ):
         with rlkv.compress(model, eviction=policy, record=True) as session:
             generate(model, prompt(), new=40)
         held = session.cache.held(1)
@@ -129,7 +147,9 @@ def test_rows_decode_as_they_do_alone() -> None:
     mask = (torch.arange(24) >= torch.tensor([[0], [7], [15]])).long()
     policy = RKV(ratio=0.3, extra=6, buffer=4, observation=3)
     with rlkv.compress(model, MIXED, eviction=policy):
-        together = model.generate(ids, attention_mask=mask, max_new_tokens=30, min_new_tokens=30, do_sample=False)
+        together = model.generate(
+            ids, attention_mask=mask, max_new_tokens=30, min_new_tokens=30, do_sample=False
+        )
         for row, pad in enumerate((0, 7, 15)):
             alone = generate(model, ids[row : row + 1, pad:], new=30)
             assert torch.equal(alone[0], together[row, pad:])
@@ -219,9 +239,9 @@ def test_sliding_layers_are_left_alone() -> None:
             got = generate(model, prompt(), new=20)
             generate(model, prompt(), new=20)
     assert torch.equal(got, want)
-    assert [str(w.message).split(" and ")[0] for w in caught if "not changed" in str(w.message)] == [
-        "layers 0, 2 have sliding windows"
-    ]
+    assert [
+        str(w.message).split(" and ")[0] for w in caught if "not changed" in str(w.message)
+    ] == ["layers 0, 2 have sliding windows"]
     with (
         pytest.warns(UserWarning, match="not changed"),
         rlkv.compress(model, eviction=TOVA(budget=10), record=True) as s,
@@ -243,13 +263,18 @@ def test_sliding_layers_are_left_alone() -> None:
             cache.reset()
             assert torch.equal(model(prompt(), past_key_values=cache).logits, want)
     gates = HeadGates(torch.rand(4, 4))
-    with pytest.raises(ValueError, match=r"sliding windows.*HeadAllocation"), rlkv.compress(model, gates, 0.5):
+    with (
+        pytest.raises(ValueError, match=r"sliding windows.*HeadAllocation"),
+        rlkv.compress(model, gates, 0.5),
+    ):
         pass
 
 
 def test_sliding_layers_through_the_engine() -> None:
     model = gemma3()
-    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2, decode=lambda ids, **kwargs: " ".join(map(str, ids)))
+    tokenizer = SimpleNamespace(
+        pad_token_id=0, eos_token_id=2, decode=lambda ids, **kwargs: " ".join(map(str, ids))
+    )
     allocation = resolve_allocation(model, None)
     engine = InferenceEngine(model, tokenizer, allocation, eviction=TOVA(budget=10), record=True)
     with pytest.warns(UserWarning, match="not changed"):
@@ -259,7 +284,9 @@ def test_sliding_layers_through_the_engine() -> None:
 
 def test_a_model_without_rope_is_served_with_a_warning() -> None:
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=128)).eval()
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=128)
+    ).eval()
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = 2
     want = generate(model, prompt(), new=20)

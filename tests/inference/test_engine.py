@@ -17,12 +17,18 @@ GREEDY = SamplingParams(max_new_tokens=15)
 QUESTIONS = ["a=7 . find a ?", "b=2 . c=3 . d = b + c . find d ?", "e=1 . find e ?"]
 
 
-def make_engine(sparsity: float = 0.5, prefill: str = "local", batch_size: int = 8) -> InferenceEngine:
+def make_engine(
+    sparsity: float = 0.5, prefill: str = "local", batch_size: int = 8
+) -> InferenceEngine:
     tokenizer = build_tokenizer()
-    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    ids = {
+        name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")
+    }
     model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
     allocation = HeadAllocation.random(3, 4, sparsity, seed=0)
-    return InferenceEngine(model, tokenizer, allocation, sink=2, window=6, prefill=prefill, batch_size=batch_size)
+    return InferenceEngine(
+        model, tokenizer, allocation, sink=2, window=6, prefill=prefill, batch_size=batch_size
+    )
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
@@ -47,9 +53,16 @@ def test_full_replies_are_the_stock_ones_with_the_stock_bytes() -> None:
     reply = engine.reply(ids, GREEDY, full=True)
     batched, usage = engine.batch([prompt], GREEDY, full=True)
     assert reply.completion.token_ids == stock[0, len(ids) :].tolist() == batched[0].token_ids
-    # K and V, layers, heads, tokens (the last one is not cached), floats of 4 bytes in vectors of 16
+    # K and V, layers, heads, tokens (the last one is not cached), floats of 4 bytes in vectors of
+    # 16
     expected = 2 * 3 * 4 * (stock.shape[1] - 1) * 16 * 4
-    assert reply.usage.kv_bytes == reply.usage.kv_bytes_full == usage.kv_bytes == usage.kv_bytes_full == expected
+    assert (
+        reply.usage.kv_bytes
+        == reply.usage.kv_bytes_full
+        == usage.kv_bytes
+        == usage.kv_bytes_full
+        == expected
+    )
 
 
 def test_chat_turns_on_the_cache_equal_reading_everything_anew() -> None:
@@ -60,7 +73,9 @@ def test_chat_turns_on_the_cache_equal_reading_everything_anew() -> None:
         reply = chat.say(question)
         caches.append(reply.cache)
         ids = engine.encode(
-            engine.tokenizer.apply_chat_template(chat.messages[:-1], tokenize=False, add_generation_prompt=True)
+            engine.tokenizer.apply_chat_template(
+                chat.messages[:-1], tokenize=False, add_generation_prompt=True
+            )
         )
         assert engine.reply(ids, GREEDY).completion == reply.completion
     assert caches[0] is caches[1] is caches[2]
@@ -73,7 +88,9 @@ def test_chat_turns_on_the_cache_equal_reading_everything_anew() -> None:
 def test_a_template_that_rewrites_the_past_starts_a_new_cache() -> None:
     engine = make_engine()
     # as templates of reasoning models do, which cut earlier reasoning out
-    engine.tokenizer.chat_template = engine.tokenizer.chat_template.replace("{{ message['content'] }}<eos>", "<eos>")
+    engine.tokenizer.chat_template = engine.tokenizer.chat_template.replace(
+        "{{ message['content'] }}<eos>", "<eos>"
+    )
     chat = Chat(engine, GREEDY)
     first, second = chat.say(QUESTIONS[0]), chat.say(QUESTIONS[1])
     assert first.cache is not second.cache
@@ -88,7 +105,9 @@ def test_chat_without_a_chat_template() -> None:
     assert second.usage.kv_bytes_full > first.usage.kv_bytes_full
 
 
-def test_a_turn_that_fails_leaves_the_conversation_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = make_engine()
     chat = Chat(engine, GREEDY)
     chat.say(QUESTIONS[0])
@@ -116,7 +135,8 @@ def test_seeds_fix_samples_and_leave_the_global_state_alone() -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     one, two, three = (
-        engine.reply(ids, SamplingParams(15, temperature=1.0, seed=seed)).completion for seed in (1, 1, 2)
+        engine.reply(ids, SamplingParams(15, temperature=1.0, seed=seed)).completion
+        for seed in (1, 1, 2)
     )
     assert one == two != three
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,4 +1,6 @@
-"""compress(..., protect_prompt=True) and engines with it: batches, beams, further turns, and what is refused."""
+"""compress(..., protect_prompt=True) and engines with it: batches, beams, further turns, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,20 @@ from tests.helpers.models import make_tiny_model
 MIXED = HeadAllocation(HEADS)
 SIZES = {"sink": 2, "window": 4, "protect_prompt": True}
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-QUESTIONS = ["a=7 . find a ?", "b=2 . c=3 . d = b + c . find d ?", "e=1 . find e ?", "f=5 . g=2 . h = f + g . find h ?"]
+QUESTIONS = [
+    "a=7 . find a ?",
+    "b=2 . c=3 . d = b + c . find d ?",
+    "e=1 . find e ?",
+    "f=5 . g=2 . h = f + g . find h ?",
+]
 
 
 @pytest.fixture
 def engine() -> InferenceEngine:
     tokenizer = build_tokenizer()
-    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    ids = {
+        name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")
+    }
     model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
     return InferenceEngine(model, tokenizer, HeadAllocation.random(3, 4, 0.5, seed=0), **SIZES)
 
@@ -60,7 +69,10 @@ def test_beams_of_a_batch_equal_those_of_single_prompts(tiny_model: PreTrainedMo
     with rlkv.compress(tiny_model, MIXED, **SIZES):
         batch = tiny_model.generate(ids, attention_mask=mask, **beams)
         for row, pad in ((0, 0), (1, 5)):
-            assert torch.equal(tiny_model.generate(ids[row : row + 1, pad:], **beams)[0, 12 - pad :], batch[row, 12:])
+            assert torch.equal(
+                tiny_model.generate(ids[row : row + 1, pad:], **beams)[0, 12 - pad :],
+                batch[row, 12:],
+            )
 
 
 def test_a_further_turn_is_kept_as_generated_tokens_are(tiny_model: PreTrainedModel) -> None:
@@ -75,12 +87,16 @@ def test_a_further_turn_is_kept_as_generated_tokens_are(tiny_model: PreTrainedMo
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_prompts_that_join_a_batch_decode_as_they_do_together(engine: InferenceEngine, batch_size: int) -> None:
+def test_prompts_that_join_a_batch_decode_as_they_do_together(
+    engine: InferenceEngine, batch_size: int
+) -> None:
     prompts = [render_prompt(engine.tokenizer, question) for question in QUESTIONS]
     sampling = SamplingParams(max_new_tokens=20)
     together, _ = engine.batch(prompts, sampling)
     engine.batch_size = batch_size
-    assert [c.token_ids for c in engine.batch(prompts, sampling)[0]] == [c.token_ids for c in together]
+    assert [c.token_ids for c in engine.batch(prompts, sampling)[0]] == [
+        c.token_ids for c in together
+    ]
 
 
 def test_a_chat_keeps_its_first_question(engine: InferenceEngine) -> None:

@@ -23,7 +23,9 @@ def run_program(monkeypatch: pytest.MonkeyPatch, *options: str) -> object:
     return ended.value.code
 
 
-def test_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     gates = HeadGates(torch.linspace(0, 1, 24).view(4, 6), deploy_sink=4, deploy_window=16)
     gates.save(tmp_path / "gates.pt")
     drawn = [draw_problem(random.Random(seed), 4) for seed in range(3)]
@@ -43,7 +45,10 @@ def test_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert run_program(monkeypatch, *options, "--num-traces", "3", "--model", "tiny") == 2
     assert "out.pt exists" in capsys.readouterr().err
     assert HeadGates.load(tmp_path / "out.pt") == result
-    assert run_program(monkeypatch, *options, "--num-traces", "4", "--model", "tiny", "--overwrite") == 2
+    assert (
+        run_program(monkeypatch, *options, "--num-traces", "4", "--model", "tiny", "--overwrite")
+        == 2
+    )
     assert "has only 3" in capsys.readouterr().err
     assert run_program(monkeypatch, *options[:3], str(tmp_path / "out.csv"), *options[4:]) == 2
     assert "out.csv" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Families of models: each works exactly, or is refused in one true sentence before any text is read."""
+"""Families of models: each works exactly, or is refused in one true sentence before any text is
+read.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def test_compress(family: str) -> None:
         with rlkv.compress(model, allocation, prefill="local", **sizes):
             assert largest(logits(model) - expected) < 1e-4
             assert torch.equal(model.generate(IDS, **GREEDY), text)
-    with rlkv.compress(model, HeadAllocation(torch.zeros(_heads(model)) > 0), sink=1, window=2, prefill="local"):
+    with rlkv.compress(
+        model, HeadAllocation(torch.zeros(_heads(model)) > 0), sink=1, window=2, prefill="local"
+    ):
         assert largest(logits(model) - expected) > 1e-4
 
 
@@ -102,19 +106,32 @@ def test_gates(family: str) -> None:
 
 
 def _heads(model: Any) -> tuple[int, int]:
-    shape = ModelShape.from_config(model.config) if hasattr(model.config, "num_attention_heads") else None
+    shape = (
+        ModelShape.from_config(model.config)
+        if hasattr(model.config, "num_attention_heads")
+        else None
+    )
     return (2, 2) if shape is None else (shape.num_layers, shape.num_kv_heads)
 
 
 def test_weights_of_attention_are_refused() -> None:
     model, options = make_tiny_model("llama"), {"output_attentions": True}
-    with rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)), pytest.raises(ValueError, match="output_attent"):
+    with (
+        rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)),
+        pytest.raises(ValueError, match="output_attent"),
+    ):
         model(IDS, **options)
-    with rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)), pytest.raises(ValueError, match="output_attent"):
+    with (
+        rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)),
+        pytest.raises(ValueError, match="output_attent"),
+    ):
         model.generate(IDS, **GREEDY, **options, return_dict_in_generate=True)
     eager = make_tiny_model("llama", attn_implementation="eager")
     eager.config.output_attentions = True
-    with pytest.raises(ValueError, match="output_attent"), rlkv.compress(eager, HeadAllocation(torch.ones(3, 4) > 0)):
+    with (
+        pytest.raises(ValueError, match="output_attent"),
+        rlkv.compress(eager, HeadAllocation(torch.ones(3, 4) > 0)),
+    ):
         pass
     with pytest.raises(ValueError, match="output_attent"):
         peft.get_peft_model(eager, HeadGateConfig())
@@ -128,19 +145,29 @@ def test_packed_texts_and_models_without_a_head_are_refused() -> None:
     packed = torch.cat([torch.arange(8), torch.arange(12)]).expand(2, -1)
     expected = model(IDS).logits
     with rlkv.compress(model, allocation):
-        assert largest(model(IDS, position_ids=torch.arange(20).expand(2, -1)).logits - expected) < 1e-5
+        assert (
+            largest(model(IDS, position_ids=torch.arange(20).expand(2, -1)).logits - expected)
+            < 1e-5
+        )
         for use_cache in (True, False):
             with pytest.raises(ValueError, match="start again"):
                 model(IDS, position_ids=packed, use_cache=use_cache)
-    with pytest.raises(ValueError, match="AutoModelForCausalLM"), rlkv.compress(model.base_model, allocation):
+    with (
+        pytest.raises(ValueError, match="AutoModelForCausalLM"),
+        rlkv.compress(model.base_model, allocation),
+    ):
         pass
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("eviction", [None, RKV(budget=6, buffer=2, observation=2)])
-def test_copies_of_a_cache_branch_the_text_and_do_not_hold_the_model(family: str, eviction: Any) -> None:
+def test_copies_of_a_cache_branch_the_text_and_do_not_hold_the_model(
+    family: str, eviction: Any
+) -> None:
     model = make_tiny_model(family) if family == "llama" else make_family(family)
-    with rlkv.compress(model, HeadAllocation(torch.zeros(_heads(model)) > 0), eviction=eviction) as session:
+    with rlkv.compress(
+        model, HeadAllocation(torch.zeros(_heads(model)) > 0), eviction=eviction
+    ) as session:
         first = model.generate(IDS, **GREEDY)
         cache, file = session.cache, io.BytesIO()
         torch.save(cache, file)
@@ -152,7 +179,10 @@ def test_copies_of_a_cache_branch_the_text_and_do_not_hold_the_model(family: str
         states = cache.used_nbytes()
         model.generate(other, attention_mask=ones, past_key_values=copy.deepcopy(cache), **GREEDY)
         assert cache.used_nbytes() == states  # not touched by the other branch
-        texts = [model.generate(more, attention_mask=ones, past_key_values=c, **GREEDY) for c in (cache, saved, copied)]
+        texts = [
+            model.generate(more, attention_mask=ones, past_key_values=c, **GREEDY)
+            for c in (cache, saved, copied)
+        ]
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
 

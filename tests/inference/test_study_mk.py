@@ -1,4 +1,6 @@
-"""What `make demo`, `make smol` and `make study` run: the settings of every stage, the order, and what they hand on."""
+"""What `make demo`, `make smol` and `make study` run: the settings of every stage, the order, and
+what they hand on.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ KINDS = {
     "inference/rerank_heads.py": load_program("inference/rerank_heads.py").RerankConfig,
     "inference/study.py": StudyConfig,
 }
-PLANS = [(goal, model, quick) for goal in ("demo", "study") for model in ("tiny", "smol") for quick in ("", "1")]
+PLANS = [
+    (goal, model, quick)
+    for goal in ("demo", "study")
+    for model in ("tiny", "smol")
+    for quick in ("", "1")
+]
 # writes what the program of its first argument would
 STUB = """#!/bin/sh
 echo "$OMP_NUM_THREADS $*" >> "$CALLS"
@@ -64,7 +71,9 @@ class Stage(NamedTuple):
     folder: Path
 
 
-def make(goal: str, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def make(
+    goal: str, folder: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = ["make", "-f", "inference/study.mk", goal, f"OUT={folder}", *arguments]
     # this test may itself be run by make
     env = {**{k: v for k, v in os.environ.items() if not k.startswith("MAKE")}, **environment}
@@ -80,7 +89,9 @@ def stages(goal: str, model: str, quick: str) -> list[Stage]:
     for line in re.findall(r"^echo 'python (.*)'$", done.stdout, re.M):
         program, *options = shlex.split(line)
         assert (ROOT / program).is_file()
-        written = options[[word.replace("_", "-").startswith("--output") for word in options].index(True) + 1]
+        written = options[
+            [word.replace("_", "-").startswith("--output") for word in options].index(True) + 1
+        ]
         found.append(Stage(program, options, Path(written)))
     return found
 
@@ -91,18 +102,24 @@ def grpo_settings(options: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[s
     settings, training = parse_config([*options, "--use_cpu", "true"])
     found = {**vars(settings), **training.to_dict()}
     return {
-        name: value for name, value in found.items() if name not in ("seed", "logging_dir", "run_name", "output_dir")
+        name: value
+        for name, value in found.items()
+        if name not in ("seed", "logging_dir", "run_name", "output_dir")
     }
 
 
 def run_options(run: str, model: str = "tiny", quick: str = "") -> list[str]:
     """The options of a training of the study, by its folder."""
-    (stage,) = (stage for stage in stages("study", model, quick) if stage.folder == FOLDER / "runs" / run)
+    (stage,) = (
+        stage for stage in stages("study", model, quick) if stage.folder == FOLDER / "runs" / run
+    )
     return stage.options
 
 
 @pytest.mark.parametrize(("goal", "model", "quick"), PLANS)
-def test_every_program_knows_its_options(goal: str, model: str, quick: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_program_knows_its_options(
+    goal: str, model: str, quick: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     for program, options, folder in stages(goal, model, quick):
         if program in KINDS:
@@ -116,7 +133,9 @@ def test_every_program_knows_its_options(goal: str, model: str, quick: str, monk
         assert goal == "demo" or folder.name.endswith(f"_{seed}")
 
 
-@pytest.mark.parametrize(("model", "quick"), [("tiny", ""), ("tiny", "1"), ("smol", ""), ("smol", "1")])
+@pytest.mark.parametrize(
+    ("model", "quick"), [("tiny", ""), ("tiny", "1"), ("smol", ""), ("smol", "1")]
+)
 def test_the_report_gets_every_run(model: str, quick: str) -> None:
     *found, cells, study = stages("study", model, quick)
     assert cells.options == [*study.options, "--measure-only"]
@@ -128,14 +147,26 @@ def test_the_report_gets_every_run(model: str, quick: str) -> None:
             words.append(word.split("="))
     names = [name for name, _ in given["--gates"]]
     assert list(dict.fromkeys(names)) == METHODS
-    assert names.count("RLKV") == names.count("traces re-ranked") == (2 if quick or model == "smol" else 3)
+    assert (
+        names.count("RLKV")
+        == names.count("traces re-ranked")
+        == (2 if quick or model == "smol" else 3)
+    )
     assert names.count("traces") == names.count("DuoAttention") == (2 if quick else 3)
     variants = [name for name, _ in given.get("--ablation", [])]
     assert list(dict.fromkeys(variants)) == (VARIANTS if model == "tiny" else [])
     assert len(variants) == (0 if model == "smol" else 4 if quick else 8)
-    files = [Path(file) for option in ("--gates", "--ablation") for _, file in given.get(option, [])]
-    made = [stage.folder for stage in found if stage.program.startswith("train/") or "rerank" in stage.program]
-    assert sorted(file if file.stem == "reranked" else file.parent for file in files) == sorted(made)
+    files = [
+        Path(file) for option in ("--gates", "--ablation") for _, file in given.get(option, [])
+    ]
+    made = [
+        stage.folder
+        for stage in found
+        if stage.program.startswith("train/") or "rerank" in stage.program
+    ]
+    assert sorted(file if file.stem == "reranked" else file.parent for file in files) == sorted(
+        made
+    )
     assert len({stage.folder for stage in found}) == len(found)
 
 
@@ -176,10 +207,17 @@ def stub(tmp_path: Path) -> dict[str, str]:
     program = tmp_path / "stub"
     program.write_text(STUB)
     program.chmod(0o755)
-    return {"PYTHON": str(program), "CALLS": str(tmp_path / "calls"), "BROKEN": "nothing", "OMP_NUM_THREADS": "7"}
+    return {
+        "PYTHON": str(program),
+        "CALLS": str(tmp_path / "calls"),
+        "BROKEN": "nothing",
+        "OMP_NUM_THREADS": "7",
+    }
 
 
-def test_stages_run_once_and_again_when_what_they_need_is_newer(tmp_path: Path, stub: dict[str, str]) -> None:
+def test_stages_run_once_and_again_when_what_they_need_is_newer(
+    tmp_path: Path, stub: dict[str, str]
+) -> None:
     out, calls = tmp_path / "demo", tmp_path / "calls"
     failed = make("demo", out, **{**stub, "BROKEN": "train/grpo"})
     assert failed.returncode == 2
@@ -200,14 +238,19 @@ def test_stages_run_once_and_again_when_what_they_need_is_newer(tmp_path: Path, 
     os.utime(out / "curriculum" / "report.md")
     os.utime(out / "training" / "gates.pt", (1, 1))
     assert make("demo", out, **stub).returncode == 0
-    assert [Path(line.split()[1]).stem for line in calls.read_text().splitlines()] == ["grpo_gates", "study"]
+    assert [Path(line.split()[1]).stem for line in calls.read_text().splitlines()] == [
+        "grpo_gates",
+        "study",
+    ]
 
 
 def test_a_program_ends_with_make(tmp_path: Path, stub: dict[str, str]) -> None:
     program, pid = tmp_path / "stub", tmp_path / "pid"
     program.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 60\n")
     command = ["make", "-f", "inference/study.mk", "demo", f"OUT={tmp_path / 'demo'}"]
-    running = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **stub}, stderr=subprocess.DEVNULL)
+    running = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **stub}, stderr=subprocess.DEVNULL
+    )
     end = time.monotonic() + 30
     while not (pid.exists() and pid.read_text()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -223,7 +266,9 @@ def test_a_study_collects_reports_and_gates(tmp_path: Path, stub: dict[str, str]
     out = tmp_path / "study"
     done = make("study", out, "QUICK=1", "-j4", **stub)
     assert (done.returncode, done.stderr) == (0, "")
-    assert {line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()} == {"1"}  # thread
+    assert {line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()} == {
+        "1"
+    }  # thread
     top = {file.name for file in out.iterdir() if file.is_file()}
     assert top >= {"report.html", "report.md", "table.md", "results.json", "sweep-tiny.png"}
     collected = {file.stem for file in (out / "gates").iterdir()}
@@ -231,7 +276,9 @@ def test_a_study_collects_reports_and_gates(tmp_path: Path, stub: dict[str, str]
     assert {"rlkv_0", "rlkv_0_reranked", "duoattention_1", "beta_x_0.2_0"} <= collected
 
 
-def test_a_folder_of_other_settings_or_of_something_else_is_refused(tmp_path: Path, stub: dict[str, str]) -> None:
+def test_a_folder_of_other_settings_or_of_something_else_is_refused(
+    tmp_path: Path, stub: dict[str, str]
+) -> None:
     out = tmp_path / "demo"
     out.mkdir()
     assert make("demo", out, **stub).returncode == 0

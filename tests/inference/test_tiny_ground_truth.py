@@ -1,4 +1,6 @@
-"""inference/tiny_ground_truth.py on two problems, the elimination itself left out: what it measures, and of what."""
+"""inference/tiny_ground_truth.py on two problems, the elimination itself left out: what it
+measures, and of what.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ from tests.helpers.plain_decoding import decode
 from tests.helpers.programs import load_program
 
 PROGRAM = load_program("inference/tiny_ground_truth.py")
-CONFIG = PROGRAM.GroundTruthConfig(model="tiny", num_problems=2, num_traces=2, longest=3, random_draws=1, device="cpu")
+CONFIG = PROGRAM.GroundTruthConfig(
+    model="tiny", num_problems=2, num_traces=2, longest=3, random_draws=1, device="cpu"
+)
 ORDER = [(layer, head) for head in range(6) for layer in (2, 0, 3, 1)]
 
 
 def test_accuracies_belong_to_their_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     scores: list[tuple[float, float]] = []
 
-    def in_a_fixed_order(score: Score, start: HeadAllocation, on_call: Callable[[], None]) -> list[Elimination]:
+    def in_a_fixed_order(
+        score: Score, start: HeadAllocation, on_call: Callable[[], None]
+    ) -> list[Elimination]:
         scores.append(score(start))
         return [Elimination(layer, head, (0.5, -1.0)) for layer, head in ORDER]
 
@@ -39,7 +45,9 @@ def test_accuracies_belong_to_their_allocations(monkeypatch: pytest.MonkeyPatch)
     drawn = tiny.problems(2, PROGRAM.SEEDS["accuracy"], max_definitions=3)
 
     def accuracy(allocation: HeadAllocation) -> float:
-        _, correct = decode(model, tokenizer, drawn, allocation, CacheSettings(4, 16), longest_solution(3))
+        _, correct = decode(
+            model, tokenizer, drawn, allocation, CacheSettings(4, 16), longest_solution(3)
+        )
         return sum(correct) / 2
 
     def after(steps: int) -> HeadAllocation:
@@ -54,8 +62,12 @@ def test_accuracies_belong_to_their_allocations(monkeypatch: pytest.MonkeyPatch)
     first_layer, first_head = ORDER[0]
     assert lost[first_layer][first_head] == 1 - steps[0]["accuracy"]
     assert [(step["layer"], step["head"]) for step in steps] == ORDER
-    assert {(step["traces_reproduced"], step["mean_log_probability"]) for step in steps} == {(0.5, -1.0)}
+    assert {(step["traces_reproduced"], step["mean_log_probability"]) for step in steps} == {
+        (0.5, -1.0)
+    }
     curve = [step["accuracy"] for step in steps]
     assert {k: curve[k - 1] for k in (1, 9, 24)} == {k: accuracy(after(k)) for k in (1, 9, 24)}
-    assert found["heads_removable_before_0.95"] == next(k for k, share in enumerate(curve) if share < 0.95)
+    assert found["heads_removable_before_0.95"] == next(
+        k for k, share in enumerate(curve) if share < 0.95
+    )
     assert len(set(curve)) > 1, "the order takes heads that are needed"

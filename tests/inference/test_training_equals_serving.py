@@ -1,4 +1,6 @@
-"""The chain from training to serving: gates of 0 and 1 in mixed attention, and the cache with those heads full."""
+"""The chain from training to serving: gates of 0 and 1 in mixed attention, and the cache with those
+heads full.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import rlkv
 from rlkv import HeadAllocation
 
 pytest.importorskip("peft")
-FULL = torch.tensor([[True, False, True, False], [False, False, False, False], [True, True, True, True]])
+FULL = torch.tensor(
+    [[True, False, True, False], [False, False, False, False], [True, True, True, True]]
+)
 SINK, WINDOW = 3, 5
 
 
@@ -34,9 +38,17 @@ def test_mixed_attention_with_binary_gates_equals_the_cache(tiny_model: PreTrain
     with torch.no_grad():
         trained = wrapped(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     base = wrapped.unload()
-    with rlkv.compress(base, HeadAllocation(FULL), sink=SINK, window=WINDOW, prefill="local"), torch.no_grad():
+    with (
+        rlkv.compress(base, HeadAllocation(FULL), sink=SINK, window=WINDOW, prefill="local"),
+        torch.no_grad(),
+    ):
         begin = 20
-        out = base(ids[:, :begin], attention_mask=mask[:, :begin], position_ids=positions[:, :begin], use_cache=True)
+        out = base(
+            ids[:, :begin],
+            attention_mask=mask[:, :begin],
+            position_ids=positions[:, :begin],
+            use_cache=True,
+        )
         served = [out.logits]
         for column in range(begin, 40):
             out = base(
@@ -52,5 +64,8 @@ def test_mixed_attention_with_binary_gates_equals_the_cache(tiny_model: PreTrain
 
 def test_a_model_with_gates_attached_is_refused(tiny_model: PreTrainedModel) -> None:
     wrapped = gated(tiny_model)
-    with pytest.raises(ValueError, match="gates attached"), rlkv.compress(wrapped, HeadAllocation(FULL)):
+    with (
+        pytest.raises(ValueError, match="gates attached"),
+        rlkv.compress(wrapped, HeadAllocation(FULL)),
+    ):
         pass

@@ -1,4 +1,6 @@
-"""The decode kernel without a GPU: through the Triton interpreter, and compiled for GPUs that are not there."""
+"""The decode kernel without a GPU: through the Triton interpreter, and compiled for GPUs that are
+not there.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,15 @@ def test_the_check_up_finds_a_wrong_window(interpreted: list[str]) -> None:
 
 
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:
-    kernels = printed("decode_compile", "compiled", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    kernels = printed(
+        "decode_compile", "compiled", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
+    )
     assert len(kernels) == 4
     for kernel in kernels:
         variant, shared, stack, wide_loads, in_order, loads_ahead = kernel.split()
-        assert int(shared) <= 49, variant  # two programs share the 100 KiB of the smallest multiprocessors
+        assert int(shared) <= 49, (
+            variant
+        )  # two programs share the 100 KiB of the smallest multiprocessors
         assert int(stack) <= 16, variant  # no tile is moved out of the registers
         assert wide_loads == "True", variant
         assert in_order == "True", variant

@@ -1,4 +1,6 @@
-"""The decode kernel on a GPU: the interpreter's cases, captured graphs, and what only shows when programs race."""
+"""The decode kernel on a GPU: the interpreter's cases, captured graphs, and what only shows when
+programs race.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from tests.helpers.cached_logits import MIXED, cached_logits, draw_ids
 from tests.helpers.decode_cases import Case, Run, covering_cases, extreme_cases, rmse_ratio
 from tests.helpers.models import make_tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -22,7 +27,9 @@ def test_it_equals_the_reference_and_the_torch_path(dtype: torch.dtype) -> None:
     for case in covering_cases() + extreme_cases():
         errors = Run(case, dtype, "cuda").errors()
         assert errors.reference <= bound, case
-        assert errors.torch_path <= max(bound, 1e-3), case  # float32 products of fused kernels may be rounded more
+        assert errors.torch_path <= max(bound, 1e-3), (
+            case
+        )  # float32 products of fused kernels may be rounded more
         assert errors.buffers == 0, case
 
 
@@ -58,7 +65,10 @@ def test_a_captured_graph_goes_on_by_itself(heads: str) -> None:
     (layer,) = run.by_kernel.layers
     step = run.plan(run.by_kernel, 499, 1)[0].decode_step
     buffers = [(store.keys, store.values) for store in layer.stores]
-    both = (None if heads == "compressible" else buffers[0], None if heads == "full" else buffers[-1])
+    both = (
+        None if heads == "compressible" else buffers[0],
+        None if heads == "full" else buffers[-1],
+    )
 
     def states(column: int) -> tuple[torch.Tensor, ...]:
         query = run.query[:, :, column].unflatten(1, (-1, case.group))
@@ -89,7 +99,10 @@ def test_the_output_does_not_depend_on_which_split_ends_last() -> None:
     columns, window = 100_000, 64
     draw = torch.Generator("cuda").manual_seed(0)
     options = {"dtype": torch.bfloat16, "device": "cuda", "generator": draw}
-    full, ring = (tuple(torch.randn(2, 1, n, 128, **options) for _ in range(2)) for n in (columns, 16 + window))
+    full, ring = (
+        tuple(torch.randn(2, 1, n, 128, **options) for _ in range(2))
+        for n in (columns, 16 + window)
+    )
     query, states = torch.randn(2, 2, 4, 128, **options), torch.randn(2, 2, 2, 128, **options)
     places = torch.tensor([-1, 0], dtype=torch.int32, device="cuda")
     numbers = (torch.tensor([n], device="cuda") for n in (columns - 1, 0, 16))
@@ -106,8 +119,14 @@ def test_texts_that_grow_and_other_layers_compile_nothing() -> None:
 
     compiled = []
     rest = {"group": 5, "size": 48, "processors": 0}  # a variant of this test alone
-    with mock.patch.object(triton.knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about)):
-        for heads, length, sizes in (("mixed", 40, (0, 1)), ("full", 333, (1, 4)), ("compressible", 1001, (16, 64))):
+    with mock.patch.object(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about)
+    ):
+        for heads, length, sizes in (
+            ("mixed", 40, (0, 1)),
+            ("full", 333, (1, 4)),
+            ("compressible", 1001, (16, 64)),
+        ):
             for padded in (False, True):
                 case = Case(length=length, sizes=sizes, heads=heads, padded=padded, **rest)
                 assert Run(case, torch.bfloat16, "cuda", steps=20).errors().buffers == 0

@@ -18,10 +18,14 @@ from tests.helpers.models import make_tiny_model
 
 
 def states(*shape: int, dtype: torch.dtype = torch.bfloat16, is_cuda: bool = True) -> Any:
-    return SimpleNamespace(shape=torch.Size(shape), dtype=dtype, is_cuda=is_cuda, device=torch.device("cuda", 0))
+    return SimpleNamespace(
+        shape=torch.Size(shape), dtype=dtype, is_cuda=is_cuda, device=torch.device("cuda", 0)
+    )
 
 
-def call(tokens: int = 1, group: int = 4, size: int = 128, value_size: int = 128, **kind: Any) -> tuple[Any, Any, Any]:
+def call(
+    tokens: int = 1, group: int = 4, size: int = 128, value_size: int = 128, **kind: Any
+) -> tuple[Any, Any, Any]:
     query = states(2, 8, group, tokens, size, **kind)
     return query, states(2, 8, tokens, size, **kind), states(2, 8, tokens, value_size, **kind)
 
@@ -31,7 +35,9 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "_runs_triton", lambda device: True)
 
 
-@pytest.mark.parametrize("kind", [{}, {"size": 256}, {"group": 32}, {"dtype": torch.float32}, {"value_size": 40}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"size": 256}, {"group": 32}, {"dtype": torch.float32}, {"value_size": 40}]
+)
 def test_one_token_on_a_gpu_is_served(with_triton: None, kind: dict[str, Any]) -> None:
     assert step.serves(*call(**kind))
 
@@ -110,7 +116,10 @@ def test_a_cache_decodes_by_it_where_the_environment_asks(
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(step.SWITCH, "yes")
-    with pytest.raises(ValueError, match="RLKV_DECODE_KERNEL is 'yes': set it to 1 to decode by the kernel, or leave"):
+    with pytest.raises(
+        ValueError,
+        match="RLKV_DECODE_KERNEL is 'yes': set it to 1 to decode by the kernel, or leave",
+    ):
         CacheSettings()
 
 

@@ -1,4 +1,6 @@
-"""Built-in models that are made on first use: once, whole, and with one sentence where their package is absent."""
+"""Built-in models that are made on first use: once, whole, and with one sentence where their
+package is absent.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_absent_package_and_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(builtin, "_gguf_folder", lambda: None)
     monkeypatch.setattr(builtin, "connection_error", lambda *args: "no route to host")
-    with pytest.raises(ValueError, match=r"'smollm2'.*no route to host.*pip install 'rlkv\[smollm2\]'"):
+    with pytest.raises(
+        ValueError, match=r"'smollm2'.*no route to host.*pip install 'rlkv\[smollm2\]'"
+    ):
         load_model("smollm2")
     assert not list(cache.glob("smollm2-*"))
 
 
 @pytest.mark.parametrize("source", ["gguf", "hub"])
-def test_a_folder_is_made_once_and_whole(monkeypatch: pytest.MonkeyPatch, cache: Path, source: str) -> None:
+def test_a_folder_is_made_once_and_whole(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, source: str
+) -> None:
     monkeypatch.setattr(builtin, "_gguf_folder", lambda: "package" if source == "gguf" else None)
     calls = []
 
@@ -50,10 +56,14 @@ def test_a_folder_is_made_once_and_whole(monkeypatch: pytest.MonkeyPatch, cache:
     assert len(calls) == 2
 
 
-def test_smol_is_the_base_with_the_adapter_merged(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
+def test_smol_is_the_base_with_the_adapter_merged(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
+) -> None:
     """With the tiny model in the place of SmolLM2: another adapter is another folder."""
     base = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
-    lora = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    lora = get_peft_model(
+        base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    )
     lora.save_pretrained(tmp_path / "adapter")
     monkeypatch.setattr(builtin, "SMOL_ADAPTER", tmp_path / "adapter")
     monkeypatch.setattr(builtin, "_smollm2_source", lambda: (str(MODEL_DIR), {}))
@@ -63,11 +73,19 @@ def test_smol_is_the_base_with_the_adapter_merged(monkeypatch: pytest.MonkeyPatc
     assert tokenizer.padding_side == "left"
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
-        torch.testing.assert_close(merged(ids).logits, lora.eval()(ids).logits, atol=1e-4, rtol=1e-4)
-    assert sorted(path.name.split("-")[0] for path in cache.iterdir() if path.is_dir()) == ["smol", "smollm2"]
+        torch.testing.assert_close(
+            merged(ids).logits, lora.eval()(ids).logits, atol=1e-4, rtol=1e-4
+        )
+    assert sorted(path.name.split("-")[0] for path in cache.iterdir() if path.is_dir()) == [
+        "smol",
+        "smollm2",
+    ]
 
 
 def test_what_built_in_models_need_is_packaged() -> None:
     files = [*builtin.PACKAGED_GATES.values(), builtin.TINY_FOLDER / "model.safetensors"]
-    files += [builtin.SMOL_ADAPTER / name for name in ("adapter_model.safetensors", "adapter_config.json", "README.md")]
+    files += [
+        builtin.SMOL_ADAPTER / name
+        for name in ("adapter_model.safetensors", "adapter_config.json", "README.md")
+    ]
     assert [file for file in files if not file.is_file()] == []

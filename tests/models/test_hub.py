@@ -39,13 +39,17 @@ def test_only_a_hub_that_does_not_work_counts_as_away(tmp_path: Path) -> None:
         assert run_with_hub(PROBE, hub.url, tmp_path) == [
             expected.format(url=hub.url) for expected in STATUSES.values()
         ]
-        asked = [request for request in hub.requests if REPO in request]  # the client may ask for other things
+        asked = [
+            request for request in hub.requests if REPO in request
+        ]  # the client may ask for other things
         assert asked == [f"HEAD /{REPO}-{status}/resolve/main/config.json" for status in STATUSES]
 
 
 def test_offline_mode_asks_nobody(tmp_path: Path) -> None:
     with serve(FakeHub(status=503)) as hub:
-        assert run_with_hub(PROBE, hub.url, tmp_path, HF_HUB_OFFLINE="1") == ["None"] * len(STATUSES)
+        assert run_with_hub(PROBE, hub.url, tmp_path, HF_HUB_OFFLINE="1") == ["None"] * len(
+            STATUSES
+        )
         assert hub.requests == []
 
 
@@ -61,7 +65,10 @@ def test_download_then_cache_then_nothing(tmp_path: Path) -> None:
         assert run_with_hub(LOAD, hub.url, home, REPO)[:2] == [loaded, "warned:"]
         assert f"GET /{REPO}/resolve/main/model.safetensors" in hub.requests
         del hub.requests[:]
-        assert run_with_hub(LOAD, hub.url, home, REPO, HF_HUB_OFFLINE="1")[:2] == [loaded, "warned:"]
+        assert run_with_hub(LOAD, hub.url, home, REPO, HF_HUB_OFFLINE="1")[:2] == [
+            loaded,
+            "warned:",
+        ]
         assert hub.requests == []
 
     lines = run_with_hub(LOAD, NOBODY, home, REPO, "owner/other")

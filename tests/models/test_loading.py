@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from rlkv.models import loading as models
-from rlkv.models.loading import load_model, load_tokenizer, model_source, resolve_device, resolve_dtype
+from rlkv.models.loading import (
+    load_model,
+    load_tokenizer,
+    model_source,
+    resolve_device,
+    resolve_dtype,
+)
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import MODEL_DIR
 from rlkv.tiny.tokenizer import build_tokenizer
@@ -33,9 +39,13 @@ def test_shape_of_a_config(family: str) -> None:
 
 
 def test_shape_of_configs_that_leave_fields_out() -> None:
-    text = SimpleNamespace(num_attention_heads=8, hidden_size=64, num_hidden_layers=2, model_type="gpt")
+    text = SimpleNamespace(
+        num_attention_heads=8, hidden_size=64, num_hidden_layers=2, model_type="gpt"
+    )
     config = SimpleNamespace(get_text_config=lambda: text, _name_or_path="")
-    assert ModelShape.from_config(config) == ModelShape("unknown", "gpt", 2, 8, 8, 8)  # no GQA, no head_dim
+    assert ModelShape.from_config(config) == ModelShape(
+        "unknown", "gpt", 2, 8, 8, 8
+    )  # no GQA, no head_dim
     text.num_key_value_heads = text.head_dim = None
     assert ModelShape.from_config(config) == ModelShape("unknown", "gpt", 2, 8, 8, 8)
 
@@ -99,8 +109,12 @@ def test_a_tokenizer_without_padding_gets_its_eos(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path)).pad_token == tokenizer.eos_token
 
 
-def test_loading_what_is_no_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at import only
+def test_loading_what_is_no_model_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", True
+    )  # the variable is read at import only
     with pytest.raises(ValueError, match=str(tmp_path)) as local:
         load_model(str(tmp_path))
     assert str(tmp_path) in str(local.value)
@@ -115,13 +129,17 @@ def test_tiny_means_the_packaged_folder() -> None:
     assert model_source("owner/model") == "owner/model"
 
 
-def test_tiny_carries_its_name_and_no_path(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_carries_its_name_and_no_path(
+    saved_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(models, "model_source", lambda model: str(saved_model))
     model, _ = load_model("tiny", device="cpu")
     assert ModelShape.from_config(model.config).model_id == "tiny"
 
 
-def test_require_gives_the_module_or_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_gives_the_module_or_the_pip_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert extras.require("json", "eval").__name__ == "json"
     with pytest.raises(ValueError, match=r"no-such-package.*rlkv\[vllm\]"):
         extras.require("no_such_package.part", "vllm")

@@ -6,13 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlkv.models.prompts import TEMPLATES, build_messages, choose_template, fill_template, render_prompt
+from rlkv.models.prompts import (
+    TEMPLATES,
+    build_messages,
+    choose_template,
+    fill_template,
+    render_prompt,
+)
 from rlkv.tiny.tokenizer import build_tokenizer
 
 PAPER = (
-    "Solve the following math problem efficiently and clearly. The last line of your response should be of the "
-    "following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without quotes) "
-    "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
+    "Solve the following math problem efficiently and clearly. The last line of your response "
+    "should be of the "
+    "following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' "
+    "(without quotes) "
+    "where ANSWER is just the final number or expression that solves the problem. Think step by "
+    "step before "
     "answering.\n\nWhat is 1+1?"
 )
 
@@ -23,7 +32,9 @@ def test_the_papers_prompt_word_for_word() -> None:
 
 
 @pytest.mark.parametrize("template", sorted(TEMPLATES))
-@pytest.mark.parametrize("problem", ["{x} in {0}", "\\frac{1}{2} %s %d $1", "{problem}", "", "é\n\u2028x"])
+@pytest.mark.parametrize(
+    "problem", ["{x} in {0}", "\\frac{1}{2} %s %d $1", "{problem}", "", "é\n\u2028x"]
+)
 def test_problems_go_in_untouched(template: str, problem: str) -> None:
     before, after = TEMPLATES[template].split("{problem}")
     assert fill_template(problem, template) == before + problem + after
@@ -37,7 +48,9 @@ def test_an_unknown_template_lists_the_known_ones() -> None:
 def test_rendering_uses_the_chat_template() -> None:
     tokenizer = build_tokenizer()
     text = render_prompt(tokenizer, "find c ?")
-    assert text == tokenizer.apply_chat_template(build_messages("find c ?"), tokenize=False, add_generation_prompt=True)
+    assert text == tokenizer.apply_chat_template(
+        build_messages("find c ?"), tokenize=False, add_generation_prompt=True
+    )
     assert text.endswith("<assistant>")
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -45,7 +58,9 @@ def test_rendering_uses_the_chat_template() -> None:
 
 
 def test_rendering_without_a_chat_template_starts_with_bos() -> None:
-    assert render_prompt(SimpleNamespace(chat_template=None, bos_token="<s>"), "x", "plain") == "<s>x"
+    assert (
+        render_prompt(SimpleNamespace(chat_template=None, bos_token="<s>"), "x", "plain") == "<s>x"
+    )
     assert render_prompt(SimpleNamespace(chat_template=None, bos_token=None), "x", "plain") == "x"
 
 

@@ -30,7 +30,11 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     for folder in ("mine", "a/Model", "b/Model"):
         Path(folder).mkdir(parents=True)
-    assert [short_name(name) for name in ("tiny", "./mine/", "owner/Model")] == ["tiny", "mine", "Model"]
+    assert [short_name(name) for name in ("tiny", "./mine/", "owner/Model")] == [
+        "tiny",
+        "mine",
+        "Model",
+    ]
     assert same_model("mine", str(tmp_path / "mine"))
     assert same_model("owner/Model", "a/Model")
     assert not same_model("a/Model", "b/Model")

@@ -21,12 +21,22 @@ from rlkv.rollout.footprint import CARDS, GIB, card_of, parse_gpus
         ("NVIDIA Something New", 96, "a100"),
     ],
 )
-def test_a_gpu_that_is_here(name: str, memory: int, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_here(
+    name: str, memory: int, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory * GIB))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(total_memory=memory * GIB),
+    )
     found = card_of(torch.device("cuda", 0))
     assert found is not None
-    assert (found.memory, found.flops, found.bandwidth) == (memory, CARDS[key].flops, CARDS[key].bandwidth)
+    assert (found.memory, found.flops, found.bandwidth) == (
+        memory,
+        CARDS[key].flops,
+        CARDS[key].bandwidth,
+    )
 
 
 def test_a_cpu_is_none() -> None:

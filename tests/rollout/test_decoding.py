@@ -1,4 +1,6 @@
-"""Rows seen one by one: yielded when they end, ended early by a rule, joined by others, all as if they were alone."""
+"""Rows seen one by one: yielded when they end, ended early by a rule, joined by others, all as if
+they were alone.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,20 @@ def prompts(engine: HFEngine) -> list[str]:
 
 
 def refused_at(ids: list[int]) -> int | None:
-    """Where the rule ends a text: the end of the first window that it refuses, the very first one excepted."""
+    """Where the rule ends a text: the end of the first window that it refuses, the very first one
+    excepted.
+    """
     ends = range(2 * RULE.window, len(ids) + 1, RULE.window)
-    return next((end for end in ends if len(set(ids[end - RULE.window : end])) < RULE.distinct), None)
+    return next(
+        (end for end in ends if len(set(ids[end - RULE.window : end])) < RULE.distinct), None
+    )
 
 
 def check_is_cut(free: list[Completion], stopped: list[Completion], engine: HFEngine) -> int:
-    """Every text is the free one up to the end that the rule asks for; returns how many were cut."""
+    """Every text is the free one up to the end that the rule asks for.
+
+    Returns how many were cut.
+    """
     cut = 0
     for before, after in zip(free, stopped, strict=True):
         end = refused_at(before.token_ids)
@@ -54,17 +63,25 @@ def check_is_cut(free: list[Completion], stopped: list[Completion], engine: HFEn
     return cut
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(60), SamplingParams(60, temperature=4.0, seed=4)])
-def test_texts_before_the_stop_are_those_without_it(engine: HFEngine, sampling: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(60), SamplingParams(60, temperature=4.0, seed=4)]
+)
+def test_texts_before_the_stop_are_those_without_it(
+    engine: HFEngine, sampling: SamplingParams
+) -> None:
     free = engine.generate(prompts(engine), sampling)
     stopped = engine.generate(prompts(engine), sampling, stop=RULE)
-    assert 0 < check_is_cut(free, stopped, engine) < len(free), "the rule must end some texts and leave some"
+    assert 0 < check_is_cut(free, stopped, engine) < len(free), (
+        "the rule must end some texts and leave some"
+    )
 
 
 def test_the_rule_ends_rows_of_a_compressed_cache_too(engine: HFEngine) -> None:
     half = HeadAllocation.random(4, 6, 0.5, seed=1)
     for eviction in (None, RKV(budget=24, buffer=4, observation=4)):
-        compressed = InferenceEngine(engine.model, engine.tokenizer, half, 4, 16, batch_size=9, eviction=eviction)
+        compressed = InferenceEngine(
+            engine.model, engine.tokenizer, half, 4, 16, batch_size=9, eviction=eviction
+        )
         free = compressed.generate(prompts(engine), SamplingParams(60))
         stopped = compressed.generate(prompts(engine), SamplingParams(60), stop=RULE)
         assert check_is_cut(free, stopped, engine) > 0
@@ -104,23 +121,34 @@ CACHES = {
     "rpc": {"eviction": RPC(P=12, R=3, c=3)},
     "ratio": {"eviction": RandomEviction(ratio=0.4, extra=9, buffer=3)},
     "local prefill": {"sink": 2, "window": 5, "prefill": "local"},
-    "published prefill": {"prefill": "published", "eviction": RKV(budget=24, buffer=4, observation=2)},
+    "published prefill": {
+        "prefill": "published",
+        "eviction": RKV(budget=24, buffer=4, observation=2),
+    },
 }
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_join_a_batch_are_decoded_as_alone(family: str, cache: str, temperature: float) -> None:
+def test_rows_that_join_a_batch_are_decoded_as_alone(
+    family: str, cache: str, temperature: float
+) -> None:
     tokenizer = build_tokenizer()
     model = make_tiny_model(family, vocab_size=VOCAB)
-    model.generation_config.eos_token_id = list(range(2, 340, 12))  # rows end at many different steps
+    model.generation_config.eos_token_id = list(
+        range(2, 340, 12)
+    )  # rows end at many different steps
     sampling = SamplingParams(40, temperature=temperature, seed=3)
     texts = [render_prompt(tokenizer, p["problem"]) for p in tiny.problems(13, seed=1)]
     sizes = CACHES[cache] or {"sink": 2, "window": 5}
     heads = HeadAllocation.random(3, 4, 0.5, seed=1)
-    engines = [InferenceEngine(model, tokenizer, heads, **sizes, batch_size=size) for size in (1, 4)]
+    engines = [
+        InferenceEngine(model, tokenizer, heads, **sizes, batch_size=size) for size in (1, 4)
+    ]
     widths: list[int] = []
-    handle = model.register_forward_hook(lambda module, args, output: widths.append(len(output.logits)))
+    handle = model.register_forward_hook(
+        lambda module, args, output: widths.append(len(output.logits))
+    )
     single, joined = (engine.batch(texts, sampling, full=cache == "full")[0] for engine in engines)
     handle.remove()
     assert joined == single
@@ -143,7 +171,9 @@ def test_pad_tokens_after_a_stop_are_not_part_of_the_text() -> None:
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_prompts_are_read_with_others_of_about_their_length(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_read_with_others_of_about_their_length(
+    full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlkv.rollout.decoding.READ_TOGETHER", 4)
     tokenizer = build_tokenizer()
     model = make_tiny_model("llama", vocab_size=VOCAB)
@@ -152,7 +182,8 @@ def test_prompts_are_read_with_others_of_about_their_length(full: bool, monkeypa
     assert lengths[-1] > 1.5 * lengths[0]
     heads = HeadAllocation.random(3, 4, 0.5, seed=1)
     alone, together = (
-        InferenceEngine(model, tokenizer, heads, sink=2, window=5, batch_size=rows) for rows in (1, len(texts))
+        InferenceEngine(model, tokenizer, heads, sink=2, window=5, batch_size=rows)
+        for rows in (1, len(texts))
     )
     shapes: list[torch.Size] = []
 
@@ -171,7 +202,9 @@ def test_prompts_are_read_with_others_of_about_their_length(full: bool, monkeypa
 
 
 def test_the_last_states_of_prompts_lie_together(family: str) -> None:
-    """Rows of a slice would each be multiplied alone, which took 180 times as long for 16 rows of 49k tokens."""
+    """Rows of a slice would each be multiplied alone, which took 180 times as long for 16 rows of
+    49k tokens.
+    """
     model = make_tiny_model(family, vocab_size=VOCAB)
     shapes: list[tuple[int, ...]] = []
 

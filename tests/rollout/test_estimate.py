@@ -41,7 +41,9 @@ def test_vllm_takes_the_room_or_says_what_it_lacks() -> None:
         model.vllm_kv_gib(16 * GIB, 8192)
 
 
-def test_shapes_of_folders_and_of_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_of_folders_and_of_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_tiny_model("qwen3")
     model.save_pretrained(tmp_path / "model")
     found = Footprint.of(str(tmp_path / "model"), "float32")

@@ -39,7 +39,9 @@ def test_batched_equals_single_greedy(
     batched = HFEngine(model, tokenizer, batch_size=4).generate(prompts, greedy)
     single = [HFEngine(model, tokenizer, batch_size=1).generate([p], greedy)[0] for p in prompts]
     assert batched == single
-    assert len({tuple(c.token_ids) for c in batched}) > 1, "all completions alike: the test would prove nothing"
+    assert len({tuple(c.token_ids) for c in batched}) > 1, (
+        "all completions alike: the test would prove nothing"
+    )
 
 
 def test_greedy_equals_the_argmax_loop(
@@ -54,10 +56,15 @@ def test_greedy_equals_the_argmax_loop(
             ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
             if token == tokenizer.eos_token_id:
                 break
-    assert HFEngine(model, tokenizer).generate(prompts[:1], SamplingParams(10))[0].token_ids == expected
+    assert (
+        HFEngine(model, tokenizer).generate(prompts[:1], SamplingParams(10))[0].token_ids
+        == expected
+    )
 
 
-def test_stops_at_the_first_of_several_end_tokens(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> None:
+def test_stops_at_the_first_of_several_end_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[str]
+) -> None:
     model = make_tiny_model("llama", vocab_size=VOCAB)
     free = HFEngine(model, tokenizer).generate(prompts, SamplingParams(20))
     ends = [free[0].token_ids[5], free[1].token_ids[3], tokenizer.eos_token_id]
@@ -66,7 +73,9 @@ def test_stops_at_the_first_of_several_end_tokens(tokenizer: PreTrainedTokenizer
     for before, after in zip(free, stopped, strict=True):
         first = next((i for i, t in enumerate(before.token_ids) if t in ends), None)
         assert after.finish_reason == ("length" if first is None else "stop")
-        assert after.token_ids == (before.token_ids if first is None else before.token_ids[: first + 1])
+        assert after.token_ids == (
+            before.token_ids if first is None else before.token_ids[: first + 1]
+        )
         assert after.text == tokenizer.decode(after.token_ids, skip_special_tokens=True)
     assert {c.finish_reason for c in stopped[:2]} == {"stop"}
 
@@ -76,7 +85,9 @@ def test_generation_defaults_of_the_model_are_not_applied(
 ) -> None:
     model = make_tiny_model("qwen2", vocab_size=VOCAB)
     plain = HFEngine(model, tokenizer).generate(prompts, SamplingParams(12))
-    model.generation_config.update(repetition_penalty=1.8, temperature=0.6, top_p=0.5, do_sample=True)
+    model.generation_config.update(
+        repetition_penalty=1.8, temperature=0.6, top_p=0.5, do_sample=True
+    )
     assert HFEngine(model, tokenizer).generate(prompts, SamplingParams(12)) == plain
 
 
@@ -100,17 +111,25 @@ def test_top_k_one_is_greedy(tokenizer: PreTrainedTokenizerBase, prompts: list[s
     assert sampled == engine.generate(prompts, SamplingParams(12))
 
 
-def test_samples_do_not_depend_on_the_batch(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> None:
+def test_samples_do_not_depend_on_the_batch(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[str]
+) -> None:
     model = make_tiny_model("qwen3", vocab_size=VOCAB)
     sampling = SamplingParams(12, temperature=1.0, top_p=0.9, seed=1)
     together = HFEngine(model, tokenizer, batch_size=7).generate(prompts, sampling)
     assert HFEngine(model, tokenizer, batch_size=2).generate(prompts, sampling) == together
-    resumed = dict(HFEngine(model, tokenizer, batch_size=2).stream(prompts[3:], sampling, numbers=range(3, 7)))
+    resumed = dict(
+        HFEngine(model, tokenizer, batch_size=2).stream(prompts[3:], sampling, numbers=range(3, 7))
+    )
     assert [resumed[i] for i in range(4)] == together[3:]
 
 
-def test_too_long_names_both_numbers(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> None:
-    engine = HFEngine(make_tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=64), tokenizer)
+def test_too_long_names_both_numbers(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[str]
+) -> None:
+    engine = HFEngine(
+        make_tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=64), tokenizer
+    )
     length = engine.prompt_lengths(prompts[:1])[0]
     with pytest.raises(ValueError, match=rf"{length} .*max_new_tokens=60.*64"):
         engine.generate(prompts[:1], SamplingParams(60))
@@ -128,7 +147,10 @@ def test_empty_inputs(tokenizer: PreTrainedTokenizerBase) -> None:
     "bad",
     [
         *({"max_new_tokens": value} for value in (0, 10**30, 7.0, True, None)),
-        *({"temperature": value} for value in (-1, float("nan"), float("inf"), 1e-320, 1e-7, 1e38, "1", False, None)),
+        *(
+            {"temperature": value}
+            for value in (-1, float("nan"), float("inf"), 1e-320, 1e-7, 1e38, "1", False, None)
+        ),
         *({"top_p": value} for value in (0, 1e-320, 1.0000001, float("nan"), True, "1")),
         *({"top_k": value} for value in (-1, 10**30, 1.0)),
         *({"seed": value} for value in (-1, 2**63, 1.0, None)),

@@ -1,4 +1,6 @@
-"""The cache that HFEngine decodes with: its own only where there is no other one, and the same tokens as without it."""
+"""The cache that HFEngine decodes with: its own only where there is no other one, and the same
+tokens as without it.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,22 @@ def stock_tokens(model: Any) -> list[list[int]]:
     for prompt in PROMPTS:
         ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
         with torch.no_grad():
-            out = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, eos_token_id=2, pad_token_id=0)
+            out = model.generate(
+                input_ids=ids,
+                max_new_tokens=LENGTH,
+                do_sample=False,
+                eos_token_id=2,
+                pad_token_id=0,
+            )
         found.append(out[0, ids.shape[1] :].tolist())
     return found
 
 
 def engine_tokens(model: Any) -> list[list[int]]:
     completions = HFEngine(model, build_tokenizer()).generate(PROMPTS, SamplingParams(LENGTH))
-    assert len({tuple(c.token_ids) for c in completions}) > 1, "all completions alike: the test would prove nothing"
+    assert len({tuple(c.token_ids) for c in completions}) > 1, (
+        "all completions alike: the test would prove nothing"
+    )
     return [c.token_ids for c in completions]
 
 
@@ -69,7 +79,9 @@ def test_same_tokens_with_gates_attached(family: str) -> None:
             gate.copy_(torch.linspace(0, 1, len(gate)).roll(number))
     expected = stock_tokens(gated)
     with gated.disable_adapter():
-        assert stock_tokens(gated) != expected, "the gates change nothing: the test would prove nothing"
+        assert stock_tokens(gated) != expected, (
+            "the gates change nothing: the test would prove nothing"
+        )
     caches = watch_caches(model)
     assert engine_tokens(gated) == expected
     assert {type(layer) for layer in caches[0].layers} == {GrowingLayer}
@@ -91,7 +103,12 @@ def test_the_compressed_cache_is_used_where_there_is_one(family: str) -> None:
 
 def test_models_with_sliding_windows_keep_their_own_cache() -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = MistralConfig(vocab_size=VOCAB, num_key_value_heads=2, sliding_window=8, **sizes)
     model = MistralForCausalLM(config).eval()
     expected = stock_tokens(model)
@@ -103,5 +120,7 @@ def test_models_with_sliding_windows_keep_their_own_cache() -> None:
 def test_a_model_saved_without_a_cache_decodes_with_one() -> None:
     model = make_tiny_model("llama", vocab_size=VOCAB)
     expected = stock_tokens(model)
-    model.generation_config.use_cache = model.config.use_cache = False  # as training with checkpointing leaves it
+    model.generation_config.use_cache = model.config.use_cache = (
+        False  # as training with checkpointing leaves it
+    )
     assert engine_tokens(model) == expected

@@ -1,4 +1,7 @@
-"""A rollout server that is really killed while it samples; ``kill_server.py --kills 10`` does more of the same."""
+"""A rollout server that is really killed while it samples.
+
+``kill_server.py --kills 10`` does more of the same.
+"""
 
 from __future__ import annotations
 

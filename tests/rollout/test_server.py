@@ -1,4 +1,6 @@
-"""Rollout servers and their client: samples over HTTP, other gates, broken connections, servers gone or silent."""
+"""Rollout servers and their client: samples over HTTP, other gates, broken connections, servers
+gone or silent.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Scripted:
         self.version = gate_version(alpha_LH)
         return self.version
 
-    def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+    def sample(
+        self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]
+    ) -> Iterator[tuple[int, Sample]]:
         self.asked.append(rows.numbers)
         limit = self.breaks.pop(0) if self.breaks else None
         for count, index in enumerate(reversed(range(len(rows.prompts)))):
@@ -70,7 +74,9 @@ def test_samples_over_http_are_the_engines() -> None:
         version = client.set_gates(alpha)
         found = dict(client.sample(ROWS, SAMPLING, [2]))
     engine.set_gates(alpha)
-    assert found == dict(engine.sample(ROWS, SAMPLING, [2]))  # floats are sent with all their digits
+    assert found == dict(
+        engine.sample(ROWS, SAMPLING, [2])
+    )  # floats are sent with all their digits
     assert {sample.version for sample in found.values()} == {version} == {gate_version(alpha)}
     assert client.retries == 0
 
@@ -81,7 +87,9 @@ def test_a_failing_engine_is_asked_for_the_missing_rows_only() -> None:
         client = make_client(url)
         client.set_gates(torch.ones(3, 4))
         found = dict(client.sample(ROWS, SAMPLING, [2]))
-    assert {index: sample.token_ids for index, sample in found.items()} == {i: [i] for i in range(5)}
+    assert {index: sample.token_ids for index, sample in found.items()} == {
+        i: [i] for i in range(5)
+    }
     assert engine.asked == [[0, 1, 2, 3, 4], [0, 1, 2], [0, 1, 2], [0, 1]]
     assert client.retries == 3
 
@@ -99,7 +107,9 @@ def test_samples_of_other_gates_are_thrown_away(capsys: pytest.CaptureFixture[st
         assert {sample.version for sample in found.values()} == {version}
         assert (ours.retries, len(found)) == (1, 5)
         assert f"its gates are {theirs.version}, not {version}" in capsys.readouterr().out
-        engine.version = "changed"  # behind the server's back, between its look at the version and the samples
+        engine.version = (
+            "changed"  # behind the server's back, between its look at the version and the samples
+        )
         engine.set_gates = lambda alpha_LH: version
         impatient = make_client(url, patience=0.3)
         impatient.set_gates(torch.zeros(3, 4))
@@ -110,7 +120,9 @@ def test_samples_of_other_gates_are_thrown_away(capsys: pytest.CaptureFixture[st
 class Slow(Scripted):
     """Needs longer than the patience for a sample before it breaks off."""
 
-    def sample(self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]) -> Iterator[tuple[int, Sample]]:
+    def sample(
+        self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]
+    ) -> Iterator[tuple[int, Sample]]:
         if self.breaks:
             time.sleep(0.6)
         yield from super().sample(rows, sampling, eos_ids)
@@ -160,7 +172,10 @@ class _Silent(BaseHTTPRequestHandler):
         if b"alpha" in body:
             answer = f'{{"version": "{version}"}}\n'
         else:
-            line = '{{"index": {}, "token_ids": [{}], "logprobs": [0], "finish_reason": "stop", "version": "{}"}}\n'
+            line = (
+                '{{"index": {}, "token_ids": [{}], "logprobs": [0], "finish_reason": "stop", '
+                '"version": "{}"}}\n'
+            )
             answer = "\n".join(line.format(i, i, version) for i in range(5)) + '{"done": 5}\n'
         self.wfile.write(answer.encode())
 
@@ -226,14 +241,19 @@ def serving_all(*engines: object) -> Iterator[list[tuple[RolloutServer, str]]]:
 
 def test_rows_are_dealt_to_several_servers() -> None:
     sizes, alpha = LocalSizes(2, 6), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
-    engines = [GatedHFEngine(make_tiny_model("llama"), sizes, pad_id=0, max_rows=rows) for rows in (1, 2, 3)]
+    engines = [
+        GatedHFEngine(make_tiny_model("llama"), sizes, pad_id=0, max_rows=rows)
+        for rows in (1, 2, 3)
+    ]
     with serving_all(*engines) as served:
         client = make_client(*(url for _, url in served))
         client.check(sizes, positions=64)
         client.set_gates(alpha)
         found = dict(client.sample(ROWS, SAMPLING, [2]))
     expected = dict(engines[0].sample(ROWS, SAMPLING, [2]))
-    assert {i: sample.token_ids for i, sample in found.items()} == {i: s.token_ids for i, s in expected.items()}
+    assert {i: sample.token_ids for i, sample in found.items()} == {
+        i: s.token_ids for i, s in expected.items()
+    }
     assert [found[i].source for i in range(5)] == [0, 1, 2, 0, 1]
     assert client.retries == 0
 

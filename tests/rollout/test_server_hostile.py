@@ -1,4 +1,6 @@
-"""Requests that a rollout server must refuse: one sentence, nothing changed, and it serves the next one."""
+"""Requests that a rollout server must refuse: one sentence, nothing changed, and it serves the next
+one.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def server() -> Iterator[RolloutServer]:
 
 
 def send(server: RolloutServer, *parts: bytes, pause: float = 0.0) -> tuple[int, str]:
-    """The status, and the error or the rest of the answer, for a request that is sent in these parts."""
+    """The status, and the error or the rest of the answer, for a request that is sent in these
+    parts.
+    """
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
         answer = b""
         with suppress(ConnectionError):  # refused before all was sent
@@ -51,8 +55,12 @@ def raw(path: str, body: bytes, *headers: str, method: str = "POST") -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-def check_refused(server: RolloutServer, statuses: int, sentence: str, *parts: bytes, pause: float = 0.0) -> None:
-    """Refused with that status and sentence; the gates stay, no sample is made, and the server lives on."""
+def check_refused(
+    server: RolloutServer, statuses: int, sentence: str, *parts: bytes, pause: float = 0.0
+) -> None:
+    """Refused with that status and sentence; the gates stay, no sample is made, and the server
+    lives on.
+    """
     version, asked = server.version, list(server.engine.asked)
     status, error = send(server, *parts, pause=pause)
     assert (status, sentence in error, "\n" in error) == (statuses, True, False), (status, error)
@@ -63,7 +71,9 @@ def check_refused(server: RolloutServer, statuses: int, sentence: str, *parts: b
 def test_what_is_refused_below_is_right_otherwise(server: RolloutServer) -> None:
     status, answer = send(server, raw("/gates", json.dumps({"alpha": GATES}).encode()))
     assert (status, json.loads(answer)) == (200, {"version": server.version})
-    status, answer = send(server, raw("/sample", json.dumps({**REQUEST, "version": server.version}).encode()))
+    status, answer = send(
+        server, raw("/sample", json.dumps({**REQUEST, "version": server.version}).encode())
+    )
     assert (status, json.loads(answer.splitlines()[-1])) == (200, {"done": 1})
 
 
@@ -86,13 +96,15 @@ def sampling(**changed: Any) -> dict[str, Any]:
         *[("/sample", {**REQUEST, "rows": part}, "rows must be an object") for part in (None, [], {"prompts": []})],
         ("/sample", {**REQUEST, "version": ["none"]}, "version must be a text"),
         ("/sample", {**REQUEST, "eos_ids": 2}, "eos_ids must be a list"),
-        ("/sample", {**REQUEST, "eos_ids": [128]}, "eos_ids: 128 is not a whole number from 0 to 127"),
+        ("/sample", {**REQUEST, "eos_ids": [128]}, "eos_ids: 128 is not a whole number from 0 to "
+                                                   "127"),
         ("/sample", rows(prompts="\ud800"), "prompts must be a list"),
         ("/sample", rows(prompts=["\ud800"]), "prompt 0 must be a list"),
         ("/sample", rows(prompts=[[]]), "prompt 0 is empty"),
         *[("/sample", rows(prompts=[[5, token]]), "is not a whole number from 0 to 127")
           for token in (128, -1, 2**70, 5.0, True, None, "\ud800", [5])],
-        ("/sample", rows(prompts=[[5] * 56]), "56 tokens, which with max_new_tokens=9 exceeds the server's 64"),
+        ("/sample", rows(prompts=[[5] * 56]), "56 tokens, which with max_new_tokens=9 exceeds the "
+                                              "server's 64"),
         ("/sample", rows(numbers=[0, 1]), "1 prompts, but 2 row numbers"),
         ("/sample", rows(numbers=[-1]), "numbers: -1"),
         ("/sample", rows(rollout=2**31), "rollout: 2147483648"),
@@ -123,7 +135,9 @@ def test_bodies(server: RolloutServer, path: str, body: Any, sentence: str) -> N
         ("/sample", json.dumps(sampling(temperature=7)).replace("7", "1e999").encode(), "temperature must be a number"),
     ],
 )  # fmt: skip
-def test_bodies_that_are_not_json(server: RolloutServer, path: str, body: bytes, sentence: str) -> None:
+def test_bodies_that_are_not_json(
+    server: RolloutServer, path: str, body: bytes, sentence: str
+) -> None:
     check_refused(server, 400, sentence, raw(path, body))
 
 
@@ -153,7 +167,9 @@ LENGTH = f"Content-Length: {len(BODY)}"
         (414, "", ["GET /" + "a" * 70_000 + " HTTP/1.1"], b""),
     ],
 )  # fmt: skip
-def test_requests(server: RolloutServer, status: int, sentence: str, lines: list[str], body: bytes) -> None:
+def test_requests(
+    server: RolloutServer, status: int, sentence: str, lines: list[str], body: bytes
+) -> None:
     check_refused(server, status, sentence, "\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
 
@@ -171,7 +187,9 @@ def test_names_of_this_machine(server: RolloutServer, host: str) -> None:
         [raw("/gates", BODY)[: -len(BODY)], *(bytes([byte]) for byte in BODY)],  # a slow body
     ],
 )
-def test_slow_requests(server: RolloutServer, parts: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_requests(
+    server: RolloutServer, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.5)
     threads = threading.active_count()
     check_refused(server, 408, "", *parts, pause=0.05)

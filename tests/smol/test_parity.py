@@ -1,4 +1,6 @@
-"""The built-in language model under compression equals its references, as the small random models do."""
+"""The built-in language model under compression equals its references, as the small random models
+do.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 @pytest.fixture(scope="module")
 def prompts(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[str]:
-    return [render_prompt(loaded[1], row["problem"], "plain") for row in rlkv.smol.problems(3, seed=5, max_steps=5)]
+    return [
+        render_prompt(loaded[1], row["problem"], "plain")
+        for row in rlkv.smol.problems(3, seed=5, max_steps=5)
+    ]
 
 
 def full_heads(model: PreTrainedModel, sparsity: float) -> torch.Tensor:
@@ -54,12 +59,17 @@ def test_nothing_compressed_generates_the_stock_tokens(loaded, prompts: list[str
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.8])
 def test_cached_decoding_equals_explicit_masks(loaded, prompts: list[str], sparsity: float) -> None:
-    """A left-padded batch, its rows alone, and one masked forward over the same tokens; bytes as counted by hand."""
+    """A left-padded batch, its rows alone, and one masked forward over the same tokens.
+
+    Bytes as counted by hand.
+    """
     model, tokenizer = loaded
     full = full_heads(model, sparsity)
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     width = batch.input_ids.shape[1]
-    drawn = torch.randint(100, 40_000, (len(prompts), STEPS), generator=torch.Generator().manual_seed(3))
+    drawn = torch.randint(
+        100, 40_000, (len(prompts), STEPS), generator=torch.Generator().manual_seed(3)
+    )
     ids = torch.cat([batch.input_ids, drawn], dim=1)
     real = torch.cat([batch.attention_mask.bool(), torch.ones_like(drawn, dtype=torch.bool)], dim=1)
     starts = torch.cat([torch.zeros(width, dtype=torch.long), torch.arange(width, width + STEPS)])
@@ -67,7 +77,9 @@ def test_cached_decoding_equals_explicit_masks(loaded, prompts: list[str], spars
     model.set_attn_implementation(IMPLEMENTATION)
     try:
         calls = [width] + [1] * STEPS
-        batched = cached_logits(model, ids, HeadReallocationCache(full, SINK, WINDOW), calls, real)[:, -STEPS:]
+        batched = cached_logits(model, ids, HeadReallocationCache(full, SINK, WINDOW), calls, real)[
+            :, -STEPS:
+        ]
         assert (batched - want).abs().max() < TOLERANCE
         for row, length in enumerate(batch.attention_mask.sum(-1).tolist()):
             cache = HeadReallocationCache(full, SINK, WINDOW)

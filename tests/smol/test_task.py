@@ -1,4 +1,6 @@
-"""The task of the built-in language model: right by construction, reproducible, with names that are held out."""
+"""The task of the built-in language model: right by construction, reproducible, with names that are
+held out.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_same_seed_same_problems() -> None:
 def test_held_out_names_are_others() -> None:
     assert not set(NAMES) & set(HELD_OUT_NAMES)
     everyone = (*NAMES, *HELD_OUT_NAMES)
-    assert not [name for name in everyone for other in everyone if name != other and name.startswith(other)]
+    assert not [
+        name for name in everyone for other in everyone if name != other and name.startswith(other)
+    ]
     for unseen, allowed in ((False, NAMES), (True, HELD_OUT_NAMES)):
         text = " ".join(row["problem"] for row in problems(50, 0, held_out_names=unseen))
         assert set(re.findall(r"\b([A-Z]\w+) has", text)) <= set(allowed)

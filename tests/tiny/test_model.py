@@ -20,7 +20,12 @@ from rlkv.verifier import is_correct
 def test_shape_is_what_the_card_says() -> None:
     model, tokenizer = tiny.load()
     shape = ModelShape.from_config(model.config)
-    assert (shape.num_layers, shape.num_kv_heads, shape.num_query_heads, shape.head_dim) == (4, 6, 12, 32)
+    assert (shape.num_layers, shape.num_kv_heads, shape.num_query_heads, shape.head_dim) == (
+        4,
+        6,
+        12,
+        32,
+    )
     assert shape.model_id == "tiny"
     assert sum(p.numel() for p in model.parameters()) == 1_252_656
     assert tokenizer.padding_side == "left"
@@ -32,7 +37,9 @@ def test_package_folder_is_small() -> None:
 
 
 def solved(n: int, seed: int, gates: str | HeadAllocation, **options: Any) -> tuple[float, float]:
-    """Share of ``n`` held-out problems that are solved, and bytes of KV held over those of the full cache."""
+    """Share of ``n`` held-out problems that are solved, and bytes of KV held over those of the full
+    cache.
+    """
     model, tokenizer = tiny.load()
     problems = tiny.problems(n, seed=seed, max_definitions=10)
     prompts = [render_prompt(tokenizer, problem["problem"]) for problem in problems]
@@ -41,7 +48,9 @@ def solved(n: int, seed: int, gates: str | HeadAllocation, **options: Any) -> tu
         found = HFEngine(model, tokenizer, batch_size=n).generate(prompts, sampling)
         assert session.cache is not None
         held = session.cache.used_nbytes() / session.cache.full_nbytes()
-    return sum(is_correct(c.text, p["answer"]) for c, p in zip(found, problems, strict=True)) / n, held
+    return sum(
+        is_correct(c.text, p["answer"]) for c, p in zip(found, problems, strict=True)
+    ) / n, held
 
 
 def test_solves_held_out_problems_and_needs_its_heads() -> None:

@@ -67,7 +67,9 @@ def test_output_lengths_spread_and_recalls_are_far() -> None:
         assert len(output) + 1 == longest_solution(size)
         text = prompt + output
         for i in range(len(prompt), len(text)):
-            is_recall = re.fullmatch(r"[a-z]=\d", text[i]) and text[i + 1] == "," and text[i - 1] == ","
+            is_recall = (
+                re.fullmatch(r"[a-z]=\d", text[i]) and text[i + 1] == "," and text[i - 1] == ","
+            )
             if is_recall:
                 recalls += 1
                 last = max(j for j in range(i) if text[j] == text[i])
@@ -85,4 +87,6 @@ def test_tokenizer_round_trip_and_single_tokens() -> None:
     assert tokenizer.decode(ids) == drawn.solution
     prompt = tokenizer(render_prompt(tokenizer, drawn.problem), add_special_tokens=False).input_ids
     assert tokenizer.unk_token_id not in prompt
-    assert len(prompt) == 3 + 2 * 2 + 7 * 6 + 3 + 1  # bos, user, instruction; definitions; question; assistant
+    assert (
+        len(prompt) == 3 + 2 * 2 + 7 * 6 + 3 + 1
+    )  # bos, user, instruction; definitions; question; assistant

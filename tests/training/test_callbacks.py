@@ -22,11 +22,16 @@ def test_a_resumed_log_drops_later_and_broken_records(tmp_path: Path) -> None:
         (tmp_path / name).write_text("\n".join(lines) + '\n{"step": 4, "val')
     JsonlLog(tmp_path).on_train_begin(None, SimpleNamespace(global_step=2), None)
     for name in ("log.jsonl", "gates.jsonl"):
-        assert read_log(tmp_path / name) == [{"step": 1, "value": 1 / 3}, {"step": 2, "value": 2 / 3}]
+        assert read_log(tmp_path / name) == [
+            {"step": 1, "value": 1 / 3},
+            {"step": 2, "value": 2 / 3},
+        ]
         assert (tmp_path / name).read_text().endswith("\n")
 
 
-def test_a_collapse_is_told_once_also_after_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_collapse_is_told_once_also_after_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told: list[Alert] = []
     watch = CollapseWatch(tmp_path, [told.append])
     rewards = [0.8] * 6 + [0.1] * 8
@@ -37,7 +42,12 @@ def test_a_collapse_is_told_once_also_after_a_resume(tmp_path: Path, capsys: pyt
         append_record(tmp_path / "log.jsonl", step, logs)
         watch.on_log(None, SimpleNamespace(global_step=step), None, logs=logs)
     assert [alert.title for alert in told] == ["The reward has collapsed"]
-    assert capsys.readouterr().out.count("warning: The reward has collapsed. The mean reward fell from 0.80") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "warning: The reward has collapsed. The mean reward fell from 0.80"
+        )
+        == 1
+    )
     watch.on_train_begin(None, None, None)
     watch.on_log(None, SimpleNamespace(global_step=15), None, logs=record(15, reward__mean=0.1))
     assert len(told) == 1
@@ -62,7 +72,8 @@ class FakeRun:
 
 
 @pytest.mark.parametrize(
-    ("asked", "login", "used"), [("online", False, "offline"), ("online", True, "online"), ("offline", True, "offline")]
+    ("asked", "login", "used"),
+    [("online", False, "offline"), ("online", True, "online"), ("offline", True, "offline")],
 )
 def test_wandb_gets_sections_and_falls_back_to_offline(
     asked: str,
@@ -82,14 +93,23 @@ def test_wandb_gets_sections_and_falls_back_to_offline(
     assert ("no login found" in out) == (asked != used)
     assert run.url in out
     assert [record["at"] for record in run.records] == [1, 2]
-    names = {"collapse/reward_mean", "convergence/penalty_beta_prime", "heads/gates_mean", "heads/gates"}
+    names = {
+        "collapse/reward_mean",
+        "convergence/penalty_beta_prime",
+        "heads/gates_mean",
+        "heads/gates",
+    }
     assert names | {"time/time_step_s", "samples/texts"} <= run.records[0].keys()
-    assert {"heads/heat_map", "heads/histogram", "collapse/reward_against_sparsity"} <= run.records[1].keys()
+    assert {"heads/heat_map", "heads/histogram", "collapse/reward_against_sparsity"} <= run.records[
+        1
+    ].keys()
     (artifact,) = run.artifacts
     assert set(artifact.manifest.entries) == {"gates.safetensors", "heat_map.png"}
     texts = run.records[0]["samples/texts"]
     logged = read_log(tmp_path / "run" / "samples.jsonl")
-    assert [dict(zip(["step", *texts.columns], [1, *row], strict=True)) for row in texts.data] == logged
+    assert [
+        dict(zip(["step", *texts.columns], [1, *row], strict=True)) for row in texts.data
+    ] == logged
     assert len(logged) == 8
     assert [row["right"] for row in logged] == checksum_reward(
         [row["text"] for row in logged], [row["answer"] for row in logged]

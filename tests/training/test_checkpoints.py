@@ -1,4 +1,6 @@
-"""Checkpoints: only complete and undamaged ones count, and none is deleted before the next is complete."""
+"""Checkpoints: only complete and undamaged ones count, and none is deleted before the next is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_older_ones_are_deleted_when_the_next_is_complete(tmp_path: Path) -> Non
     assert names(tmp_path) == ["checkpoint-1-best", "checkpoint-4", "checkpoint-5"]
 
 
-def test_an_interrupted_deletion_leaves_nothing_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_deletion_leaves_nothing_to_resume_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, 1)
 
     def killed(path: Path, ignore_errors: bool = False) -> None:
@@ -88,7 +92,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, how: s
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
 
 
-def test_a_run_without_any_undamaged_checkpoint_does_not_start_over_silently(tmp_path: Path) -> None:
+def test_a_run_without_any_undamaged_checkpoint_does_not_start_over_silently(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 1)
     damage(tmp_path / "checkpoint-1", "cut")
     with (

@@ -17,7 +17,12 @@ def titles(records: list[dict[str, Any]]) -> list[str]:
 def test_a_healthy_training_raises_none() -> None:
     assert alerts([]) == []
     # all groups right without spread: only the penalty acts, as it should
-    assert titles([record(step, reward__mean=1.0, reward__zero_spread_share=1.0) for step in range(1, 13)]) == []
+    assert (
+        titles(
+            [record(step, reward__mean=1.0, reward__zero_spread_share=1.0) for step in range(1, 13)]
+        )
+        == []
+    )
 
 
 def test_a_reward_that_falls_is_told_with_its_steps() -> None:
@@ -43,7 +48,9 @@ def test_a_reward_that_falls_is_told_with_its_steps() -> None:
 def test_other_signs(title: str, changes: dict[str, float]) -> None:
     before = [record(step, reward__mean=0.1) for step in range(1, 7)]
     assert titles(before) == []
-    assert titles(before + [record(step, **{"reward__mean": 0.1, **changes}) for step in range(7, 13)]) == [title]
+    assert titles(
+        before + [record(step, **{"reward__mean": 0.1, **changes}) for step in range(7, 13)]
+    ) == [title]
 
 
 def test_logs_of_other_finders_have_none_of_the_figures() -> None:

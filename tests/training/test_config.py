@@ -19,17 +19,30 @@ from tests.helpers.paths import ROOT
 
 def test_options_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("l1_beta: 2.0e-3\ntau: 0.7\nmax_steps: 9\nprompts_per_step: 4\nper_device_train_batch_size: 8\n")
+    file.write_text(
+        "l1_beta: 2.0e-3\ntau: 0.7\nmax_steps: 9\nprompts_per_step: "
+        "4\nper_device_train_batch_size: 8\n"
+    )
     settings, training = parse_config(["--config", str(file), "--tau", "0.6", "--use_cpu", "true"])
     assert (settings.l1_beta, settings.tau, training.max_steps) == (2e-3, 0.6, 9)
     assert training.gradient_accumulation_steps == 2
-    assert (training.learning_rate, training.weight_decay, training.adam_beta1, training.adam_beta2) == (
+    assert (
+        training.learning_rate,
+        training.weight_decay,
+        training.adam_beta1,
+        training.adam_beta2,
+    ) == (
         0.01,
         0.017,
         0.9,
         0.999,
     )
-    assert (training.max_grad_norm, training.beta, training.loss_type, training.bf16) == (1.0, 0.0, "grpo", False)
+    assert (training.max_grad_norm, training.beta, training.loss_type, training.bf16) == (
+        1.0,
+        0.0,
+        "grpo",
+        False,
+    )
     assert training.lr_scheduler_type == "constant"
 
 
@@ -43,14 +56,25 @@ PAPER = {
 @pytest.mark.parametrize("name", PAPER)
 def test_shipped_files_hold_the_papers_numbers(name: str) -> None:
     settings, training = parse_config(["--config", name, "--use_cpu", "true"])
-    from_file = parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
+    from_file = parse_config(
+        ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--use_cpu", "true"]
+    )
     assert settings == from_file[0]
     assert (settings.model, settings.l1_beta, settings.tau, training.top_p) == PAPER[name]
     assert settings.finder == "rlkv"
-    assert (settings.sink, settings.window, settings.deploy_sink, settings.deploy_window) == (128, 256, 16, 64)
+    assert (settings.sink, settings.window, settings.deploy_sink, settings.deploy_window) == (
+        128,
+        256,
+        16,
+        64,
+    )
     assert (training.prompts_per_step, training.num_generations, training.max_steps) == (32, 4, 185)
     assert training.gradient_accumulation_steps * training.per_device_train_batch_size == 128
-    assert (training.max_completion_length, training.temperature, training.learning_rate) == (7168, 1.0, 0.01)
+    assert (training.max_completion_length, training.temperature, training.learning_rate) == (
+        7168,
+        1.0,
+        0.01,
+    )
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -68,13 +92,24 @@ def test_published_files_differ_from_the_papers_in_what_they_name(name: str) -> 
 
 
 def test_the_options_override_the_recipe() -> None:
-    options = ["--recipe", "published", "--epsilon", "0.3", "--importance_cap", "0", "--use_cpu", "true"]
+    options = [
+        "--recipe",
+        "published",
+        "--epsilon",
+        "0.3",
+        "--importance_cap",
+        "0",
+        "--use_cpu",
+        "true",
+    ]
     training = parse_config(options)[1]
     assert (training.epsilon, training.importance_cap) == (0.3, 0.0)
 
 
 def test_the_tiny_file_fits_the_tiny_model() -> None:
-    settings, training = parse_config(["--config", str(ROOT / "configs" / "tiny.yaml"), "--use_cpu", "true"])
+    settings, training = parse_config(
+        ["--config", str(ROOT / "configs" / "tiny.yaml"), "--use_cpu", "true"]
+    )
     assert (settings.model, settings.sink, settings.window) == ("tiny", 4, 16)
     assert (settings.deploy_sink, settings.deploy_window) == (4, 16)
     assert training.generation_batch_size == training.prompts_per_step * training.num_generations
@@ -100,14 +135,24 @@ def test_the_tiny_file_fits_the_tiny_model() -> None:
         (["--recipe", "rank"], "recipe.*paper, published.*'rank'"),
         (["--finder", "luck"], "finder.*'luck'"),
         (["--init_gates", "g.pt"], "init_gates.*--finder elimination"),
-        (["--elimination_distillation", "7"], "elimination_distillation must be 0 or at least 8, got 7"),
+        (
+            ["--elimination_distillation", "7"],
+            "elimination_distillation must be 0 or at least 8, got 7",
+        ),
         (["--elimination_traces", "0"], "elimination_traces"),
         (["--wandb", "maybe"], "wandb.*'maybe'"),
         (["--save_total_limit", "0"], "save_total_limit"),
         (["--rollout", "sglang"], "rollout.*'sglang'"),
         (["--importance_cap", "0.5"], "importance_cap"),
         (
-            ["--prompts_per_step", "3", "--per_device_train_batch_size", "8", "--steps_per_generation", "3"],
+            [
+                "--prompts_per_step",
+                "3",
+                "--per_device_train_batch_size",
+                "8",
+                "--steps_per_generation",
+                "3",
+            ],
             "steps_per_generation=3 splits prompts_per_step=3",
         ),
         (["--config"], "--config"),
@@ -121,7 +166,11 @@ def test_wrong_options_are_named(options: list[str], named: str) -> None:
 
 def test_wrong_keys_and_broken_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    for text, named in [("l1_betta: 3\n", "l1_betta"), ("sink: [1\n", "run.yaml.*YAML"), ("sink: many\n", "sink")]:
+    for text, named in [
+        ("l1_betta: 3\n", "l1_betta"),
+        ("sink: [1\n", "run.yaml.*YAML"),
+        ("sink: many\n", "sink"),
+    ]:
         file.write_text(text)
         with pytest.raises(ValueError, match=named):
             parse_config(["--config", str(file)])
@@ -175,9 +224,14 @@ def read(path: Path, template: str) -> Dataset:
 
 
 def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
-    rows = [{"problem": "1 + 1", "answer": "2", "bucket": "0-2k"}, {"problem": "2 + 2", "answer": 4, "bucket": "0-2k"}]
+    rows = [
+        {"problem": "1 + 1", "answer": "2", "bucket": "0-2k"},
+        {"problem": "2 + 2", "answer": 4, "bucket": "0-2k"},
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Dataset.from_list([{**row, "answer": str(row["answer"])} for row in rows]).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_list([{**row, "answer": str(row["answer"])} for row in rows]).to_parquet(
+        tmp_path / "a.parquet"
+    )
     for name in ("a.jsonl", "a.parquet"):
         found = read(tmp_path / name, "boxed")
         assert found["answer"] == ["2", "4"]
@@ -189,9 +243,13 @@ def test_the_curriculum_says_which_template(tmp_path: Path) -> None:
     rows = [{"problem": "1 + 1", "answer": "2", "template": "plain"}] * 2
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert RLKVSettings(curriculum=str(path)).with_curriculum().template == "plain"
-    assert RLKVSettings(curriculum=str(path), template="boxed").with_curriculum().template == "boxed"
+    assert (
+        RLKVSettings(curriculum=str(path), template="boxed").with_curriculum().template == "boxed"
+    )
     assert RLKVSettings().with_curriculum().template == "rlkv"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "template": "boxed"}]))
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "template": "boxed"}])
+    )
     with pytest.raises(ValueError, match="--template"):
         RLKVSettings(curriculum=str(path)).with_curriculum()
 

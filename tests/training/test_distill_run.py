@@ -1,4 +1,6 @@
-"""Whole distillation runs on the tiny model: both data sources, the export, resume, and errors in one sentence."""
+"""Whole distillation runs on the tiny model: both data sources, the export, resume, and errors in
+one sentence.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,32 @@ from rlkv.utils.files import read_log
 from tests.helpers.paths import ROOT
 
 OPTIONS = [
-    *["--sink", "2", "--window", "6", "--steps", "4", "--batch_size", "3", "--forward_rows", "2", "--device", "cpu"],
-    *["--dtype", "float32", "--save_steps", "2", "--learning_rate", "0.1", "--passkeys", "6", "--l1_weight", "0.5"],
+    *[
+        "--sink",
+        "2",
+        "--window",
+        "6",
+        "--steps",
+        "4",
+        "--batch_size",
+        "3",
+        "--forward_rows",
+        "2",
+        "--device",
+        "cpu",
+    ],
+    *[
+        "--dtype",
+        "float32",
+        "--save_steps",
+        "2",
+        "--learning_rate",
+        "0.1",
+        "--passkeys",
+        "6",
+        "--l1_weight",
+        "0.5",
+    ],
 ]
 
 
@@ -76,7 +102,9 @@ def test_the_loss_can_be_exchanged_and_the_method_says_so(tmp_path: Path) -> Non
     assert not torch.equal(usual.alpha, other.alpha)
 
 
-def test_a_stopped_run_goes_on_and_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_goes_on_and_ends_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rlkv.training.distillation import Distiller
 
     options = source("traces", tmp_path)
@@ -94,16 +122,23 @@ def test_a_stopped_run_goes_on_and_ends_the_same(tmp_path: Path, monkeypatch: py
             run(tmp_path / "run", *options)
     assert not (tmp_path / "run" / "gates.pt").exists()
     assert run(tmp_path / "run", *options) == whole
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    ]
     assert steps == [1, 2, 3, 4]
-    assert run(tmp_path / "run", *options) == whole  # a finished run is exported again, not trained on
+    assert (
+        run(tmp_path / "run", *options) == whole
+    )  # a finished run is exported again, not trained on
     with pytest.raises(ValueError, match=r"\(l1_weight 0.5 -> 0.1\)"):
         run(tmp_path / "run", *options, "--l1_weight", "0.1")
     with pytest.raises(ValueError, match="--resume"):
         run(tmp_path / "run", *options, "--resume", "false")
 
 
-def test_seeds_draw_other_samples_and_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+def test_seeds_draw_other_samples_and_gradient_checkpointing_changes_nothing(
+    tmp_path: Path,
+) -> None:
     first, second = run(tmp_path / "a"), run(tmp_path / "b", "--seed", "1")
     assert not torch.equal(first.alpha, second.alpha)
     again = run(tmp_path / "c", "--gradient_checkpointing", "true")
@@ -111,7 +146,9 @@ def test_seeds_draw_other_samples_and_gradient_checkpointing_changes_nothing(tmp
 
 
 def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
-    """A tokenizer that knows no bindings gets the task in text; here one of bytes, with a random model."""
+    """A tokenizer that knows no bindings gets the task in text; here one of bytes, with a random
+    model.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -121,12 +158,33 @@ def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
     vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *letters])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
+    )
     book = tmp_path / "book.txt"
     book.write_text("Call me anything you like. " * 20)
-    options = [*OPTIONS, "--output_dir", str(tmp_path / "run"), "--haystack", str(book), "--passkeys", "1"]
-    options += ["--passkey_words", "2", "--min_length", "300", "--max_length", "400", "--steps", "2"]
-    gates = distill_gates(parse_distill_config(options), make_tiny_model("qwen3", vocab_size=len(vocab)), tokenizer)
+    options = [
+        *OPTIONS,
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--haystack",
+        str(book),
+        "--passkeys",
+        "1",
+    ]
+    options += [
+        "--passkey_words",
+        "2",
+        "--min_length",
+        "300",
+        "--max_length",
+        "400",
+        "--steps",
+        "2",
+    ]
+    gates = distill_gates(
+        parse_distill_config(options), make_tiny_model("qwen3", vocab_size=len(vocab)), tokenizer
+    )
     assert gates.training["recall_task"] == "word sequences in text"
     assert gates.model is not None
     assert gates.model.model_type == "qwen3"
@@ -145,13 +203,19 @@ def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
         (["--wandb", "maybe"], "wandb must be one of"),
         (["--max_length", "10"], "max_length must be at least 1000"),
         (["--data", "traces"], "no traces: pass --curriculum FILE"),
-        (["--data", "traces", "--curriculum", "nowhere.parquet"], "nowhere.parquet: there is no such file"),
+        (
+            ["--data", "traces", "--curriculum", "nowhere.parquet"],
+            "nowhere.parquet: there is no such file",
+        ),
         (["--curriculum", "a.parquet"], "curriculum belongs to --data traces"),
         (["--data", "traces", "--haystack", "a.txt"], "haystack belongs to --data recall"),
         (["--haystack", "a.txt"], "the tiny model reads no text"),
         (["--prefill", "half"], "prefill must be one of local, full, got 'half'"),
         (["--prefill", "full"], "use prefill local"),
-        (["--prefill", "full", "--data", "traces", "--gradient_checkpointing", "true"], "use prefill local"),
+        (
+            ["--prefill", "full", "--data", "traces", "--gradient_checkpointing", "true"],
+            "use prefill local",
+        ),
         (["--passkeys", "40"], "passkeys must lie in [2, 16]"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
@@ -163,7 +227,9 @@ def test_the_program_ends_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["distill_gates.py", "--output_dir", str(tmp_path / "run"), *options])
+    monkeypatch.setattr(
+        sys, "argv", ["distill_gates.py", "--output_dir", str(tmp_path / "run"), *options]
+    )
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "train" / "distill_gates.py"), run_name="__main__")
     assert ended.value.code == 2
@@ -171,7 +237,9 @@ def test_the_program_ends_with_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
-def test_help_explains_the_tasks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_the_tasks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["distill_gates.py", "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "train" / "distill_gates.py"), run_name="__main__")
@@ -203,4 +271,9 @@ def test_shipped_files_are_read(name: str) -> None:
     assert (settings.deploy_sink, settings.deploy_window) == ((4, 16) if tiny else (16, 64))
     assert settings.learning_rate == 0.02
     if not tiny:
-        assert (settings.l1_weight, settings.steps, settings.passkeys, settings.passkey_words) == (0.05, 2000, 10, 32)
+        assert (settings.l1_weight, settings.steps, settings.passkeys, settings.passkey_words) == (
+            0.05,
+            2000,
+            10,
+            32,
+        )

@@ -1,4 +1,6 @@
-"""Losses against their formulas, and the optimizer step: what moves, what does not, and that batches do not matter."""
+"""Losses against their formulas, and the optimizer step: what moves, what does not, and that
+batches do not matter.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from peft import get_peft_model
 from rlkv.attention.head_gate import HeadGateConfig, gates_matrix, set_gates
 from rlkv.data.recall import MarkedText
 from rlkv.training.config import DistillSettings
-from rlkv.training.distillation import Distiller, check_head, count_right, kl_of_states, lr_factor, squared_distance
+from rlkv.training.distillation import (
+    Distiller,
+    check_head,
+    count_right,
+    kl_of_states,
+    lr_factor,
+    squared_distance,
+)
 from rlkv.training.elimination import TraceLoss
 from tests.helpers.models import make_tiny_model
 
@@ -29,14 +38,22 @@ def random_samples(number: int, seed: int = 0) -> list[MarkedText]:
 def make_distiller(loss: str, family: str = "llama", **options: Any) -> Distiller:
     base = make_tiny_model(family)
     model = get_peft_model(base, HeadGateConfig(sink=2, window=5))
-    defaults: dict[str, Any] = {"steps": 10, "learning_rate": 0.05, "l1_weight": 0.05, "forward_rows": 4}
+    defaults: dict[str, Any] = {
+        "steps": 10,
+        "learning_rate": 0.05,
+        "l1_weight": 0.05,
+        "forward_rows": 4,
+    }
     return Distiller(model, DistillSettings(loss=loss, **{**defaults, **options}))
 
 
 def test_distance_is_the_mean_square() -> None:
     torch.manual_seed(0)
     full, mixed = torch.randn(7, 12, dtype=torch.float64), torch.randn(7, 12, dtype=torch.float64)
-    naive = [sum((a - b) ** 2 for a, b in zip(x, y, strict=True)) / 12 for x, y in zip(full, mixed, strict=True)]
+    naive = [
+        sum((a - b) ** 2 for a, b in zip(x, y, strict=True)) / 12
+        for x, y in zip(full, mixed, strict=True)
+    ]
     assert torch.allclose(squared_distance(mixed, full), torch.stack(naive), rtol=1e-12)
     halves = squared_distance(mixed.bfloat16(), full.bfloat16())
     assert halves.dtype == torch.float32
@@ -44,7 +61,10 @@ def test_distance_is_the_mean_square() -> None:
 
 def naive_kl(mixed: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """Of full from mixed logits."""
-    p, q = full.exp() / full.exp().sum(-1, keepdim=True), mixed.exp() / mixed.exp().sum(-1, keepdim=True)
+    p, q = (
+        full.exp() / full.exp().sum(-1, keepdim=True),
+        mixed.exp() / mixed.exp().sum(-1, keepdim=True),
+    )
     return (p * (p / q).log()).sum(-1)
 
 
@@ -54,14 +74,21 @@ def test_kl_is_that_of_full_from_mixed() -> None:
     head = torch.nn.Identity()
     assert torch.allclose(kl_of_states(head, mixed, full), naive_kl(mixed, full), rtol=1e-10)
     assert kl_of_states(head, full, full).abs().max() < 1e-15
-    assert not torch.allclose(kl_of_states(head, full, mixed), naive_kl(mixed, full), rtol=1e-2)  # it is not symmetric
+    assert not torch.allclose(
+        kl_of_states(head, full, mixed), naive_kl(mixed, full), rtol=1e-2
+    )  # it is not symmetric
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_kl_in_pieces_has_the_same_value_and_gradient(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kl_in_pieces_has_the_same_value_and_gradient(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 20, bias=bias).double().requires_grad_(False)
-    full, mixed = torch.randn(10, 8, dtype=torch.float64), torch.randn(10, 8, dtype=torch.float64, requires_grad=True)
+    full, mixed = (
+        torch.randn(10, 8, dtype=torch.float64),
+        torch.randn(10, 8, dtype=torch.float64, requires_grad=True),
+    )
     whole = naive_kl(head(mixed), head(full))
     weight = torch.rand(10, dtype=torch.float64)
     (expected,) = torch.autograd.grad(whole @ weight, mixed)
@@ -86,7 +113,9 @@ def test_the_learning_rate_rises_and_falls_by_a_fifth() -> None:
 @pytest.mark.parametrize("loss", ["distance", "kl"])
 def test_gates_move_and_nothing_else(loss: str, family: str) -> None:
     distiller = make_distiller(loss, family, learning_rate=0.3, l1_weight=2.0)
-    frozen = {name: p.clone() for name, p in distiller.model.named_parameters() if not p.requires_grad}
+    frozen = {
+        name: p.clone() for name, p in distiller.model.named_parameters() if not p.requires_grad
+    }
     records = [distiller.train_step(random_samples(3, seed)) for seed in range(4)]
     alpha = gates_matrix(distiller.model)
     assert (alpha != 1).any(dim=1).all()
@@ -102,7 +131,9 @@ def test_gates_move_and_nothing_else(loss: str, family: str) -> None:
     assert distiller.gate_mean.mean().mean() > alpha.mean()
 
 
-@pytest.mark.parametrize(("loss", "prefill"), [("distance", "local"), ("kl", "local"), ("kl", "full")])
+@pytest.mark.parametrize(
+    ("loss", "prefill"), [("distance", "local"), ("kl", "local"), ("kl", "full")]
+)
 def test_rows_of_a_pass_and_padding_do_not_matter(loss: str, prefill: str) -> None:
     torch.manual_seed(1)
     start = torch.rand(3, 4)
@@ -119,13 +150,19 @@ def test_rows_of_a_pass_and_padding_do_not_matter(loss: str, prefill: str) -> No
 
 
 def test_prompts_in_full_are_the_masks_of_the_loss_of_solutions() -> None:
-    """Gates of 0 and 1, prompts in full: the mean KL per token is that of the elimination's loss, per text."""
+    """Gates of 0 and 1, prompts in full: the mean KL per token is that of the elimination's loss,
+    per text.
+    """
     samples = random_samples(3)
     for prefill in ("full", "local"):
         distiller = make_distiller("kl", data="traces", prefill=prefill, l1_weight=0.0)
         full_LH = torch.rand(3, 4, generator=torch.Generator().manual_seed(3)) > 0.4
         sums = [
-            math.expm1(TraceLoss(distiller.model, [sample], 1, prompts_in_full=prefill == "full").of(full_LH))
+            math.expm1(
+                TraceLoss(distiller.model, [sample], 1, prompts_in_full=prefill == "full").of(
+                    full_LH
+                )
+            )
             for sample in samples
         ]
         set_gates(distiller.model, full_LH.float())
@@ -151,13 +188,19 @@ def test_the_gradient_is_that_of_the_formula(loss: str) -> None:
             full = distiller.model(ids, output_hidden_states=True)
         for place in sample.answers:
             p, q = full.logits[0, place - 1].softmax(-1), mixed.logits[0, place - 1].softmax(-1)
-            difference = full.hidden_states[-1][0, place - 1] - mixed.hidden_states[-1][0, place - 1]
+            difference = (
+                full.hidden_states[-1][0, place - 1] - mixed.hidden_states[-1][0, place - 1]
+            )
             total = total + ((p * (p / q).log()).sum() if loss == "kl" else (difference**2).mean())
             tokens += 1
-    expected = torch.autograd.grad(total / tokens + 0.3 * torch.cat(distiller.gates).mean(), distiller.gates)
+    expected = torch.autograd.grad(
+        total / tokens + 0.3 * torch.cat(distiller.gates).mean(), distiller.gates
+    )
     found: list[torch.Tensor] = []
     distiller.optimizer.register_step_pre_hook(
-        lambda *_: found.extend(gate.grad.clone() for gate in distiller.gates if gate.grad is not None)
+        lambda *_: found.extend(
+            gate.grad.clone() for gate in distiller.gates if gate.grad is not None
+        )
     )
     record = distiller.train_step(samples)
     assert record["loss/distill"] == pytest.approx(total.item() / tokens, rel=1e-4)

@@ -13,7 +13,10 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.training.elimination import Removal, eliminate, num_removals, rerank, with_order
 
 # order of the gates: (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)
-GATES = HeadGates(alpha=torch.tensor([[0.0, 0.0, 0.4], [0.5, 0.6, 0.9]]), mean_alpha=torch.arange(6).view(2, 3) / 10)
+GATES = HeadGates(
+    alpha=torch.tensor([[0.0, 0.0, 0.4], [0.5, 0.6, 0.9]]),
+    mean_alpha=torch.arange(6).view(2, 3) / 10,
+)
 HEADS = compression_order(GATES)
 ALL = torch.ones(2, 3, dtype=torch.bool)
 WORTH = torch.tensor([[9.0, 0.0, 0.7], [0.9, 0.1, 0.8]])
@@ -44,7 +47,11 @@ def additive(full_LH: Tensor) -> float:
 
 def either(full_LH: Tensor) -> float:
     """(0, 0) and (1, 0) replace each other: both may not go."""
-    return additive(full_LH) - 8 * float(not full_LH[0, 0]) + 20 * float(not (full_LH[0, 0] or full_LH[1, 0]))
+    return (
+        additive(full_LH)
+        - 8 * float(not full_LH[0, 0])
+        + 20 * float(not (full_LH[0, 0] or full_LH[1, 0]))
+    )
 
 
 def ignore(step: Removal) -> None:
@@ -57,7 +64,9 @@ def test_where_costs_do_not_change_each_head_is_measured_once_more() -> None:
     assert order == [(0, 1), (1, 1), (0, 2), (1, 2), (1, 0), (0, 0)]
     assert loss.passes == 1 + 6 + 6  # the start, all heads, and the lowest at every step
     assert [(step.layer, step.head) for step in steps] == order
-    assert [step.loss for step in steps] == pytest.approx(WORTH.flatten().sort().values.cumsum(0).tolist())
+    assert [step.loss for step in steps] == pytest.approx(
+        WORTH.flatten().sort().values.cumsum(0).tolist()
+    )
     assert steps[-1].passes == loss.passes
 
 
@@ -68,8 +77,12 @@ def test_a_cost_that_has_grown_is_seen() -> None:
 
 
 def test_the_budget_bounds_the_passes() -> None:
-    """Without room for a second measurement the first one decides: (0, 0) costs 1 alone, after (1, 0) it costs 21."""
-    loss = Known(lambda full: either(full) - 0.95 * float(not full[0, 0]))  # (0, 0) costs 0.05 alone
+    """Without room for a second measurement the first one decides: (0, 0) costs 1 alone, after (1,
+    0) it costs 21.
+    """
+    loss = Known(
+        lambda full: either(full) - 0.95 * float(not full[0, 0])
+    )  # (0, 0) costs 0.05 alone
     assert eliminate(loss, ALL, HEADS, 5, 7, ignore)[:2] == [(0, 1), (0, 0)]
     assert loss.passes == 7
     loss = Known(either)
@@ -78,14 +91,18 @@ def test_the_budget_bounds_the_passes() -> None:
 
 
 def test_equal_heads_go_in_the_order_given() -> None:
-    assert eliminate(Known(lambda full: float(~full.sum())), ALL, HEADS[::-1], 6, 100, ignore) == HEADS[::-1]
+    assert (
+        eliminate(Known(lambda full: float(~full.sum())), ALL, HEADS[::-1], 6, 100, ignore)
+        == HEADS[::-1]
+    )
 
 
 def test_measured_within_the_span() -> None:
     steps: list[Removal] = []
     result = rerank(GATES, Known(additive), 1 / 3, 2 / 3, 100, steps.append)
     assert [(step.layer, step.head) for step in steps] == [(1, 1), (0, 2)]
-    # (0, 0) is worth the most, but the gates are trusted below the span; (1, 2) costs less than (1, 0)
+    # (0, 0) is worth the most, but the gates are trusted below the span; (1, 2) costs less than (1,
+    # 0)
     assert compression_order(result) == [(0, 0), (0, 1), (1, 1), (0, 2), (1, 2), (1, 0)]
     before, after = (HeadAllocation.from_gates(gates, 1 / 3) for gates in (GATES, result))
     assert before == after

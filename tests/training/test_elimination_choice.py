@@ -1,4 +1,6 @@
-"""Which of the orders is kept: the mean's places, and that solutions outside the measured ones decide."""
+"""Which of the orders is kept: the mean's places, and that solutions outside the measured ones
+decide.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training import elimination as elimination_choice
-from rlkv.training.elimination import TraceLoss, best, between, choose_order, hard_masks, losses, mean_order, orders
+from rlkv.training.elimination import (
+    TraceLoss,
+    best,
+    between,
+    choose_order,
+    hard_masks,
+    losses,
+    mean_order,
+    orders,
+)
 from tests.helpers.models import make_tiny_model
 
 SPAN = (0.25, 0.75)
@@ -46,17 +57,24 @@ def test_what_both_orders_compress_the_mean_does() -> None:
 
 
 def test_the_loss_on_other_solutions_decides() -> None:
-    model, traces, named = make_tiny_model("llama"), random_traces(), orders(random_gates(0), random_gates(1))
+    model, traces, named = (
+        make_tiny_model("llama"),
+        random_traces(),
+        orders(random_gates(0), random_gates(1)),
+    )
     with hard_masks(model, named["measured"], traces[0].ids) as gated:
         loss, at = TraceLoss(gated, traces, 1), between(*SPAN)
         expected = {
-            name: sum(loss.of(HeadAllocation.from_gates(gates, sparsity).full) for sparsity in at) / 2
+            name: sum(loss.of(HeadAllocation.from_gates(gates, sparsity).full) for sparsity in at)
+            / 2
             for name, gates in named.items()
         }
         before = loss.passes
         found = losses(named, loss, at)
         assert loss.passes == pytest.approx(2 * before)
-        assert {name: loss_N.mean().item() for name, loss_N in found.items()} == pytest.approx(expected, rel=1e-6)
+        assert {name: loss_N.mean().item() for name, loss_N in found.items()} == pytest.approx(
+            expected, rel=1e-6
+        )
         before = loss.passes
         losses({"a": named["mean"], "b": named["mean"]}, loss, at)
         assert loss.passes == pytest.approx(before + 2)  # the same heads once
@@ -77,9 +95,15 @@ def test_the_loss_on_other_solutions_decides() -> None:
         ([0.1], "mean"),  # one solution says nothing of the error
     ],
 )
-def test_the_mean_is_kept_unless_another_is_clearly_better(less: list[float], expected: str) -> None:
+def test_the_mean_is_kept_unless_another_is_clearly_better(
+    less: list[float], expected: str
+) -> None:
     mean = torch.linspace(0.5, 1.5, len(less), dtype=torch.float64)
-    found = {"measured": mean - torch.tensor(less, dtype=torch.float64), "mean": mean, "distilled": mean + 0.5}
+    found = {
+        "measured": mean - torch.tensor(less, dtype=torch.float64),
+        "mean": mean,
+        "distilled": mean + 0.5,
+    }
     assert best(found) == expected
     found["distilled"] = mean - 0.2
     assert best(found) == ("mean" if len(less) == 1 else "distilled")

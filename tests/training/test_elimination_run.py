@@ -1,4 +1,6 @@
-"""The finder ``elimination`` from its options to the exported gates, and gates that are re-ranked on solutions."""
+"""The finder ``elimination`` from its options to the exported gates, and gates that are re-ranked
+on solutions.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny import draw_problem
 from rlkv.training.config import parse_config
-from rlkv.training.elimination import TraceLoss, draw_apart, draw_traces, eliminate_heads, rerank_on_traces, with_order
+from rlkv.training.elimination import (
+    TraceLoss,
+    draw_apart,
+    draw_traces,
+    eliminate_heads,
+    rerank_on_traces,
+    with_order,
+)
 from rlkv.training.run_folder import WandbLog
 from rlkv.utils.files import read_log
 from tests.helpers.models import make_tiny_model
@@ -36,7 +45,11 @@ def curriculum(tmp_path: Path) -> Path:
 
 def options(path: Path, **other: object) -> list[str]:
     given = {"config": "tiny", "finder": "elimination", "curriculum": path, "use_cpu": "true"}
-    given |= {"elimination_traces": 6, "elimination_sparsity": 0.25, "output_dir": path.parent / "run"}
+    given |= {
+        "elimination_traces": 6,
+        "elimination_sparsity": 0.25,
+        "output_dir": path.parent / "run",
+    }
     given |= {"elimination_distillation": 0, **other}
     return [text for name, value in given.items() for text in (f"--{name}", str(value))]
 
@@ -48,7 +61,9 @@ def test_the_command_exports_an_order(curriculum: Path, monkeypatch: pytest.Monk
     assert ended.value.code == 0
     folder = curriculum.parent / "run"
     gates = HeadGates.load(folder / "gates.pt")
-    assert gates == HeadGates.load(folder / "gates.safetensors") == HeadGates.load(folder / "adapter")
+    assert (
+        gates == HeadGates.load(folder / "gates.safetensors") == HeadGates.load(folder / "adapter")
+    )
     assert gates.alpha.flatten().sort().values.equal(torch.linspace(0, 1, 24))
     order = compression_order(gates)
     records = read_log(folder / "log.jsonl")
@@ -59,11 +74,22 @@ def test_the_command_exports_an_order(curriculum: Path, monkeypatch: pytest.Monk
     assert records[-1]["traces/kept"] > 0.99
     assert (gates.sink, gates.window, gates.deploy_sink, gates.deploy_window) == (4, 16, 4, 16)
     told = gates.training
-    assert (told["method"], told["finder"], told["high"], told["traces"]) == ("elimination", "elimination", 0.25, 6)
+    assert (told["method"], told["finder"], told["high"], told["traces"]) == (
+        "elimination",
+        "elimination",
+        0.25,
+        6,
+    )
     assert told["passes"] == records[-1]["passes"] <= 48
-    assert sum(record["time/step_cpu_s"] for record in records) == pytest.approx(told["cpu_seconds"], rel=0.2)
+    assert sum(record["time/step_cpu_s"] for record in records) == pytest.approx(
+        told["cpu_seconds"], rel=0.2
+    )
     assert "curriculum" not in told
-    assert {path.name for path in folder.glob("*.png")} == {"heat_map.png", "histogram.png", "training_curves.png"}
+    assert {path.name for path in folder.glob("*.png")} == {
+        "heat_map.png",
+        "histogram.png",
+        "training_curves.png",
+    }
 
 
 def test_a_run_that_was_stopped_goes_on(curriculum: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +132,16 @@ def test_a_finished_run_goes_on_to_another_sparsity(curriculum: Path) -> None:
     assert len(read_log(run / "log.jsonl")) == 5
 
 
-def test_distillation_orders_the_first_heads(curriculum: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same again after a kill in either part; the distilled gates say which heads go without being measured."""
-    given = options(curriculum, elimination_distillation=8, elimination_sparsity=0.55, forward_rows=3)
+def test_distillation_orders_the_first_heads(
+    curriculum: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same again after a kill in either part.
+
+    The distilled gates say which heads go without being measured.
+    """
+    given = options(
+        curriculum, elimination_distillation=8, elimination_sparsity=0.55, forward_rows=3
+    )
     whole = eliminate_heads(*parse_config(given))
     run = curriculum.parent / "run"
     distilled, order = HeadGates.load(run / "distilled" / "gates.pt"), compression_order(whole)
@@ -119,15 +152,24 @@ def test_distillation_orders_the_first_heads(curriculum: Path, monkeypatch: pyte
     steps = read_log(run / "distilled" / "log.jsonl")
     assert len(steps) == 8
     assert max(record["train/learning_rate"] for record in steps) == 0.25
-    solutions = draw_traces(curriculum, tiny.load()[1], "rlkv", 6, seed=0)  # all of them in each step
-    assert {record["tokens/answers"] for record in steps} == {sum(len(text.answers) for text in solutions)}
+    solutions = draw_traces(
+        curriculum, tiny.load()[1], "rlkv", 6, seed=0
+    )  # all of them in each step
+    assert {record["tokens/answers"] for record in steps} == {
+        sum(len(text.answers) for text in solutions)
+    }
     told = whole.training
     assert (told["low"], told["high"], told["elimination_distillation"]) == (0.4, 0.55, 8)
-    assert told["distillation_cpu_seconds"] == pytest.approx(sum(r["time/step_cpu_s"] for r in steps), abs=1e-3)
+    assert told["distillation_cpu_seconds"] == pytest.approx(
+        sum(r["time/step_cpu_s"] for r in steps), abs=1e-3
+    )
     total = sum(record["time/step_cpu_s"] for record in read_log(run / "log.jsonl"))
     assert total == pytest.approx(told["cpu_seconds"] + told["distillation_cpu_seconds"], rel=0.2)
 
-    parts = {"rlkv.training.distillation.Distiller.train_step": 7, "rlkv.training.elimination.TraceLoss._measure": 5}
+    parts = {
+        "rlkv.training.distillation.Distiller.train_step": 7,
+        "rlkv.training.elimination.TraceLoss._measure": 5,
+    }
     again = [*given, "--output_dir", str(run.with_name("again"))]
     for name, calls in parts.items():
         with monkeypatch.context() as patch:
@@ -137,11 +179,17 @@ def test_distillation_orders_the_first_heads(curriculum: Path, monkeypatch: pyte
     assert eliminate_heads(*parse_config(again)).alpha.equal(whole.alpha)
 
 
-def test_other_solutions_say_which_order_is_kept(curriculum: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = options(curriculum, elimination_distillation=8, elimination_sparsity=0.55, elimination_traces=2)
+def test_other_solutions_say_which_order_is_kept(
+    curriculum: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = options(
+        curriculum, elimination_distillation=8, elimination_sparsity=0.55, elimination_traces=2
+    )
     asked: list[list[MarkedText]] = []
 
-    def choose(model: Any, traces: list[MarkedText], distilled: HeadGates, measured: HeadGates, *_: Any) -> HeadGates:
+    def choose(
+        model: Any, traces: list[MarkedText], distilled: HeadGates, measured: HeadGates, *_: Any
+    ) -> HeadGates:
         asked.append(traces)
         measured.training |= {"order": "distilled", "choice_cpu_seconds": 0.0}
         return with_order(measured, compression_order(distilled))
@@ -160,18 +208,32 @@ def test_other_solutions_say_which_order_is_kept(curriculum: Path, monkeypatch: 
     assert told["order"] in told["order_losses"].keys() == {"measured", "mean", "distilled"}
     parts = told["choice_cpu_seconds"], told["cpu_seconds"], told["distillation_cpu_seconds"]
     assert min(parts) > 0
-    total = sum(record["time/step_cpu_s"] for record in read_log(curriculum.parent / "run" / "log.jsonl"))
+    total = sum(
+        record["time/step_cpu_s"] for record in read_log(curriculum.parent / "run" / "log.jsonl")
+    )
     assert total == pytest.approx(sum(parts), rel=0.2)
 
 
 def test_options_of_the_distillation(curriculum: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompts through the gates whatever the elimination does, activations recomputed; unread options are named."""
-    given = options(curriculum, elimination_distillation=8, elimination_sparsity=0.45, gradient_checkpointing="true")
+    """Prompts through the gates whatever the elimination does, activations recomputed.
+
+    Unread options are named.
+    """
+    given = options(
+        curriculum,
+        elimination_distillation=8,
+        elimination_sparsity=0.45,
+        gradient_checkpointing="true",
+    )
     settings, args = parse_config([*given, "--l1_beta", "0.3"])
     model, tokenizer = tiny.load()
     eliminate_heads(settings, args, model, tokenizer)
     noted = json.loads((curriculum.parent / "run" / "distilled" / "run_config.json").read_text())
-    assert (noted["prefill"], noted["forward_rows"], noted["gradient_checkpointing"]) == ("local", 1, True)
+    assert (noted["prefill"], noted["forward_rows"], noted["gradient_checkpointing"]) == (
+        "local",
+        1,
+        True,
+    )
     assert (noted["sink"], noted["window"], noted["loss"]) == (4, 16, "kl")
     assert not model.training
     assert not model.is_gradient_checkpointing
@@ -196,16 +258,25 @@ def test_wandb_gets_the_heads_that_go(curriculum: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(WandbLog, "on_train_begin", listen)
     eliminate_heads(settings, args)
     records = read_log(curriculum.parent / "run" / "log.jsonl")
-    assert [record["elimination/traces_kept"] for record in logged] == [r["traces/kept"] for r in records]
+    assert [record["elimination/traces_kept"] for record in logged] == [
+        r["traces/kept"] for r in records
+    ]
     assert list((curriculum.parent / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
-def test_a_model_with_sliding_layers_is_refused_before_the_distillation(curriculum: Path, prefill: str) -> None:
+def test_a_model_with_sliding_layers_is_refused_before_the_distillation(
+    curriculum: Path, prefill: str
+) -> None:
     _, tokenizer = tiny.load()
     layers = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     sliding = make_tiny_model("qwen2", vocab_size=len(tokenizer), **layers)
-    given = options(curriculum, elimination_distillation=8, elimination_sparsity=0.5, elimination_prefill=prefill)
+    given = options(
+        curriculum,
+        elimination_distillation=8,
+        elimination_sparsity=0.5,
+        elimination_prefill=prefill,
+    )
     settings, args = parse_config(given)
     with pytest.raises(ValueError, match="no full attention"):
         eliminate_heads(settings, args, sliding, tokenizer)
@@ -231,8 +302,13 @@ def test_gates_are_the_start(curriculum: Path) -> None:
     model, tokenizer = tiny.load()
     implementation = model.config._attn_implementation
     alpha = torch.arange(24).view(4, 6) / 24
-    alpha[1, 1], alpha[0, 2] = 0.98, 0.99  # the gates would let it go before (0, 2), which nothing needs
-    gates = HeadGates(alpha=alpha, sink=2, window=8, deploy_sink=4, deploy_window=16, training={"method": "hand"})
+    alpha[1, 1], alpha[0, 2] = (
+        0.98,
+        0.99,
+    )  # the gates would let it go before (0, 2), which nothing needs
+    gates = HeadGates(
+        alpha=alpha, sink=2, window=8, deploy_sink=4, deploy_window=16, training={"method": "hand"}
+    )
     traces = draw_traces(curriculum, tokenizer, "rlkv", 6, seed=0)
     result = rerank_on_traces(model, traces, gates, 0.92, 1.0)
     assert compression_order(gates)[-2:] == [(1, 1), (0, 2)]
@@ -249,7 +325,9 @@ def test_gates_are_the_start(curriculum: Path) -> None:
 
 def test_traces_are_drawn_with_the_seed(curriculum: Path) -> None:
     _, tokenizer = tiny.load()
-    first, again, other = (draw_traces(curriculum, tokenizer, "rlkv", 4, seed) for seed in (0, 0, 1))
+    first, again, other = (
+        draw_traces(curriculum, tokenizer, "rlkv", 4, seed) for seed in (0, 0, 1)
+    )
     assert first == again != other
     with pytest.raises(ValueError, match=r"7.*has only 6"):
         draw_traces(curriculum, tokenizer, "rlkv", 7, seed=0)
@@ -265,7 +343,9 @@ def test_traces_are_drawn_with_the_seed(curriculum: Path) -> None:
         ({"curriculum": "x.jsonl"}, "x"),
     ],
 )
-def test_what_does_not_fit_is_named(changed: dict[str, object], named: str, curriculum: Path) -> None:
+def test_what_does_not_fit_is_named(
+    changed: dict[str, object], named: str, curriculum: Path
+) -> None:
     settings = parse_config(options(curriculum, **changed))
     with pytest.raises(ValueError, match=named):
         eliminate_heads(*settings)
@@ -273,7 +353,9 @@ def test_what_does_not_fit_is_named(changed: dict[str, object], named: str, curr
 
 
 def test_it_needs_solutions_and_fitting_gates(curriculum: Path) -> None:
-    settings, args = parse_config(["--config", "tiny", "--finder", "elimination", "--use_cpu", "true"])
+    settings, args = parse_config(
+        ["--config", "tiny", "--finder", "elimination", "--use_cpu", "true"]
+    )
     with pytest.raises(ValueError, match="--curriculum"):
         eliminate_heads(settings, args)
     with pytest.raises(ValueError, match="4 layers x 6"):

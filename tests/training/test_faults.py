@@ -16,7 +16,10 @@ from tests.helpers.paths import ROOT
 
 @pytest.mark.timeout(900)
 def test_a_run_of_two_processes_survives_signals(tmp_path: Path) -> None:
-    """SIGTERM to one process, SIGTERM to the launcher, kill -9 of one process; each time the run is resumed."""
+    """SIGTERM to one process, SIGTERM to the launcher, kill -9 of one process.
+
+    Each time the run is resumed.
+    """
     folder = tmp_path / "run"
 
     def launch(fault: str) -> tuple[int, str]:
@@ -24,7 +27,9 @@ def test_a_run_of_two_processes_survives_signals(tmp_path: Path) -> None:
         command = ["-m", "tests.helpers.torchrun", fault, folder, "--save_steps", 4]
         done = warm.run(command, ROOT, timeout=840, TOKENIZERS_PARALLELISM="false")
         print(f"{fault}: {time.monotonic() - began:.0f} s")
-        left = [rank for rank in "01" if Path("/proc", (tmp_path / f"pid_{rank}").read_text()).exists()]
+        left = [
+            rank for rank in "01" if Path("/proc", (tmp_path / f"pid_{rank}").read_text()).exists()
+        ]
         assert left == [], f"processes stay behind: {left}"
         return done.returncode, done.stdout + done.stderr
 
@@ -36,7 +41,9 @@ def test_a_run_of_two_processes_survives_signals(tmp_path: Path) -> None:
     assert (code, saved()) == (0, "checkpoint-2"), text
     assert text.count("stopped by SIGTERM after step 2") == 2  # both processes have ended with 0
     code, text = launch("SIGTERM:3:launcher")
-    assert (code, saved()) == (1, "checkpoint-3"), text  # the launcher says so by a traceback of its own
+    assert (code, saved()) == (1, "checkpoint-3"), (
+        text
+    )  # the launcher says so by a traceback of its own
     assert text.count("stopped by SIGTERM after step 3") == 2
     code, text = launch("SIGKILL:5:rank")
     assert (code, saved()) == (1, "checkpoint-4"), text

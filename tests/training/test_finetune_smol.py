@@ -1,4 +1,6 @@
-"""Fine-tuning of the built-in language model, on a small random one: loss, resuming, what it writes."""
+"""Fine-tuning of the built-in language model, on a small random one: loss, resuming, what it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from tests.helpers.models import make_tiny_model
 from tests.helpers.programs import load_program
 
 PROGRAM = load_program("train/finetune_smol.py")
-FinetuneConfig, finetune, make_trainer = PROGRAM.FinetuneConfig, PROGRAM.finetune, PROGRAM.make_trainer
+FinetuneConfig, finetune, make_trainer = (
+    PROGRAM.FinetuneConfig,
+    PROGRAM.finetune,
+    PROGRAM.make_trainer,
+)
 SHORT = {"steps": 4, "batch_size": 2, "rank": 2, "save_steps": 2, "held_out": 2, "device": "cpu"}
 
 
@@ -37,14 +43,22 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_loss_is_the_mean_over_the_tokens_of_solutions(tmp_path: Path) -> None:
     with progress_bar("", "steps", 4) as bar:
-        trainer = make_trainer(FinetuneConfig(output_dir=tmp_path, **{**SHORT, "batch_size": 3}), bar)
-    inputs = next(batch for batch in trainer.get_train_dataloader() if not batch["attention_mask"].all())
+        trainer = make_trainer(
+            FinetuneConfig(output_dir=tmp_path, **{**SHORT, "batch_size": 3}), bar
+        )
+    inputs = next(
+        batch for batch in trainer.get_train_dataloader() if not batch["attention_mask"].all()
+    )
     assert (inputs["labels"] == -100).any()
     model = trainer.model.float()
     trainer.accelerator.native_amp = False
     with torch.no_grad():
         found = trainer.compute_loss(model, inputs)
-        want = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=inputs["labels"])
+        want = model(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            labels=inputs["labels"],
+        )
     torch.testing.assert_close(found, want.loss, rtol=1e-3, atol=0)
 
 
@@ -70,12 +84,19 @@ def test_an_adapter_is_trained_further(tmp_path: Path) -> None:
     first = tmp_path / "first"
     finetune(FinetuneConfig(output_dir=first, **SHORT))
     further = FinetuneConfig(
-        output_dir=tmp_path / "further", start_from=str(first / "adapter"), **{**SHORT, "seed": 1, "steps": 2}
+        output_dir=tmp_path / "further",
+        start_from=str(first / "adapter"),
+        **{**SHORT, "seed": 1, "steps": 2},
     )
     with progress_bar("", "steps", 2) as bar:
-        trained = {n: p for n, p in make_trainer(further, bar).model.named_parameters() if p.requires_grad}
+        trained = {
+            n: p for n, p in make_trainer(further, bar).model.named_parameters() if p.requires_grad
+        }
     old = load_file(first / "adapter" / "adapter_model.safetensors")
-    before = {name.replace(".default", ""): weight.detach().cpu().bfloat16() for name, weight in trained.items()}
+    before = {
+        name.replace(".default", ""): weight.detach().cpu().bfloat16()
+        for name, weight in trained.items()
+    }
     assert before.keys() == old.keys()
     assert all(torch.equal(before[name], old[name]) for name in old)
     finetune(further)
@@ -85,22 +106,27 @@ def test_an_adapter_is_trained_further(tmp_path: Path) -> None:
 
 
 def test_an_adapter_to_start_from_must_be_there_and_of_that_rank(tmp_path: Path) -> None:
-    with progress_bar("", "steps", 2) as bar, pytest.raises(ValueError, match=f"start_from={tmp_path}"):
+    with (
+        progress_bar("", "steps", 2) as bar,
+        pytest.raises(ValueError, match=f"start_from={tmp_path}"),
+    ):
         make_trainer(FinetuneConfig(start_from=str(tmp_path), **SHORT), bar)
     LoraConfig(r=4).save_pretrained(str(tmp_path))
     with progress_bar("", "steps", 2) as bar, pytest.raises(ValueError, match="rank 4"):
         make_trainer(FinetuneConfig(start_from=str(tmp_path), **SHORT), bar)
 
 
-def test_a_run_that_was_stopped_gives_the_same_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_stopped_gives_the_same_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = finetune(FinetuneConfig(output_dir=tmp_path / "whole", **SHORT))
     assert {"config", "tokens", "held_out", "commit"} <= whole.keys()
     assert sorted(path.name for path in (tmp_path / "whole" / "adapter").iterdir()) == [
         *("adapter_config.json", "adapter_model.safetensors", "finetuning.json"),
     ]
-    assert json.loads((tmp_path / "whole/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == (
-        "smollm2"
-    )
+    assert json.loads((tmp_path / "whole/adapter/adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == ("smollm2")
     assert read_log(tmp_path / "whole" / "log.jsonl")
 
     class Stop(Exception):
@@ -121,7 +147,9 @@ def test_a_run_that_was_stopped_gives_the_same_adapter(tmp_path: Path, monkeypat
             finetune(FinetuneConfig(output_dir=tmp_path / "stopped", **SHORT))
     (tmp_path / "stopped" / "checkpoint-3").mkdir()  # one that was being written
     finetune(FinetuneConfig(output_dir=tmp_path / "stopped", **SHORT))
-    ours, theirs = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "stopped"))
+    ours, theirs = (
+        tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "stopped")
+    )
     assert ours.read_bytes() == theirs.read_bytes()
 
 

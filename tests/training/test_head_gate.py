@@ -29,7 +29,10 @@ IDS = torch.randint(3, 128, (2, 60), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peft asks the hub whether a folder is a repository too; without a network it would retry for half a minute."""
+    """Peft asks the hub whether a folder is a repository too.
+
+    Without a network it would retry for half a minute.
+    """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
@@ -96,12 +99,16 @@ def test_disabled_and_unloaded_models_are_the_untouched_one(family: str) -> None
 
 
 def test_a_second_adapter_has_its_own_gates_and_sizes() -> None:
-    model = get_peft_model(make_tiny_model("llama"), HeadGateConfig(sink=2, window=8, init_value=0.0))
+    model = get_peft_model(
+        make_tiny_model("llama"), HeadGateConfig(sink=2, window=8, init_value=0.0)
+    )
     first = logits(model)
     model.add_adapter("other", HeadGateConfig(sink=4, window=30, init_value=0.0))
     assert torch.equal(logits(model), first)
     model.set_adapter("other")
-    alone = get_peft_model(make_tiny_model("llama"), HeadGateConfig(sink=4, window=30, init_value=0.0))
+    alone = get_peft_model(
+        make_tiny_model("llama"), HeadGateConfig(sink=4, window=30, init_value=0.0)
+    )
     assert torch.equal(logits(model), logits(alone))
     assert (logits(model) - first).abs().max() > 0.01
     model.set_adapter("default")
@@ -113,7 +120,9 @@ def test_a_second_adapter_has_its_own_gates_and_sizes() -> None:
 @pytest.mark.parametrize("head", [True, False])
 def test_transformers_own_loading_reads_the_gates(kind: str, head: bool, tmp_path: Path) -> None:
     make_tiny_model("qwen3").save_pretrained(tmp_path / "base")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), HeadGateConfig(sink=2, window=8))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), HeadGateConfig(sink=2, window=8)
+    )
     randomize(model)
     matrix = gates_matrix(model)
     if kind == "peft":
@@ -131,9 +140,13 @@ def test_transformers_own_loading_reads_the_gates(kind: str, head: bool, tmp_pat
             assert torch.equal(logits(loaded), logits(model))
 
 
-@pytest.mark.parametrize("other", [{"num_hidden_layers": 2}, {"num_hidden_layers": 4}, {"num_key_value_heads": 2}])
+@pytest.mark.parametrize(
+    "other", [{"num_hidden_layers": 2}, {"num_hidden_layers": 4}, {"num_key_value_heads": 2}]
+)
 @pytest.mark.parametrize("kind", ["peft", "gates"])
-def test_gates_of_another_shape_are_refused(kind: str, other: dict[str, int], tmp_path: Path) -> None:
+def test_gates_of_another_shape_are_refused(
+    kind: str, other: dict[str, int], tmp_path: Path
+) -> None:
     if kind == "peft":
         model = get_peft_model(make_tiny_model("llama"), HeadGateConfig(sink=2, window=8))
         model.save_pretrained(tmp_path, save_embedding_layers=False)
@@ -168,7 +181,9 @@ def test_a_failed_trial_leaves_no_gates_on_the_model(error: type[BaseException])
 
 
 def test_deleting_the_active_gates_leaves_the_others_and_the_last_ones_are_unloaded() -> None:
-    model = get_peft_model(make_tiny_model("llama"), HeadGateConfig(sink=2, window=8, init_value=0.0))
+    model = get_peft_model(
+        make_tiny_model("llama"), HeadGateConfig(sink=2, window=8, init_value=0.0)
+    )
     first = logits(model)
     model.add_adapter("other", HeadGateConfig(sink=4, window=30))
     model.set_adapter("other")
@@ -243,10 +258,20 @@ def test_prepared_and_packed_masks_are_refused() -> None:
 
 
 def test_layers_with_a_sliding_window_are_left_alone() -> None:
-    settings = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
+    settings = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=128, num_hidden_layers=4, use_sliding_window=True, sliding_window=8, max_window_layers=2, **settings
+        vocab_size=128,
+        num_hidden_layers=4,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=2,
+        **settings,
     )
     mixed = Qwen2ForCausalLM(config).eval()
     expected = logits(mixed)
@@ -257,13 +282,16 @@ def test_layers_with_a_sliding_window_are_left_alone() -> None:
     randomize(model)
     assert (logits(model) - expected).abs().max() > 1e-3
     assert torch.equal(gates_matrix(model)[2:], torch.ones(2, 4))
-    all_sliding = MistralForCausalLM(MistralConfig(vocab_size=128, num_hidden_layers=2, sliding_window=8, **settings))
+    all_sliding = MistralForCausalLM(
+        MistralConfig(vocab_size=128, num_hidden_layers=2, sliding_window=8, **settings)
+    )
     with pytest.raises(ValueError, match="mistral"):
         get_peft_model(all_sliding, HeadGateConfig(sink=2, window=8))
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"), [({"sink": -1}, "sink"), ({"window": 0}, "window"), ({"init_value": 1.5}, "init_value")]
+    ("settings", "named"),
+    [({"sink": -1}, "sink"), ({"window": 0}, "window"), ({"init_value": 1.5}, "init_value")],
 )
 def test_bad_settings_are_refused(settings: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):

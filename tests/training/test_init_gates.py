@@ -1,4 +1,6 @@
-"""GRPO that starts from a gates file: the start is respected, recorded, checked, and a resumed run is tied to it."""
+"""GRPO that starts from a gates file: the start is respected, recorded, checked, and a resumed run
+is tied to it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,11 @@ def save_start(path: Path, alpha: torch.Tensor = START) -> str:
 
 def test_training_starts_there_and_says_so(tmp_path: Path) -> None:
     start = save_start(tmp_path / "start.pt")
-    gates = random_run.run(tmp_path / "run", ["--init_gates", start, "--max_steps", "1", "--learning_rate", "0.001"])
-    # AdamW's first step moves a gate by the learning rate at most, plus the weight decay of 0.017 * 0.001
+    gates = random_run.run(
+        tmp_path / "run", ["--init_gates", start, "--max_steps", "1", "--learning_rate", "0.001"]
+    )
+    # AdamW's first step moves a gate by the learning rate at most, plus the weight decay of 0.017 *
+    # 0.001
     assert (gates.alpha - START).abs().max() < 0.00102
     assert not torch.equal(gates.alpha, START)
     facts = gates.training["init_gates"]
@@ -59,4 +64,15 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
         random_run.run(tmp_path / "run", ["--init_gates", str(tmp_path / "others.pt")])
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"init_gates and init_value=0.5"):
-        parse_config(["--finder", "rlkv", "--init_gates", "start.pt", "--init_value", "0.5", "--use_cpu", "true"])
+        parse_config(
+            [
+                "--finder",
+                "rlkv",
+                "--init_gates",
+                "start.pt",
+                "--init_value",
+                "0.5",
+                "--use_cpu",
+                "true",
+            ]
+        )

@@ -1,4 +1,7 @@
-"""Training on two processes that is really killed, a few times; ``kill_training.py --kills 50`` does more of it."""
+"""Training on two processes that is really killed, a few times.
+
+``kill_training.py --kills 50`` does more of it.
+"""
 
 from __future__ import annotations
 

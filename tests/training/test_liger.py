@@ -1,4 +1,6 @@
-"""Liger's kernels in the frozen layers: which of them are asked for, what is refused, and on a GPU the same logits."""
+"""Liger's kernels in the frozen layers: which of them are asked for, what is refused, and on a GPU
+the same logits.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,16 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_training_on_a_cpu_refuses_it(tmp_path: Path) -> None:
-    options = ["--config", "tiny", "--use_cpu", "true", "--liger_kernels", "true", "--output_dir", str(tmp_path)]
+    options = [
+        "--config",
+        "tiny",
+        "--use_cpu",
+        "true",
+        "--liger_kernels",
+        "true",
+        "--output_dir",
+        str(tmp_path),
+    ]
     with pytest.raises(ValueError, match="liger_kernels needs a CUDA GPU"):
         train_gates(*parse_config(options))
 

@@ -1,4 +1,6 @@
-"""How rows are shared out for sampling and for the update: nothing lost, nothing twice, whatever the processes."""
+"""How rows are shared out for sampling and for the update: nothing lost, nothing twice, whatever
+the processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ def test_any_number_of_processes_has_slots_for_a_step(processes: int, at_once: i
     assert 0 <= slots * processes - 128 < 4 * at_once * processes
     shares = Shares(128, slots, processes)
     assert [row for rank in range(processes) for row in shares.of(rank)] == list(range(128))
-    assert {len(shares.of(rank)) for rank in range(processes)} <= {128 // processes, 128 // processes + 1}
+    assert {len(shares.of(rank)) for rank in range(processes)} <= {
+        128 // processes,
+        128 // processes + 1,
+    }
     assert max(len(shares.of(rank)) for rank in range(processes)) <= slots
 
 
@@ -52,23 +57,44 @@ def make_rows(number: int, teaching: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(("processes", "micro", "teaching"), [(1, 1, 24), (1, 4, 17), (2, 3, 24), (7, 2, 9), (5, 1, 0)])
-def test_every_row_that_teaches_is_in_one_micro_batch(processes: int, micro: int, teaching: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "micro", "teaching"), [(1, 1, 24), (1, 4, 17), (2, 3, 24), (7, 2, 9), (5, 1, 0)]
+)
+def test_every_row_that_teaches_is_in_one_micro_batch(
+    processes: int, micro: int, teaching: int
+) -> None:
     rows = make_rows(24, teaching)
     parts = torch.randperm(24).chunk(2)
     ranks = [make_micro_batches(rows, parts, micro, processes, rank) for rank in range(processes)]
     for number, part in enumerate(parts):
         batches = [batch for rank in ranks for batch in rank[number * micro : (number + 1) * micro]]
-        trained = [i for batch in batches for i in batch["number"][batch["advantages"] != 0].tolist()]
+        trained = [
+            i for batch in batches for i in batch["number"][batch["advantages"] != 0].tolist()
+        ]
         assert sorted(trained) == sorted(part[rows["advantages"][part] != 0].tolist())
-        assert max(len(batch["number"]) for batch in batches) <= -(-len(part) // (micro * processes)) + 1
-        assert all(len(batch["number"]) for batch in batches)  # every process takes part in every backward pass
-        assert all(torch.equal(batch["mean_reward"], rows["mean_reward"][part]) for batch in batches)
+        assert (
+            max(len(batch["number"]) for batch in batches)
+            <= -(-len(part) // (micro * processes)) + 1
+        )
+        assert all(
+            len(batch["number"]) for batch in batches
+        )  # every process takes part in every backward pass
+        assert all(
+            torch.equal(batch["mean_reward"], rows["mean_reward"][part]) for batch in batches
+        )
         assert sum(batch["num_samples"].item() for batch in batches) == pytest.approx(len(part))
         tokens = rows["completion_mask"][part].sum().item()
         assert sum(batch["num_tokens"].item() for batch in batches) == pytest.approx(tokens)
-    for i in range(2 * micro):  # ranks work on rows of similar length: none is longer than those of the next step
-        longest = [rank[i]["completion_mask"].sum(1).max() for rank in ranks if rank[i]["advantages"].any()]
+    for i in range(
+        2 * micro
+    ):  # ranks work on rows of similar length: none is longer than those of the next step
+        longest = [
+            rank[i]["completion_mask"].sum(1).max() for rank in ranks if rank[i]["advantages"].any()
+        ]
         if i % micro and longest:
-            before = [rank[i - 1]["completion_mask"].sum(1).min() for rank in ranks if rank[i - 1]["advantages"].any()]
+            before = [
+                rank[i - 1]["completion_mask"].sum(1).min()
+                for rank in ranks
+                if rank[i - 1]["advantages"].any()
+            ]
             assert max(longest) <= min(before)

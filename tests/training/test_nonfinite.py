@@ -40,12 +40,16 @@ def test_a_bad_step_changes_nothing_and_is_kept(tmp_path: Path, spoil: Spoil, va
     alphas = [record["alpha"] for record in read_log(tmp_path / "run" / "gates.jsonl")]
     assert alphas[0] == alphas[1] != alphas[2]
     assert gates.alpha.isfinite().all()
-    assert [record["train/skipped_steps"] for record in read_log(tmp_path / "run" / "log.jsonl")] == [0, 1, 1]
+    assert [
+        record["train/skipped_steps"] for record in read_log(tmp_path / "run" / "log.jsonl")
+    ] == [0, 1, 1]
     (file,) = (tmp_path / "run").glob("nonfinite_step_*.pt")
     assert file.name == "nonfinite_step_000002_0.pt"
     kept = load_tensors(file)
     assert {"prompt_ids", "completion_ids", "advantages"} <= set(kept["inputs"])
-    assert torch.cat(kept["gates"]).flatten().tolist() == pytest.approx(torch.tensor(alphas[0]).flatten().tolist())
+    assert torch.cat(kept["gates"]).flatten().tolist() == pytest.approx(
+        torch.tensor(alphas[0]).flatten().tolist()
+    )
 
 
 def test_three_in_a_row_end_the_run_which_can_be_resumed(

@@ -1,4 +1,6 @@
-"""What a training says before it begins: --plan, the engine, sizes that fit, and which curriculum it takes."""
+"""What a training says before it begins: --plan, the engine, sizes that fit, and which curriculum
+it takes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,19 @@ def test_the_program_plans_without_hub_gpu_and_curriculum(tmp_path: Path) -> Non
     assert (done.returncode, done.stderr) == (0, "")
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert list(lines) == [
-        *["model", "curriculum", "steps", "tokens", "engine", "machine", "memory", "update", "serving", "time", "gates"]
+        *[
+            "model",
+            "curriculum",
+            "steps",
+            "tokens",
+            "engine",
+            "machine",
+            "memory",
+            "update",
+            "serving",
+            "time",
+            "gates",
+        ]
     ]
     assert "32 layers x 8 KV heads" in lines["model"]
     assert "results/curriculum_llama8b/curriculum.parquet" in lines["curriculum"]
@@ -145,9 +159,13 @@ def test_elimination_has_no_plan() -> None:
 
 def test_a_curriculum_of_another_model_is_refused(tmp_path: Path) -> None:
     path = write_curriculum(tmp_path / "c.jsonl", model="owner/other")
-    with pytest.raises(ValueError, match=r"owner/other.*tiny.*rlkv-filter --model tiny.*--allow_foreign_curriculum"):
+    with pytest.raises(
+        ValueError, match=r"owner/other.*tiny.*rlkv-filter --model tiny.*--allow_foreign_curriculum"
+    ):
         RLKVSettings(curriculum=path).with_curriculum()
-    settings, _ = parse_config(["--curriculum", path, "--allow_foreign_curriculum", "true", "--use_cpu", "true"])
+    settings, _ = parse_config(
+        ["--curriculum", path, "--allow_foreign_curriculum", "true", "--use_cpu", "true"]
+    )
     assert settings.with_curriculum().curriculum == path
     for fields in ({"model": "tiny"}, {"model": None}, {}):
         own = write_curriculum(tmp_path / "own.jsonl", **fields)
@@ -163,7 +181,9 @@ def test_a_missing_curriculum_names_the_command_that_writes_it() -> None:
             RLKVSettings(model="smol", curriculum=path).with_curriculum()
 
 
-def test_the_link_to_the_gates_replaces_links_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_link_to_the_gates_replaces_links_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for run in ("one", "two"):
         (tmp_path / run).mkdir()
         (tmp_path / run / "gates.pt").write_text(run)
@@ -180,7 +200,9 @@ def test_the_link_to_the_gates_replaces_links_only(tmp_path: Path, capsys: pytes
 def test_the_papers_models_are_planned_for_named_gpus(gpus: str, with_vllm: None) -> None:
     hours = {}
     for config in ("llama8b", "qwen7b", "qwen3_4b"):
-        settings, args = parse_config(["--config", config, "--use_cpu", "true", "--plan", "--plan_gpus", gpus])
+        settings, args = parse_config(
+            ["--config", config, "--use_cpu", "true", "--plan", "--plan_gpus", gpus]
+        )
         lines = {line.split()[0]: line for line in page(settings, args).splitlines()}
         assert gpus.replace("x", " x ") in lines["machine"] or f"1 x {gpus}" in lines["machine"]
         assert "of 80.0 GiB free" in lines["memory"]
@@ -191,7 +213,9 @@ def test_the_papers_models_are_planned_for_named_gpus(gpus: str, with_vllm: None
 def test_more_gpus_take_less_time(with_vllm: None) -> None:
     settings, args = parse_config(["--config", "llama8b", "--use_cpu", "true"])
     args.generation_batch_size = 128
-    one, eight = (make_plan(settings, args, Machine(number, CARDS["h100"], 80 * GIB)) for number in (1, 8))
+    one, eight = (
+        make_plan(settings, args, Machine(number, CARDS["h100"], 80 * GIB)) for number in (1, 8)
+    )
     assert one.rates is not None
     assert sum(one.seconds(one.rates)) > 4 * sum(eight.seconds(eight.rates or one.rates))
     assert eight.settings.rollout_kv_gib == 16.0  # 16 of 128 completions each, 1 GiB the longest
@@ -209,15 +233,28 @@ def test_named_gpus_hold_bfloat16(with_vllm: None) -> None:
     assert "15.0 GiB of weights" in page(settings, args)
 
 
-def test_a_step_without_its_prompts_has_as_many_completions_for_each_process(with_vllm: None) -> None:
-    options = ["--model", PUBLISHED_LLAMA, "--use_cpu", "true", "--per_device_train_batch_size", "8"]
+def test_a_step_without_its_prompts_has_as_many_completions_for_each_process(
+    with_vllm: None,
+) -> None:
+    options = [
+        "--model",
+        PUBLISHED_LLAMA,
+        "--use_cpu",
+        "true",
+        "--per_device_train_batch_size",
+        "8",
+    ]
     settings, args = parse_config([*options, "--curriculum", "c.parquet"])
-    one, eight = (make_plan(settings, args, Machine(number, CARDS["h100"], 80 * GIB)) for number in (1, 8))
+    one, eight = (
+        make_plan(settings, args, Machine(number, CARDS["h100"], 80 * GIB)) for number in (1, 8)
+    )
     assert (one.samples, one.own_samples) == (8, 8)
     assert (eight.samples, eight.own_samples) == (64, 8)
 
 
-def test_sharded_weights_are_shared_out_and_vllms_copy_is_not(with_vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_weights_are_shared_out_and_vllms_copy_is_not(
+    with_vllm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     settings, args = parse_config(["--config", "llama8b", "--use_cpu", "true"])
     found = make_plan(settings, args, Machine(8, CARDS["h100"], 80 * GIB))
@@ -227,7 +264,17 @@ def test_sharded_weights_are_shared_out_and_vllms_copy_is_not(with_vllm: None, m
 
 
 def test_servers_hold_the_kv() -> None:
-    options = ["--config", "llama8b", "--use_cpu", "true", "--plan_gpus", "h100", "--plan", "--rollout", "vllm-server"]
+    options = [
+        "--config",
+        "llama8b",
+        "--use_cpu",
+        "true",
+        "--plan_gpus",
+        "h100",
+        "--plan",
+        "--rollout",
+        "vllm-server",
+    ]
     settings, args = parse_config(options)
     memory = next(line for line in page(settings, args).splitlines() if line.startswith("memory"))
     assert "of KV" not in memory
@@ -241,6 +288,8 @@ def test_gpus_to_plan_for_need_a_plan() -> None:
 
 @pytest.mark.parametrize("gpus", ["h1000", "0xh100", "8x", "x h100"])
 def test_gpus_that_are_not_known_are_named(gpus: str) -> None:
-    settings, args = parse_config(["--config", "tiny", "--use_cpu", "true", "--plan", "--plan_gpus", gpus])
+    settings, args = parse_config(
+        ["--config", "tiny", "--use_cpu", "true", "--plan", "--plan_gpus", gpus]
+    )
     with pytest.raises(ValueError, match=r"8xh100; known are a10g"):
         page(settings, args)

@@ -1,4 +1,6 @@
-"""Pretraining: reproducible, resumable, and its closing stage masks exactly the heads that it draws."""
+"""Pretraining: reproducible, resumable, and its closing stage masks exactly the heads that it
+draws.
+"""
 
 import random
 from dataclasses import replace
@@ -14,7 +16,9 @@ PROGRAM = load_program("train/pretrain_tiny.py")
 SHORT = PROGRAM.PretrainConfig(steps=3, specialise_steps=2, tokens_per_step=400)
 
 
-def run(checkpoint: Path, stop_after: int | None = None, checkpoint_every: int = 1) -> dict[str, torch.Tensor]:
+def run(
+    checkpoint: Path, stop_after: int | None = None, checkpoint_every: int = 1
+) -> dict[str, torch.Tensor]:
     tokenizer = build_tokenizer()
     model = PROGRAM.build_model(tokenizer, seed=0)
     config = replace(SHORT, checkpoint_every=checkpoint_every)
@@ -48,7 +52,9 @@ def test_labels_cover_the_solution_only() -> None:
 
 
 def test_closing_stage_masks_the_drawn_heads() -> None:
-    """All heads full: the stock model.  All of LOCAL_HEADS local: the gates of the trainer at 0 there."""
+    """All heads full: the stock model.  All of LOCAL_HEADS local: the gates of the trainer at 0
+    there.
+    """
     from peft import get_peft_model
 
     from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
@@ -86,4 +92,10 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "checkpoint.pt", stop_after=1)
     other = replace(SHORT, steps=2)
     with pytest.raises(ValueError, match=r"checkpoint.pt is of --steps 3 .*--work-dir"):
-        PROGRAM.pretrain(PROGRAM.build_model(build_tokenizer(), 0), None, other, print, tmp_path / "checkpoint.pt")
+        PROGRAM.pretrain(
+            PROGRAM.build_model(build_tokenizer(), 0),
+            None,
+            other,
+            print,
+            tmp_path / "checkpoint.pt",
+        )

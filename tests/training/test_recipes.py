@@ -1,4 +1,6 @@
-"""The recipes against plain renderings that walk over every token in float64, and in whole training runs."""
+"""The recipes against plain renderings that walk over every token in float64, and in whole training
+runs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ RANKS, MICRO_BATCHES = 2, 2  # four of four samples each
 
 
 class Step:
-    """Samples of one optimizer step: lengths, rewards, and log-probabilities of three sources (float64)."""
+    """Samples of one optimizer step: lengths, rewards, and log-probabilities of three sources
+    (float64).
+    """
 
     def __init__(self, seed: int, solved: float = 0.6) -> None:
         draw = random.Random(seed)
@@ -35,8 +39,12 @@ class Step:
         generator = torch.Generator().manual_seed(seed)
         shape = SAMPLES, WIDTH
         self.old = -2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 0.1
-        self.new = (self.old + torch.randn(shape, generator=generator, dtype=torch.float64) / 3).requires_grad_()
-        self.rollout = self.old - torch.randn(shape, generator=generator, dtype=torch.float64)  # ratios up to 10
+        self.new = (
+            self.old + torch.randn(shape, generator=generator, dtype=torch.float64) / 3
+        ).requires_grad_()
+        self.rollout = self.old - torch.randn(
+            shape, generator=generator, dtype=torch.float64
+        )  # ratios up to 10
 
     @property
     def mask(self) -> torch.Tensor:
@@ -48,7 +56,9 @@ class Step:
 
 
 def split_loss(step: Step, recipe: str) -> torch.Tensor:
-    """The policy loss as the trainer has it: shuffled micro-batches, their mean, and the mean over processes."""
+    """The policy loss as the trainer has it: shuffled micro-batches, their mean, and the mean over
+    processes.
+    """
     chosen, targets = RECIPES[recipe], step.targets(recipe)
     order = random.Random(5).sample(range(SAMPLES), SAMPLES)
     weight = chosen.limit(objective.importance_ratio(step.old, step.rollout), chosen.importance_cap)
@@ -72,11 +82,14 @@ def split_loss(step: Step, recipe: str) -> torch.Tensor:
 def published_tokens(step: Step) -> tuple[float, list[list[float]], int]:
     """Loss, gradient and the number of masked tokens as the published run has them, token by token.
 
-    Rewards are (r - 0.5) * 10, normalised over all tokens with std of N - 1 and 1e-5; a token counts p / q, or nothing
-    where that is above 5; the sum is divided by the number of all tokens, the masked ones among them.
+    Rewards are (r - 0.5) * 10, normalised over all tokens with std of N - 1 and 1e-5; a token
+    counts p / q, or nothing where that is above 5; the sum is divided by the number of all tokens,
+    the masked ones among them.
     """
     scaled = [(r - 0.5) * 10 for r in step.rewards]
-    flat = [reward for reward, length in zip(scaled, step.lengths, strict=True) for _ in range(length)]
+    flat = [
+        reward for reward, length in zip(scaled, step.lengths, strict=True) for _ in range(length)
+    ]
     mean = sum(flat) / len(flat)
     std = math.sqrt(sum((value - mean) ** 2 for value in flat) / (len(flat) - 1))
     total, masked = 0.0, 0
@@ -84,7 +97,9 @@ def published_tokens(step: Step) -> tuple[float, list[list[float]], int]:
     for i in range(SAMPLES):
         advantage = (scaled[i] - mean) / (std + 1e-5)
         for t in range(step.lengths[i]):
-            new, old, rollout = (values[i, t].item() for values in (step.new, step.old, step.rollout))
+            new, old, rollout = (
+                values[i, t].item() for values in (step.new, step.old, step.rollout)
+            )
             weight = math.exp(old - rollout)
             if weight > 5:
                 masked += 1
@@ -119,9 +134,16 @@ def test_the_papers_loss_is_a_mean_of_means() -> None:
         std = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (GROUP - 1))
         advantage = (step.rewards[i] - mean) / (std + 1e-4)
         for t in range(length):
-            new, old, rollout = (values[i, t].item() for values in (step.new, step.old, step.rollout))
+            new, old, rollout = (
+                values[i, t].item() for values in (step.new, step.old, step.rollout)
+            )
             ratio, weight = math.exp(new - old), min(math.exp(old - rollout), 3)
-            total -= weight * min(ratio * advantage, min(max(ratio, 0.6), 1.4) * advantage) / length / SAMPLES
+            total -= (
+                weight
+                * min(ratio * advantage, min(max(ratio, 0.6), 1.4) * advantage)
+                / length
+                / SAMPLES
+            )
     assert split_loss(step, "paper").item() == pytest.approx(total, rel=1e-6)
 
 
@@ -161,17 +183,23 @@ def test_a_published_run_does_not_depend_on_its_micro_batches(tmp_path: Path) ->
         mean = record["reward/mean"]
         expected = 0.05 * math.expm1(mean) if mean > 0.4 else 0.0
         assert record["penalty/beta_prime"] == pytest.approx(expected, rel=1e-6)
-        assert record["policy/loss"] == pytest.approx(0, abs=1e-6)  # advantages whose mean over tokens is 0
+        assert record["policy/loss"] == pytest.approx(
+            0, abs=1e-6
+        )  # advantages whose mean over tokens is 0
 
 
 class OffEngine(GatedHFEngine):
-    """Says of the fourth and eleventh token that they were less likely, by the factor exp(``shift``)."""
+    """Says of the fourth and eleventh token that they were less likely, by the factor
+    exp(``shift``).
+    """
 
     shift = 0.0
 
     def sample(self, *args: Any) -> Iterator[Any]:
         for index, sample in super().sample(*args):
-            logprobs = [value - self.shift * (t % 7 == 3) for t, value in enumerate(sample.logprobs)]
+            logprobs = [
+                value - self.shift * (t % 7 == 3) for t, value in enumerate(sample.logprobs)
+            ]
             yield index, replace(sample, logprobs=logprobs)
 
 
@@ -184,10 +212,14 @@ def run_off(folder: Path, shift: float, recipe: str, monkeypatch: pytest.MonkeyP
     return random_run.run(folder, [*options, "--recipe", recipe])
 
 
-def test_tokens_above_the_cap_are_left_out_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_above_the_cap_are_left_out_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights of e^1.7 = 5.5 and e^2 = 7.4 are above 5, e^1.5 = 4.5 is not."""
     found = {s: run_off(tmp_path / str(s), s, "published", monkeypatch) for s in (1.5, 1.7, 2.0)}
-    shares = {s: read_log(tmp_path / str(s) / "log.jsonl")[0]["rollout/truncated_share"] for s in found}
+    shares = {
+        s: read_log(tmp_path / str(s) / "log.jsonl")[0]["rollout/truncated_share"] for s in found
+    }
     assert shares[1.5] == 0
     assert 0.05 < shares[1.7] == shares[2.0] < 0.25
     assert torch.equal(found[1.7].alpha, found[2.0].alpha)

@@ -42,14 +42,20 @@ def test_cold_rollouts_equal_greedy_generate(family: str) -> None:
     for prompt, completion in zip(PROMPTS, found, strict=True):
         with torch.no_grad():
             expected = model.generate(
-                torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=[2, 17, 44], pad_token_id=0
+                torch.tensor([prompt]),
+                max_new_tokens=40,
+                do_sample=False,
+                eos_token_id=[2, 17, 44],
+                pad_token_id=0,
             )
         assert completion == expected[0, len(prompt) :].tolist()
 
 
 def test_a_row_is_sampled_alike_in_any_company() -> None:
     model = make_tiny_model("llama")
-    ends = list(range(2, 12))  # a tenth of the vocabulary: rows end at many different steps and the batch shrinks
+    ends = list(
+        range(2, 12)
+    )  # a tenth of the vocabulary: rows end at many different steps and the batch shrinks
     together = sample(model, PROMPTS * 4, 0, 3, ends)
     assert len({len(completion) for completion in together}) > 5
     assert all(c[-1] in ends or len(c) == 40 for c in together)
@@ -64,12 +70,16 @@ def test_a_row_is_sampled_alike_in_any_company() -> None:
 def test_logprobs_are_those_of_the_tempered_distribution() -> None:
     model = make_tiny_model("llama")
     sampling = SamplingParams(20, temperature=0.7, top_p=0.6, top_k=9, seed=1)
-    found = list(roll_out(model, Rows(PROMPTS, list(range(5)), 0), sampling, [2, 17], 0, max_rows=3))
+    found = list(
+        roll_out(model, Rows(PROMPTS, list(range(5)), 0), sampling, [2, 17], 0, max_rows=3)
+    )
     assert len(found) == 5
     for row in found:
         prompt, ids, logprobs = PROMPTS[row.index], row.token_ids, row.logprobs
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]  # not truncated
+        expected = (
+            (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        )  # not truncated
         assert (torch.tensor(logprobs) - expected).abs().max() < 2e-5
 
 
@@ -78,7 +88,9 @@ def test_completions_are_judged_while_others_are_decoded() -> None:
 
     def ended() -> Iterator[tuple[int, Sample]]:
         yield 1, Sample([7], [0.0], "stop", "v")
-        assert first_judged.wait(20), "the first completion was not judged before the second one ended"
+        assert first_judged.wait(20), (
+            "the first completion was not judged before the second one ended"
+        )
         yield 0, Sample([5], [0.0], "stop", "v")
 
     def judge(batch: list[tuple[int, Sample]]) -> list[float]:
@@ -123,14 +135,21 @@ class OneServerOff(GatedHFEngine):
     def sample(self, rows: Rows, *args: Any) -> Iterator[Any]:
         for index, sample in super().sample(rows, *args):
             if rows.numbers[index] % 4 == 3:
-                yield index, replace(sample, logprobs=[value - 0.9 for value in sample.logprobs], source=1)
+                yield (
+                    index,
+                    replace(sample, logprobs=[value - 0.9 for value in sample.logprobs], source=1),
+                )
             else:
                 yield index, sample
 
 
-def test_a_server_with_other_weights_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_other_weights_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_run.make_engine(OneServerOff)  # the mean over all rows is far from the limit
     monkeypatch.setattr("rlkv.training.grpo.open_engine", lambda *args: nullcontext(engine))
     servers = ["--rollout", "vllm-server", "--rollout_servers", "http://good:1, http://bad:2"]
-    with pytest.raises(ValueError, match=r"by 0\.90 on average: the rollout engine at http://bad:2 must serve"):
+    with pytest.raises(
+        ValueError, match=r"by 0\.90 on average: the rollout engine at http://bad:2 must serve"
+    ):
         random_run.run(tmp_path / "run", servers)

@@ -8,7 +8,9 @@ from rlkv.rollout.footprint import GIB
 from rlkv.training import serve
 from rlkv.training.serve import ServeConfig, fitting_kv_gib
 
-LLAMA = ServeConfig(model="deepseek-ai/DeepSeek-R1-Distill-Llama-8B", dtype="bfloat16", max_positions=8192)
+LLAMA = ServeConfig(
+    model="deepseek-ai/DeepSeek-R1-Distill-Llama-8B", dtype="bfloat16", max_positions=8192
+)
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, gib: int | None) -> None:
@@ -22,9 +24,13 @@ def test_the_cache_takes_what_the_gpu_has_left(monkeypatch: pytest.MonkeyPatch) 
     assert fitting_kv_gib(LLAMA) == 4
 
 
-def test_a_gpu_that_is_too_small_is_an_error_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_small_is_an_error_with_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpu(monkeypatch, 16)
-    with pytest.raises(ValueError, match=r"Llama-8B.* 7\.6 GiB.*--engine hf"):  # a row of 1 GiB, and 6.6 too little
+    with pytest.raises(
+        ValueError, match=r"Llama-8B.* 7\.6 GiB.*--engine hf"
+    ):  # a row of 1 GiB, and 6.6 too little
         fitting_kv_gib(LLAMA)
 
 

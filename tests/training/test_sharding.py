@@ -1,4 +1,7 @@
-"""What a launcher asks for, before anything is sharded; the sharding itself is in test_distributed.py."""
+"""What a launcher asks for, before anything is sharded.
+
+The sharding itself is in test_distributed.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from rlkv.training.sharding import load_as, not_loading
 from tests.helpers import random_run
 
 
-def test_fsdp_of_the_first_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_of_the_first_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(ValueError, match="fsdp_version: 2"):

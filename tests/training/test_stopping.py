@@ -1,4 +1,7 @@
-"""SIGTERM during a training: the step is finished and saved, or given up after a while; the run can be resumed."""
+"""SIGTERM during a training: the step is finished and saved, or given up after a while.
+
+The run can be resumed.
+"""
 
 from __future__ import annotations
 

@@ -26,12 +26,18 @@ HEADS = [(int(layer), int(head)) for layer, head in FULL.nonzero()]
 
 def random_traces(number: int) -> list[MarkedText]:
     generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(3, 128, (60 - 9 * i,), generator=generator).tolist() for i in range(number)]
+    texts = [
+        torch.randint(3, 128, (60 - 9 * i,), generator=generator).tolist() for i in range(number)
+    ]
     return [MarkedText(tuple(ids), tuple(range(8 + i, len(ids)))) for i, ids in enumerate(texts)]
 
 
-def make_loss(family: str = "llama", rows: int = 4, prefill: str = "full", **overrides: Any) -> TraceLoss:
-    gated = get_peft_model(make_tiny_model(family, **overrides), HeadGateConfig(sink=2, window=5)).eval()
+def make_loss(
+    family: str = "llama", rows: int = 4, prefill: str = "full", **overrides: Any
+) -> TraceLoss:
+    gated = get_peft_model(
+        make_tiny_model(family, **overrides), HeadGateConfig(sink=2, window=5)
+    ).eval()
     return TraceLoss(gated, random_traces(4), rows, prompts_in_full=prefill == "full")
 
 
@@ -42,7 +48,9 @@ def without(layer: int, head: int) -> Tensor:
 
 
 def test_the_likeliest_tokens_say_nearly_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound of merged tokens: below the KL over all, equal to the KL of the merged distributions by hand."""
+    """The bound of merged tokens: below the KL over all, equal to the KL of the merged
+    distributions by hand.
+    """
     torch.manual_seed(0)
     full, other = (log_probabilities(3 * torch.randn(9, 50, dtype=torch.float64)) for _ in range(2))
     whole = (full.exp() * (full - other)).sum(-1)
@@ -87,7 +95,9 @@ def test_the_loss_is_the_formula_on_what_the_cache_serves(prefill: str) -> None:
         prompt = trace.answers[0]
         with torch.no_grad():
             p = model(ids).logits[0, answers - 1].double().softmax(-1)
-            with compress(model, HeadAllocation(FULL), sink=2, window=5, prefill=prefill) as session:
+            with compress(
+                model, HeadAllocation(FULL), sink=2, window=5, prefill=prefill
+            ) as session:
                 found = [model(ids[:, :prompt]).logits]
                 for token in ids[:, prompt:].split(1, dim=1):
                     found.append(model(token, past_key_values=session.cache).logits)
@@ -100,7 +110,9 @@ def test_the_loss_is_the_formula_on_what_the_cache_serves(prefill: str) -> None:
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
-def test_batches_and_pieces_do_not_matter(family: str, prefill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_and_pieces_do_not_matter(
+    family: str, prefill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of several lengths in a batch are padded on the left."""
     expected = make_loss(family, 1, prefill).of(FULL)
     assert make_loss(family, 4, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
@@ -119,7 +131,9 @@ def test_one_more_head(family: str, rows: int) -> None:
     assert loss.without_each(FULL, HEADS) == pytest.approx(expected, rel=1e-5)
     assert loss.passes - before == pytest.approx(1 + sum(1 - layer / 3 for layer, _ in HEADS))
     assert loss.without_each(FULL, HEADS[::-1]) == pytest.approx(expected[::-1], rel=1e-5)
-    assert loss.of(FULL) == pytest.approx(make_loss(family).of(FULL), rel=1e-4)  # all layers compute again
+    assert loss.of(FULL) == pytest.approx(
+        make_loss(family).of(FULL), rel=1e-4
+    )  # all layers compute again
 
 
 def test_layers_below_a_head_that_goes_next_do_not_compute_again(family: str) -> None:
@@ -144,12 +158,20 @@ def test_layers_below_a_head_that_goes_next_do_not_compute_again(family: str) ->
         before = loss.passes
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for _ in range(2):
         with open_store(tmp_path / "measured.jsonl", {}, KEY) as store:
             loss = TraceLoss(make_loss().model, random_traces(4), 2, store=store)
-            found.append(([loss.of(FULL), *loss.without_each(FULL, HEADS)], loss.passes, round(loss.cpu_seconds, 1)))
+            found.append(
+                (
+                    [loss.of(FULL), *loss.without_each(FULL, HEADS)],
+                    loss.passes,
+                    round(loss.cpu_seconds, 1),
+                )
+            )
         for name in ("_measure", "_outputs"):  # not even the layers below a head
             monkeypatch.setattr(TraceLoss, name, None)
     assert found[0] == found[1]
@@ -165,9 +187,13 @@ def test_layers_compute_again_after_an_error() -> None:
 
 
 def test_bfloat16_is_close() -> None:
-    rounded = get_peft_model(make_tiny_model("llama").bfloat16(), HeadGateConfig(sink=2, window=5)).eval()
+    rounded = get_peft_model(
+        make_tiny_model("llama").bfloat16(), HeadGateConfig(sink=2, window=5)
+    ).eval()
     # bfloat16 has 3 digits
-    assert TraceLoss(rounded, random_traces(4), rows=2).of(FULL) == pytest.approx(make_loss().of(FULL), rel=0.05)
+    assert TraceLoss(rounded, random_traces(4), rows=2).of(FULL) == pytest.approx(
+        make_loss().of(FULL), rel=0.05
+    )
 
 
 def test_layers_with_a_window_are_refused() -> None:

@@ -52,7 +52,9 @@ def train_after_a_move(model: Any) -> None:
     layer = head_gate.HeadGateLayer(4, torch.device("cpu"))
     layer.add("default", head_gate.HeadGateConfig())
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    moved = type("Moved", (), {"device": torch.device("cuda"), "is_floating_point": lambda self: False})()
+    moved = type(
+        "Moved", (), {"device": torch.device("cuda"), "is_floating_point": lambda self: False}
+    )()
     with pytest.raises(TypeError, match="Moved"):  # no parameter can be of it
         layer._apply(lambda tensor: moved)
 

@@ -20,7 +20,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, local: int, gpus: str | None, foun
 
 
 @pytest.mark.parametrize(("gpus", "own"), [(None, "2"), ("4,5,6,7", "6"), ("", "")])
-def test_each_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch, gpus: str | None, own: str) -> None:
+def test_each_has_the_gpu_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch, gpus: str | None, own: str
+) -> None:
     launched(monkeypatch, 2, gpus)
     assert leave_launcher() == (6, 8)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == own
@@ -43,6 +45,17 @@ def test_without_gpus_all_take_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_divide_a_shard() -> None:
-    parts = [FilterConfig(shard=f"{shard}/2").of_process(rank, 3).shard for shard in range(2) for rank in range(3)]
-    assert parts == ["0/6", "2/6", "4/6", "1/6", "3/6", "5/6"]  # i/2 whatever the number of processes
+    parts = [
+        FilterConfig(shard=f"{shard}/2").of_process(rank, 3).shard
+        for shard in range(2)
+        for rank in range(3)
+    ]
+    assert parts == [
+        "0/6",
+        "2/6",
+        "4/6",
+        "1/6",
+        "3/6",
+        "5/6",
+    ]  # i/2 whatever the number of processes
     assert FilterConfig().of_process(0, 1).shard == "0/1"

@@ -6,7 +6,9 @@ from rlkv.utils import progress
 from rlkv.utils.progress import duration, progress_bar
 
 
-def test_resumed_items_are_not_fast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_items_are_not_fast(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [100.0]
     with progress_bar("filter", "problems", 100) as bar:
         monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

@@ -46,7 +46,9 @@ def test_rows_come_back_and_more_are_added(tmp_path: Path) -> None:
         assert store.rows == [row("a"), row("b")]
         assert store.done == {("a", 0), ("b", 0)}
         store.append(row("a", 1))
-        assert [json.loads(line) for line in path.read_text().splitlines()] == store.rows, "on the disk at once"
+        assert [json.loads(line) for line in path.read_text().splitlines()] == store.rows, (
+            "on the disk at once"
+        )
     assert read_store(path, KEY, SETTINGS) == [row("a"), row("b"), row("a", 1)]
     assert json.loads(settings_path(path).read_text())["recorded"] == {"commit": "abc"}
 
@@ -62,8 +64,12 @@ def test_rows_need_not_be_kept_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [1 << 20, 7])
-@pytest.mark.parametrize("torn", [b'{"key": "c"', b"{", b'{"key": "c", "sample": 0}', b'{"key\0\0', b"\0\0\0"])
-def test_a_torn_line_is_cut_off(tmp_path: Path, torn: bytes, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "torn", [b'{"key": "c"', b"{", b'{"key": "c", "sample": 0}', b'{"key\0\0', b"\0\0\0"]
+)
+def test_a_torn_line_is_cut_off(
+    tmp_path: Path, torn: bytes, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlkv.utils.store.BLOCK_BYTES", block)
     path = tmp_path / "rows.jsonl"
     fill(path, "a", "b")
@@ -92,23 +98,39 @@ def files_of(folder: Path) -> dict[str, bytes]:
 FOREIGN = {
     "notes": ({"rows.jsonl": b"my notes"}, "left as it is"),
     "notes, several lines": ({"rows.jsonl": b"my\nnotes\n"}, "left as it is"),
-    "rows of another program": ({"rows.jsonl": b'{"key": "a", "sample": 0}\n{"key'}, "left as it is"),
+    "rows of another program": (
+        {"rows.jsonl": b'{"key": "a", "sample": 0}\n{"key'},
+        "left as it is",
+    ),
     "a beginning": ({"rows.jsonl": b'{"ke'}, "left as it is"),
-    "settings of another program": ({"rows.jsonl.settings.json": b'{"settings": {}}'}, "somebody else's"),
+    "settings of another program": (
+        {"rows.jsonl.settings.json": b'{"settings": {}}'},
+        "somebody else's",
+    ),
     "both": ({"rows.jsonl": b"{}\n", "rows.jsonl.settings.json": b"[" * 99999}, "somebody else's"),
-    "an end that is no row": ({"rows.jsonl": b"my notes", "rows.jsonl.settings.json": None}, "is no row"),
+    "an end that is no row": (
+        {"rows.jsonl": b"my notes", "rows.jsonl.settings.json": None},
+        "is no row",
+    ),
     "a line that is no row": (
         {"rows.jsonl": b'{"key": ["a"], "sample": 0}\n{"', "rows.jsonl.settings.json": None},
         "line 1",
     ),
-    "too deep a line": ({"rows.jsonl": b"[" * 99999 + b"\n{", "rows.jsonl.settings.json": None}, "line 1"),
+    "too deep a line": (
+        {"rows.jsonl": b"[" * 99999 + b"\n{", "rows.jsonl.settings.json": None},
+        "line 1",
+    ),
 }
 
 
 # where the settings are ours, fresh may drop the rest
 @pytest.mark.parametrize(
     ("name", "fresh"),
-    [(name, fresh) for name, (files, _) in FOREIGN.items() for fresh in {False, None not in files.values()}],
+    [
+        (name, fresh)
+        for name, (files, _) in FOREIGN.items()
+        for fresh in {False, None not in files.values()}
+    ],
 )
 def test_what_is_not_ours_is_not_touched(tmp_path: Path, name: str, fresh: bool) -> None:
     files, message = FOREIGN[name]
@@ -167,7 +189,9 @@ def test_only_files_hold_rows_or_are_replaced(tmp_path: Path, kind: str) -> None
         path /= "out"
     before = sorted(tmp_path.rglob("*"))
     for write in (lambda: fill(path, "a"), lambda: write_text(path, "x")):
-        with pytest.raises(ValueError, match=r"(is a folder|is a device or pipe|out is no folder):"):
+        with pytest.raises(
+            ValueError, match=r"(is a folder|is a device or pipe|out is no folder):"
+        ):
             write()
     assert sorted(tmp_path.rglob("*")) == before
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
@@ -190,7 +214,10 @@ def small_disk() -> Iterator[int]:
 
 
 def test_on_a_full_disk_the_rows_before_stay(tmp_path: Path, small_disk: int) -> None:
-    path, rows = tmp_path / "rows.jsonl", [{**row(name), "text": name * (small_disk // 3)} for name in "abcd"]
+    path, rows = (
+        tmp_path / "rows.jsonl",
+        [{**row(name), "text": name * (small_disk // 3)} for name in "abcd"],
+    )
     with open_store(path, SETTINGS, KEY) as store:
         store.append(rows[0])
         with pytest.raises(OSError, match="goes on from it") as raised:
@@ -243,7 +270,10 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     fill(path, "a")
     before = path.read_bytes(), settings_path(path).read_bytes()
     other = {"model": "x" * 99, "sampling": {"seed": 2, "top_p": 1.0}}
-    for read in (lambda: read_store(path, KEY, other), lambda: open_store(path, other, KEY).__enter__()):
+    for read in (
+        lambda: read_store(path, KEY, other),
+        lambda: open_store(path, other, KEY).__enter__(),
+    ):
         with pytest.raises(ValueError, match=r"\(model, sampling.seed\): sampling.seed.*1.*2"):
             read()
     many = {f"n{i}": i for i in range(12)}
@@ -317,6 +347,8 @@ def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
 
 
 def test_differences_descend() -> None:
-    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}) == {"a.c": "a.c was 2 and is now 3"}
+    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}) == {
+        "a.c": "a.c was 2 and is now 3"
+    }
     assert differences({"a": 1}, {}) == {"a": "a was 1 and is now absent"}
     assert differences(SETTINGS, SETTINGS) == {}

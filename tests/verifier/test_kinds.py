@@ -306,7 +306,13 @@ def test_where_the_answer_is(verifier: Verifier) -> None:
 def test_a_right_answer_of_another_type_or_form(verifier: Verifier) -> None:
     solution = "24 in each, so 3*24=<<3*24=72>>72.\n#### "
     right = [("0", 0), ("7", 7.0), ("1e-07", 1e-7), ("72", solution + "72"), ("1250", "#### 1,250")]
-    wrong = [("1", True), ("True", True), ("0", False), ("inf", float("inf")), ("24", solution + "72")]
+    wrong = [
+        ("1", True),
+        ("True", True),
+        ("0", False),
+        ("inf", float("inf")),
+        ("24", solution + "72"),
+    ]
     wrong += [("5", "####"), ("null", None), ("nan", float("nan"))]
     verdicts = verifier.are_correct((rf"\boxed{{{text}}}", gold) for text, gold in right + wrong)
     assert verdicts == [True] * len(right) + [False] * len(wrong)

@@ -95,7 +95,10 @@ def test_nothing_equals_nothing(verifier: Verifier, nothing: object) -> None:
 
 
 def test_batches_keep_their_order(verifier: Verifier) -> None:
-    pairs = [(rf"\boxed{{\frac{{{i}}}{{7}}}}", rf"\frac{{{2 * i if i % 3 else 2 * i + 1}}}{{14}}") for i in range(60)]
+    pairs = [
+        (rf"\boxed{{\frac{{{i}}}{{7}}}}", rf"\frac{{{2 * i if i % 3 else 2 * i + 1}}}{{14}}")
+        for i in range(60)
+    ]
     assert verifier.are_correct(pairs) == [i % 3 != 0 for i in range(60)]
     assert len(verifier.pool._workers) == 2
 
@@ -117,7 +120,10 @@ def test_missing_math_verify_names_the_pip_command(monkeypatch: pytest.MonkeyPat
 
 
 def test_importing_the_verifier_does_not_import_sympy() -> None:
-    code = "import sys, rlkv.verifier; assert 'sympy' not in sys.modules and 'torch' not in sys.modules"
+    code = (
+        "import sys, rlkv.verifier; assert 'sympy' not in sys.modules and 'torch' not in "
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -139,6 +145,10 @@ def test_reference_solutions_are_accepted(verifier: Verifier, name: str) -> None
 def test_the_next_problems_answer_is_refused(verifier: Verifier, name: str) -> None:
     rows = _load(name)
     following = [*rows[1:], rows[0]]
-    pairs = [(a["solution"], b["answer"]) for a, b in zip(rows, following, strict=True) if a["answer"] != b["answer"]]
+    pairs = [
+        (a["solution"], b["answer"])
+        for a, b in zip(rows, following, strict=True)
+        if a["answer"] != b["answer"]
+    ]
     assert len(pairs) > 0.95 * len(rows)
     assert sum(verifier.are_correct(pairs)) <= 0.005 * len(pairs)

@@ -1,4 +1,6 @@
-"""Nothing makes the verifier hang: hostile answers, the limit of CPU time, killed workers, forks and threads."""
+"""Nothing makes the verifier hang: hostile answers, the limit of CPU time, killed workers, forks
+and threads.
+"""
 
 import os
 import signal
@@ -57,13 +59,18 @@ def test_adversarial_text_is_not_equal_within_the_limit(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = BAIT[name]
-    hasty_verifier.is_correct(r"\boxed{\frac{1}{2}}", "0.5")  # a worker that the last case killed starts again
+    hasty_verifier.is_correct(
+        r"\boxed{\frac{1}{2}}", "0.5"
+    )  # a worker that the last case killed starts again
     started = time.monotonic()
     assert hasty_verifier.are_correct([(text, "7")]) == [False]
     # seconds where reading is linear, hours where it is not
     assert time.monotonic() - started < 60
     # the reply belongs to its own pair, and the run goes on
-    assert hasty_verifier.are_equal([(r"\frac{2}{4}", "0.5"), (r"\frac{2}{4}", "0.6")]) == [True, False]
+    assert hasty_verifier.are_equal([(r"\frac{2}{4}", "0.5"), (r"\frac{2}{4}", "0.6")]) == [
+        True,
+        False,
+    ]
     assert not list(tmp_path.iterdir())
 
 
@@ -106,7 +113,9 @@ def test_a_killed_worker_costs_no_verdict(verifier: Verifier) -> None:
     assert verifier.are_equal([(r"\frac{2}{4}", "0.5")] * 3) == [True] * 3
 
 
-def test_a_worker_killed_at_work_costs_no_verdict_and_no_endless_retries(verifier: Verifier) -> None:
+def test_a_worker_killed_at_work_costs_no_verdict_and_no_endless_retries(
+    verifier: Verifier,
+) -> None:
     slow = (r"((99999999!)!)!", "7")  # runs into the limit of three seconds
     killed = []
 
@@ -131,7 +140,10 @@ def test_fork_gets_its_own_workers(verifier: Verifier) -> None:
     pids = {w.process.pid for w in verifier.pool._workers}
     child = os.fork()
     if child == 0:
-        right = verifier.are_equal([(r"\frac{3}{6}", "0.5"), (r"\frac{3}{6}", "0.7")]) == [True, False]
+        right = verifier.are_equal([(r"\frac{3}{6}", "0.5"), (r"\frac{3}{6}", "0.7")]) == [
+            True,
+            False,
+        ]
         others = {w.process.pid for w in verifier.pool._workers}
         verifier.close()
         os._exit(0 if right and not others & pids else 1)
@@ -144,7 +156,9 @@ def test_threads_do_not_mix_up_replies(verifier: Verifier) -> None:
     wrong = []
 
     def check(k: int) -> None:
-        pairs = [(rf"\frac{{{i}}}{{{k}}}", rf"\frac{{{2 * i + i % 2}}}{{{2 * k}}}") for i in range(1, 20)]
+        pairs = [
+            (rf"\frac{{{i}}}{{{k}}}", rf"\frac{{{2 * i + i % 2}}}{{{2 * k}}}") for i in range(1, 20)
+        ]
         if verifier.are_equal(pairs) != [i % 2 == 0 for i in range(1, 20)]:
             wrong.append(k)
 

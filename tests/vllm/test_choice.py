@@ -27,7 +27,11 @@ def test_auto_is_vllm_where_the_tested_one_is_installed(monkeypatch: pytest.Monk
     ],
 )
 def test_else_auto_is_transformers_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, found: str | None, has_gpu: bool, gated: str | None, reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    found: str | None,
+    has_gpu: bool,
+    gated: str | None,
+    reason: str,
 ) -> None:
     pretend_vllm(monkeypatch, found)
     engine, why = choose_engine("auto", has_gpu, gated)
@@ -39,7 +43,10 @@ def test_else_auto_is_transformers_and_says_why(
 def test_a_build_for_cpus_does_not_serve_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_vllm(monkeypatch, CPU_BUILD)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert choose_engine("auto", has_gpu=True) == ("hf", "the installed vLLM is built for CPUs, and there is a GPU")
+    assert choose_engine("auto", has_gpu=True) == (
+        "hf",
+        "the installed vLLM is built for CPUs, and there is a GPU",
+    )
 
 
 def test_impossible_options_are_refused() -> None:

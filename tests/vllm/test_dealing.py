@@ -1,4 +1,6 @@
-"""Heads dealt to the ranks of tensor parallelism: equal shares, every head once, few heads more in full."""
+"""Heads dealt to the ranks of tensor parallelism: equal shares, every head once, few heads more in
+full.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ def test_ranks_have_equal_shares(model: str, sparsity: float, ranks: int) -> Non
     full = asked.rounded_up(gates, ranks).full
     dealt = deal_heads(full, ranks)
     assert dealt.shape == (ranks, layers, heads // ranks)
-    assert all(sorted(dealt[:, layer].flatten().tolist()) == list(range(heads)) for layer in range(layers))
+    assert all(
+        sorted(dealt[:, layer].flatten().tolist()) == list(range(heads)) for layer in range(layers)
+    )
     kinds = torch.stack([full.gather(1, own) for own in dealt])
     assert kinds.sum((1, 2)).tolist() == [int(full.sum()) // ranks] * ranks
-    assert int((kinds.sum(2).amax(0) - kinds.sum(2).amin(0)).max()) <= 1  # ranks wait for each other in every layer
+    assert (
+        int((kinds.sum(2).amax(0) - kinds.sum(2).amin(0)).max()) <= 1
+    )  # ranks wait for each other in every layer
     added = [head for head in compression_order(gates)[::-1] if full[head] and not asked.full[head]]
     assert len(added) == -asked.num_full % ranks
     assert not (asked.full & ~full).any()
@@ -60,7 +66,10 @@ def test_what_equal_shares_cost() -> None:
     request = {"gates": "g", "sparsity": 0.55}
     settings = ServingSettings(full=("1100", "1100", "1100", "1100"), sink=16, window=64)
     found = rounding(request, settings, 2)
-    assert found == "sparsity 0.5000 instead of 0.55: 8 of 16 KV heads are full, a multiple of the 2 ranks"
+    assert (
+        found
+        == "sparsity 0.5000 instead of 0.55: 8 of 16 KV heads are full, a multiple of the 2 ranks"
+    )
     assert rounding(request, settings, 1) is None
     assert rounding({"full": settings.full}, settings, 2) is None
     assert rounding({**request, "sparsity": 0.5}, settings, 2) is None

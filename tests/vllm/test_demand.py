@@ -1,4 +1,6 @@
-"""Entries under an eviction policy in a paged cache: where they lie, when some are evicted, which ones are kept."""
+"""Entries under an eviction policy in a paged cache: where they lie, when some are evicted, which
+ones are kept.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import torch
 
 from rlkv.cache.schedule import RowCounts, plan_segments
 from rlkv.eviction import EvictionPolicy, make_policy
-from rlkv.vllm.evicting import Eviction, entry_slots, evict, observed_queries, plan_rounds, query_entries, query_slots
+from rlkv.vllm.evicting import (
+    Eviction,
+    entry_slots,
+    evict,
+    observed_queries,
+    plan_rounds,
+    query_entries,
+    query_slots,
+)
 from rlkv.vllm.packing import NOWHERE, BufferDemand
 from rlkv.vllm.paged import Writes
 
@@ -24,16 +34,22 @@ def demand(request: pytest.FixtureRequest) -> BufferDemand:
 
 
 def policy_of(demand: BufferDemand, name: str = "rkv") -> EvictionPolicy:
-    return make_policy(name, budget=demand.budget, buffer=demand.buffer, observation=demand.observation)
+    return make_policy(
+        name, budget=demand.budget, buffer=demand.buffer, observation=demand.observation
+    )
 
 
 def test_tokens_are_evicted_as_in_the_cache_of_transformers(demand: BufferDemand) -> None:
-    """The plan of one row that is read in one go, token by token: same evictions, same number of entries."""
+    """The plan of one row that is read in one go, token by token: same evictions, same number of
+    entries.
+    """
     length = demand.capacity + 5 * demand.buffer + 2
     policy = policy_of(demand)
     segments = plan_segments(policy, RowCounts.start(1), None, 0, length, in_one_go=False)
     evicted = [segment.end for segment in segments if segment.kept is not None]
-    assert [n for n in range(length) if demand.evicts_before(n)] == [n for n in evicted if n < length]
+    assert [n for n in range(length) if demand.evicts_before(n)] == [
+        n for n in evicted if n < length
+    ]
     held = {0: 0}
     for segment in segments:
         before = int(segment.before.held)
@@ -43,7 +59,11 @@ def test_tokens_are_evicted_as_in_the_cache_of_transformers(demand: BufferDemand
     found = demand.entries(torch.arange(length)) + 1
     assert found.tolist() == [held[n] for n in range(1, length + 1)]
     assert [demand.next_eviction(n) for n in range(length)] == [
-        next(at for at in range(n + 1, n + 1 + demand.capacity + demand.buffer) if demand.evicts_before(at))
+        next(
+            at
+            for at in range(n + 1, n + 1 + demand.capacity + demand.buffer)
+            if demand.evicts_before(at)
+        )
         for n in range(length)
     ]
 
@@ -54,7 +74,9 @@ def test_the_observed_queries_are_those_before_an_eviction(demand: BufferDemand)
     for position in range(length):
         if demand.evicts_before(position):
             latest = list(range(position - demand.observation, position))
-            assert demand.observed_before(torch.tensor([position]))[0].tolist() == [places[n] for n in latest]
+            assert demand.observed_before(torch.tensor([position]))[0].tolist() == [
+                places[n] for n in latest
+            ]
     # no other query is written: it would cost time
     looked_at = {
         n
@@ -76,7 +98,11 @@ def test_rounds_cover_a_step_and_cut_it_at_evictions(demand: BufferDemand, chunk
         demand.capacity + 2 * demand.buffer,
     ]
     first = [max(0, length - chunk) for length in lengths]
-    starts = torch.tensor([0, *(n - begin for n, begin in zip(lengths, first, strict=True))]).cumsum(0).tolist()
+    starts = (
+        torch.tensor([0, *(n - begin for n, begin in zip(lengths, first, strict=True))])
+        .cumsum(0)
+        .tolist()
+    )
     rounds = plan_rounds(demand, starts, lengths)
     seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     tokens = []
@@ -97,7 +123,9 @@ def test_rounds_cover_a_step_and_cut_it_at_evictions(demand: BufferDemand, chunk
             if positions:
                 assert part.lengths[at] == int(demand.entries(torch.tensor(positions[-1]))) + 1
             seen[row] += positions
-        assert number == 0 or all(a < b for a, b in pairwise(part.starts))  # later rounds have no idle rows
+        assert number == 0 or all(
+            a < b for a, b in pairwise(part.starts)
+        )  # later rounds have no idle rows
     assert sorted(tokens) == list(range(starts[-1]))
     for row, length in enumerate(lengths):
         assert seen[row] == list(range(first[row], length))
@@ -115,7 +143,11 @@ def test_rows_of_padding_take_part_with_nothing() -> None:
 def test_blocks_do_not_grow_with_the_text(demand: BufferDemand) -> None:
     queries = -(-demand.observation * -(-demand.group_size // 2) // demand.block_size)
     assert demand.compressible(1) == queries + 1
-    assert demand.compressible(demand.capacity) == demand.compressible(10**6) == queries + demand.full(demand.capacity)
+    assert (
+        demand.compressible(demand.capacity)
+        == demand.compressible(10**6)
+        == queries + demand.full(demand.capacity)
+    )
 
 
 @pytest.mark.parametrize("at_once", [1, 2**22])
@@ -124,27 +156,42 @@ def test_blocks_do_not_grow_with_the_text(demand: BufferDemand) -> None:
 def test_an_eviction_keeps_what_the_policy_selects(
     demand: BufferDemand, name: str, variant: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three requests in scattered blocks, one by one or together; unwritten entries are NaN, and other blocks stay."""
+    """Three requests in scattered blocks, one by one or together; unwritten entries are NaN, and
+    other blocks stay.
+    """
     monkeypatch.setattr("rlkv.eviction.base.FLOATS", at_once)
     policy = make_policy(
-        name, budget=demand.budget, buffer=demand.buffer, observation=demand.observation, variant=variant, sink=1
+        name,
+        budget=demand.budget,
+        buffer=demand.buffer,
+        observation=demand.observation,
+        variant=variant,
+        sink=1,
     )
     generator = torch.Generator().manual_seed(0)
     rows, per_request = 3, demand.compressible(demand.capacity)
     blocks = torch.randperm(rows * per_request + 2, generator=generator)[: rows * per_request]
     table = blocks.view(rows, per_request).int()
-    cache = torch.full((rows * per_request + 2, KV_HEADS, demand.block_size, 2 * SIZE), float("nan"))
+    cache = torch.full(
+        (rows * per_request + 2, KV_HEADS, demand.block_size, 2 * SIZE), float("nan")
+    )
     heads = KV_HEADS * demand.group_size
     # the tokens before an eviction, of a request that evicted before or did not
-    nexts = torch.tensor([demand.capacity, demand.capacity + demand.buffer, demand.capacity + 3 * demand.buffer])
+    nexts = torch.tensor(
+        [demand.capacity, demand.capacity + demand.buffer, demand.capacity + 3 * demand.buffer]
+    )
     query = torch.randn(rows, demand.observation, heads, SIZE, generator=generator)
-    key, value = (torch.randn(rows, demand.capacity, KV_HEADS, SIZE, generator=generator) for _ in range(2))
+    key, value = (
+        torch.randn(rows, demand.capacity, KV_HEADS, SIZE, generator=generator) for _ in range(2)
+    )
     for row in range(rows):
         entries = torch.arange(demand.capacity)
         slots = entry_slots(demand, table, torch.full_like(entries, row), entries)
         Writes.of(slots).store(key[row], value[row], cache)
         positions = nexts[row] - demand.observation + torch.arange(demand.observation)
-        places = query_slots(demand, table, torch.full_like(positions, row), demand.observed(positions))
+        places = query_slots(
+            demand, table, torch.full_like(positions, row), demand.observed(positions)
+        )
         for entries, own in zip(query_entries(query[row], KV_HEADS), places, strict=True):
             Writes.of(own).store(*entries.chunk(2, -1), cache)
     found = observed_queries(cache, table.long(), nexts, demand)
@@ -160,7 +207,11 @@ def test_an_eviction_keeps_what_the_policy_selects(
         index = kept[row][..., None].expand(-1, -1, 2 * SIZE)
         assert torch.equal(stored, expected.gather(1, index))
     changed = (cache != before) & ~(cache.isnan() & before.isnan())
-    touched = table[:, demand.query_blocks : demand.query_blocks + demand.full(demand.budget)].flatten().long()
+    touched = (
+        table[:, demand.query_blocks : demand.query_blocks + demand.full(demand.budget)]
+        .flatten()
+        .long()
+    )
     assert not changed[[n for n in range(len(cache)) if n not in touched]].any()
 
 
@@ -170,4 +221,7 @@ def test_slots_of_what_is_not_kept() -> None:
     places = torch.tensor([NOWHERE, 0, 5])
     found = query_slots(demand, table, torch.zeros(3, dtype=torch.int64), places)
     assert found.tolist() == [[NOWHERE, 7 * 16, 7 * 16 + 10], [NOWHERE, 7 * 16 + 1, 7 * 16 + 11]]
-    assert entry_slots(demand, table, torch.tensor([0, 0]), torch.tensor([0, 20])).tolist() == [3 * 16, 9 * 16 + 4]
+    assert entry_slots(demand, table, torch.tensor([0, 0]), torch.tensor([0, 20])).tolist() == [
+        3 * 16,
+        9 * 16 + 4,
+    ]

@@ -1,4 +1,6 @@
-"""Prompts that all heads read in full, inside the stock engine, against transformers with ``prefill="full"``."""
+"""Prompts that all heads read in full, inside the stock engine, against transformers with
+``prefill="full"``.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ def test_a_preempted_request_does_not_see_more_of_its_own_text(llama: Served) ->
 def test_prompts_are_read_whole_and_again(llama: Served) -> None:
     """Steps that have room for a part of a prompt only, and prompts that were read before."""
     prompts = random_prompts((300, 300, 300, 310))
-    options: dict[str, Any] = {"max_num_batched_tokens": 420, "max_model_len": 420, "enable_prefix_caching": True}
+    options: dict[str, Any] = {
+        "max_num_batched_tokens": 420,
+        "max_model_len": 420,
+        "enable_prefix_caching": True,
+    }
     with engine(llama, llama.request(0.6, prefill="full"), **options) as llm:
         config = llm.llm_engine.vllm_config
         assert not config.cache_config.enable_prefix_caching
@@ -80,7 +86,9 @@ def test_prompts_that_do_not_fit_into_a_step_are_refused(llama: Served) -> None:
             pass
 
 
-def step(starts: list[int], lengths: list[int], prompts: list[int] | None, prefilling: bool = True) -> Any:
+def step(
+    starts: list[int], lengths: list[int], prompts: list[int] | None, prefilling: bool = True
+) -> Any:
     return SimpleNamespace(
         query_start_loc_cpu=torch.tensor(starts),
         seq_lens_cpu_upper_bound=torch.tensor(lengths),
@@ -90,8 +98,14 @@ def step(starts: list[int], lengths: list[int], prompts: list[int] | None, prefi
 
 
 def test_where_prompts_end() -> None:
-    # a prompt, one that is read again with 7 more tokens, a decoding request, padding that is not stated
-    assert prompt_lengths(step([0, 20, 47, 48, 48], [20, 27, 90, 0], [20, 20, 60])) == [20, 20, 0, 0]
+    # a prompt, one that is read again with 7 more tokens, a decoding request, padding that is not
+    # stated
+    assert prompt_lengths(step([0, 20, 47, 48, 48], [20, 27, 90, 0], [20, 20, 60])) == [
+        20,
+        20,
+        0,
+        0,
+    ]
     assert prompt_lengths(step([0, 20, 21], [20, 30], None)) == [20, 0]
     for lengths, queries in (([10], 10), ([20], 10), ([21], 1)):
         with pytest.raises(RuntimeError, match="25 tokens"):
@@ -99,9 +113,13 @@ def test_where_prompts_end() -> None:
 
 
 def test_prompt_lengths_are_asked_for_with_the_first_prompt() -> None:
-    """Not before: an engine that starts makes up batches, and stock builders that are made later must not know."""
+    """Not before: an engine that starts makes up batches, and stock builders that are made later
+    must not know.
+    """
     arch = SimpleNamespace(rswa_window=None)
-    config = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640)
+    )
     rules = GapRules(SinkWindowDemand(16, 16, 64), 640, full_prefill=True)
     assert rules.full_prompts(step([0, 20], [20], None, prefilling=False), config) is None
     assert arch.rswa_window is None

@@ -1,4 +1,6 @@
-"""What rlkv uses of the installed engine's internals: a version that changed them fails here by name, without a run."""
+"""What rlkv uses of the installed engine's internals: a version that changed them fails here by
+name, without a run.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ CALLS = {
     f"{MANAGER}.__init__": "kv_cache_spec max_admission_blocks_per_request",
     f"{MANAGER}._remove_blocks_in_range": "request_id",
     f"{MANAGER}.cache_blocks": "request num_tokens",
-    "vllm.v1.request:Request.get_skip_reading_prefix_cache": "self",  # its result is an attribute that rlkv sets
+    # its result is an attribute that rlkv sets
+    "vllm.v1.request:Request.get_skip_reading_prefix_cache": "self",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered": "",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": "uniform_type_base_spec",
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": "request_id prompt params",
@@ -74,17 +77,21 @@ CALLS = {
 # read or set by rlkv
 FIELDS = {
     "vllm.config:ParallelConfig": (
-        "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size"
+        "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
+        "prefill_context_parallel_size"
     ),
     "vllm.config:CacheConfig": (
-        "block_size cache_dtype sliding_window enable_prefix_caching kv_sharing_fast_prefill kv_offloading_size"
+        "block_size cache_dtype sliding_window enable_prefix_caching kv_sharing_fast_prefill "
+        "kv_offloading_size"
     ),
     "vllm.config:SchedulerConfig": (
-        "max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_token_threshold async_scheduling "
+        "max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_token_threshold "
+        "async_scheduling "
         "disable_hybrid_kv_cache_manager"
     ),
     "vllm.config:VllmConfig": (
-        "additional_config speculative_config quant_config load_config lora_config kv_transfer_config "
+        "additional_config speculative_config quant_config load_config lora_config "
+        "kv_transfer_config "
         "max_in_flight_tokens"
     ),
     "vllm.config:LoadConfig": "load_format",
@@ -92,21 +99,25 @@ FIELDS = {
     "vllm.config:CompilationConfig": "static_forward_context splitting_ops",
     "vllm.config.model_arch:ModelArchitectureConfig": "rswa_window",
     "vllm.engine.arg_utils:EngineArgs": (
-        "kv_cache_memory_bytes skip_tokenizer_init generation_config logits_processors logprobs_mode async_scheduling "
+        "kv_cache_memory_bytes skip_tokenizer_init generation_config logits_processors "
+        "logprobs_mode async_scheduling "
         "worker_extension_cls hf_overrides additional_config"
     ),
     "vllm.forward_context:ForwardContext": "no_compile_layers",
-    f"{ATTENTION}:AttentionBackend": "forward_includes_kv_cache_update supported_dtypes supported_kv_cache_layouts",
+    f"{ATTENTION}:AttentionBackend": "forward_includes_kv_cache_update supported_dtypes "
+    "supported_kv_cache_layouts",
     f"{ATTENTION}:AttentionCGSupport": "ALWAYS UNIFORM_SINGLE_TOKEN_DECODE",
     f"{ATTENTION}:CommonAttentionMetadata": (
-        "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs num_actual_tokens "
+        "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
+        "num_actual_tokens "
         "max_query_len max_seq_len block_table_tensor is_prefilling rswa_prefix_lens"
     ),
     "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata": (
         "num_actual_tokens seq_lens rswa_prefix_lens rswa_window"
     ),
     MANAGER: "supports_fine_grained_hash_lookup",
-    "vllm.v1.kv_cache_interface:AttentionSpec": "block_size num_kv_heads head_size head_size_v dtype page_size_bytes",
+    "vllm.v1.kv_cache_interface:AttentionSpec": "block_size num_kv_heads head_size head_size_v "
+    "dtype page_size_bytes",
     "vllm.v1.kv_cache_layout:KVCacheLayout": "BLHNC LBHNC",
     "vllm.v1.sample.logits_processor:BatchUpdate": "removed added moved",
     "vllm.v1.worker.gpu.sample.logits_processor:LogitsContext": "idx_mapping_np seq_lens_upper_bound_np",
@@ -132,8 +143,12 @@ def test_what_is_called_takes_the_same_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", FIELDS)
 def test_what_is_read_is_there(name: str) -> None:
     owner = load(name)
-    own = {field.name for field in fields(owner)} if hasattr(owner, "__dataclass_fields__") else set()
-    missing = [field for field in FIELDS[name].split() if field not in own and not hasattr(owner, field)]
+    own = (
+        {field.name for field in fields(owner)} if hasattr(owner, "__dataclass_fields__") else set()
+    )
+    missing = [
+        field for field in FIELDS[name].split() if field not in own and not hasattr(owner, field)
+    ]
     assert not missing, f"{name} has no {', '.join(missing)}"
 
 
@@ -141,7 +156,11 @@ def own_classes() -> Iterator[type]:
     """The classes of rlkv that stand in the place of the engine's."""
     for module in (specs, mixed, draws, paged, backend, evicting_backend, split_attention):
         for found in vars(module).values():
-            if isinstance(found, type) and found.__module__ == module.__name__ and engine_bases(found):
+            if (
+                isinstance(found, type)
+                and found.__module__ == module.__name__
+                and engine_bases(found)
+            ):
                 yield found
 
 
@@ -152,9 +171,13 @@ def engine_bases(own: type) -> list[type]:
 def overrides() -> Iterator[Any]:
     for own in own_classes():
         for name, method in vars(own).items():
-            theirs = next((vars(base)[name] for base in engine_bases(own) if name in vars(base)), None)
+            theirs = next(
+                (vars(base)[name] for base in engine_bases(own) if name in vars(base)), None
+            )
             if theirs is not None and callable(getattr(own, name)) and name != "__init__":
-                yield pytest.param(unwrapped(method), unwrapped(theirs), id=f"{own.__name__}.{name}")
+                yield pytest.param(
+                    unwrapped(method), unwrapped(theirs), id=f"{own.__name__}.{name}"
+                )
 
 
 def unwrapped(method: Any) -> Any:
@@ -167,11 +190,15 @@ def test_what_the_engine_calls_takes_its_parameters(own: Any, theirs: Any) -> No
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return
     first = {"self", "cls"}  # a static method may override one of the class
-    missing = set(inspect.signature(theirs).parameters) - set(inspect.signature(own).parameters) - first
+    missing = (
+        set(inspect.signature(theirs).parameters) - set(inspect.signature(own).parameters) - first
+    )
     assert not missing, f"{theirs.__qualname__} has the new parameter {', '.join(sorted(missing))}"
 
 
-LEAVES = [own for own in own_classes() if not any(own in other.__mro__[1:] for other in own_classes())]
+LEAVES = [
+    own for own in own_classes() if not any(own in other.__mro__[1:] for other in own_classes())
+]
 
 
 @pytest.mark.parametrize("own", LEAVES, ids=lambda own: own.__name__)

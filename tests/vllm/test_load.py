@@ -1,4 +1,6 @@
-"""The OpenAI-compatible server under load: right answers, aborts, preemptions, no leaked block, flat memory."""
+"""The OpenAI-compatible server under load: right answers, aborts, preemptions, no leaked block,
+flat memory.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def prompts() -> list[list[int]]:
 def gates() -> HeadGates:
     model, _ = tiny.load()
     alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    return HeadGates(alpha, model=ModelShape.from_config(model.config, "tiny"), deploy_sink=4, deploy_window=16)
+    return HeadGates(
+        alpha, model=ModelShape.from_config(model.config, "tiny"), deploy_sink=4, deploy_window=16
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,9 @@ def expected(prompts: list[list[int]], gates: HeadGates) -> list[list[int]]:
     """What transformers decode with the same masks."""
     model, tokenizer = tiny.load()
     allocation = HeadAllocation.from_gates(gates, 0.5)
-    engine = InferenceEngine(model, tokenizer, allocation, sink=4, window=16, prefill="local", batch_size=PROMPTS)
+    engine = InferenceEngine(
+        model, tokenizer, allocation, sink=4, window=16, prefill="local", batch_size=PROMPTS
+    )
     texts = [tokenizer.decode(prompt) for prompt in prompts]
     completions, _ = engine.batch(texts, SamplingParams(LONGEST))
     return [completion.token_ids for completion in completions]
@@ -96,9 +102,16 @@ def memory(server: ServedModel) -> int:
     return sum(process.memory_full_info().uss for process in (own, *own.children(recursive=True)))
 
 
-def ask(server: ServedModel, prompt: list[int], tokens: int, leave_after: int | None) -> list[int] | None:
+def ask(
+    server: ServedModel, prompt: list[int], tokens: int, leave_after: int | None
+) -> list[int] | None:
     """The tokens of an answer, or None if the client went away after so many of them."""
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     found: list[int] = []
     with post(server.address, {**body, "stream": True}) as reply:
         for line in reply:
@@ -109,16 +122,24 @@ def ask(server: ServedModel, prompt: list[int], tokens: int, leave_after: int | 
     return found
 
 
-def test_500_requests(server: ServedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_500_requests(
+    server: ServedModel, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     draw = random.Random(0)
     plan = [
-        (draw.randrange(PROMPTS), draw.randint(5, LONGEST), draw.randint(1, 40) if draw.random() < ABORTED else None)
+        (
+            draw.randrange(PROMPTS),
+            draw.randint(5, LONGEST),
+            draw.randint(1, 40) if draw.random() < ABORTED else None,
+        )
         for _ in range(REQUESTS)
     ]
     most, used = {"rlkv:kv_blocks": 0.0, "rlkv:kv_bytes_saved": 0.0}, []
     answers: list[list[int] | None] = []
     with ThreadPoolExecutor(CLIENTS) as clients:
-        running = [clients.submit(ask, server, prompts[i], tokens, leave) for i, tokens, leave in plan]
+        running = [
+            clients.submit(ask, server, prompts[i], tokens, leave) for i, tokens, leave in plan
+        ]
         for number, answer in enumerate(running):
             answers.append(answer.result())
             if number % 20 == 0:
@@ -134,7 +155,12 @@ def test_500_requests(server: ServedModel, prompts: list[list[int]], expected: l
         if shown["vllm:num_requests_running"] + shown["rlkv:kv_blocks"] == 0:
             break
         time.sleep(0.2)
-    assert shown["vllm:kv_cache_usage_perc"] == shown["rlkv:kv_blocks"] == shown["rlkv:kv_bytes_saved"] == 0
+    assert (
+        shown["vllm:kv_cache_usage_perc"]
+        == shown["rlkv:kv_blocks"]
+        == shown["rlkv:kv_bytes_saved"]
+        == 0
+    )
     assert shown["vllm:num_requests_running"] == shown["vllm:num_requests_waiting"] == 0
     assert shown["vllm:num_preemptions_total"] > 10
     assert shown["rlkv:sparsity"] == 0.5
@@ -142,7 +168,9 @@ def test_500_requests(server: ServedModel, prompts: list[list[int]], expected: l
     assert most["rlkv:kv_bytes_saved"] > 0
     early, late = median(used[4:10]), median(used[-6:])
     print(
-        f"{REQUESTS} requests, {aborted} aborted, {shown['vllm:num_preemptions_total']:.0f} preemptions, "
-        f"{shown['vllm:generation_tokens_total']:.0f} tokens; memory {early / 2**20:.0f} -> {late / 2**20:.0f} MiB"
+        f"{REQUESTS} requests, {aborted} aborted, {shown['vllm:num_preemptions_total']:.0f} "
+        "preemptions, "
+        f"{shown['vllm:generation_tokens_total']:.0f} tokens; memory {early / 2**20:.0f} -> "
+        f"{late / 2**20:.0f} MiB"
     )
     assert late < early + 2**20 * GROWTH

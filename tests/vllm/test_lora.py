@@ -21,7 +21,9 @@ def test_adapter_of_the_feed_forward_layers(tmp_path: Path) -> None:
     from vllm.lora.request import LoRARequest
 
     served = make_served(tmp_path, "llama")
-    adapted = get_peft_model(deepcopy(served.model), LoraConfig(r=8, target_modules=MODULES, init_lora_weights=False))
+    adapted = get_peft_model(
+        deepcopy(served.model), LoraConfig(r=8, target_modules=MODULES, init_lora_weights=False)
+    )
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
@@ -29,7 +31,9 @@ def test_adapter_of_the_feed_forward_layers(tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "adapter")
     merged = replace(served, model=adapted.merge_and_unload())
     options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": MODULES}
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False, logprobs=1)
+    params = SamplingParams(
+        temperature=0, max_tokens=60, ignore_eos=True, detokenize=False, logprobs=1
+    )
     inputs = [{"prompt_token_ids": prompt} for prompt in random_prompts((5, 80, 200, 333))]
     with engine(served, served.request(0.5), **options) as llm:
         adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))

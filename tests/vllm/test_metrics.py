@@ -1,4 +1,6 @@
-"""What the engine's ``/metrics`` says about head reallocation, against the blocks that its managers hold."""
+"""What the engine's ``/metrics`` says about head reallocation, against the blocks that its managers
+hold.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,16 @@ def shown(name: str, **labels: str) -> float:
 
 
 @pytest.mark.parametrize("settings", [{}, {"eviction": EVICTION}], ids=["sinks and window", "rkv"])
-def test_blocks_bytes_and_evictions(llama: Served, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_bytes_and_evictions(
+    llama: Served, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm import SamplingParams
 
     monkeypatch.setattr(usage, "EVERY", 0.0)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
-    with engine(llama, llama.request(0.5, **settings), num_gpu_blocks_override=400, async_scheduling=False) as llm:
+    with engine(
+        llama, llama.request(0.5, **settings), num_gpu_blocks_override=400, async_scheduling=False
+    ) as llm:
         core = llm.llm_engine
         assert shown("sparsity") == 0.5
         (prompt,) = random_prompts((300,))
@@ -62,8 +68,15 @@ def test_blocks_bytes_and_evictions(llama: Served, settings: dict[str, Any], mon
         assert shown("kv_bytes_saved") == whole - kept > 0
         if settings:
             demand = BufferDemand(BLOCK, 24, 8, 4, 2)
-            assert shown("evictions_total") - evictions == sum(map(demand.evicts_before, range(tokens))) > 30
-        core.abort_request(list(block_manager(llm).coordinator.single_type_managers[0].req_to_blocks), internal=True)
+            assert (
+                shown("evictions_total") - evictions
+                == sum(map(demand.evicts_before, range(tokens)))
+                > 30
+            )
+        core.abort_request(
+            list(block_manager(llm).coordinator.single_type_managers[0].req_to_blocks),
+            internal=True,
+        )
         assert [shown("kv_blocks", heads=kind) for kind in ("full", "compressible")] == [0, 0]
         assert shown("kv_bytes_saved") == 0
         if settings:
@@ -107,7 +120,9 @@ def test_resolved_settings_publish_nothing(llama: Served, monkeypatch: pytest.Mo
     published: list[float] = []
     monkeypatch.setattr("rlkv.vllm.specs.publish", published.append)
     full = ["".join("01"[kept] for kept in row) for row in llama.allocation(0.5).full.tolist()]
-    with engine(llama, {"rlkv": {"full": full, "sink": 4, "window": 16}}, num_gpu_blocks_override=100):
+    with engine(
+        llama, {"rlkv": {"full": full, "sink": 4, "window": 16}}, num_gpu_blocks_override=100
+    ):
         assert not published
     with engine(llama, llama.request(0.5), num_gpu_blocks_override=100):
         assert published == [0.5]

@@ -24,8 +24,13 @@ def plan(table: torch.Tensor, sizes: LocalSizes) -> MixedReads:
     return plan_mixed_reads(table, STARTS, torch.tensor([length for _, length in REQUESTS]), demand)
 
 
-def make_requests(seed: int = 0) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per request ``[query, key, value]`` of all its tokens; a cache of scattered blocks, their table, the queries."""
+def make_requests(
+    seed: int = 0,
+) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per request ``[query, key, value]`` of all its tokens.
+
+    A cache of scattered blocks, their table, the queries.
+    """
     generator = torch.Generator().manual_seed(seed)
     states = []
     for _, length in REQUESTS:
@@ -50,7 +55,9 @@ def reference(states: list[torch.Tensor], alpha: torch.Tensor, sizes: LocalSizes
     real = torch.ones(1, key.shape[2], dtype=torch.bool)
     masks = full_mask(real), local_mask(real, sizes.sink, sizes.window)
     ones = torch.ones(KV_HEADS, dtype=torch.bool)
-    full, local = (mixed_by_head_attention(query, key, value, ones, mask, mask, SCALE)[0] for mask in masks)
+    full, local = (
+        mixed_by_head_attention(query, key, value, ones, mask, mask, SCALE)[0] for mask in masks
+    )
     gate = alpha.repeat_interleave(GROUPS)[None, :, None]
     return gate * full + (1 - gate) * local
 
@@ -60,7 +67,10 @@ def reference(states: list[torch.Tensor], alpha: torch.Tensor, sizes: LocalSizes
 def test_every_request_equals_the_reference(
     sink: int, window: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((pieces, "QUERIES_AT_ONCE"), (attention, "ROWS_AT_ONCE")):  # 2: both are cut into pieces
+    for module, name in (
+        (pieces, "QUERIES_AT_ONCE"),
+        (attention, "ROWS_AT_ONCE"),
+    ):  # 2: both are cut into pieces
         monkeypatch.setattr(module, name, at_once)
     states, cache, table, query = make_requests()
     alpha, sizes = torch.tensor([0.0, 0.3, 1.0]), LocalSizes(sink, window)
@@ -78,17 +88,23 @@ def test_mixing_is_float32_on_a_bfloat16_cache() -> None:
     outs = [torch.empty_like(query) for _ in range(2)]
     for alpha, out in zip((0.999, 1.0), outs, strict=True):
         gates = torch.full((KV_HEADS,), alpha)
-        paged_mixed_attention(query.bfloat16(), cache.bfloat16(), plan(table, sizes), gates, SCALE, out)
+        paged_mixed_attention(
+            query.bfloat16(), cache.bfloat16(), plan(table, sizes), gates, SCALE, out
+        )
     difference = (outs[0] - outs[1]).abs().max()
     assert 0 < difference < 0.01  # bfloat16(0.999) is 1: nothing would differ
-    exact = reference([s.bfloat16().float() for s in states[2]], torch.full((KV_HEADS,), 0.999), sizes)[-1]
+    exact = reference(
+        [s.bfloat16().float() for s in states[2]], torch.full((KV_HEADS,), 0.999), sizes
+    )[-1]
     assert (outs[0][STARTS[2]] - exact).abs().max() < TOLERANCE
 
 
 def test_padding_slots_are_not_written() -> None:
     cache = torch.zeros(3, KV_HEADS, IN_BLOCK, 2 * SIZE)
     states = torch.ones(4, KV_HEADS, SIZE)
-    Writes.of(torch.tensor([7, -1, 11])).store(states, 2 * states, cache)  # a fourth token beyond the slots: padding
+    Writes.of(torch.tensor([7, -1, 11])).store(
+        states, 2 * states, cache
+    )  # a fourth token beyond the slots: padding
     written = cache.abs().sum((1, 3)).nonzero().tolist()
     assert written == [[1, 2], [2, 1]]
     assert (cache[1, :, 2, :SIZE] == 1).all()

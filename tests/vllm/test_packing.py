@@ -8,12 +8,19 @@ import torch
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.vllm.packing import BufferDemand, PackingPlan, SinkWindowDemand, plan_packing
 
-SHAPES = [(28, 4), (32, 8), (36, 8), (28, 2)]  # the three models of the paper, and one with very few KV heads
+SHAPES = [
+    (28, 4),
+    (32, 8),
+    (36, 8),
+    (28, 2),
+]  # the three models of the paper, and one with very few KV heads
 SPARSITIES = [0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.8, 0.9, 1.0]
 
 
 def check_places(plan: PackingPlan, full: torch.Tensor) -> None:
-    """Every head is in one bin of its kind, and a bin's parts lie side by side in the order of layers."""
+    """Every head is in one bin of its kind, and a bin's parts lie side by side in the order of
+    layers.
+    """
     ends = [0] * len(plan.bins)
     for layer, row in enumerate(full.tolist()):
         assert sorted(plan.head_order(layer)) == list(range(len(row)))
@@ -40,7 +47,9 @@ def test_bytes_are_within_five_percent_of_ideal(shape: tuple[int, int], sparsity
 @pytest.mark.parametrize("budget", [128, 512, 1024])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bytes_with_eviction(shape: tuple[int, int], budget: int) -> None:
-    """Compressible heads hold more than with sinks and window, so that their blocks must fit better."""
+    """Compressible heads hold more than with sinks and window, so that their blocks must fit
+    better.
+    """
     demand = BufferDemand(16, budget, buffer=128, observation=8, group_size=4)
     for sparsity in SPARSITIES:
         full = HeadAllocation.random(*shape, sparsity, 0).full
@@ -51,23 +60,32 @@ def test_bytes_with_eviction(shape: tuple[int, int], budget: int) -> None:
 
 
 def test_short_requests_waste_more() -> None:
-    """In blocks of 32 the longest block is a good part of a text of 370 tokens; at most four tables all the same."""
+    """In blocks of 32 the longest block is a good part of a text of 370 tokens.
+
+    At most four tables all the same.
+    """
     worst = 0.0
     for sparsity in SPARSITIES:
-        plan = plan_packing(HeadAllocation.random(2, 8, sparsity, 0).full, SinkWindowDemand(32, 4, 28), 370)
+        plan = plan_packing(
+            HeadAllocation.random(2, 8, sparsity, 0).full, SinkWindowDemand(32, 4, 28), 370
+        )
         assert len(plan.bins) <= 4
         worst = max(worst, plan.waste(370))
     assert 1.1 < worst < 1.15
 
 
 def test_few_full_heads_have_long_blocks() -> None:
-    plan = plan_packing(HeadAllocation.random(32, 8, 0.8, 0).full, SinkWindowDemand(16, 16, 64), 3000)
+    plan = plan_packing(
+        HeadAllocation.random(32, 8, 0.8, 0).full, SinkWindowDemand(16, 16, 64), 3000
+    )
     assert [(own.full, len(own.heads), own.demand.block_size) for own in plan.bins] == [
         (True, 51, 64),
         (False, 205, 16),
     ]
     assert plan.block_entries == 205 * 16
-    assert plan.blocks(3000) == 47 + 6  # 3000 tokens in blocks of 64; sinks, 63 tokens and one more in blocks of 16
+    assert (
+        plan.blocks(3000) == 47 + 6
+    )  # 3000 tokens in blocks of 64; sinks, 63 tokens and one more in blocks of 16
     assert "51 heads x 64 tokens, 205 heads x 16 tokens" in plan.summary(1, 3000)
     per_request = plan.blocks(3000)
     line = plan.capacity(10 * per_request, 4, 3000)
@@ -76,7 +94,9 @@ def test_few_full_heads_have_long_blocks() -> None:
 
 
 def test_few_compressible_heads_have_long_blocks() -> None:
-    plan = plan_packing(HeadAllocation.random(32, 8, 0.2, 0).full, SinkWindowDemand(16, 16, 64), 3000)
+    plan = plan_packing(
+        HeadAllocation.random(32, 8, 0.2, 0).full, SinkWindowDemand(16, 16, 64), 3000
+    )
     assert [own.demand.block_size for own in plan.bins] == [16, 64]
     assert plan.blocks(3000) == 188 + 3
 

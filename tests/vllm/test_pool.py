@@ -1,4 +1,6 @@
-"""Memory of the served model: blocks against the plan, tokens in the same pool, the block manager's bookkeeping."""
+"""Memory of the served model: blocks against the plan, tokens in the same pool, the block manager's
+bookkeeping.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,11 @@ def test_bytes_of_a_running_request(llama: Served, sparsity: float) -> None:
 
     plan = plan_packing(llama.allocation(sparsity).full, DEMAND, 1024)
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True, detokenize=False)
-    # synchronous steps: a step in flight would hold the block that has just fallen out of the window
-    with engine(llama, llama.request(sparsity), num_gpu_blocks_override=400, async_scheduling=False) as llm:
+    # synchronous steps: a step in flight would hold the block that has just fallen out of the
+    # window
+    with engine(
+        llama, llama.request(sparsity), num_gpu_blocks_override=400, async_scheduling=False
+    ) as llm:
         core = llm.llm_engine
         config = core.engine_core.engine_core.scheduler.kv_cache_config
         assert len(config.kv_cache_groups) == len(plan.bins)
@@ -54,23 +59,36 @@ def test_bytes_of_a_running_request(llama: Served, sparsity: float) -> None:
         for tokens in range(501, 601):  # the prompt's step makes token 501
             core.step()
             held[tokens] = held_blocks(llm)
-        core.abort_request(list(block_manager(llm).coordinator.single_type_managers[0].req_to_blocks), internal=True)
+        core.abort_request(
+            list(block_manager(llm).coordinator.single_type_managers[0].req_to_blocks),
+            internal=True,
+        )
     for tokens, blocks in list(held.items())[2:]:
         # the newest token is not yet in the cache
         assert plan.blocks(tokens - 1) - len(plan.bins) <= blocks <= plan.blocks(tokens - 1)
     assert max(held[tokens] - plan.blocks(tokens - 1) for tokens in range(520, 601)) == 0
     ideal = plan.ideal(600) * ENTRY
-    compressed, full = llama.allocation(sparsity).num_compressible, llama.allocation(sparsity).num_full
+    compressed, full = (
+        llama.allocation(sparsity).num_compressible,
+        llama.allocation(sparsity).num_full,
+    )
     kept = BLOCK * (1 + 2 + 1)  # a block of sinks, and up to three of the window
     assert ideal == pytest.approx((full * 608 + compressed * kept) * ENTRY)
-    print(f"sparsity {sparsity}: {held[600] * plan.block_entries * ENTRY} bytes at 600 tokens, ideal {ideal}")
+    print(
+        f"sparsity {sparsity}: {held[600] * plan.block_entries * ENTRY} bytes at 600 tokens, ideal "
+        f"{ideal}"
+    )
 
 
 def test_tokens_in_the_same_pool(llama: Served) -> None:
-    """The engine's own figure, made of its blocks and of what one request of the longest length may hold."""
+    """The engine's own figure, made of its blocks and of what one request of the longest length may
+    hold.
+    """
     capacity, plans = {}, {}
     for sparsity in (0.0, 0.5, 0.75):
-        with engine(llama, llama.request(sparsity), max_num_batched_tokens=64, max_model_len=2048) as llm:
+        with engine(
+            llama, llama.request(sparsity), max_num_batched_tokens=64, max_model_len=2048
+        ) as llm:
             cache = llm.llm_engine.vllm_config.cache_config
             capacity[sparsity] = cache.kv_cache_size_tokens
             plans[sparsity] = plan_packing(llama.allocation(sparsity).full, DEMAND, 2048)
@@ -153,19 +171,27 @@ class FakePool:
 def test_cache_hits_need_sinks_and_a_window(cached: set[int], hit: int) -> None:
     pool: Any = FakePool(cached)
     hashes: Any = list(range(12))
-    tables, tokens = SinkWindowManager.find_longest_cache_hit(hashes, 12 * 16 + 5, [4, 7], pool, spec(), False, 16)
+    tables, tokens = SinkWindowManager.find_longest_cache_hit(
+        hashes, 12 * 16 + 5, [4, 7], pool, spec(), False, 16
+    )
     assert tokens == hit * 16
     assert pool.lookups <= 2 * 12 + 2
     for group, table in zip((4, 7), tables, strict=True):
         needed = {number for number in range(hit) if number < 2 or number >= hit - 3}
-        assert table == [f"{group}:{number}" if number in needed else "null" for number in range(hit)]
+        assert table == [
+            f"{group}:{number}" if number in needed else "null" for number in range(hit)
+        ]
 
 
-@pytest.mark.parametrize(("cached", "hit"), [(set(), 0), ({0, 1, 9, 10, 11}, 2), ({1, 2}, 0), (set(range(12)), 12)])
+@pytest.mark.parametrize(
+    ("cached", "hit"), [(set(), 0), ({0, 1, 9, 10, 11}, 2), ({1, 2}, 0), (set(range(12)), 12)]
+)
 def test_cache_hits_need_all_of_a_protected_prompt(cached: set[int], hit: int) -> None:
     pool: Any = FakePool(cached)
     own = spec(protect_prompt=True)
-    tables, tokens = SinkWindowManager.find_longest_cache_hit(list(range(12)), 12 * 16 + 5, [4], pool, own, False, 16)
+    tables, tokens = SinkWindowManager.find_longest_cache_hit(
+        list(range(12)), 12 * 16 + 5, [4], pool, own, False, 16
+    )
     assert tokens == hit * 16
     assert tables == ([f"4:{number}" for number in range(hit)],)
 
@@ -173,7 +199,9 @@ def test_cache_hits_need_all_of_a_protected_prompt(cached: set[int], hit: int) -
 def test_hits_are_aligned_to_the_scheduler() -> None:
     pool: Any = FakePool({0, 1, 4, 5, 6, 7, 8})
     hashes: Any = list(range(12))
-    _, tokens = SinkWindowManager.find_longest_cache_hit(hashes, 12 * 16, [0], pool, spec(), False, 32)
+    _, tokens = SinkWindowManager.find_longest_cache_hit(
+        hashes, 12 * 16, [0], pool, spec(), False, 32
+    )
     assert tokens == 8 * 16
 
 
@@ -193,7 +221,9 @@ def test_blocks_between_sinks_and_window_are_given_back() -> None:
         assert [not block.is_null for block in blocks] == expected
         assert pool.get_num_free_blocks() == free - sum(expected)
         assert sum(expected) <= spec().most_blocks()
-        asked = manager.get_num_blocks_to_allocate("a", 512, [], computed, 0, 512, apply_admission_cap=True)
+        asked = manager.get_num_blocks_to_allocate(
+            "a", 512, [], computed, 0, 512, apply_admission_cap=True
+        )
         assert asked == min(32 - len(blocks), 10 - sum(expected))
     manager.free("a")
     assert pool.get_num_free_blocks() == free

@@ -21,17 +21,22 @@ PROGRAM = "tests.helpers.engine_process"
 
 
 @pytest.mark.skipif(
-    "rlkv" not in entry_points(group="vllm.general_plugins").names, reason="rlkv is not installed with its entry point"
+    "rlkv" not in entry_points(group="vllm.general_plugins").names,
+    reason="rlkv is not installed with its entry point",
 )
 def test_gates_reach_an_engine_in_another_process(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", PROGRAM, str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, env=environment, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, env=environment, start_new_session=True, **pipes
+    ) as process:
         try:
             out, messages = process.communicate(timeout=280)
         finally:
-            with suppress(ProcessLookupError):  # the engine's process outlives a parent that was killed
+            with suppress(
+                ProcessLookupError
+            ):  # the engine's process outlives a parent that was killed
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, messages[-3000:]
     errors = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("max error")]

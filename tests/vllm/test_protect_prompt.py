@@ -38,7 +38,9 @@ def check(served: Served, sparsity: float, outputs: list[Any], **options: Any) -
 
 @pytest.mark.parametrize("prefill", ["local", "full"])
 def test_prompts_in_chunks(llama: Served, prefill: str) -> None:
-    """Tokens of the prompt see all before them in any chunks, so ``full`` is the same and needs no whole prompts."""
+    """Tokens of the prompt see all before them in any chunks, so ``full`` is the same and needs no
+    whole prompts.
+    """
     request = llama.request(0.6, protect_prompt=True, prefill=prefill)
     with engine(llama, request, max_num_batched_tokens=48) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
@@ -55,17 +57,31 @@ def test_a_prefix_cache_holds_prompts_only(llama: Served) -> None:
     with engine(llama, request, enable_prefix_caching=True, max_num_batched_tokens=100) as llm:
         first = generate(llm, prompts)
         again = generate(llm, prompts)
-        assert [output.num_cached_tokens for output in again] == [0, 5 * BLOCK, 6 * BLOCK, 10 * BLOCK]
-        turns = [[*p, *o.outputs[0].token_ids, 7, 8, 9] for p, o in zip(prompts, first, strict=True)]
+        assert [output.num_cached_tokens for output in again] == [
+            0,
+            5 * BLOCK,
+            6 * BLOCK,
+            10 * BLOCK,
+        ]
+        turns = [
+            [*p, *o.outputs[0].token_ids, 7, 8, 9] for p, o in zip(prompts, first, strict=True)
+        ]
         longer = generate(llm, turns)
-        assert [output.num_cached_tokens for output in longer] == [0, 6 * BLOCK, 6 * BLOCK, 10 * BLOCK]
+        assert [output.num_cached_tokens for output in longer] == [
+            0,
+            6 * BLOCK,
+            6 * BLOCK,
+            10 * BLOCK,
+        ]
         several = generate(llm, prompts[2:], 40, n=4, temperature=1.0, seed=7)
     assert check(llama, 0.5, first + again + longer) == 1440
     assert check(llama, 0.5, several, greedy=False) == 320
 
 
 def test_a_preempted_request_keeps_its_own_prompt(llama: Served) -> None:
-    """Also where its text so far is the beginning of another request's prompt, whose blocks are cached."""
+    """Also where its text so far is the beginning of another request's prompt, whose blocks are
+    cached.
+    """
     prompts = random_prompts((150, 180, 200))
     request, tokens = llama.request(0.5, protect_prompt=True), 200
     options: dict[str, Any] = {"max_model_len": 640, "enable_prefix_caching": True}
@@ -96,7 +112,10 @@ def test_blocks_of_a_running_request(llama: Served, sparsity: float) -> None:
         for tokens in range(prompt + 1, prompt + 201):
             core.step()
             held[tokens] = held_blocks(llm)
-        core.abort_request(list(block_manager(llm).coordinator.single_type_managers[0].req_to_blocks), internal=True)
+        core.abort_request(
+            list(block_manager(llm).coordinator.single_type_managers[0].req_to_blocks),
+            internal=True,
+        )
     # the newest token is not yet in the cache; a window may lie in a block less than planned
     gaps = [plan.blocks(tokens - 1, prompt) - held[tokens] for tokens in held]
     assert set(gaps) <= set(range(len(plan.bins) + 1))
@@ -104,15 +123,25 @@ def test_blocks_of_a_running_request(llama: Served, sparsity: float) -> None:
 
 
 def test_where_a_prompt_ends() -> None:
-    """The engine states lengths of prompts from the second step on; rows of padding may have none."""
+    """The engine states lengths of prompts from the second step on.
+
+    Rows of padding may have none.
+    """
     arch = SimpleNamespace(rswa_window=None)
-    config = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640)
+    )
     rules = GapRules(SinkWindowDemand(16, 16, 64, protect_prompt=True), 640)
     reading = {"is_prefilling": torch.tensor([True, False]), "seq_lens": torch.tensor([20, 9])}
-    made_up = SimpleNamespace(**{**reading, "is_prefilling": torch.zeros(2, dtype=torch.bool)}, rswa_prefix_lens=None)
+    made_up = SimpleNamespace(
+        **{**reading, "is_prefilling": torch.zeros(2, dtype=torch.bool)}, rswa_prefix_lens=None
+    )
     assert rules.prefixes(made_up, config).tolist() == [20, 16]
     assert arch.rswa_window is None
-    assert rules.prefixes(SimpleNamespace(**reading, rswa_prefix_lens=None), config).tolist() == [20, 16]
+    assert rules.prefixes(SimpleNamespace(**reading, rswa_prefix_lens=None), config).tolist() == [
+        20,
+        16,
+    ]
     assert arch.rswa_window == 640
     stated = SimpleNamespace(**reading, rswa_prefix_lens=torch.tensor([300, 7]))
     assert rules.prefixes(stated, config).tolist() == [300, 16]

@@ -1,4 +1,6 @@
-"""Head reallocation inside the stock engine against transformers with the same masks: every token, every step."""
+"""Head reallocation inside the stock engine against transformers with the same masks: every token,
+every step.
+"""
 
 from __future__ import annotations
 
@@ -67,12 +69,20 @@ def test_chunked_prefill(llama: Served) -> None:
 
 def test_prefix_cache(llama: Served) -> None:
     prompts = random_prompts((5, 6 * BLOCK, 6 * BLOCK + 1, 333))
-    with engine(llama, llama.request(0.6), enable_prefix_caching=True, max_num_batched_tokens=100) as llm:
+    with engine(
+        llama, llama.request(0.6), enable_prefix_caching=True, max_num_batched_tokens=100
+    ) as llm:
         first = generate(llm, prompts)
         assert check_equal(llama, 0.6, first) == 480
         again = generate(llm, prompts)
-        # whole blocks are found again, those of full heads have twice the tokens; the last token is computed again
-        assert [output.num_cached_tokens for output in again] == [0, 4 * BLOCK, 6 * BLOCK, 10 * BLOCK]
+        # whole blocks are found again, those of full heads have twice the tokens; the last token is
+        # computed again
+        assert [output.num_cached_tokens for output in again] == [
+            0,
+            4 * BLOCK,
+            6 * BLOCK,
+            10 * BLOCK,
+        ]
         assert check_equal(llama, 0.6, again) == 480
         longer = [
             [*p, *o.outputs[0].token_ids[:cut], 7, 8, 9]
@@ -82,7 +92,8 @@ def test_prefix_cache(llama: Served) -> None:
         assert all(output.num_cached_tokens >= BLOCK for output in extended)
         assert check_equal(llama, 0.6, extended) == 480
         shared = [
-            prompts[3][:cut] + tail for cut, tail in zip((64, 65, 160, 331), random_prompts((40,) * 4, 5), strict=True)
+            prompts[3][:cut] + tail
+            for cut, tail in zip((64, 65, 160, 331), random_prompts((40,) * 4, 5), strict=True)
         ]
         assert check_equal(llama, 0.6, generate(llm, shared)) == 480
 
@@ -112,7 +123,9 @@ def test_abort_gives_the_blocks_back(llama: Served) -> None:
         core, pool = llm.llm_engine, block_manager(llm).block_pool
         free = pool.get_num_free_blocks()
         for number, prompt in enumerate(random_prompts((300, 200))):
-            params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+            params = SamplingParams(
+                temperature=0, max_tokens=200, ignore_eos=True, detokenize=False
+            )
             core.add_request(str(number), {"prompt_token_ids": prompt}, params)
         for _ in range(20):
             core.step()

@@ -1,4 +1,6 @@
-"""What is refused at start, each by its name; and a plugin that is not asked for, which is inactive."""
+"""What is refused at start, each by its name; and a plugin that is not asked for, which is
+inactive.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,11 @@ def test_what_is_supported_passes() -> None:
         ("lora_config", object(), "LoRA"),
         ("lora_config", SimpleNamespace(target_modules=["up_proj", "o_proj"]), "LoRA"),
         ("kv_transfer_config", object(), "KV connectors"),
-        ("scheduler_config__disable_hybrid_kv_cache_manager", True, "disable-hybrid-kv-cache-manager"),
+        (
+            "scheduler_config__disable_hybrid_kv_cache_manager",
+            True,
+            "disable-hybrid-kv-cache-manager",
+        ),
         ("cache_config__sliding_window", 512, "sliding-window layers"),
         ("cache_config__kv_sharing_fast_prefill", True, "kv-sharing-fast-prefill"),
         ("cache_config__kv_offloading_size", 4.0, "offloading"),
@@ -102,17 +108,26 @@ def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) ->
 
 
 @pytest.mark.parametrize("feature", ["head reallocation", "a mixed-attention rollout"])
-def test_graphs_that_would_capture_work_of_the_host(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_would_capture_work_of_the_host(
+    feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for value in ("", "0"):
         monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", value)
         assert check_engine(fake_engine(), feature) is None
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-    assert check_engine(fake_engine(compilation_config__cudagraph_mode=CUDAGraphMode.NONE), feature) is None
-    with pytest.raises(ValueError, match=f"{feature} does not work with breakable.*VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
+    assert (
+        check_engine(fake_engine(compilation_config__cudagraph_mode=CUDAGraphMode.NONE), feature)
+        is None
+    )
+    with pytest.raises(
+        ValueError, match=f"{feature} does not work with breakable.*VLLM_USE_BREAKABLE_CUDAGRAPH=0"
+    ):
         check_engine(fake_engine(), feature)
 
 
-def test_the_engine_notes_in_the_environment_that_graphs_are_breakable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_notes_in_the_environment_that_graphs_are_breakable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Which is where the check looks: a new version that decides elsewhere must be noticed."""
     config = SimpleNamespace(
         _uses_breakable_cudagraph_by_default=lambda: True,
@@ -144,7 +159,9 @@ def test_layers_with_more_than_plain_attention(attribute: str, value: Any, messa
 
     plain = {"sliding_window": None, "kv_sharing_target_layer_name": None, "attn_type": "decoder"}
     heads = {"num_heads": 8, "num_kv_heads": 4, "head_size": 32, "impl": SimpleNamespace(scale=1.0)}
-    layers = [SimpleNamespace(layer_name=f"layers.{number}.attn", **plain, **heads) for number in range(3)]
+    layers = [
+        SimpleNamespace(layer_name=f"layers.{number}.attn", **plain, **heads) for number in range(3)
+    ]
     assert check_layers(layers) is None
     setattr(layers[2], attribute, value)
     with pytest.raises(ValueError, match=f"layers.2.attn has {message}"):
@@ -154,7 +171,9 @@ def test_layers_with_more_than_plain_attention(attribute: str, value: Any, messa
 def test_rollouts_run_one_engine_per_gpu() -> None:
     config = fake_engine(parallel_config__tensor_parallel_size=2)
     assert check_engine(config) is None
-    with pytest.raises(ValueError, match="a mixed-attention rollout does not work with tensor parallelism"):
+    with pytest.raises(
+        ValueError, match="a mixed-attention rollout does not work with tensor parallelism"
+    ):
         check_engine(config, "a mixed-attention rollout")
 
 
@@ -177,11 +196,14 @@ def test_an_engine_of_another_architecture_does_not_start(llama: Served, tmp_pat
     """Without the check it would serve the full cache."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=128, n_positions=1024)).save_pretrained(
-        tmp_path
-    )
+    GPT2LMHeadModel(
+        GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=128, n_positions=1024)
+    ).save_pretrained(tmp_path)
     other = replace(llama, path=tmp_path)
-    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel"), engine(other, llama.request(0.5)):
+    with (
+        pytest.raises(ValueError, match="architecture GPT2LMHeadModel"),
+        engine(other, llama.request(0.5)),
+    ):
         pass
 
 
@@ -236,10 +258,17 @@ def test_the_environment_asks_too(llama: Served, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RLKV_SPARSITY", "0.5")
     with engine(llama, None) as llm:
         config = llm.llm_engine.vllm_config.additional_config["rlkv"]
-        allocation = llama.allocation(0.5)  # part of the compilation key, and read once for all processes
-        assert config["full"] == tuple("".join("01"[kept] for kept in row) for row in allocation.full.tolist())
+        allocation = llama.allocation(
+            0.5
+        )  # part of the compilation key, and read once for all processes
+        assert config["full"] == tuple(
+            "".join("01"[kept] for kept in row) for row in allocation.full.tolist()
+        )
         assert "gates" not in config
-        assert len(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups) > 1
+        assert (
+            len(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups)
+            > 1
+        )
 
 
 def test_unasked_a_pooling_model_keeps_its_pooler(llama: Served, tmp_path: Path) -> None:
@@ -247,7 +276,9 @@ def test_unasked_a_pooling_model_keeps_its_pooler(llama: Served, tmp_path: Path)
     build_tokenizer().save_pretrained(tmp_path / "model")
     settings = {"runner": "pooling", "skip_tokenizer_init": False, "block_size": 32}
     with engine(replace(llama, path=tmp_path / "model"), None, **settings) as llm:
-        (output,) = llm.encode([{"prompt_token_ids": [5, 6, 7]}], pooling_task="embed", use_tqdm=False)
+        (output,) = llm.encode(
+            [{"prompt_token_ids": [5, 6, 7]}], pooling_task="embed", use_tqdm=False
+        )
     assert output.outputs.data.shape == (256,)
 
 
@@ -273,9 +304,21 @@ def test_weights_are_reordered(llama: Served) -> None:
     found = dict(changed.reordered(weights.items()))
     order = plan.head_order(0)
     assert order[0] == 1  # the full one comes first
-    assert found["model.layers.0.self_attn.k_proj.bias"].tolist() == [h for h in order for _ in range(2)]
-    assert found["model.layers.0.self_attn.v_proj.weight"][:, 3].tolist() == [h for h in order for _ in range(2)]
-    assert found["model.layers.0.self_attn.q_proj.weight"][:, 0].tolist() == [h for h in order for _ in range(4)]
-    assert found["model.layers.0.self_attn.o_proj.weight"][2].tolist() == [h for h in order for _ in range(4)]
-    for name in ("model.layers.0.self_attn.o_proj.bias", "model.layers.1.self_attn.k_proj.bias", "model.norm.weight"):
+    assert found["model.layers.0.self_attn.k_proj.bias"].tolist() == [
+        h for h in order for _ in range(2)
+    ]
+    assert found["model.layers.0.self_attn.v_proj.weight"][:, 3].tolist() == [
+        h for h in order for _ in range(2)
+    ]
+    assert found["model.layers.0.self_attn.q_proj.weight"][:, 0].tolist() == [
+        h for h in order for _ in range(4)
+    ]
+    assert found["model.layers.0.self_attn.o_proj.weight"][2].tolist() == [
+        h for h in order for _ in range(4)
+    ]
+    for name in (
+        "model.layers.0.self_attn.o_proj.bias",
+        "model.layers.1.self_attn.k_proj.bias",
+        "model.norm.weight",
+    ):
         assert torch.equal(found[name], weights[name])

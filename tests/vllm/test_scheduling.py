@@ -1,4 +1,6 @@
-"""VLLMEngine when memory is short, next to the stock engine, and refusals at start: engines of their own."""
+"""VLLMEngine when memory is short, next to the stock engine, and refusals at start: engines of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_pool_that_is_too_small_preempts_and_changes_nothing(folder: Path) -> None:
     alpha, rows = random_gates(11), make_rows(12)
-    with closing(VLLMEngine(str(folder), SIZES, num_gpu_blocks_override=13, max_positions=256, **OPTIONS)) as engine:
+    with closing(
+        VLLMEngine(str(folder), SIZES, num_gpu_blocks_override=13, max_positions=256, **OPTIONS)
+    ) as engine:
         engine.set_gates(alpha)
         scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
         preempted, preempt = [], scheduler._preempt_request
-        scheduler._preempt_request = lambda *args, **options: preempted.append(1) or preempt(*args, **options)
+        scheduler._preempt_request = lambda *args, **options: (
+            preempted.append(1) or preempt(*args, **options)
+        )
         found = dict(engine.sample(rows, SamplingParams(100, temperature=1.0, seed=1), eos_ids=[2]))
     assert preempted
     assert worst_difference(put_gates(load_reference(folder), alpha), rows, found) < TOLERANCE
@@ -59,7 +65,9 @@ def test_the_stock_engine_samples_the_same_with_gates_at_one(folder: Path) -> No
         mixed = dict(engine.sample(rows, sampling))
     assert [mixed[i].token_ids for i in range(8)] == [stock[i].token_ids for i in range(8)]
     for i in range(8):
-        assert (torch.tensor(mixed[i].logprobs) - torch.tensor(stock[i].logprobs)).abs().max() < TOLERANCE
+        assert (
+            torch.tensor(mixed[i].logprobs) - torch.tensor(stock[i].logprobs)
+        ).abs().max() < TOLERANCE
 
 
 def test_a_compiled_model_reads_its_gates_again(folder: Path) -> None:

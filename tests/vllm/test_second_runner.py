@@ -1,4 +1,6 @@
-"""The engine's second model runner, the default on a GPU, with asynchronous scheduling: a process of its own each."""
+"""The engine's second model runner, the default on a GPU, with asynchronous scheduling: a process
+of its own each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ pytest.importorskip("vllm")
 def run(program: str, folder: Path) -> str:
     command = [sys.executable, "-m", "tests.helpers.second_runner", program, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=280
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -31,5 +35,7 @@ def test_rollouts_have_the_draws_of_the_training_loop(tmp_path: Path) -> None:
 
 
 def test_head_reallocation_equals_transformers(tmp_path: Path) -> None:
-    compared = [line for line in run("serving", tmp_path).splitlines() if line.startswith("120 tokens")]
+    compared = [
+        line for line in run("serving", tmp_path).splitlines() if line.startswith("120 tokens")
+    ]
     assert len(compared) == 4  # sinks and a window, R-KV, prompts read in full, protected prompts

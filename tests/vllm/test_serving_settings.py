@@ -40,7 +40,9 @@ def test_configuration_goes_before_the_environment() -> None:
         ({}, {"RLKV_GATES": "gates", "RLKV_SPARSITY": "half"}, r"^RLKV_SPARSITY .*half"),
     ],
 )
-def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[str, str], message: str) -> None:
+def test_half_a_request_is_an_error(
+    config: dict[str, Any], environment: dict[str, str], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         read_request(config, environment)
 
@@ -57,7 +59,10 @@ def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[st
         ({"scope": "head"}, r"^rlkv: scope\b.*'head'"),
         ({"prefill": "none"}, r"^rlkv: prefill\b.*'none'"),
         ({"prefill": "published"}, r"^rlkv: prefill\b.*'published'"),
-        ({"prefill": "full", "eviction": {"name": "rkv", "budget": 64}}, r"^rlkv: prefill\b.*eviction"),
+        (
+            {"prefill": "full", "eviction": {"name": "rkv", "budget": 64}},
+            r"^rlkv: prefill\b.*eviction",
+        ),
         ({"sparsty": 1}, "'sparsty'"),
         ({"eviction": "rkv"}, r"^rlkv: eviction\b.*mapping"),
         ({"eviction": {"budget": 9}}, r"^rlkv: eviction\b.*mapping"),
@@ -68,7 +73,10 @@ def test_half_a_request_is_an_error(config: dict[str, Any], environment: dict[st
         ({"eviction": {"name": "rkv", "ratio": 0.3}}, "ratio"),
         ({"eviction": {"name": "rkv", "budget": 64, "protect_prompt": True}}, "protect_prompt"),
         ({"eviction": {"name": "rkv", "budget": 64}, "sink": 4}, "sink, window and protect_prompt"),
-        ({"eviction": {"name": "rkv", "budget": 64}, "protect_prompt": True}, "sink, window and protect_prompt"),
+        (
+            {"eviction": {"name": "rkv", "budget": 64}, "protect_prompt": True},
+            "sink, window and protect_prompt",
+        ),
         ({"protect_prompt": "yes"}, r"^rlkv: protect_prompt\b.*'yes'"),
         ({"one_launch": False}, "^rlkv: unknown setting 'one_launch': choose from"),
         ({"reference_prompt": 0}, r"^rlkv: reference_prompt\b.*0"),
@@ -88,8 +96,12 @@ def test_missing_settings_are_named(absent: str) -> None:
 def test_settings_are_read_back() -> None:
     settings = parse_settings({**REQUEST, "sink": 4, "scope": "layer"})
     assert parse_settings(settings.to_request()) == settings
-    evicting = parse_settings({**REQUEST, "eviction": {"name": "snapkv", "budget": 64, "kernel": 5}})
-    assert parse_settings(evicting.to_request()).policy() == make_policy("snapkv", budget=64, kernel=5)
+    evicting = parse_settings(
+        {**REQUEST, "eviction": {"name": "snapkv", "budget": 64, "kernel": 5}}
+    )
+    assert parse_settings(evicting.to_request()).policy() == make_policy(
+        "snapkv", budget=64, kernel=5
+    )
     described = parse_settings({**REQUEST, "eviction": make_policy("rkv", budget=64).describe()})
     assert described.policy() == make_policy("rkv", budget=64)
 
@@ -105,21 +117,31 @@ def test_gates_that_ask_for_a_protected_prompt(tmp_path: Path) -> None:
         assert (resolved.sink, resolved.window, resolved.protect_prompt) == (16, 64, protects)
         assert resolved.reference(500) == (500, 90 if protects else 0)
         assert parse_settings(resolved.to_request()) == resolved
-    evicting = parse_settings({**request, "eviction": {"name": "rkv", "budget": 64}}).resolved(model.config)
+    evicting = parse_settings({**request, "eviction": {"name": "rkv", "budget": 64}}).resolved(
+        model.config
+    )
     assert evicting.policy() == make_policy("rkv", budget=64)
 
 
 @pytest.mark.parametrize("found", ["0.31.0", "0.32.0", "0.32.1"])
-def test_the_newest_version_and_the_one_before_pass(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_version_and_the_one_before_pass(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plugin, "installed_version", lambda: found)
     check_version()
 
 
 @pytest.mark.parametrize(
     ("found", "message"),
-    [("0.30.1", r"0\.30\.1.*0\.31 and 0\.32"), ("0.33.0", r"0\.33\.0.*0\.31 and 0\.32"), (None, "not installed")],
+    [
+        ("0.30.1", r"0\.30\.1.*0\.31 and 0\.32"),
+        ("0.33.0", r"0\.33\.0.*0\.31 and 0\.32"),
+        (None, "not installed"),
+    ],
 )
-def test_other_versions_are_errors(found: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_errors(
+    found: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plugin, "installed_version", lambda: found)
     with pytest.raises(ValueError, match=message):
         check_version()

@@ -1,4 +1,6 @@
-"""The built-in language model in the stock engine writes what transformers write with the same masks."""
+"""The built-in language model in the stock engine writes what transformers write with the same
+masks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the layout of the published allocations costs in every step, and that the page of the results says so."""
+"""What the layout of the published allocations costs in every step, and that the page of the
+results says so.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from tests.helpers.paths import PUBLISHED_GATES, ROOT
 
 PAGES = ROOT / "docs" / "results" / "serving"
 PAGE, PROMPTS = PAGES / "bins.md", PAGES / "prompts.md"
-# Block tables, builds of metadata, parts and waste of the layout before, in which each part was a layer of the engine:
-# computed once by its own plan (commit 5a5ddac), with a build for each size of the parts in a block table.
+# Block tables, builds of metadata, parts and waste of the layout before, in which each part was a
+# layer of the engine:
+# computed once by its own plan (commit 5a5ddac), with a build for each size of the parts in a block
+# table.
 BEFORE = {
     ("Llama-3.1-8B-R1", 0.2): (2, 11, 53, 1.024),
     ("Llama-3.1-8B-R1", 0.4): (2, 13, 60, 1.011),
@@ -40,7 +44,9 @@ BEFORE = {
 
 def row_of(model: str, sparsity: float) -> str:
     gates = HeadGates.load(PUBLISHED_GATES / "rlkv" / model)
-    plan = plan_packing(HeadAllocation.from_gates(gates, sparsity).full, SinkWindowDemand(16, 16, 64), 3000)
+    plan = plan_packing(
+        HeadAllocation.from_gates(gates, sparsity).full, SinkWindowDemand(16, 16, 64), 3000
+    )
     parts = sum(len(plan.of_layer(layer)) for layer in range(gates.num_layers))
     tables, builds, before, waste = BEFORE[model, sparsity]
     blocks = " + ".join(f"{len(own.heads)} x {own.demand.block_size}" for own in plan.bins)
@@ -48,7 +54,8 @@ def row_of(model: str, sparsity: float) -> str:
     looks = f"{2 * before} -> {parts}"  # of metadata and slots, by the engine's name of a layer
     held = plan.held(3000) / plan.ideal(3000)
     return (
-        f"| {model} | {sparsity:g} | {blocks} | {tables} -> {now} | {builds} -> {now} | {before} -> {parts} | {looks} "
+        f"| {model} | {sparsity:g} | {blocks} | {tables} -> {now} | {builds} -> {now} | {before} "
+        f"-> {parts} | {looks} "
         f"| {waste:.3f} -> {held:.3f} |"
     )
 
@@ -60,15 +67,22 @@ def test_the_page_says_what_a_step_costs(model: str, sparsity: float) -> None:
 
 
 def entries_read(length: int, step: int, cut: bool) -> int:
-    """Entries that the Triton kernel reads for the queries of a prompt in steps of so many tokens: each query those of
-    its request's table, which its mask "the first S or the last W" does not shorten."""
+    """Entries that the Triton kernel reads for the queries of a prompt in steps of so many tokens:
+    each query those of its request's table, which its mask "the first S or the last W" does not
+    shorten.
+    """
     demand, total = SinkWindowDemand(16, 16, 64), 0
-    rules, table = GapRules(demand, length), torch.arange(demand.full(length), dtype=torch.int32)[None]
+    rules, table = (
+        GapRules(demand, length),
+        torch.arange(demand.full(length), dtype=torch.int32)[None],
+    )
     for end in range(step, length + 1, step):
         ends = [piece.end for piece in cut_step([0, step])] if cut else [step]
         starts, lengths = torch.tensor([0, *ends]), end - step + torch.tensor(ends)
         prefixes, width = torch.full((len(ends),), demand.sink), rules.width(step)
-        _, shorter = without_gaps(demand, table.expand(len(ends), -1), lengths, starts, prefixes, width)
+        _, shorter = without_gaps(
+            demand, table.expand(len(ends), -1), lengths, starts, prefixes, width
+        )
         total += int((starts.diff() * shorter).sum())
     return total
 
@@ -89,9 +103,14 @@ def test_the_page_says_what_a_prompt_costs(length: int, step: int) -> None:
 
 
 def test_full_heads_share_metadata_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend whose metadata are for one number of heads is not used, and no builder makes a schedule for one."""
+    """A backend whose metadata are for one number of heads is not used, and no builder makes a
+    schedule for one.
+    """
     pytest.importorskip("vllm")
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionMetadataBuilder
+    from vllm.v1.attention.backends.triton_attn import (
+        TritonAttentionBackend,
+        TritonAttentionMetadataBuilder,
+    )
 
     from rlkv.vllm import backends as backend
 
@@ -103,7 +122,9 @@ def test_full_heads_share_metadata_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(backend, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     asked: list[bool] = []
     monkeypatch.setattr(
-        TritonAttentionMetadataBuilder, "build", lambda self, prefix, common, fast_build=False: asked.append(fast_build)
+        TritonAttentionMetadataBuilder,
+        "build",
+        lambda self, prefix, common, fast_build=False: asked.append(fast_build),
     )
     for stock, expected in ((TritonAttentionBackend, "TRITON_ATTN"), (Planned, "TRITON_ATTN")):
         layer: Any = SimpleNamespace(attn_backend=stock)

@@ -1,4 +1,6 @@
-"""Two ranks of tensor parallelism, each a process: every greedy token the reference's choice, bytes as planned."""
+"""Two ranks of tensor parallelism, each a process: every greedy token the reference's choice, bytes
+as planned.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,23 @@ def bytes_of_blocks(worker: Any) -> list[float]:
 
 
 def test_two_ranks(llama: Served) -> None:
-    """Chunks, cached prefixes, and a sparsity of which 2 ranks leave 0.5, as 7 full heads do not divide by 2."""
+    """Chunks, cached prefixes, and a sparsity of which 2 ranks leave 0.5, as 7 full heads do not
+    divide by 2.
+    """
     from vllm import SamplingParams
 
-    request, options = llama.request(0.55), {"enable_prefix_caching": True, "max_num_batched_tokens": 100}
+    request, options = (
+        llama.request(0.55),
+        {"enable_prefix_caching": True, "max_num_batched_tokens": 100},
+    )
     with engine(llama, request, async_scheduling=False, **PARALLEL, **options) as llm:
-        plans = plan_heads(parse_settings(llm.llm_engine.vllm_config.additional_config["rlkv"]), BLOCK, 2, 1024, RANKS)
+        plans = plan_heads(
+            parse_settings(llm.llm_engine.vllm_config.additional_config["rlkv"]),
+            BLOCK,
+            2,
+            1024,
+            RANKS,
+        )
         block_bytes = plans[0].block_entries * 2 * HEAD_SIZE * ELEMENT
         assert llm.llm_engine.collective_rpc(bytes_of_blocks) == [[block_bytes] * 2] * RANKS
         prompts = random_prompts(LENGTHS)
@@ -83,7 +96,9 @@ def test_two_ranks_with_eviction_and_full_prefill(
         (2, ["1100", "1100", "1100", "1000"], "7 full heads are not spread evenly over 2 ranks"),
     ],
 )
-def test_uneven_shares_are_refused(llama: Served, ranks: int, full: list[str], message: str) -> None:
+def test_uneven_shares_are_refused(
+    llama: Served, ranks: int, full: list[str], message: str
+) -> None:
     request = {"rlkv": {"full": full, "sink": SINK, "window": WINDOW}}
     with (
         pytest.raises(ValueError, match=message),

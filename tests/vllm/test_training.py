@@ -1,4 +1,6 @@
-"""Training runs that sample with vLLM in their own processes, next to one that samples with its own model."""
+"""Training runs that sample with vLLM in their own processes, next to one that samples with its own
+model.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,22 @@ def test_training_with_vllm_equals_training_with_transformers(
     monkeypatch.setattr(run, "open_engine", noting_its_gates)
     options = ["--model", str(model_folder), "--learning_rate", "0.3", "--rollout_kv_gib", "0.02"]
     expected = random_run.run(tmp_path / "hf", options)
-    found = random_run.run(tmp_path / "vllm", [*options, "--rollout", "vllm", "--rollout_eager", "true"])
+    found = random_run.run(
+        tmp_path / "vllm", [*options, "--rollout", "vllm", "--rollout_eager", "true"]
+    )
     # after the last of five steps the engine has the gates of the fourth
     history = [record["alpha"] for record in read_log(tmp_path / "vllm" / "gates.jsonl")]
     assert gates[0] is None
     assert (gates[1] - torch.tensor(history[3])).abs().max() < 1e-6
     assert len(history) == 5
     assert history[3] != history[2]
-    # the same rows get the same tokens, so the runs differ by rounding in the weights of the tokens only
+    # the same rows get the same tokens, so the runs differ by rounding in the weights of the tokens
+    # only
     assert (found.alpha - expected.alpha).abs().max() < 1e-4
     assert (found.alpha != 1).any()
-    for ours, theirs in zip(*(read_log(tmp_path / name / "log.jsonl") for name in ("vllm", "hf")), strict=True):
+    for ours, theirs in zip(
+        *(read_log(tmp_path / name / "log.jsonl") for name in ("vllm", "hf")), strict=True
+    ):
         assert ours["reward/mean"] == theirs["reward/mean"]
         assert ours["response/length_mean"] == theirs["response/length_mean"]
         assert 0 < ours["rollout/logprob_diff_max"] < 1e-4
@@ -60,15 +67,30 @@ def test_training_with_vllm_equals_training_with_transformers(
 
 @pytest.mark.timeout(900)
 def test_two_processes_have_an_engine_each(model_folder: Path, tmp_path: Path) -> None:
-    options = ["--model", str(model_folder), "--learning_rate", "0.3", "--prompts_per_step", "5", "--max_steps", "3"]
+    options = [
+        "--model",
+        str(model_folder),
+        "--learning_rate",
+        "0.3",
+        "--prompts_per_step",
+        "5",
+        "--max_steps",
+        "3",
+    ]
     options += ["--num_generations", "3", "--per_device_train_batch_size", "8"]  # 7 and 8 rows
     expected = random_run.run(tmp_path / "hf", options)
     options += ["--rollout", "vllm", "--rollout_eager", "true", "--rollout_kv_gib", "0.02"]
     command = ["-m", "tests.helpers.random_run", tmp_path / "vllm", *options]
-    ranks = warm.run_ranks(command, tmp_path / "streams", timeout=840, TOKENIZERS_PARALLELISM="false")
+    ranks = warm.run_ranks(
+        command, tmp_path / "streams", timeout=840, TOKENIZERS_PARALLELISM="false"
+    )
     assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
-    assert (HeadGates.load(tmp_path / "vllm" / "gates.pt").alpha - expected.alpha).abs().max() < 1e-4
-    for ours, theirs in zip(*(read_log(tmp_path / name / "log.jsonl") for name in ("vllm", "hf")), strict=True):
+    assert (
+        HeadGates.load(tmp_path / "vllm" / "gates.pt").alpha - expected.alpha
+    ).abs().max() < 1e-4
+    for ours, theirs in zip(
+        *(read_log(tmp_path / name / "log.jsonl") for name in ("vllm", "hf")), strict=True
+    ):
         assert ours["reward/mean"] == theirs["reward/mean"]
         assert ours["response/length_mean"] == pytest.approx(theirs["response/length_mean"])
 
@@ -77,9 +99,13 @@ def test_an_engine_with_another_model_is_noticed(model_folder: Path, tmp_path: P
     from rlkv.attention import LocalSizes
     from rlkv.vllm.engine import VLLMEngine
 
-    other = VLLMEngine(str(model_folder), LocalSizes(2, 6), "float32", kv_gib=0.02, enforce_eager=True)
+    other = VLLMEngine(
+        str(model_folder), LocalSizes(2, 6), "float32", kv_gib=0.02, enforce_eager=True
+    )
     with closing(other), pytest.MonkeyPatch.context() as patch:
-        for parameter in other.llm.llm_engine.model_executor.driver_worker.model_runner.model.parameters():
+        for (
+            parameter
+        ) in other.llm.llm_engine.model_executor.driver_worker.model_runner.model.parameters():
             parameter.data.mul_(1.5)
         patch.setattr(run, "open_engine", lambda *args: nullcontext(other))
         with pytest.raises(ValueError, match="sink and window"):

@@ -1,4 +1,6 @@
-"""The kernels of the CUDA path, interpreted: programs in processes of their own, which print the largest errors."""
+"""The kernels of the CUDA path, interpreted: programs in processes of their own, which print the
+largest errors.
+"""
 
 from __future__ import annotations
 

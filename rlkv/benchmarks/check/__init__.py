@@ -1,1 +1,3 @@
-"""What breaks first on a new GPU: small checks of attention, cache, eviction, training, decoding and kernels."""
+"""What breaks first on a new GPU: small checks of attention, cache, eviction, training, decoding
+and kernels.
+"""

@@ -1,4 +1,6 @@
-"""The cache of the deployed model on the device against float64 on the CPU, which reads the text at once."""
+"""The cache of the deployed model on the device against float64 on the CPU, which reads the text at
+once.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from typing import Any
 
 from rlkv.benchmarks.check.mixed import gated
 from rlkv.benchmarks.check.one import Check, Findings, Setting
-from rlkv.benchmarks.check.twins import SINK, WINDOW, Twins, compare, error_of, read_at_once, read_by_tokens, summarise
+from rlkv.benchmarks.check.twins import (
+    SINK,
+    WINDOW,
+    Twins,
+    compare,
+    error_of,
+    read_at_once,
+    read_by_tokens,
+    summarise,
+)
 from rlkv.benchmarks.common import KERNEL
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.gates.allocation import HeadAllocation
@@ -24,9 +35,13 @@ def run(setting: Setting, found: Findings) -> None:
         stock = error_of(read_at_once(twins.own, texts), everything, texts)
         for sparsity in SPARSITIES:
             name = f"sparsity {sparsity:g}, {len(texts.ids)} rows"
-            full = HeadAllocation.random(twins.sizes.layers, twins.sizes.kv_heads, sparsity, seed=0).full
+            full = HeadAllocation.random(
+                twins.sizes.layers, twins.sizes.kv_heads, sparsity, seed=0
+            ).full
             # full heads are gates of 1, compressible ones gates of 0
-            wanted = read_at_once(gated(twins.exact, full.double()), texts) if sparsity else everything
+            wanted = (
+                read_at_once(gated(twins.exact, full.double()), texts) if sparsity else everything
+            )
             for kernel in (False, True) if setting.on_gpu else (False,):
                 cache = HeadReallocationCache(full, SINK, WINDOW, prefill="local")
                 cache.state.decode_kernel = kernel

@@ -8,7 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """What breaks first on a new GPU, in about 20 minutes: a list of small checks, at the shape of Llama-8B.
+    """What breaks first on a new GPU, in about 20 minutes: a list of small checks, at the shape of
+    Llama-8B.
 
     rlkv-bench check                   # on a GPU in bfloat16; on a CPU small and in float32, in under 2 minutes
     rlkv-bench check --only update decode

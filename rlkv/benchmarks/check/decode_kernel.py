@@ -56,7 +56,10 @@ def run(setting: Setting, found: Findings, shapes: tuple[Shape, ...] = SHAPES) -
         error = _error(shape, setting)
         found.details.append({"error": error, **vars(shape)})
         found.require(error <= ALLOWED, f"{shape}: relative error {error:.2g}, allowed {ALLOWED:g}")
-    found.figures |= {"layers": len(shapes), "largest error": max(row["error"] for row in found.details)}
+    found.figures |= {
+        "layers": len(shapes),
+        "largest error": max(row["error"] for row in found.details),
+    }
 
 
 def _error(shape: Shape, setting: Setting) -> float:
@@ -71,13 +74,17 @@ def _error(shape: Shape, setting: Setting) -> float:
     errors = []
     for column, query in enumerate(queries, start=shape.cached):
         out = step_once(query, keys[:, :, column], values[:, :, column])
-        wanted = torch.stack([_attention(shape, row, column, query, keys, values) for row in range(rows)])
+        wanted = torch.stack(
+            [_attention(shape, row, column, query, keys, values) for row in range(rows)]
+        )
         errors.append(relative_error(out, wanted))
     return max(errors)
 
 
 def _filled(states: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Buffers of the full heads and of the rings with the cached tokens of states ``[B, H, T, D]``, NaN elsewhere."""
+    """Buffers of the full heads and of the rings with the cached tokens of states ``[B, H, T, D]``,
+    NaN elsewhere.
+    """
     full = states[:, : shape.full].clone()
     full[:, :, shape.cached :] = torch.nan
     ring = states.new_full((shape.rows, shape.compressible, SINK + WINDOW, shape.size), torch.nan)
@@ -90,7 +97,9 @@ def _filled(states: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     return full, ring
 
 
-def _stepper(shape: Shape, buffers: list[tuple[Tensor, Tensor]], setting: Setting) -> Callable[..., Tensor]:
+def _stepper(
+    shape: Shape, buffers: list[tuple[Tensor, Tensor]], setting: Setting
+) -> Callable[..., Tensor]:
     """A function that decodes the next token from query, key and value."""
     from rlkv.kernels.decode import decode
 
@@ -111,7 +120,9 @@ def _stepper(shape: Shape, buffers: list[tuple[Tensor, Tensor]], setting: Settin
     return step_once
 
 
-def _attention(shape: Shape, row: int, column: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attention(
+    shape: Shape, row: int, column: int, query: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
     """Output ``[H, G, D]`` in float64 of a row's token at ``column``."""
     seen = slice(int(shape.padding[row]), column + 1)
     whole, local = exact_token(query[row], keys[row, :, seen], values[row, :, seen], SINK, WINDOW)

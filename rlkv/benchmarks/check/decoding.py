@@ -1,4 +1,6 @@
-"""Decoding at the 8B shape with transformers' own cache and at two sparsities: tokens per second and memory."""
+"""Decoding at the 8B shape with transformers' own cache and at two sparsities: tokens per second
+and memory.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +32,42 @@ def run(setting: Setting, found: Findings) -> None:
         for kernel in (False, True) if setting.on_gpu else (False,):
             for sparsity in (0.0, SPARSITY):
                 name = f"sparsity {sparsity:g}{KERNEL * kernel}"
-                variants.append(realloc_variant(config, name, context, sparsity, SINK, WINDOW, kernel))
+                variants.append(
+                    realloc_variant(config, name, context, sparsity, SINK, WINDOW, kernel)
+                )
         for variant in variants:
             found.new_peak(setting)
             row = _measure(model, variant, rows, config)
             found.details.append(row)
             shown = {"tokens/s": row["tokens_per_s"], "GiB": row.get("peak_gib")}
             name = f"{variant.name}, batch {rows}"
-            found.figures |= {f"{name}: {unit}": value for unit, value in shown.items() if value is not None}
+            found.figures |= {
+                f"{name}: {unit}": value for unit, value in shown.items() if value is not None
+            }
         held = variants[-1].kv_bytes / variants[0].kv_bytes
         found.require(
-            abs(held - share) < 1e-9, f"sparsity {SPARSITY:g} holds {held:.2%} of the KV bytes, not {share:.2%}"
+            abs(held - share) < 1e-9,
+            f"sparsity {SPARSITY:g} holds {held:.2%} of the KV bytes, not {share:.2%}",
         )
 
 
 def _measure(model: Any, variant: Variant, rows: int, config: TimingConfig) -> dict[str, Any]:
     take_turn(model, variant, rows, config)
-    row = {"cache": variant.name, "batch": rows, "context": variant.context, "ms_per_step": variant.milliseconds()}
+    row = {
+        "cache": variant.name,
+        "batch": rows,
+        "context": variant.context,
+        "ms_per_step": variant.milliseconds(),
+    }
     row |= {"tokens_per_s": 1000 * rows / variant.milliseconds(), "kv_bytes": variant.kv_bytes}
     device = model.device
-    return row | ({"peak_gib": torch.cuda.max_memory_allocated(device) / GIB} if device.type == "cuda" else {})
+    return row | (
+        {"peak_gib": torch.cuda.max_memory_allocated(device) / GIB} if device.type == "cuda" else {}
+    )
 
 
 CHECK = Check(
-    "decode", "A decode step at the 8B shape: tokens per second, and the bytes that sparsity 0.5 leaves.", run
+    "decode",
+    "A decode step at the 8B shape: tokens per second, and the bytes that sparsity 0.5 leaves.",
+    run,
 )

@@ -1,6 +1,8 @@
-"""Eviction on the device against the CPU: the same entries chosen from the same states, and the same whole texts.
+"""Eviction on the device against the CPU: the same entries chosen from the same states, and the
+same whole texts.
 
-A device adds in another order, so entries whose scores are equal up to rounding may take each other's place.
+A device adds in another order, so entries whose scores are equal up to rounding may take each
+other's place.
 """
 
 from __future__ import annotations
@@ -19,17 +21,21 @@ from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.cache.evicting import KeptTokens
 from rlkv.eviction import POLICIES, EvictionPolicy, make_policy
 
-TIE = 1e-4  # difference of two scores, over the largest score of the head, that rounding may turn round
+# difference of two scores, over the largest score of the head, that rounding may turn round
+TIE = 1e-4
 FEW = 0.05  # share of evictions in which a tie may fall otherwise, after which the texts go apart
 BUDGET, BUFFER = 40, 8
 
 
 def swapped(own: Tensor, wanted: Tensor, scores: Tensor) -> Iterator[tuple[int, float]]:
-    """Of each head that keeps others than wanted: how many, and how far their scores are apart, over the largest.
+    """Of each head that keeps others than wanted: how many, and how far their scores are apart,
+    over the largest.
 
     Args: own, wanted ``[B, H, K]``, indices that are kept; scores ``[B, H, N]``.
     """
-    for mine, others, score in zip(*(tensor.flatten(0, 1) for tensor in (own, wanted, scores)), strict=True):
+    for mine, others, score in zip(
+        *(tensor.flatten(0, 1) for tensor in (own, wanted, scores)), strict=True
+    ):
         kept = torch.zeros(2, len(score), dtype=torch.bool)
         kept[0, mine[mine >= 0]], kept[1, others[others >= 0]] = True, True
         if differ := int((kept[0] ^ kept[1]).sum()):
@@ -51,11 +57,16 @@ def check_selection(setting: Setting, found: Findings) -> None:
         scores = policy.scores(keys, queries, torch.ones(keys.shape[0], entries, dtype=torch.bool))
         for count, apart in swapped(own, wanted, scores):
             ties += count
-            found.require(apart < TIE, f"{name} keeps {count} other entries than on a CPU, scores {apart:.1g} apart")
+            found.require(
+                apart < TIE,
+                f"{name} keeps {count} other entries than on a CPU, scores {apart:.1g} apart",
+            )
     found.figures["entries kept otherwise in a tie"] = ties
 
 
-def kept_tokens(model: Any, policy: EvictionPolicy, texts: Texts, full: Tensor) -> tuple[Tensor, list[KeptTokens]]:
+def kept_tokens(
+    model: Any, policy: EvictionPolicy, texts: Texts, full: Tensor
+) -> tuple[Tensor, list[KeptTokens]]:
     """Logits of a text that is read token by token, and what each eviction kept."""
     cache = HeadReallocationCache(full, eviction=policy, record=True)
     return read_by_tokens(model, texts, cache).cpu(), cache.kept
@@ -75,13 +86,23 @@ def check_texts(setting: Setting, found: Findings) -> None:
         policy = make_policy(name, budget=BUDGET, buffer=BUFFER, protect_prompt=False)
         wanted_logits, wanted = kept_tokens(own, policy, texts, full)
         logits, kept = kept_tokens(other, policy, texts, full)
-        others = sum(not torch.equal(a.positions, b.positions) for a, b in zip(kept, wanted, strict=True))
+        others = sum(
+            not torch.equal(a.positions, b.positions) for a, b in zip(kept, wanted, strict=True)
+        )
         evictions, different = evictions + len(wanted), different + others
         found.require(bool(wanted), f"{name}: no eviction took place")
-        found.require(others <= FEW * len(wanted), f"{name}: {others} of {len(wanted)} evictions keep other tokens")
+        found.require(
+            others <= FEW * len(wanted),
+            f"{name}: {others} of {len(wanted)} evictions keep other tokens",
+        )
         error = float((logits - wanted_logits)[texts.real].abs().max())
-        found.details.append({"policy": name, "evictions": len(wanted), "different": others, "error": error})
-        found.require(others > 0 or error < 1e-3, f"{name}: logits differ by {error:.2g} with the same tokens kept")
+        found.details.append(
+            {"policy": name, "evictions": len(wanted), "different": others, "error": error}
+        )
+        found.require(
+            others > 0 or error < 1e-3,
+            f"{name}: logits differ by {error:.2g} with the same tokens kept",
+        )
     found.figures |= {"evictions": evictions, "evictions that kept others": different}
 
 

@@ -53,14 +53,19 @@ def run(setting: Setting, found: Findings) -> None:
         }
         for name, (alpha, logits) in wanted.items():
             own = gated(twins.own, alpha)
-            compare(found, f"{name}, {rows}", error_of(read_at_once(own, texts), logits, texts), stock)
+            compare(
+                found, f"{name}, {rows}", error_of(read_at_once(own, texts), logits, texts), stock
+            )
             decoded = read_by_tokens(own, texts, full_cache(own.config, texts.ids.shape[1]))
-            compare(found, f"{name}, {rows}, token by token", error_of(decoded, logits, texts), stock)
+            compare(
+                found, f"{name}, {rows}, token by token", error_of(decoded, logits, texts), stock
+            )
     summarise(found)
 
 
 CHECK = Check(
     "mixed_attention",
-    "Gates 1 equal the unpatched model and gates 0 an explicit mask, read at once and token by token.",
+    "Gates 1 equal the unpatched model and gates 0 an explicit mask, read at once and token by "
+    "token.",
     run,
 )

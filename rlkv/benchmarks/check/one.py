@@ -1,7 +1,7 @@
 """One check: what it is, what it finds, and how it ends.
 
-A check is a function of a :class:`Setting` and of :class:`Findings`, which it fills.  It *passes* if it notes no
-problem and raises nothing, and *cannot run* if it raises :class:`CannotRun`.
+A check is a function of a :class:`Setting` and of :class:`Findings`, which it fills.  It *passes*
+if it notes no problem and raises nothing, and *cannot run* if it raises :class:`CannotRun`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from typing import Any, Literal
 
 import torch
 
-from rlkv.benchmarks.check.fallback import compiled_graphs, fallback_refused, is_fallback, why_fallback
+from rlkv.benchmarks.check.fallback import (
+    compiled_graphs,
+    fallback_refused,
+    is_fallback,
+    why_fallback,
+)
 from rlkv.rollout.footprint import GIB
 
 Outcome = Literal["passes", "fails", "cannot run"]
@@ -81,7 +86,10 @@ class Check:
 
 
 def run_one(check: Check, setting: Setting) -> dict[str, Any]:
-    """The row of a check, whatever it raises, Ctrl-C aside; memory and compiled code of earlier ones are dropped."""
+    """The row of a check, whatever it raises, Ctrl-C aside.
+
+    Memory and compiled code of earlier ones are dropped.
+    """
     gc.collect()
     torch._dynamo.reset()
     if setting.on_gpu:
@@ -100,7 +108,11 @@ def run_one(check: Check, setting: Setting) -> dict[str, Any]:
         found.problems = [str(reason)]
     except Exception as error:
         trace = traceback.format_exc()
-        found.problems.append(why_fallback() if is_fallback(error) else f"{type(error).__name__}: {_first_line(error)}")
+        found.problems.append(
+            why_fallback()
+            if is_fallback(error)
+            else f"{type(error).__name__}: {_first_line(error)}"
+        )
     row: dict[str, Any] = {"check": check.name, "shows": check.shows, "outcome": outcome}
     row |= {"reason": "; ".join(found.problems), "seconds": time.perf_counter() - started}
     if setting.on_gpu:

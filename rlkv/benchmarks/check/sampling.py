@@ -1,4 +1,6 @@
-"""A rollout as in training: rows are sampled under gates between 0 and 1, with their log-probabilities."""
+"""A rollout as in training: rows are sampled under gates between 0 and 1, with their
+log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,12 @@ from rlkv.rollout.decoding import Row
 from rlkv.training.trainer import completion_logprobs, roll_out
 
 ROWS, TOKENS, TOKENS_ON_CPU = 16, 200, 20
-PROMPT, PROMPT_ON_CPU = 600, 100  # the longest: more than sink and window, which the local branch then leaves
-# mean difference of log-probabilities, token by token or read at once: rounding in bfloat16 gives about 0.02
+PROMPT, PROMPT_ON_CPU = (
+    600,
+    100,
+)  # the longest: more than sink and window, which the local branch then leaves
+# mean difference of log-probabilities, token by token or read at once: rounding in bfloat16 gives
+# about 0.02
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
 
 
@@ -25,12 +31,17 @@ def run(setting: Setting, found: Findings) -> None:
     set_gates(model, torch.rand(gates_matrix(model).shape, generator=generator))
     vocabulary, base = model.config.vocab_size, model.get_base_model()
     # of different lengths, so that most rows are padded on the left
-    prompts = [torch.randint(0, vocabulary, (longest - 3 * i,), generator=generator).tolist() for i in range(ROWS)]
+    prompts = [
+        torch.randint(0, vocabulary, (longest - 3 * i,), generator=generator).tolist()
+        for i in range(ROWS)
+    ]
     rows, sampling = Rows(prompts, list(range(ROWS)), 0), SamplingParams(tokens, temperature=1.0)
     sampled: list[Row] = []
 
     def sample() -> None:
-        sampled.extend(roll_out(base, rows, sampling, eos_ids=[vocabulary], pad_id=0, max_rows=ROWS))
+        sampled.extend(
+            roll_out(base, rows, sampling, eos_ids=[vocabulary], pad_id=0, max_rows=ROWS)
+        )
 
     seconds = timed(sample, setting.device)
     found.figures |= {"rows": ROWS, "tokens each": tokens, "tokens/s": ROWS * tokens / seconds}
@@ -40,11 +51,22 @@ def run(setting: Setting, found: Findings) -> None:
     for row in sampled:
         ids = torch.tensor([prompts[row.index] + row.token_ids], device=setting.device)
         with torch.no_grad():
-            again = completion_logprobs(plain_score(base), ids, torch.ones_like(ids), len(row.token_ids), 1)
-        difference += float((again[0].cpu() - torch.tensor(row.logprobs)).abs().mean()) / len(sampled)
+            again = completion_logprobs(
+                plain_score(base), ids, torch.ones_like(ids), len(row.token_ids), 1
+            )
+        difference += float((again[0].cpu() - torch.tensor(row.logprobs)).abs().mean()) / len(
+            sampled
+        )
     found.figures["difference of log-probabilities"] = difference
     allowed = TOLERANCE[setting.dtype]
-    found.require(difference < allowed, f"log-probabilities differ by {difference:.2g} on average, allowed {allowed:g}")
+    found.require(
+        difference < allowed,
+        f"log-probabilities differ by {difference:.2g} on average, allowed {allowed:g}",
+    )
 
 
-CHECK = Check("rollout", "16 rows are sampled under gates with the log-probabilities that the trainer computes.", run)
+CHECK = Check(
+    "rollout",
+    "16 rows are sampled under gates with the log-probabilities that the trainer computes.",
+    run,
+)

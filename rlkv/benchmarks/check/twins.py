@@ -1,7 +1,9 @@
-"""A small random Llama twice: on the device in its dtype, and on the CPU in float64 with the same weights.
+"""A small random Llama twice: on the device in its dtype, and on the CPU in float64 with the same
+weights.
 
-What is allowed is a multiple of the error of the *unpatched* model on the device: rounding is then the same on both
-sides, and the multiple small.  Shapes: B rows, T tokens, V tokens of the vocabulary.
+What is allowed is a multiple of the error of the *unpatched* model on the device: rounding is then
+the same on both sides, and the multiple small.  Shapes: B rows, T tokens, V tokens of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -22,13 +24,20 @@ from rlkv.benchmarks.common import LlamaSizes
 FACTOR = 2.0  # 0.97 to 1.05 were measured on a CPU in bfloat16
 LEAST = 1e-5  # of what is allowed: in float32 the order of additions decides
 SINK, WINDOW = 4, 16
-ON_GPU = LlamaSizes(layers=3, hidden=256, intermediate=512, query_heads=8, kv_heads=2, head_dim=128, vocabulary=512)
-ON_CPU = LlamaSizes(layers=2, hidden=64, intermediate=96, query_heads=8, kv_heads=2, head_dim=16, vocabulary=128)
+ON_GPU = LlamaSizes(
+    layers=3, hidden=256, intermediate=512, query_heads=8, kv_heads=2, head_dim=128, vocabulary=512
+)
+ON_CPU = LlamaSizes(
+    layers=2, hidden=64, intermediate=96, query_heads=8, kv_heads=2, head_dim=16, vocabulary=128
+)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Token ids and real tokens ``[B, T]``, int64 and bool; the first ``prompt`` columns are read in one call."""
+    """Token ids and real tokens ``[B, T]``, int64 and bool.
+
+    The first ``prompt`` columns are read in one call.
+    """
 
     ids: Tensor
     real: Tensor
@@ -45,7 +54,11 @@ class Texts:
         """What a model takes to read the columns from ``begin`` to ``end`` after those before."""
         positions = (self.real.long().cumsum(-1) - 1).clamp(min=0)
         mask = self.real[:, :end].long()
-        call = {"input_ids": self.ids[:, begin:end], "attention_mask": mask, "position_ids": positions[:, begin:end]}
+        call = {
+            "input_ids": self.ids[:, begin:end],
+            "attention_mask": mask,
+            "position_ids": positions[:, begin:end],
+        }
         return {name: tensor.to(device) for name, tensor in call.items()}
 
 
@@ -88,7 +101,9 @@ def read_by_tokens(model: Any, texts: Texts, cache: Cache) -> Tensor:
     """Logits ``[B, T, V]`` of a call with the prompt and calls of one token, on top of ``cache``."""
     ends = [0, *range(texts.prompt, texts.ids.shape[1] + 1)]
     calls = [texts.call(begin, end, model.device) for begin, end in pairwise(ends)]
-    return torch.cat([model(**call, past_key_values=cache, use_cache=True).logits for call in calls], dim=1)
+    return torch.cat(
+        [model(**call, past_key_values=cache, use_cache=True).logits for call in calls], dim=1
+    )
 
 
 def error_of(logits: Tensor, wanted: Tensor, texts: Texts) -> float:
@@ -97,11 +112,15 @@ def error_of(logits: Tensor, wanted: Tensor, texts: Texts) -> float:
 
 
 def compare(found: Findings, name: str, error: float, stock: float) -> None:
-    """Note the error of what ``name`` says, and a problem if it is more than allowed for the ``stock`` error."""
+    """Note the error of what ``name`` says, and a problem if it is more than allowed for the
+    ``stock`` error.
+    """
     allowed = max(FACTOR * stock, LEAST)
     found.details.append({"compared": name, "error": error, "allowed": allowed})
     # not even an infinite stock error allows one that is infinite
-    found.require(error <= allowed < torch.inf, f"{name}: relative error {error:.2g}, allowed {allowed:.2g}")
+    found.require(
+        error <= allowed < torch.inf, f"{name}: relative error {error:.2g}, allowed {allowed:.2g}"
+    )
 
 
 def summarise(found: Findings) -> None:

@@ -1,7 +1,9 @@
-"""A gate update: log-probabilities of a completion under mixed attention, the loss, its gradients, a step of AdamW.
+"""A gate update: log-probabilities of a completion under mixed attention, the loss, its gradients,
+a step of AdamW.
 
-The trainer takes log-probabilities from trl's fused output layer.  Here it is a plain one in chunks, recomputed in the
-backward pass, with and without trl: it holds the logits of one chunk, as the fused one does.
+The trainer takes log-probabilities from trl's fused output layer.  Here it is a plain one in
+chunks, recomputed in the backward pass, with and without trl: it holds the logits of one chunk, as
+the fused one does.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ LENGTHS, LENGTHS_ON_CPU = (512, 3000, 8000), (64, 150, 400)
 
 
 def plain_score(base: Any) -> Score:
-    """Log-probabilities of the labelled tokens from a causal language model (without its PEFT wrapper)."""
+    """Log-probabilities of the labelled tokens from a causal language model (without its PEFT
+    wrapper).
+    """
 
     def of_chunk(hidden: Tensor, label: Tensor) -> Tensor:
         logits = base.lm_head(hidden).float()
@@ -36,7 +40,9 @@ def plain_score(base: Any) -> Score:
         return picked.masked_fill(label == -100, 0)
 
     def score(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-        hidden = base.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, :-1]
+        hidden = base.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[
+            :, :-1
+        ]
         pairs = zip(hidden.split(CHUNK, 1), labels[:, 1:].split(CHUNK, 1), strict=True)
         found: list[Any] = [checkpoint(of_chunk, *pair, use_reentrant=False) for pair in pairs]
         return torch.cat(found, dim=1)
@@ -52,7 +58,8 @@ def gated_model(setting: Setting, found: Findings, positions: int) -> Any:
 
 
 def update(model: Any, ids: Tensor, completion: int) -> int:
-    """One step on a row of token ids ``[1, T]`` whose last ``completion`` tokens were sampled, with advantage 1.
+    """One step on a row of token ids ``[1, T]`` whose last ``completion`` tokens were sampled, with
+    advantage 1.
 
     Returns:
         The gates that the policy loss gives no gradient, or one that is not finite.
@@ -63,7 +70,13 @@ def update(model: Any, ids: Tensor, completion: int) -> int:
     logprobs = completion_logprobs(plain_score(model.get_base_model()), ids, mask, completion, 1)
     one = torch.ones(1, device=ids.device)
     loss, _ = objective.policy_loss(
-        logprobs, logprobs.detach(), one, mask[:, -completion:], clip=0.2, num_samples=1, divisor_N=one * completion
+        logprobs,
+        logprobs.detach(),
+        one,
+        mask[:, -completion:],
+        clip=0.2,
+        num_samples=1,
+        divisor_N=one * completion,
     )
     loss.backward()
     gradient = torch.cat([gate.grad for gate in gates if gate.grad is not None])
@@ -85,19 +98,38 @@ def run(setting: Setting, found: Findings) -> None:
     model.train()  # without it transformers does not recompute
     generator = torch.Generator().manual_seed(0)
     for length in lengths:
-        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=generator).to(setting.device)
+        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=generator).to(
+            setting.device
+        )
         set_gates(model, torch.full_like(gates_matrix(model), START))
         useless = update(model, ids, length - length // 8)  # compiles
-        found.require(not useless, f"{length} tokens: {useless} gates have no gradient, or one that is not finite")
+        found.require(
+            not useless,
+            f"{length} tokens: {useless} gates have no gradient, or one that is not finite",
+        )
         moved = (gates_matrix(model) - START).abs()
         wrong = int((~torch.isclose(moved, torch.tensor(RATE), rtol=0.1)).sum())
-        found.require(not wrong, f"{length} tokens: {wrong} of {moved.numel()} gates did not move by {RATE}")
+        found.require(
+            not wrong, f"{length} tokens: {wrong} of {moved.numel()} gates did not move by {RATE}"
+        )
         found.new_peak(setting)
-        found.figures[f"s at {length}"] = timed(partial(update, model, ids, length - length // 8), setting.device)
+        found.figures[f"s at {length}"] = timed(
+            partial(update, model, ids, length - length // 8), setting.device
+        )
         if setting.on_gpu:
-            found.figures[f"GiB at {length}"] = torch.cuda.max_memory_allocated(setting.device) / GIB
-    frozen = [name for name, weight in model.named_parameters() if weight.grad is not None and "rlkv_gate" not in name]
+            found.figures[f"GiB at {length}"] = (
+                torch.cuda.max_memory_allocated(setting.device) / GIB
+            )
+    frozen = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.grad is not None and "rlkv_gate" not in name
+    ]
     found.require(not frozen, f"{len(frozen)} frozen weights have gradients")
 
 
-CHECK = Check("update", "A gate update at the 8B shape moves every gate and nothing else; its time and memory.", run)
+CHECK = Check(
+    "update",
+    "A gate update at the 8B shape moves every gate and nothing else; its time and memory.",
+    run,
+)

@@ -1,9 +1,10 @@
 """Runs generated programs against tests: ``run_tests(program, tests, limits)`` gives a ``Verdict``.
 
-The tests never enter the program's process. A *judge* process evaluates them; the *worker* process of the program,
-started before the judge reads them, answers single calls with plain data. Only values of exact built-in types are
-compared, so an object with its own ``__eq__`` proves nothing. The judge alone writes the verdict, with a nonce that the
-worker never sees: leaving early, patched builtins, printed verdicts, frames and memory give no pass.
+The tests never enter the program's process. A *judge* process evaluates them; the *worker* process
+of the program, started before the judge reads them, answers single calls with plain data. Only
+values of exact built-in types are compared, so an object with its own ``__eq__`` proves nothing.
+The judge alone writes the verdict, with a nonce that the worker never sees: leaving early, patched
+builtins, printed verdicts, frames and memory give no pass.
 
 What shuts the worker in is found by a trial (:func:`isolation`). Where bubblewrap is installed and
 the system permits namespaces, the worker has a machine of its own: Python's library, a folder in
@@ -16,7 +17,8 @@ evaluator, the processes are killed and the folder is removed.
 
 This stops a language model's careless or cheating program, not a determined attacker. Not covered:
 weak tests; helpers that a test takes from the program; arguments changed in place; under Landlock
-also the sum of all files, and names and sizes of files of others. Functions as arguments are errors.
+also the sum of all files, and names and sizes of files of others. Functions as arguments are
+errors.
 """
 
 import ast
@@ -37,10 +39,18 @@ from typing import Any
 
 __all__ = ["Limits", "SandboxError", "Verdict", "isolation", "run_tests"]
 
-# all that the program may read outside its own folder: Python's library and the shared libraries that it loads
+# all that the program may read outside its own folder: Python's library and the shared libraries
+# that it loads
 READABLE = sorted(
     {
-        *(os.path.dirname(os.__file__), f"{sys.base_prefix}/lib", "/lib", "/lib64", "/usr/lib", "/usr/lib64"),
+        *(
+            os.path.dirname(os.__file__),
+            f"{sys.base_prefix}/lib",
+            "/lib",
+            "/lib64",
+            "/usr/lib",
+            "/usr/lib64",
+        ),
         *("/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache"),
     }
 )
@@ -48,7 +58,9 @@ DEVICES = ["/dev/null", "/dev/urandom"]
 INSIDE = os.path.join(os.path.dirname(__file__), "inside")
 # -I -S: no environment, no site-packages, nothing of the current folder
 PYTHON = [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c"]
-START = "import sys; sys.path.append(sys.argv[1]); from inside.{} import main; sys.path.pop(); main()"
+START = (
+    "import sys; sys.path.append(sys.argv[1]); from inside.{} import main; sys.path.pop(); main()"
+)
 START_SECONDS, END_SECONDS = 60, 60  # to shut the worker in and to clean up, on a busy machine
 NEWEST = 1 << 16
 
@@ -59,7 +71,9 @@ class SandboxError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one run; wall-clock time holds for all tests together, ``file_bytes`` for each file."""
+    """Bounds of one run; wall-clock time holds for all tests together, ``file_bytes`` for each
+    file.
+    """
 
     wall_seconds: float = 60.0  # much more: a busy machine must not fail a right program
     cpu_seconds: int = 5
@@ -70,10 +84,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one program; ``detail`` says where, ``seconds`` is wall-clock time with start and clean-up.
+    """Result of one program; ``detail`` says where, ``seconds`` is wall-clock time with start and
+    clean-up.
 
-    ``reason``: passed, failed (a false assertion), error (an exception, in the program or in a test), exit (it left
-    before the end of the tests), timeout, memory or killed (by a signal).
+    ``reason``: passed, failed (a false assertion), error (an exception, in the program or in a
+    test), exit (it left before the end of the tests), timeout, memory or killed (by a signal).
     """
 
     reason: str
@@ -99,7 +114,9 @@ class Isolation:
     landlock: int = 0
 
     def command(self, folder: str, limits: Limits) -> list[str]:
-        """What starts the worker; in bubblewrap ``folder`` is in memory, with a bound for all files together."""
+        """What starts the worker; in bubblewrap ``folder`` is in memory, with a bound for all files
+        together.
+        """
         if self.bubblewrap is None:
             return self._python(os.path.dirname(INSIDE), folder, limits)
         alone = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -116,8 +133,18 @@ class Isolation:
         return [self.bubblewrap, *alone, *own_files, *binds, "--remount-ro", "/", "--", *python]
 
     def _python(self, package: str, folder: str, limits: Limits) -> list[str]:
-        options = {"folder": folder, "readable": READABLE, "devices": DEVICES, "landlock": self.landlock}
-        return [*PYTHON, START.format("worker"), package, json.dumps({**options, "limits": asdict(limits)})]
+        options = {
+            "folder": folder,
+            "readable": READABLE,
+            "devices": DEVICES,
+            "landlock": self.landlock,
+        }
+        return [
+            *PYTHON,
+            START.format("worker"),
+            package,
+            json.dumps({**options, "limits": asdict(limits)}),
+        ]
 
 
 @functools.cache
@@ -132,7 +159,9 @@ def find_isolation() -> tuple[Isolation, str]:
             failures.append("bubblewrap is not installed")
             continue
         try:
-            version, verdict = _run(found, {"program": "f = 1", "tests": {"test 1": "assert f == 1"}}, Limits())
+            version, verdict = _run(
+                found, {"program": "f = 1", "tests": {"test 1": "assert f == 1"}}, Limits()
+            )
         except SandboxError as error:
             failures.append(f"{name} does not work here ({error})")
             continue
@@ -140,23 +169,33 @@ def find_isolation() -> tuple[Isolation, str]:
             return found, f"{name} {version}".strip() + " and a filter of system calls"
         failures.append(f"{name} does not work here ({verdict.reason} {verdict.detail})")
     raise SandboxError(
-        f"generated programs cannot be run safely on this machine: {', '.join(failures)}; install bubblewrap (bwrap) "
+        f"generated programs cannot be run safely on this machine: {', '.join(failures)}; install "
+        "bubblewrap (bwrap) "
         "0.7 or newer on Linux, or leave the tasks with programs out"
     )
 
 
 def isolation() -> str:
-    """What shuts programs in on this machine, for result files; ``SandboxError`` if nothing does."""
+    """What shuts programs in on this machine, for result files.
+
+    ``SandboxError`` if nothing does.
+    """
     return find_isolation()[1]
 
 
 def run_tests(
-    program: str, tests: Sequence[str], limits: Limits | None = None, *, setup: str = "", stdin: str | None = None
+    program: str,
+    tests: Sequence[str],
+    limits: Limits | None = None,
+    *,
+    setup: str = "",
+    stdin: str | None = None,
 ) -> Verdict:
-    """Run an untrusted program (not as ``__main__``), then ``setup``, then tests with at least one assert each.
+    """Run an untrusted program (not as ``__main__``), then ``setup``, then tests with at least one
+    assert each.
 
-    With ``stdin`` the program runs as ``__main__`` with that text as its input; tests know what it wrote as ``output``,
-    and none of its other names.
+    With ``stdin`` the program runs as ``__main__`` with that text as its input; tests know what it
+    wrote as ``output``, and none of its other names.
 
     Raises:
         ValueError: a test is not Python or contains no assert, or there are no tests.
@@ -170,7 +209,9 @@ def run_tests(
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"the test {test!r} is not Python: {error}") from error
         if test is not setup and not any(isinstance(node, ast.Assert) for node in nodes):
-            raise ValueError(f"the test {test!r} has no assert statement: it would pass with any program")
+            raise ValueError(
+                f"the test {test!r} has no assert statement: it would pass with any program"
+            )
     numbered = {f"test {number}": test for number, test in enumerate(tests, 1)}
     job = {"program": program, "tests": numbered, "setup": setup, "stdin": stdin}
     return _run(find_isolation()[0], job, limits or Limits())[1]
@@ -180,19 +221,27 @@ def _run(isolation: Isolation, job: Mapping[str, Any], limits: Limits) -> tuple[
     """What the worker says of its isolation, and the verdict."""
     start, nonce, pipe = time.monotonic(), secrets.token_hex(16), subprocess.PIPE
     folder = tempfile.mkdtemp(prefix="rlkv-sandbox-")
-    options = {"folder": folder, "start_seconds": START_SECONDS, "wall_seconds": limits.wall_seconds}
+    options = {
+        "folder": folder,
+        "start_seconds": START_SECONDS,
+        "wall_seconds": limits.wall_seconds,
+    }
     options["evaluator"] = os.getpid()
     options["worker"] = isolation.command(folder, limits)
     command = [*PYTHON, START.format("judge"), os.path.dirname(INSIDE), json.dumps(options)]
     text = json.dumps({"setup": "", "stdin": None, **job, "nonce": nonce}).encode()
     longest = START_SECONDS + limits.wall_seconds + END_SECONDS
     output, errors, ended = b"", b"", ["killed", "with the judge"]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True
+    ) as process:
         try:
             output, errors = process.communicate(text, timeout=longest)
             if process.returncode == -signal.SIGALRM:
                 ended = ["timeout", "wall-clock time"]
-        except subprocess.TimeoutExpired as late:  # the judge was stopped, or another process holds its output
+        except (
+            subprocess.TimeoutExpired
+        ) as late:  # the judge was stopped, or another process holds its output
             output, ended = late.output or b"", ["timeout", f"no verdict after {longest:.0f} s"]
         finally:
             with suppress(ProcessLookupError):
@@ -202,6 +251,8 @@ def _run(isolation: Isolation, job: Mapping[str, Any], limits: Limits) -> tuple[
     if not used:
         lines = errors.decode(errors="replace").strip().splitlines() or [" ".join(ended)]
         raise SandboxError(f"the sandbox did not start: {lines[-1][-500:]}")
-    reason, detail = next((json.loads(line)[1:] for line in verdicts if nonce.encode() in line), ended)
+    reason, detail = next(
+        (json.loads(line)[1:] for line in verdicts if nonce.encode() in line), ended
+    )
     version = json.loads(used)
     return f"({version})" if version else "", Verdict(reason, detail, time.monotonic() - start)

@@ -22,8 +22,10 @@ class EvalProblem:
     Attributes:
         id: unique and stable: what result files name it by.
         prompt: the user's message, template included.
-        answer: the reference answer: an expression, a letter, or a program; empty where a row has none.
-        meta: what else the row holds: ``solution`` (maths), ``options`` (choice), tests (code), instructions.
+        answer: the reference answer: an expression, a letter, or a program; empty where a row has
+            none.
+        meta: what else the row holds: ``solution`` (maths), ``options`` (choice), tests (code),
+            instructions.
     """
 
     id: str
@@ -57,9 +59,11 @@ class EvalTask:
 
     Attributes:
         kind: what an answer is, and with it how a completion is judged.
-        template: the user's message, with placeholders such as ``{problem}``; the published one if known.
+        template: the user's message, with placeholders such as ``{problem}``; the published one if
+            known.
         max_new_tokens: the published limit.
-        file: the name that a local copy has in a folder of data, without ``.jsonl`` or ``.parquet``.
+        file: the name that a local copy has in a folder of data, without ``.jsonl`` or
+            ``.parquet``.
         fields: the names that a row needs, for error messages.
         hub: where the rows come from without a local file; None if there is no such data set.
         parse: a row (fields, where it stands, its number) in the terms of the task.
@@ -83,7 +87,8 @@ class EvalTask:
     def problems(self, rows: Iterable[Row]) -> list[EvalProblem]:
         """The problems of ``rows``; a ``ValueError`` if a row is broken, or two rows have one id.
 
-        Also, before any text is generated, if answers are programs and this machine cannot run them safely.
+        Also, before any text is generated, if answers are programs and this machine cannot run them
+        safely.
         """
         if self.kind == "code":
             isolation()
@@ -91,9 +96,13 @@ class EvalTask:
         for number, (where, row) in enumerate(self.select(rows), start=1):
             parsed = self.parse(row, where, number)
             if parsed.key in found:
-                raise ValueError(f"{where}: the id {parsed.key!r} was that of an earlier row: ids must differ")
+                raise ValueError(
+                    f"{where}: the id {parsed.key!r} was that of an earlier row: ids must differ"
+                )
             prompt = fill(self.template, parsed.texts)
-            found[parsed.key] = EvalProblem(f"{self.name}/{parsed.key}", prompt, parsed.answer, parsed.meta)
+            found[parsed.key] = EvalProblem(
+                f"{self.name}/{parsed.key}", prompt, parsed.answer, parsed.meta
+            )
         return list(found.values())
 
 
@@ -107,4 +116,7 @@ def first_field(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> s
     for name in names:
         if name in row:
             return name
-    raise ValueError(f"{where} has none of the fields {', '.join(names)}: it has {', '.join(sorted(map(str, row)))}")
+    raise ValueError(
+        f"{where} has none of the fields {', '.join(names)}: it has "
+        f"{', '.join(sorted(map(str, row)))}"
+    )

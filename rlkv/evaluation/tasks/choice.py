@@ -1,4 +1,7 @@
-"""Multiple choice: MMLU-Pro, GPQA-Diamond and LongReason, and the letter that a completion ends in."""
+"""Multiple choice:
+
+MMLU-Pro, GPQA-Diamond and LongReason, and the letter that a completion ends in.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,13 @@ from rlkv.verifier.extraction import after_thinking, last_box
 
 MAX_NESTED = 8
 # LaTeX and Markdown that may stand around a letter
-_WRAPPED = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|mathit|boldsymbol)\s*\{([^{}]{0,200})\}")
+_WRAPPED = re.compile(
+    r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|mathit|boldsymbol)\s*\{([^{}]{0,200})\}"
+)
 _MARKS = re.compile(r"[*`$#]|\\[()\[\],;!]|__|(?<!\w)_|_(?!\w)")
-_ASCII = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "-"})
+_ASCII = str.maketrans(
+    {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "-"}
+)
 _OPEN = r"(?:[(\[{\"']\s{0,3})"
 _CLOSE = r"(?:\s{0,3}[)\]}\"'])"
 _KIND = r"(?:(?:option|choice|letter|answer)\s{1,3})?"
@@ -28,8 +35,8 @@ _KIND = r"(?:(?:option|choice|letter|answer)\s{1,3})?"
 def _letter(name: str) -> str:
     """A pattern of one letter, in groups ``name1`` to ``name4``.
 
-    In brackets or quotes; as a capital; A and I, which are words, only before punctuation or a reason; in lower case
-    only at the end of a line or a clause.
+    In brackets or quotes; as a capital; A and I, which are words, only before punctuation or a
+    reason; in lower case only at the end of a line or a clause.
     """
     alone = r"(?<![\w'])"
     reason = r"(?=\s+(?:because|since|as|and|or|with|due|for|based|rather|which|from|not|is|but)\b)"
@@ -67,15 +74,20 @@ _SECOND = re.compile(
     rf"|,\s*(?:{_OPEN}[A-Za-z]{_CLOSE}|[A-J])\s*(?:[.,]|$))",
     re.MULTILINE,
 )
-_FIRST_ON_LINE = re.compile(rf"^\s{{0,8}}(?:[-•]\s+)?(?:{_OPEN}([A-Za-z]){_CLOSE}|([A-Za-z])\s{{0,3}}(?:[.):]|$))")
+_FIRST_ON_LINE = re.compile(
+    rf"^\s{{0,8}}(?:[-•]\s+)?(?:{_OPEN}([A-Za-z]){_CLOSE}|([A-Za-z])\s{{0,3}}(?:[.):]|$))"
+)
 _IN_BOX = re.compile(
-    rf"^\s*(?i:{_KIND})(?:{_OPEN}([A-Za-z]){_CLOSE}(?:\s.*)?|([A-Za-z])(?:\s*[.):].*)?)\s*$", re.DOTALL
+    rf"^\s*(?i:{_KIND})(?:{_OPEN}([A-Za-z]){_CLOSE}(?:\s.*)?|([A-Za-z])(?:\s*[.):].*)?)\s*$",
+    re.DOTALL,
 )
 _TWO_IN_BOX = re.compile(r"^\W*[A-J]\W*(?:,|/|&|\band\b|\bor\b)\W*[A-J]\W*$")
 
 
 def extract_letter(text: str, num_options: int) -> str | None:
-    """The chosen option, A for the first; None if the text chooses none of ``num_options``, or more than one."""
+    """The chosen option, A for the first; None if the text chooses none of ``num_options``, or more
+    than one.
+    """
     text = after_thinking(text)
     found = _stated(text)
     if found is None:
@@ -96,7 +108,10 @@ def _plain(text: str) -> str:
 
 
 def _stated(text: str) -> str | None:
-    """The letter of the last statement; an empty text if that names two, None if nothing is stated."""
+    """The letter of the last statement.
+
+    An empty text if that names two, None if nothing is stated.
+    """
     box = last_box(text)
     content = "" if box is None else _plain(box)
     one, two = _IN_BOX.match(content), _TWO_IN_BOX.match(content)
@@ -127,12 +142,15 @@ def _last_line(text: str) -> str | None:
 
 # of lighteval (tasks/mmlu_pro.py), whose maths prompt the published evaluation has
 TEMPLATE = (
-    "Answer the following multiple choice question. The last line of your response should be of the following format: "
-    "'Answer: $LETTER' (without quotes) where LETTER is one of {letters}. Think step by step before answering.\n\n"
+    "Answer the following multiple choice question. The last line of your response should be of "
+    "the following format: "
+    "'Answer: $LETTER' (without quotes) where LETTER is one of {letters}. Think step by step "
+    "before answering.\n\n"
     "{problem}\n\n{options}\n\nAnswer:"
 )
 LONG_TEMPLATE = (
-    "{problem}\n\nThink step by step before answering. The last line of your response should be of the following "
+    "{problem}\n\nThink step by step before answering. The last line of your response should be of "
+    "the following "
     "format: 'Answer: $LETTER' (without quotes) where LETTER is that of the right option."
 )
 LENGTHS = ("8k", "16k", "32k", "64k", "128k")  # splits: tokens of a prompt
@@ -148,7 +166,9 @@ def grade_choice(text: str, problem: EvalProblem) -> bool:
 
 
 def parse_choice(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row of MMLU-Pro: question, options, answer (a letter) or answer_index (from 0), perhaps question_id."""
+    """A row of MMLU-Pro: question, options, answer (a letter) or answer_index (from 0), perhaps
+    question_id.
+    """
     options = row.get("options")
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
         raise ValueError(f"{where}: field 'options' must be a list of texts")
@@ -158,12 +178,16 @@ def parse_choice(row: dict[str, Any], where: str, number: int) -> ParsedRow:
         raise ValueError(f"{where}: {len(options)} options, expected 2 to {len(ascii_uppercase)}")
     key = text_field(row, "question_id", where) if "question_id" in row else str(number)
     answer = _answer(row, ascii_uppercase[: len(options)], where)
-    return _parsed(key, text_field(row, "question", where), options, answer, category=row.get("category"))
+    return _parsed(
+        key, text_field(row, "question", where), options, answer, category=row.get("category")
+    )
 
 
 def _parsed(key: str, question: str, options: list[str], answer: str, **meta: Any) -> ParsedRow:
     letters = ascii_uppercase[: len(options)]
-    lines = "\n".join(f"{letter}: {option}" for letter, option in zip(letters, options, strict=True))
+    lines = "\n".join(
+        f"{letter}: {option}" for letter, option in zip(letters, options, strict=True)
+    )
     texts = {"problem": question, "letters": letters, "options": lines}
     return ParsedRow(key, texts, answer, {"problem": question, "options": options, **meta})
 
@@ -171,12 +195,20 @@ def _parsed(key: str, question: str, options: list[str], answer: str, **meta: An
 def _answer(row: dict[str, Any], letters: str, where: str) -> str:
     index = row.get("answer_index")
     if index is not None and not (isinstance(index, int) and 0 <= index < len(letters)):
-        raise ValueError(f"{where}: answer_index {index!r} is not one of the {len(letters)} options")
+        raise ValueError(
+            f"{where}: answer_index {index!r} is not one of the {len(letters)} options"
+        )
     if index is not None and "answer" not in row:
         return letters[index]
     answer = text_field(row, "answer", where).strip()
-    if len(answer) != 1 or answer not in letters or (index is not None and answer != letters[index]):
-        raise ValueError(f"{where}: answer {answer!r} and answer_index {index!r} do not name one of {letters}")
+    if (
+        len(answer) != 1
+        or answer not in letters
+        or (index is not None and answer != letters[index])
+    ):
+        raise ValueError(
+            f"{where}: answer {answer!r} and answer_index {index!r} do not name one of {letters}"
+        )
     return answer
 
 
@@ -187,10 +219,16 @@ def select_category(rows: Iterable[Row], category: str) -> list[Row]:
     """
     wanted = category.replace("_", " ")
     rows = list(rows)
-    found = [row for row in rows if str(row[1].get("category", "")).strip().lower().replace("_", " ") == wanted]
+    found = [
+        row
+        for row in rows
+        if str(row[1].get("category", "")).strip().lower().replace("_", " ") == wanted
+    ]
     if not found:
         seen = sorted({str(row[1].get("category")) for row in rows})
-        raise ValueError(f"no row has the category {wanted!r}: found {', '.join(seen[:20]) or 'no rows'}")
+        raise ValueError(
+            f"no row has the category {wanted!r}: found {', '.join(seen[:20]) or 'no rows'}"
+        )
     if len(found) <= SAMPLE:
         return found
     chosen = np.random.default_rng(SAMPLE_SEED).permutation(len(found))[:SAMPLE]
@@ -200,7 +238,8 @@ def select_category(rows: Iterable[Row], category: str) -> list[Row]:
 def parse_gpqa(row: dict[str, Any], where: str, number: int) -> ParsedRow:
     """A row of GPQA: Question, Correct Answer, Incorrect Answer 1 to 3, perhaps Record ID.
 
-    The options are shuffled with the question as the seed: the same order in every run and every copy of the data.
+    The options are shuffled with the question as the seed: the same order in every run and every
+    copy of the data.
     """
     names = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
     question, *options = (text_field(row, name, where).strip() for name in ("Question", *names))
@@ -212,12 +251,19 @@ def parse_gpqa(row: dict[str, Any], where: str, number: int) -> ParsedRow:
 
 
 def parse_longreason(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row of LongReason: prompt (context, question and options), answer (a letter), perhaps example_idx."""
-    prompt, answer = text_field(row, "prompt", where), text_field(row, "answer", where).strip().upper()
+    """A row of LongReason: prompt (context, question and options), answer (a letter), perhaps
+    example_idx.
+    """
+    prompt, answer = (
+        text_field(row, "prompt", where),
+        text_field(row, "answer", where).strip().upper(),
+    )
     if not prompt.strip() or len(answer) != 1 or answer not in ascii_uppercase:
         raise ValueError(f"{where}: the prompt is empty, or answer {answer!r} is not a letter")
     key = text_field(row, "example_idx", where) if "example_idx" in row else str(number)
-    return ParsedRow(key, {"problem": prompt}, answer, {"problem": prompt, "options": list(ascii_uppercase)})
+    return ParsedRow(
+        key, {"problem": prompt}, answer, {"problem": prompt, "options": list(ascii_uppercase)}
+    )
 
 
 MMLU_PRO = tuple(
@@ -241,7 +287,8 @@ GPQA_DIAMOND = EvalTask(
     template=TEMPLATE,
     max_new_tokens=32768,
     file="gpqa_diamond",
-    fields="Question, Correct Answer, Incorrect Answer 1, Incorrect Answer 2 and Incorrect Answer 3",
+    fields="Question, Correct Answer, Incorrect Answer 1, Incorrect Answer 2 and Incorrect Answer "
+    "3",
     hub=HubData("Idavidrein/gpqa", "gpqa_diamond", "train"),
     parse=parse_gpqa,
     grade=grade_choice,

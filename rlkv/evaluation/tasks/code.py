@@ -20,10 +20,11 @@ from rlkv.evaluation.sandbox import Limits, run_tests
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, first_field
 from rlkv.verifier.extraction import after_thinking
 
-# the task and its tests as in Austin et al. (arXiv 2108.07732, section 3.1); the last sentence names the form in which
-# the published evaluation looks for the program
+# the task and its tests as in Austin et al. (arXiv 2108.07732, section 3.1); the last sentence
+# names the form in which the published evaluation looks for the program
 TEMPLATE = (
-    "You are an expert Python programmer, and here is your task: {problem} Your code should pass these tests:\n\n"
+    "You are an expert Python programmer, and here is your task: {problem} Your code should pass "
+    "these tests:\n\n"
     "{tests}\n\nPut the whole program into one ```python code block at the end of your answer."
 )
 MAX_TRIMMED_LINES = 60
@@ -33,10 +34,12 @@ _CODE_LINE = re.compile(r"^(?:def |class |import |from \w|@|async def )", re.MUL
 
 
 def extract_code(text: str) -> str | None:
-    """The program in a completion: the last Python block, else the last block without a language, else plain code.
+    """The program in a completion: the last Python block, else the last block without a language,
+    else plain code.
 
-    A block that the text never closes ends with the text.  Plain code begins at the first line with a definition or
-    an import and ends at the last line up to which it is valid Python.  None if there is none of them.
+    A block that the text never closes ends with the text.  Plain code begins at the first line with
+    a definition or an import and ends at the last line up to which it is valid Python.  None if
+    there is none of them.
     """
     text = after_thinking(text)
     blocks = _blocks(text)
@@ -53,7 +56,9 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     opened: tuple[str, int] | None = None
     for fence in _FENCE.finditer(text):
         language = fence.group(1).lower()
-        begins = opened is None or language  # a language: a block within a block that was not closed
+        begins = (
+            opened is None or language
+        )  # a language: a block within a block that was not closed
         if opened is not None:
             found.append((opened[0], text[opened[1] : fence.start()]))
         opened = (language, fence.end() + 1) if begins else None
@@ -92,7 +97,9 @@ def grade_code(text: str, problem: EvalProblem) -> bool:
 
 
 def parse_mbpp(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row of MBPP: prompt or text, test or test_list, code, perhaps task_id, test_setup_code, test_imports."""
+    """A row of MBPP: prompt or text, test or test_list, code, perhaps task_id, test_setup_code,
+    test_imports.
+    """
     problem = text_field(row, first_field(row, ("prompt", "text"), where), where)
     tests = row[first_field(row, ("test", "test_list"), where)]
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
@@ -121,20 +128,39 @@ MBPP = EvalTask(
 )
 
 LIVECODEBENCH_TEMPLATE = (
-    "You are an expert Python programmer. Solve the following problem.\n\n{problem}\n\n{form}\n\nPut the whole program "
+    "You are an expert Python programmer. Solve the following "
+    "problem.\n\n{problem}\n\n{form}\n\nPut the whole program "
     "into one ```python code block at the end of your answer."
 )
 STDIN = "The program reads its input from standard input and writes its answer to standard output."
 STARTER = "Complete this code, keeping its names:\n\n```python\n{starter}\n```"
 DIFFICULTIES = ("easy", "medium", "hard")
-LIMITS = Limits(cpu_seconds=6, wall_seconds=60, memory_bytes=4 << 30, file_bytes=64 << 20)  # of each test
+LIMITS = Limits(
+    cpu_seconds=6, wall_seconds=60, memory_bytes=4 << 30, file_bytes=64 << 20
+)  # of each test
 # what solutions use without an import, in this order: later names replace earlier ones
 MODULES = (
-    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *(
+        "string",
+        "re",
+        "datetime",
+        "collections",
+        "heapq",
+        "bisect",
+        "copy",
+        "math",
+        "random",
+        "statistics",
+    ),
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
 PRELUDE = "\n".join(
-    [*(f"from {name} import *" for name in MODULES), f"import {', '.join(MODULES)}", "sys.setrecursionlimit(50000)", ""]
+    [
+        *(f"from {name} import *" for name in MODULES),
+        f"import {', '.join(MODULES)}",
+        "sys.setrecursionlimit(50000)",
+        "",
+    ]
 )
 SETUP = "from inside.judge import same_output, same_value"
 MOST_BYTES = 1 << 30  # of the unpacked tests of a problem
@@ -152,7 +178,8 @@ class _PlainData(pickle.Unpickler):
 
 
 def read_tests(text: str) -> list[tuple[str, str]]:
-    """(input, output) of every test in JSON, which private tests pack as base64 of zlib of a pickled text.
+    """(input, output) of every test in JSON, which private tests pack as base64 of zlib of a
+    pickled text.
 
     Raises:
         ValueError: if it is none of both, unpacks to more than a GiB, or a test lacks a text.
@@ -173,7 +200,8 @@ def read_tests(text: str) -> list[tuple[str, str]]:
 
 
 def parse_livecodebench(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row with question_content, starter_code, public and private_test_cases, metadata, perhaps question_id.
+    """A row with question_content, starter_code, public and private_test_cases, metadata, perhaps
+    question_id.
 
     ``meta`` holds the tests as they are packed: unpacked, they fill the memory.
     """
@@ -185,25 +213,37 @@ def parse_livecodebench(row: dict[str, Any], where: str, number: int) -> ParsedR
             for given, expected in tests:
                 _ = [*map(json.loads, given.split("\n")), json.loads(expected)]
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{where}: its tests or metadata are not those of LiveCodeBench: {error}") from None
+        raise ValueError(
+            f"{where}: its tests or metadata are not those of LiveCodeBench: {error}"
+        ) from None
     if not tests or not (function is None or str(function).isidentifier()):
         raise ValueError(f"{where}: no tests, or func_name {function!r} is not a name")
-    question, starter = text_field(row, "question_content", where), text_field(row, "starter_code", where)
+    question, starter = (
+        text_field(row, "question_content", where),
+        text_field(row, "starter_code", where),
+    )
     return ParsedRow(
         key=text_field(row, "question_id", where) if "question_id" in row else str(number),
-        texts={"problem": question, "form": STARTER.replace("{starter}", starter) if starter.strip() else STDIN},
+        texts={
+            "problem": question,
+            "form": STARTER.replace("{starter}", starter) if starter.strip() else STDIN,
+        },
         answer="",
         meta={"problem": question, "function": function, **packed},
     )
 
 
 def grade_livecodebench(text: str, problem: EvalProblem) -> bool:
-    """Whether the program in ``text`` passes all tests of the problem, each in a sandbox of its own."""
+    """Whether the program in ``text`` passes all tests of the problem, each in a sandbox of its
+    own.
+    """
     program, meta = extract_code(text), problem.meta
     if program is None:
         return False
     tests = [*read_tests(meta["public"]), *read_tests(meta["private"])]
-    return all(_passes(PRELUDE + program, meta["function"], given, expected) for given, expected in tests)
+    return all(
+        _passes(PRELUDE + program, meta["function"], given, expected) for given, expected in tests
+    )
 
 
 def _passes(program: str, function: str | None, given: str, expected: str) -> bool:
@@ -211,7 +251,10 @@ def _passes(program: str, function: str | None, given: str, expected: str) -> bo
         test = f"assert same_output(output, {expected!r})"
         return run_tests(program, [test], LIMITS, setup=SETUP, stdin=given).passed
     called = f"Solution().{function}" if "class Solution" in program else function
-    test = f"assert same_value({called}(*map(json.loads, {given.split(chr(10))!r})), json.loads({expected!r}))"
+    test = (
+        f"assert same_value({called}(*map(json.loads, {given.split(chr(10))!r})), "
+        f"json.loads({expected!r}))"
+    )
     return run_tests(program, [test], LIMITS, setup=SETUP).passed
 
 
@@ -227,7 +270,8 @@ def _task(name: str, **options: Any) -> EvalTask:
         template=LIVECODEBENCH_TEMPLATE,
         max_new_tokens=32768,
         file="livecodebench",
-        fields="question_content, starter_code, public_test_cases, private_test_cases, metadata and difficulty",
+        fields="question_content, starter_code, public_test_cases, private_test_cases, metadata "
+        "and difficulty",
         hub=HubData("lighteval/code_generation_lite", "v6"),
         parse=parse_livecodebench,
         grade=grade_livecodebench,
@@ -237,5 +281,8 @@ def _task(name: str, **options: Any) -> EvalTask:
 
 LIVECODEBENCH = (
     _task("livecodebench"),
-    *(_task(f"livecodebench:{d}", select=partial(select_difficulty, difficulty=d)) for d in DIFFICULTIES),
+    *(
+        _task(f"livecodebench:{d}", select=partial(select_difficulty, difficulty=d))
+        for d in DIFFICULTIES
+    ),
 )

@@ -1,4 +1,7 @@
-"""Tasks whose answer is a number or an expression: GSM8K, MATH-500, AIME, HMMT, the built-in models' tasks."""
+"""Tasks whose answer is a number or an expression:
+
+GSM8K, MATH-500, AIME, HMMT, the built-in models' tasks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from rlkv.smol import problems as smol_problems
 from rlkv.tiny import problems as tiny_problems
 from rlkv.verifier import is_correct, reference_answer
 
-# the published evaluation has two spaces here, as lighteval has; one space is the paper's (appendix B)
+# the published evaluation has two spaces here, as lighteval has; one space is the paper's (appendix
+# B)
 MATH_TEMPLATE = TEMPLATES["rlkv"].replace("clearly. The", "clearly.  The")
 Names = tuple[str, ...]
 
@@ -25,7 +29,9 @@ def grade_math(text: str, problem: EvalProblem) -> bool:
 
 
 def unwrap(text: str) -> str:
-    """The problem in a text that already holds a known instruction (published copies with a field ``prompt``)."""
+    """The problem in a text that already holds a known instruction (published copies with a field
+    ``prompt``).
+    """
     for template in (MATH_TEMPLATE, TEMPLATES["rlkv"], TEMPLATES["boxed"]):
         before, after = template.split("{problem}")
         if text.startswith(before) and text.endswith(after):
@@ -34,13 +40,18 @@ def unwrap(text: str) -> str:
 
 
 def parse_math(row: dict[str, Any], where: str, number: int, text: Names, ids: Names) -> ParsedRow:
-    """A row with a problem under one of ``text`` and an answer; its id is under one of ``ids``, else its number."""
+    """A row with a problem under one of ``text`` and an answer.
+
+    Its id is under one of ``ids``, else its number.
+    """
     problem = unwrap(text_field(row, first_field(row, text, where), where))
     reference = text_field(row, first_field(row, ("answer", "Answer"), where), where)
     answer = reference_answer(reference)
     if not problem.strip() or not answer:
         raise ValueError(f"{where}: the problem or its answer is empty")
-    solution = next((text_field(row, name, where) for name in ("solution", "Solution") if name in row), "")
+    solution = next(
+        (text_field(row, name, where) for name in ("solution", "Solution") if name in row), ""
+    )
     if not solution and reference.strip() != answer:
         solution = reference
     key = next((text_field(row, name, where) for name in ids if name in row), str(number))
@@ -58,15 +69,29 @@ def math_task(
     template: str = MATH_TEMPLATE,
     draw: Callable[[int], list[Row]] | None = None,
 ) -> EvalTask:
-    """A task whose answers the verifier compares; its name is enough where problems are in a local file.
+    """A task whose answers the verifier compares.
+
+    Its name is enough where problems are in a local file.
 
     Args:
         file: name of the local file without its suffix; default: ``name``.
-        text, ids: names that the fields with the problem and its id may have; the answer is in ``answer``.
+        text, ids: names that the fields with the problem and its id may have; the answer is in
+            ``answer``.
     """
     fields = f"{' or '.join(text)} and answer"
     parse = partial(parse_math, text=text, ids=ids)
-    return EvalTask(name, "math", template, max_new_tokens, file or name, fields, hub, parse, grade_math, draw=draw)
+    return EvalTask(
+        name,
+        "math",
+        template,
+        max_new_tokens,
+        file or name,
+        fields,
+        hub,
+        parse,
+        grade_math,
+        draw=draw,
+    )
 
 
 HELD_OUT_SEED = 2_000_003  # curricula are drawn with other seeds
@@ -74,7 +99,10 @@ HELD_OUT_SEED = 2_000_003  # curricula are drawn with other seeds
 
 def draw_tiny(number: int) -> list[Row]:
     """Held-out problems of the tiny task."""
-    return [(f"tiny problem {i}", dict(row)) for i, row in enumerate(tiny_problems(number, HELD_OUT_SEED), start=1)]
+    return [
+        (f"tiny problem {i}", dict(row))
+        for i, row in enumerate(tiny_problems(number, HELD_OUT_SEED), start=1)
+    ]
 
 
 def draw_smol(number: int) -> list[Row]:
@@ -84,7 +112,13 @@ def draw_smol(number: int) -> list[Row]:
 
 
 MATHS = (
-    math_task("gsm8k", HubData("openai/gsm8k", "main"), file="gsm8k_test", text=("question", "prompt"), ids=()),
+    math_task(
+        "gsm8k",
+        HubData("openai/gsm8k", "main"),
+        file="gsm8k_test",
+        text=("question", "prompt"),
+        ids=(),
+    ),
     math_task("math500", HubData("HuggingFaceH4/MATH-500"), ids=("unique_id",)),
     math_task(
         "aime24",
@@ -100,11 +134,33 @@ MATHS = (
         ids=("id", "problem_idx"),
         max_new_tokens=16384,
     ),
-    math_task("aime26", HubData("MathArena/aime_2026", split="train"), ids=("problem_idx", "id"), max_new_tokens=16384),
-    math_task("hmmt25", HubData("MathArena/hmmt_feb_2025", split="train"), ids=("problem_idx",), max_new_tokens=16384),
+    math_task(
+        "aime26",
+        HubData("MathArena/aime_2026", split="train"),
+        ids=("problem_idx", "id"),
+        max_new_tokens=16384,
+    ),
+    math_task(
+        "hmmt25",
+        HubData("MathArena/hmmt_feb_2025", split="train"),
+        ids=("problem_idx",),
+        max_new_tokens=16384,
+    ),
 )
 # the longest solution has 418 tokens
-TINY = math_task("tiny", text=("problem",), ids=(), max_new_tokens=440, template=TEMPLATES["rlkv"], draw=draw_tiny)
+TINY = math_task(
+    "tiny",
+    text=("problem",),
+    ids=(),
+    max_new_tokens=440,
+    template=TEMPLATES["rlkv"],
+    draw=draw_tiny,
+)
 SMOL = math_task(
-    "smol", text=("problem",), ids=(), max_new_tokens=MAX_NEW_TOKENS, template=TEMPLATES["plain"], draw=draw_smol
+    "smol",
+    text=("problem",),
+    ids=(),
+    max_new_tokens=MAX_NEW_TOKENS,
+    template=TEMPLATES["plain"],
+    draw=draw_smol,
 )

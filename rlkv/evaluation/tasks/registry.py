@@ -25,7 +25,9 @@ EXTRA = "ifeval"
 
 
 def grade_ifeval(text: str, problem: EvalProblem) -> bool:
-    """Whether what follows the thoughts obeys all instructions as it is: prompt-level strict accuracy."""
+    """Whether what follows the thoughts obeys all instructions as it is: prompt-level strict
+    accuracy.
+    """
     return _follows(after_thinking(text).strip(), problem.meta)
 
 
@@ -43,25 +45,53 @@ def _checkers() -> ModuleType:
         nltk.data.find("tokenizers/punkt_tab")
     except LookupError:  # lm-eval would try to download it, and count no sentences without it
         raise ValueError(
-            "IFEval counts sentences with NLTK's punkt_tab, which is not installed: python -m nltk.downloader punkt_tab"
+            "IFEval counts sentences with NLTK's punkt_tab, which is not installed: python -m "
+            "nltk.downloader punkt_tab"
         ) from None
-    require("langdetect", EXTRA).DetectorFactory.seed = 0  # else its verdicts differ from run to run
+    require(
+        "langdetect", EXTRA
+    ).DetectorFactory.seed = 0  # else its verdicts differ from run to run
     return require("lm_eval.tasks.ifeval.utils", EXTRA)
 
 
 def parse_ifeval(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row with prompt, instruction_id_list and kwargs (one dict for each instruction), perhaps key."""
-    prompt, names, arguments = text_field(row, "prompt", where), row.get("instruction_id_list"), row.get("kwargs")
-    if not prompt.strip() or not names or not isinstance(arguments, list) or len(names) != len(arguments):
-        raise ValueError(f"{where}: it needs a prompt, and as many kwargs as there are names in instruction_id_list")
-    meta = {"problem": prompt, "instructions": names, "arguments": [dict(each or {}) for each in arguments]}
+    """A row with prompt, instruction_id_list and kwargs (one dict for each instruction), perhaps
+    key.
+    """
+    prompt, names, arguments = (
+        text_field(row, "prompt", where),
+        row.get("instruction_id_list"),
+        row.get("kwargs"),
+    )
+    if (
+        not prompt.strip()
+        or not names
+        or not isinstance(arguments, list)
+        or len(names) != len(arguments)
+    ):
+        raise ValueError(
+            f"{where}: it needs a prompt, and as many kwargs as there are names in "
+            "instruction_id_list"
+        )
+    meta = {
+        "problem": prompt,
+        "instructions": names,
+        "arguments": [dict(each or {}) for each in arguments],
+    }
     utils = _checkers()
     try:
         _follows("", meta)
     except Exception as error:  # whatever a checker raises for arguments that are not its own
-        raise ValueError(f"{where}: {', '.join(map(str, names))}: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{where}: {', '.join(map(str, names))}: {type(error).__name__}: {error}"
+        ) from None
     key = text_field(row, "key", where) if "key" in row else str(number)
-    return ParsedRow(key, {"problem": prompt}, "", {**meta, "checkers": version(utils.__name__.partition(".")[0])})
+    return ParsedRow(
+        key,
+        {"problem": prompt},
+        "",
+        {**meta, "checkers": version(utils.__name__.partition(".")[0])},
+    )
 
 
 IFEVAL = EvalTask(
@@ -90,20 +120,27 @@ def find_task(name: str) -> EvalTask:
 
 
 def find_tasks(names: Sequence[str], data: Path | None) -> list[EvalTask]:
-    """The tasks ``names``, each once, with a file of its own in ``data`` (None: the hub); else a ``ValueError``."""
+    """The tasks ``names``, each once, with a file of its own in ``data`` (None: the hub).
+
+    Else a ``ValueError``.
+    """
     found = [find_task(name) for name in names]
     if len(set(names)) < len(found):
         raise ValueError(f"--tasks {' '.join(names)} names a task twice: leave one out")
     if data is not None and len(found) > 1 and data.expanduser().is_file():
         raise ValueError(
-            f"--data {data} is one file, but --tasks names {len(found)} tasks: give a folder that holds a file for "
+            f"--data {data} is one file, but --tasks names {len(found)} tasks: give a folder that "
+            "holds a file for "
             "each, or name one task"
         )
     return found
 
 
 def trained_template(gates: Iterable[HeadGates]) -> str | None:
-    """The template that all gates were trained with; None for ``rlkv``, of which tasks have the published text."""
+    """The template that all gates were trained with.
+
+    None for ``rlkv``, of which tasks have the published text.
+    """
     names = {each.training.get("template") for each in gates}
     return next(iter(names)) if len(names) == 1 and names != {DEFAULT_TEMPLATE} else None
 
@@ -114,10 +151,12 @@ def load_task(
     """The problems of a task, in the order of its data.
 
     Args:
-        path: a local ``.jsonl`` or ``.parquet`` file, or a folder that holds one under the task's file name (such as
-            ``gsm8k_test.jsonl``); None: the hub's copy.  ``tiny`` is drawn unless a file is given.
+        path: a local ``.jsonl`` or ``.parquet`` file, or a folder that holds one under the task's
+            file name (such as ``gsm8k_test.jsonl``); None: the hub's copy.  ``tiny`` is drawn
+            unless a file is given.
         limit: use only the first N problems; for ``tiny``, how many are drawn (400).
-        template: a name in :data:`rlkv.models.prompts.TEMPLATES` for a maths task; None: the task's own.
+        template: a name in :data:`rlkv.models.prompts.TEMPLATES` for a maths task; None: the task's
+            own.
 
     Raises:
         ValueError: if the task is unknown, its data absent or unreachable, or a row broken.
@@ -150,7 +189,10 @@ def _local_file(task: EvalTask, path: Path) -> Path:
         raise ValueError(f"task {task.name!r}: {path} does not exist: {_what_to_give(task)}")
     files = [file for suffix in SUFFIXES if (file := path / f"{task.file}{suffix}").is_file()]
     if not files:
-        raise ValueError(f"task {task.name!r}: the folder {path} holds no {task.file}.jsonl or {task.file}.parquet")
+        raise ValueError(
+            f"task {task.name!r}: the folder {path} holds no {task.file}.jsonl or "
+            f"{task.file}.parquet"
+        )
     return files[0]
 
 

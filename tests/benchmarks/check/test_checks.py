@@ -13,7 +13,15 @@ import torch
 
 import rlkv.attention.mixed as mixed_attention
 import rlkv.rollout.decoding as rollout_decoding
-from rlkv.benchmarks.check import cached, decoding, evicting, local_attention, mixed, sampling, update
+from rlkv.benchmarks.check import (
+    cached,
+    decoding,
+    evicting,
+    local_attention,
+    mixed,
+    sampling,
+    update,
+)
 from rlkv.benchmarks.check.llama8b import FULL, RESERVE_GIB, layers_that_fit
 from rlkv.benchmarks.check.one import Check, Findings, Setting, run_one
 from rlkv.benchmarks.check.run import CHECKS
@@ -30,7 +38,9 @@ GIB = 2**30
 def wider(function: Any) -> Any:
     """Local attention with a window of one token more."""
     return lambda *args, window=None, **kwargs: (
-        function(*args, window=window + 1, **kwargs) if window else function(*args[:5], args[5] + 1, *args[6:])
+        function(*args, window=window + 1, **kwargs)
+        if window
+        else function(*args[:5], args[5] + 1, *args[6:])
     )
 
 
@@ -43,7 +53,11 @@ def break_mixed(patch: pytest.MonkeyPatch) -> None:
 
 
 def break_cache(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cached, "HeadReallocationCache", lambda f, s, w, **rest: HeadReallocationCache(f, s, w + 1, **rest))
+    patch.setattr(
+        cached,
+        "HeadReallocationCache",
+        lambda f, s, w, **rest: HeadReallocationCache(f, s, w + 1, **rest),
+    )
 
 
 def break_eviction(patch: pytest.MonkeyPatch) -> None:
@@ -53,7 +67,11 @@ def break_eviction(patch: pytest.MonkeyPatch) -> None:
 
 def break_update(patch: pytest.MonkeyPatch) -> None:
     mix = mixed_attention.mix
-    patch.setattr(mixed_attention, "mix", lambda full, local, alpha: mix(full, local, alpha.detach() + 0 * alpha))
+    patch.setattr(
+        mixed_attention,
+        "mix",
+        lambda full, local, alpha: mix(full, local, alpha.detach() + 0 * alpha),
+    )
 
 
 def break_rollout(patch: pytest.MonkeyPatch) -> None:
@@ -62,7 +80,11 @@ def break_rollout(patch: pytest.MonkeyPatch) -> None:
 
 
 def break_decode(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decoding, "realloc_variant", lambda *args: realloc_variant(*args[:5], args[5] + 1, *args[6:]))
+    patch.setattr(
+        decoding,
+        "realloc_variant",
+        lambda *args: realloc_variant(*args[:5], args[5] + 1, *args[6:]),
+    )
 
 
 BROKEN = [
@@ -91,7 +113,9 @@ def test_a_check_passes(check: Check) -> None:
 
 
 @pytest.mark.parametrize(("check", "spoil", "reason"), BROKEN, ids=NAMES)
-def test_a_check_finds_an_error(check: Check, spoil: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_finds_an_error(
+    check: Check, spoil: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoil(monkeypatch)
     row = run_one(check, CPU)
     assert row["outcome"] == "fails"
@@ -137,7 +161,11 @@ def test_torch_transformers_peft_and_triton_are_enough(tmp_path: Any) -> None:
     pytest.importorskip("triton")
     alone = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], cwd=tmp_path, env={**os.environ, **alone}, capture_output=True, text=True
+        [sys.executable, "-c", ALONE],
+        cwd=tmp_path,
+        env={**os.environ, **alone},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("passes after") == 2

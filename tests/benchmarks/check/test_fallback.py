@@ -1,4 +1,6 @@
-"""torch's fallback past its recompile limit is seen: at small limits on a CPU, and by the memory that it takes."""
+"""torch's fallback past its recompile limit is seen: at small limits on a CPU, and by the memory
+that it takes.
+"""
 
 from __future__ import annotations
 
@@ -77,12 +79,22 @@ def test_the_check_of_local_attention_names_the_cases(monkeypatch: pytest.Monkey
 def test_memory_of_dense_scores_is_seen() -> None:
     rows, heads, length, size = 3, 32, 8192, 128
     scores = rows * heads * length * length * 2  # in bfloat16
-    outputs = 12 * rows * heads * length * size  # outputs and gradients of query, key and value, and some more
+    outputs = (
+        12 * rows * heads * length * size
+    )  # outputs and gradients of query, key and value, and some more
     assert is_dense(scores, rows, heads, length)
     assert not is_dense(outputs, rows, heads, length)
     assert not is_dense(10 * scores, rows, heads, 513)  # too short to tell
     found = Findings()
-    row = {"mode": "grad", "length": length, "batch": rows, "group": 4, "kv_heads": 8, "error": 0.0, "recompiled": 0}
+    row = {
+        "mode": "grad",
+        "length": length,
+        "batch": rows,
+        "group": 4,
+        "kv_heads": 8,
+        "error": 0.0,
+        "recompiled": 0,
+    }
     check.judge({**row, "peak_bytes": scores}, found, CPU)
     assert found.problems == ["grad, T 8192, B 3, group 4: 12.0 GiB, as much as dense scores take"]
     check.judge({**row, "peak_bytes": outputs, "recompiled": 1}, found, CPU)

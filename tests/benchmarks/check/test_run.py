@@ -1,4 +1,6 @@
-"""The check-up's bookkeeping: what fails is named and stops nothing, and a stopped run leaves what it has."""
+"""The check-up's bookkeeping: what fails is named and stops nothing, and a stopped run leaves what
+it has.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def interrupted(setting: Setting, found: Findings) -> None:
 
 
 def run(folder: Path, *functions: Any) -> tuple[int, list[dict[str, Any]]]:
-    checks = [Check(function.__name__, f"{function.__name__} it does.", function) for function in functions]
+    checks = [
+        Check(function.__name__, f"{function.__name__} it does.", function)
+        for function in functions
+    ]
     code = run_checks(CheckConfig(device="cpu", output_dir=folder), checks)
     return code, json.loads((folder / "check.json").read_text())["results"]
 
@@ -79,7 +84,9 @@ def test_a_stopped_run_leaves_what_it_has(tmp_path: Path) -> None:
     assert "1 of 2 checks" in (tmp_path / "check.md").read_text()
 
 
-def test_checks_after_one_that_broke_the_gpu_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_after_one_that_broke_the_gpu_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_module, "device_error", lambda setting: "an illegal memory access")
     code, rows = run(tmp_path, raises, passes)
     assert code == 1
@@ -98,6 +105,10 @@ def test_the_command_runs_chosen_checks(tmp_path: Path) -> None:
     assert found["results"][1]["figures"]["sparsity 0.5, batch 8: tokens/s"] > 0
 
 
-def test_an_unknown_name_is_a_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_a_users_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main_code("--device", "cpu", "--only", "speed", "--output-dir", tmp_path) == 2
-    assert capsys.readouterr().err.startswith("error: there is no check 'speed': choose from local_attention, ")
+    assert capsys.readouterr().err.startswith(
+        "error: there is no check 'speed': choose from local_attention, "
+    )

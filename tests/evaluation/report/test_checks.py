@@ -43,8 +43,15 @@ def test_every_wrong_verdict_is_counted_and_named(verifier: Verifier) -> None:
         **{"own": 6, "refused": [miss(1, None, "8"), miss(4, "9", "1/2"), miss(6, "0.5", "9")]},
         **{"next": 5, "accepted": [], "left_out": 1},
     }
-    swapped = [Problem("p", "3", r"\boxed{4}"), Problem("p", "4.0", r"\boxed{4}"), Problem("p", "5", r"\boxed{3}")]
-    assert check_verifier(swapped, verifier, "p")["accepted"] == [miss(0, "4", "4.0"), miss(2, "3", "3")]
+    swapped = [
+        Problem("p", "3", r"\boxed{4}"),
+        Problem("p", "4.0", r"\boxed{4}"),
+        Problem("p", "5", r"\boxed{3}"),
+    ]
+    assert check_verifier(swapped, verifier, "p")["accepted"] == [
+        miss(0, "4", "4.0"),
+        miss(2, "3", "3"),
+    ]
 
 
 def test_the_program_writes_counts_and_table(
@@ -53,7 +60,11 @@ def test_the_program_writes_counts_and_table(
     path, empty = tmp_path / "p.jsonl", tmp_path / "empty.jsonl"
     path.write_text("".join(json.dumps(vars(p)) + "\n" for p in PROBLEMS))
     empty.write_text('{"problem": "p", "answer": "7"}\n')
-    monkeypatch.setattr(sys, "argv", ["check_verifier.py", "--input", str(path), "--output-dir", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["check_verifier.py", "--input", str(path), "--output-dir", str(tmp_path / "out")],
+    )
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(PROGRAM), run_name="__main__")
     assert ended.value.code == 0
@@ -61,7 +72,9 @@ def test_the_program_writes_counts_and_table(
     (check,) = json.loads((tmp_path / "out" / "verifier.json").read_text())["checks"]
     assert check["refused"][1] == {"index": 4, "extracted": "9", "answer": "1/2"}
     assert "| p.jsonl | 3 of 6" in (tmp_path / "out" / "verifier.md").read_text()
-    monkeypatch.setattr(sys, "argv", ["check_verifier.py", "--input", str(empty), "--output-dir", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["check_verifier.py", "--input", str(empty), "--output-dir", str(tmp_path)]
+    )
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(PROGRAM), run_name="__main__")
     assert ended.value.code == 2
@@ -73,7 +86,10 @@ def test_pairs_are_counted_by_kind(
 ) -> None:
     rows = [("a", "7", True), ("a", "8", False), ("b", "7", False), ("b", "8", True)]
     path = tmp_path / "pairs.jsonl"
-    lines = [{"text": r"\boxed{7}", "gold": gold, "right": right, "kind": kind} for kind, gold, right in rows]
+    lines = [
+        {"text": r"\boxed{7}", "gold": gold, "right": right, "kind": kind}
+        for kind, gold, right in rows
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = ["check_verifier.py", "--pairs", str(path), "--output-dir", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", arguments)

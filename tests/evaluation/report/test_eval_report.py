@@ -1,4 +1,6 @@
-"""The report: the paper's layout, what n problems prove, published numbers apart, one HTML file from the Markdown."""
+"""The report: the paper's layout, what n problems prove, published numbers apart, one HTML file
+from the Markdown.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from rlkv.utils.runtime import provenance
 
 METHODS = ["full", "rlkv@0.2", "rlkv@0.4", "duo@0.4", "rlkv@0.4+rkv@256", "rkv@ratio=0.5"]
 CONFIG = {
-    **{"model": "tiny", "max_new_tokens": {"aime24": 16384}, "sink": 16, "window": 64, "prefill": "full", "seed": 0},
+    **{
+        "model": "tiny",
+        "max_new_tokens": {"aime24": 16384},
+        "sink": 16,
+        "window": 64,
+        "prefill": "full",
+        "seed": 0,
+    },
     **{
         "num_samples": {"aime24": 1},
         "temperature": 0.0,
@@ -33,24 +42,46 @@ CONFIG = {
         "batch_size": 8,
         "dtype": "torch.bfloat16",
     },
-    **{"repetition": (400, 40), "stop_repetitive": False, "processes": 1, "template": None, "protect_prompt": False},
+    **{
+        "repetition": (400, 40),
+        "stop_repetitive": False,
+        "processes": 1,
+        "template": None,
+        "protect_prompt": False,
+    },
     "baseline": None,
 }
 
 
 def rows(right: int, n: int) -> list[dict[str, Any]]:
-    fields = {"finish_reason": "stop", "repetitive": False, "kv_bytes": 61, "kv_bytes_full": 100, "seconds": 1.0}
+    fields = {
+        "finish_reason": "stop",
+        "repetitive": False,
+        "kv_bytes": 61,
+        "kv_bytes_full": 100,
+        "seconds": 1.0,
+    }
     return [
-        {"key": f"{i:03}", "sample": 0, "correct": i < right, **fields, "text": "t.", "token_ids": [1]}
+        {
+            "key": f"{i:03}",
+            "sample": 0,
+            "correct": i < right,
+            **fields,
+            "text": "t.",
+            "token_ids": [1],
+        }
         for i in range(n)
     ]
 
 
-def page(model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", n: int = 30, task: str = "aime24") -> Page:
+def page(
+    model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", n: int = 30, task: str = "aime24"
+) -> Page:
     full = rows(n // 2, n)
     right = {"full": n // 2, "rlkv@0.2": n // 2 - 8, "rlkv@0.4": n // 2 + 9}
     summaries = [
-        summarize(task, name, full if name == "full" else rows(right.get(name, n // 2), n), full) for name in METHODS
+        summarize(task, name, full if name == "full" else rows(right.get(name, n // 2), n), full)
+        for name in METHODS
     ]
     parsed = [parse_method(name, ["rlkv", "duo"]) for name in METHODS]
     return evaluation_page(parsed, summaries, provenance(), {**CONFIG, "model": model})
@@ -65,7 +96,9 @@ def test_methods_against_another_one() -> None:
     ]
     parsed = [parse_method(name, ["rlkv"]) for name in names]
     found = evaluation_page(parsed, summaries, provenance(), {**CONFIG, "baseline": "rlkv@0.2"})
-    (table,) = [table for table in tables(found) if (table.caption or "").startswith("Against rlkv@0.2")]
+    (table,) = [
+        table for table in tables(found) if (table.caption or "").startswith("Against rlkv@0.2")
+    ]
     assert [[cell.text for cell in line[:3]] for line in table.rows] == [
         ["full", "+25.0 [+12.5, +40.0]", "10, 0 of 40"],
         ["rlkv@0.4", "+22.5 [+10.0, +35.0]", "9, 0 of 40"],
@@ -90,7 +123,11 @@ def test_rankings_down_sparsities_across() -> None:
 
 
 def test_few_problems_are_said_to_prove_little() -> None:
-    said = [block for block in page().blocks if isinstance(block, Paragraph) and "problems:" in block.text]
+    said = [
+        block
+        for block in page().blocks
+        if isinstance(block, Paragraph) and "problems:" in block.text
+    ]
     assert len(said) == 1
     assert said[0].strong
     assert "30 problems: at least 6 must change, all in one direction" in said[0].text
@@ -105,14 +142,35 @@ def test_few_problems_are_said_to_prove_little() -> None:
 
 def test_published_numbers_stand_apart_with_their_sources() -> None:
     found = page("/models/DeepSeek-R1-Distill-Llama-8B/")
-    place = next(i for i, b in enumerate(found.blocks) if isinstance(b, Heading) and "not measured here" in b.text)
+    place = next(
+        i
+        for i, b in enumerate(found.blocks)
+        if isinstance(b, Heading) and "not measured here" in b.text
+    )
     table, sources = found.blocks[place + 1], found.blocks[place + 2]
     assert isinstance(table, Table)
-    own = {line[0].text: [cell.text for cell in line[1:]] for line in table.rows if line[-1].text == "[1]"}
-    assert table.columns == ("method", "s = 0", "s = 0.2", "s = 0.4", "s = 0.6", "s = 0.8", "without s", "source")
+    own = {
+        line[0].text: [cell.text for cell in line[1:]]
+        for line in table.rows
+        if line[-1].text == "[1]"
+    }
+    assert table.columns == (
+        "method",
+        "s = 0",
+        "s = 0.2",
+        "s = 0.4",
+        "s = 0.6",
+        "s = 0.8",
+        "without s",
+        "source",
+    )
     assert set(own) == {"h2o", "rkv", "duo", "kvzip", "rlkv"}
     assert "36.7" in next(
-        cell.text for line in table.rows if line[0].text == "full cache" for cell in line if cell.text[:1].isdigit()
+        cell.text
+        for line in table.rows
+        if line[0].text == "full cache"
+        for cell in line
+        if cell.text[:1].isdigit()
     )
     assert any("2510.08525v3), table 6" in item for item in sources.items)  # type: ignore[union-attr]
     for measured in tables(found)[:2]:
@@ -132,7 +190,9 @@ def test_models_are_found_by_the_last_part_of_their_name(model: str, name: str |
 
 
 def test_nothing_published_is_left_out() -> None:
-    assert not any(isinstance(b, Heading) and "Published" in b.text for b in page("tiny", task="tiny").blocks)
+    assert not any(
+        isinstance(b, Heading) and "Published" in b.text for b in page("tiny", task="tiny").blocks
+    )
 
 
 class Links(HTMLParser):
@@ -144,7 +204,9 @@ class Links(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found += [
-            str(v) for k, v in attrs if k in ("src", "href", "data") and not str(v).startswith(("#", "data:"))
+            str(v)
+            for k, v in attrs
+            if k in ("src", "href", "data") and not str(v).startswith(("#", "data:"))
         ]
 
 
@@ -169,7 +231,9 @@ def test_samples_get_pass_at_k_and_strict_accuracy() -> None:
     sampled = [{**row, "sample": sample} for row in rows(3, 8) for sample in range(4)]
     sampled[0] |= {"correct": False, "finish_reason": "length"}
     methods = [parse_method("full", [])]
-    found = evaluation_page(methods, [summarize("tiny", "full", sampled, None)], provenance(), CONFIG)
+    found = evaluation_page(
+        methods, [summarize("tiny", "full", sampled, None)], provenance(), CONFIG
+    )
     (said,) = (b.text for b in found.blocks if isinstance(b, Paragraph) and "8 problems:" in b.text)
     assert "at least 6 must change" in said
     assert "points" not in said  # with samples, a problem may change by less than one
@@ -222,7 +286,9 @@ def test_what_compressible_heads_keep_and_the_template_are_stated() -> None:
         names = ["random-heads@0.4"]
         summaries = [summarize("aime24", name, rows(15, 30), None) for name in names]
         parsed = [parse_method(name, []) for name in names]
-        return evaluation_page(parsed, summaries, provenance(), {**CONFIG, **changed}).markdown(Path())
+        return evaluation_page(parsed, summaries, provenance(), {**CONFIG, **changed}).markdown(
+            Path()
+        )
 
     assert "compressible heads keep 16 + 64 entries." in stated()
     text = stated(protect_prompt=True, template="boxed")

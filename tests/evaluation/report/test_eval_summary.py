@@ -11,8 +11,22 @@ from rlkv.evaluation.report import by_problem, pass_at, summarize
 
 
 def row(key: str, correct: bool, sample: int = 0, **more: Any) -> dict[str, Any]:
-    fields = {"finish_reason": "stop", "repetitive": False, "kv_bytes": 50, "kv_bytes_full": 100, "seconds": 2.0}
-    return {"key": key, "sample": sample, "correct": correct, **fields, "text": "a b.", "token_ids": [1, 2, 3], **more}
+    fields = {
+        "finish_reason": "stop",
+        "repetitive": False,
+        "kv_bytes": 50,
+        "kv_bytes_full": 100,
+        "seconds": 2.0,
+    }
+    return {
+        "key": key,
+        "sample": sample,
+        "correct": correct,
+        **fields,
+        "text": "a b.",
+        "token_ids": [1, 2, 3],
+        **more,
+    }
 
 
 def test_one_sample_of_each_problem() -> None:
@@ -33,8 +47,16 @@ def test_one_sample_of_each_problem() -> None:
     assert found["tokens_per_second"] == pytest.approx((5 + 3 + 3 + 4) / 8)
     assert found["solved_in_full"] == 3
     assert (found["repetitive"], found["overlength"], found["incorrect"]) == (1, 1, 0)
-    assert (found["stopped_for_repetition"], found["share_repetitive"], found["share_at_limit"]) == (1, 0.25, 0.25)
-    assert (found["tokens_both_right"], found["full_tokens_both_right"], found["n_both_right"]) == (5, 9, 1)
+    assert (
+        found["stopped_for_repetition"],
+        found["share_repetitive"],
+        found["share_at_limit"],
+    ) == (1, 0.25, 0.25)
+    assert (found["tokens_both_right"], found["full_tokens_both_right"], found["n_both_right"]) == (
+        5,
+        9,
+        1,
+    )
     assert found["repeated_1_grams"] == pytest.approx((4 / 5 + 0 + 0 + 3 / 4) / 4)
     assert found["entropy_1_gram"] == pytest.approx((0 + 2 * 1.5849625 + 0) / 4)
     assert found["pass_at_k"].keys() == {"1"}
@@ -43,7 +65,10 @@ def test_one_sample_of_each_problem() -> None:
     assert found["right_of_terminated"]["mean"] == 1.0  # d and c
     assert (found["problems_better"], found["problems_worse"], found["sign_p_value"]) == (1, 2, 1.0)
     assert (found["mean_output_tokens"], found["seconds_per_text"]) == (15 / 4, 2.0)
-    assert (found["tokens_times_full"], found["seconds_times_full"]) == (pytest.approx(15 / 18), 1.0)
+    assert (found["tokens_times_full"], found["seconds_times_full"]) == (
+        pytest.approx(15 / 18),
+        1.0,
+    )
     assert found["smallest_provable_difference"] is None  # of four problems
 
 
@@ -60,13 +85,19 @@ def test_other_problems_are_refused() -> None:
 
 def test_samples_give_pass_at_k() -> None:
     right = {"a": [True, False, False, False], "b": [False] * 4, "c": [True] * 4}
-    rows = [row(key, verdict, i) for key, verdicts in right.items() for i, verdict in enumerate(verdicts)]
+    rows = [
+        row(key, verdict, i)
+        for key, verdicts in right.items()
+        for i, verdict in enumerate(verdicts)
+    ]
     assert by_problem(rows[::-1]).keys() == right.keys()
     found = summarize("tiny", "rlkv@0.5", rows, None)
     assert (found["n"], found["samples"]) == (3, 4)
     means = {k: estimate["mean"] for k, estimate in found["pass_at_k"].items()}
     # 1 - C(3, k) / C(4, k) for a, 0 for b, 1 for c
-    assert means == pytest.approx({"1": (0.25 + 0 + 1) / 3, "2": (0.5 + 0 + 1) / 3, "4": (1 + 0 + 1) / 3})
+    assert means == pytest.approx(
+        {"1": (0.25 + 0 + 1) / 3, "2": (0.5 + 0 + 1) / 3, "4": (1 + 0 + 1) / 3}
+    )
     assert found["accuracy"] == means["1"]
     assert found["strict"]["mean"] == pytest.approx(1 / 3)  # c alone
     for estimate in found["pass_at_k"].values():
@@ -93,7 +124,9 @@ def test_problems_with_several_samples_are_tested_by_their_means() -> None:
     def rows(right: dict[str, int]) -> list[dict[str, Any]]:
         return [row(key, i < right[key], i) for key in right for i in range(4)]
 
-    found = summarize("tiny", "rlkv@0.5", rows({"a": 1, "b": 2, "c": 4}), rows({"a": 2, "b": 1, "c": 0}))
+    found = summarize(
+        "tiny", "rlkv@0.5", rows({"a": 1, "b": 2, "c": 4}), rows({"a": 2, "b": 1, "c": 0})
+    )
     assert found["difference"] == pytest.approx((-0.25 + 0.25 + 1) / 3)
     assert (found["problems_better"], found["problems_worse"], found["sign_p_value"]) == (2, 1, 1.0)
 

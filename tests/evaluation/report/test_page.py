@@ -90,7 +90,11 @@ def test_nothing_is_loaded_from_outside(picture: Path, tmp_path: Path) -> None:
     assert [value for name, value in links if name == "href"] == ["#section-1", "#section-2"]
     assert "url(" not in text
     assert "@import" not in text
-    policy = [attrs["content"] for tag, attrs in parsed.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
+    policy = [
+        attrs["content"]
+        for tag, attrs in parsed.tags
+        if attrs.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
 
 
@@ -100,15 +104,22 @@ def test_signs_are_marks() -> None:
     assert sign_of(-0.1, 0.2) == "same"
     assert sign_of(0.0, 0.0) == "same"
     made = Page("t")
-    made.table(["a"] * 4, [["x", Cell("1", "better"), Cell("2", "worse", "note"), Cell("3", "same")]])
+    made.table(
+        ["a"] * 4, [["x", Cell("1", "better"), Cell("2", "worse", "note"), Cell("3", "same")]]
+    )
     assert made.markdown(Path()).splitlines()[-1] == "| x | 1 ▲ | 2 ▼ note | 3 |"
 
 
 def test_a_report_is_markdown_and_the_same_as_one_html_file(picture: Path, tmp_path: Path) -> None:
     made = page(picture)
     made.write_report(tmp_path / "out")
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["report.html", "report.md"]
-    assert (tmp_path / "out" / "report.md").read_text(encoding="utf-8") == made.markdown(tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "report.html",
+        "report.md",
+    ]
+    assert (tmp_path / "out" / "report.md").read_text(encoding="utf-8") == made.markdown(
+        tmp_path / "out"
+    )
     assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8") == html(made, tmp_path)
 
 
@@ -126,13 +137,18 @@ def test_markdown_has_the_same_content(picture: Path, tmp_path: Path) -> None:
     short = Page("t")
     short.table(["a", "b"], [["x_y", "1"]], "caption")
     short.write(tmp_path / "r.md")
-    assert (tmp_path / "r.md").read_text() == "# t\n\ncaption\n\n| a | b |\n|---|---|\n| x_y | 1 |\n"
+    assert (
+        tmp_path / "r.md"
+    ).read_text() == "# t\n\ncaption\n\n| a | b |\n|---|---|\n| x_y | 1 |\n"
 
 
 @pytest.mark.parametrize(
     ("text", "want"),
     [
-        ("0.64 [0.57, 0.70], p < 0.05, max_new_tokens", "0.64 [0.57, 0.70], p < 0.05, max_new_tokens"),
+        (
+            "0.64 [0.57, 0.70], p < 0.05, max_new_tokens",
+            "0.64 [0.57, 0.70], p < 0.05, max_new_tokens",
+        ),
         ("<b> </b> <!-- a", r"\<b> \</b> \<!-- a"),
         ("[a](b) [a][b] [a]: b", r"[a\](b) [a\][b] [a\]: b"),
         ("*a* _b_ `c` d\\", r"\*a\* \_b\_ \`c\` d\\"),

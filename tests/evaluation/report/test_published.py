@@ -20,7 +20,9 @@ def main_table(model: str) -> list:
 
 def test_every_number_names_its_source() -> None:
     for number in published_numbers():
-        assert all((number.source.paper, number.source.arxiv, number.source.where, number.source.protocol))
+        assert all(
+            (number.source.paper, number.source.arxiv, number.source.where, number.source.protocol)
+        )
         assert number.unit
         assert number.value >= 0
 
@@ -36,7 +38,9 @@ def test_the_main_tables_are_complete(model: str) -> None:
     methods = ("h2o", "rkv", "duo", "kvzip", "rlkv")
     assert cells == {(t, m, s) for t in TABLE_TASKS for m in methods for s in (0.2, 0.4, 0.6, 0.8)}
     assert len(cells) == len(main_table(model))
-    assert {n.task for n in find_published(model, method="full") if "result.json" in n.source.where} == set(TABLE_TASKS)
+    assert {
+        n.task for n in find_published(model, method="full") if "result.json" in n.source.where
+    } == set(TABLE_TASKS)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -61,7 +65,9 @@ def test_the_theoretical_limit_is_that_of_its_formula() -> None:
     # 1 / ((1 - s) + s * (16 + 64) / 3000), to the two decimals of the table
     for number in find_published(metric="speedup_limit"):
         assert number.sparsity is not None
-        assert number.value == pytest.approx(1 / ((1 - number.sparsity) + number.sparsity * 80 / 3000), abs=0.01)
+        assert number.value == pytest.approx(
+            1 / ((1 - number.sparsity) + number.sparsity * 80 / 3000), abs=0.01
+        )
 
 
 def test_nothing_published_is_an_empty_list() -> None:

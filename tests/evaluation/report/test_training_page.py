@@ -14,7 +14,15 @@ from rlkv.evaluation.report import Heading, Page, Panel, Picture, Table
 from rlkv.evaluation.run_page import MOST_COMPARED, training_page, write_training_page
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.training.run_folder import EXPORTED, LOG, RUN_CONFIG, SUMMARY, RunLogs, append_record, section_of
+from rlkv.training.run_folder import (
+    EXPORTED,
+    LOG,
+    RUN_CONFIG,
+    SUMMARY,
+    RunLogs,
+    append_record,
+    section_of,
+)
 from rlkv.utils.files import write_json
 from tests.helpers.run_logs import LAYERS, alpha_after, record, write_sample, write_steps
 
@@ -50,16 +58,23 @@ def test_the_page_of_a_run_answers_its_questions(tmp_path: Path, panels: dict[st
     assert "Step 13 of 40, about" in text
     assert "No sign of a collapse" in text
     assert list(panels["Reward against sparsity"].curves) == ["mean reward", "gates below 0.5"]
-    assert panels["Penalty"].curves == {"beta'": [(float(step), 1e-3, 1e-3, 1e-3) for step in range(1, 13)]}
+    assert panels["Penalty"].curves == {
+        "beta'": [(float(step), 1e-3, 1e-3, 1e-3) for step in range(1, 13)]
+    }
     assert "Steps left out" not in panels
     assert "Share of the last full heads that were full before" in panels
-    assert {block.caption for block in page.blocks if isinstance(block, Picture)} == {*panels, "Gates after step 12"}
+    assert {block.caption for block in page.blocks if isinstance(block, Picture)} == {
+        *panels,
+        "Gates after step 12",
+    }
     full = HeadAllocation.from_gates(HeadGates(torch.tensor(alpha_after(12))), 0.5).full
     heads = tables(page)[""]
     cells = [line[heads.columns.index("sparsity 0.5")].text for line in heads.rows]
     assert cells == [" ".join(map(str, row.nonzero()[:, 0].tolist())) for row in full]
     assert len(cells) == LAYERS
-    figures = {line[0].text: [cell.text for cell in line[1:]] for line in tables(page)["figure"].rows}
+    figures = {
+        line[0].text: [cell.text for cell in line[1:]] for line in tables(page)["figure"].rows
+    }
     assert figures["response/length_mean"] == ["101", "101", "112", "112"]
 
 
@@ -84,10 +99,17 @@ def test_alerts_are_on_the_page(tmp_path: Path, panels: dict[str, Panel]) -> Non
     assert "No sign of a collapse" not in text
 
 
-def test_long_runs_have_no_more_comparisons_than_a_plot_needs(tmp_path: Path, panels: dict[str, Panel]) -> None:
+def test_long_runs_have_no_more_comparisons_than_a_plot_needs(
+    tmp_path: Path, panels: dict[str, Panel]
+) -> None:
     write_steps(tmp_path, 1, MOST_COMPARED + 30)
     page_of(tmp_path)
-    steps = [step for step, *_ in panels["Share of the last full heads that were full before"].curves["sparsity 0.5"]]
+    steps = [
+        step
+        for step, *_ in panels["Share of the last full heads that were full before"].curves[
+            "sparsity 0.5"
+        ]
+    ]
     assert len(steps) == MOST_COMPARED
     assert (steps[0], steps[-1]) == (1, MOST_COMPARED + 30)
 
@@ -112,7 +134,9 @@ def test_logs_of_other_finders(
     assert "Loss" in panels
 
 
-def test_a_run_is_finished_when_its_own_settings_were_exported(tmp_path: Path, panels: dict[str, Panel]) -> None:
+def test_a_run_is_finished_when_its_own_settings_were_exported(
+    tmp_path: Path, panels: dict[str, Panel]
+) -> None:
     with pytest.raises(ValueError, match=r"neither run_config\.json nor log\.jsonl"):
         RunLogs.read(tmp_path)
     config: dict[str, Any] = {"max_steps": 2}

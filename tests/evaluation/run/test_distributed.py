@@ -1,4 +1,6 @@
-"""Two real processes (gloo): their rows are those of one, another number goes on, a death is no endless wait."""
+"""Two real processes (gloo): their rows are those of one, another number goes on, a death is no
+endless wait.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(280)
 def test_two_processes_write_the_rows_of_one(tmp_path: Path) -> None:
-    ranks = warm.run_ranks([PROGRAM, "--output-dir", tmp_path / "two", *OPTIONS], tmp_path / "streams")
+    ranks = warm.run_ranks(
+        [PROGRAM, "--output-dir", tmp_path / "two", *OPTIONS], tmp_path / "streams"
+    )
     assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
     assert json.loads((tmp_path / "two" / "results.json").read_text())["config"]["processes"] == 2
     run_alone(tmp_path / "one")
@@ -60,7 +64,10 @@ def test_two_processes_write_the_rows_of_one(tmp_path: Path) -> None:
     lines = share.read_text().splitlines(keepends=True)
     share.write_text("".join(lines[:2]) + lines[2][:50])  # as a kill would leave it
     run_alone(tmp_path / "two")
-    assert [len(rows(tmp_path / "two", method, "rows-0-of-1.jsonl")) for method in METHODS] == [0, 3]
+    assert [len(rows(tmp_path / "two", method, "rows-0-of-1.jsonl")) for method in METHODS] == [
+        0,
+        3,
+    ]
     assert figures(tmp_path / "two") == figures(tmp_path / "one")
 
 

@@ -1,4 +1,6 @@
-"""kill -9 at random moments of an evaluation with samples: rows and results are those of an uninterrupted one."""
+"""kill -9 at random moments of an evaluation with samples: rows and results are those of an
+uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def rows(folder: Path) -> dict[str, list[Any]]:
     for file in sorted(folder.glob("tiny/*/rows-*.jsonl")):
         measured = [stable(json.loads(line)) for line in file.read_text().splitlines()]
         settings = json.loads(settings_path(file).read_text())
-        found[file.parent.name] = [settings, *sorted(measured, key=lambda row: (row["key"], row["sample"]))]
+        found[file.parent.name] = [
+            settings,
+            *sorted(measured, key=lambda row: (row["key"], row["sample"])),
+        ]
     return found
 
 
@@ -27,7 +32,10 @@ def check_killed_folders(root: Path, summary: dict[str, Any]) -> None:
     assert summary["lost"] == [], "what was on the disk before a kill is there after it"
     want = rows(root / "whole")
     assert sum(len(found) - 1 for found in want.values()) == summary["rows"]
-    assert {row["finish_reason"] for found in want.values() for row in found[1:]} == {"stop", "length"}
+    assert {row["finish_reason"] for found in want.values() for row in found[1:]} == {
+        "stop",
+        "length",
+    }
     results = stable(json.loads((root / "whole" / "results.json").read_text()))
     for name in summary["folders"]:
         assert rows(root / name) == want, "nothing lost, nothing doubled, nothing else"

@@ -34,9 +34,14 @@ def test_another_state_of_the_model_is_seen(family: str, place: int) -> None:
 
 
 def test_rows_from_before_the_protected_prompt_stay_valid() -> None:
-    plain, protecting = (RunSettings(CacheSettings(protect_prompt=on), SamplingParams(4)) for on in (False, True))
+    plain, protecting = (
+        RunSettings(CacheSettings(protect_prompt=on), SamplingParams(4)) for on in (False, True)
+    )
     assert "protect_prompt" not in plain.fingerprint()["cache"]
-    assert protecting.fingerprint()["cache"] == {**plain.fingerprint()["cache"], "protect_prompt": True}
+    assert protecting.fingerprint()["cache"] == {
+        **plain.fingerprint()["cache"],
+        "protect_prompt": True,
+    }
 
 
 def test_number_types_and_names() -> None:

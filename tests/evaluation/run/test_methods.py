@@ -16,7 +16,10 @@ from tests.helpers.models import make_tiny_model
 
 CONFIG = make_tiny_model("llama").config
 ALPHA = torch.linspace(0, 1, 12).view(3, 4)
-GATES = {"rlkv": HeadGates(ALPHA, model=ModelShape.from_config(CONFIG)), "duo": HeadGates(1 - ALPHA)}
+GATES = {
+    "rlkv": HeadGates(ALPHA, model=ModelShape.from_config(CONFIG)),
+    "duo": HeadGates(1 - ALPHA),
+}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,12 @@ GATES = {"rlkv": HeadGates(ALPHA, model=ModelShape.from_config(CONFIG)), "duo": 
         ("random-heads@0.25", "random-heads", 0.25, None),
         ("rkv@256", None, None, RKV(budget=256)),
         ("rkv@ratio=0.5", None, None, RKV(ratio=0.5)),
-        ("rkv@256:variant=published:buffer=64", None, None, RKV(budget=256, variant="published", buffer=64)),
+        (
+            "rkv@256:variant=published:buffer=64",
+            None,
+            None,
+            RKV(budget=256, variant="published", buffer=64),
+        ),
         ("rpc@", None, None, RPC()),
         ("rpc", None, None, RPC()),
         ("rlkv@0.5+h2o@128", "rlkv", 0.5, H2O(budget=128)),
@@ -36,7 +44,12 @@ GATES = {"rlkv": HeadGates(ALPHA, model=ModelShape.from_config(CONFIG)), "duo": 
 )
 def test_names(name, ranking, sparsity, policy) -> None:
     method = parse_method(name, ["rlkv", "duo"])
-    assert (method.name, method.ranking, method.sparsity, method.policy) == (name, ranking, sparsity, policy)
+    assert (method.name, method.ranking, method.sparsity, method.policy) == (
+        name,
+        ranking,
+        sparsity,
+        policy,
+    )
 
 
 @pytest.mark.parametrize(

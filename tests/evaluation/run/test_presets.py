@@ -19,18 +19,37 @@ def config(*arguments: str) -> EvalConfig:
 @pytest.mark.parametrize(
     ("preset", "samples", "limits", "sampling"),
     [
-        ("rlkv", {"gsm8k": 1, "aime24": 1}, {"gsm8k": 8192, "aime24": 16384, "mmlu_pro:law": 8192}, (0.0, 1.0)),
+        (
+            "rlkv",
+            {"gsm8k": 1, "aime24": 1},
+            {"gsm8k": 8192, "aime24": 16384, "mmlu_pro:law": 8192},
+            (0.0, 1.0),
+        ),
         ("rkv", {"math500": 64, "aime24": 64}, {"math500": 16384, "aime24": 32768}, (0.6, 0.95)),
-        ("rpc", {"aime24": 8, "livecodebench": 4, "ifeval": 1}, {"aime24": 32768, "ifeval": 32768}, (0.6, 0.95)),
+        (
+            "rpc",
+            {"aime24": 8, "livecodebench": 4, "ifeval": 1},
+            {"aime24": 32768, "ifeval": 32768},
+            (0.6, 0.95),
+        ),
         (
             "modern",
-            {"math500": 2, "gpqa_diamond": 4, "livecodebench:medium": 4, "aime25": 16, "aime26": 16, "hmmt25": 16},
+            {
+                "math500": 2,
+                "gpqa_diamond": 4,
+                "livecodebench:medium": 4,
+                "aime25": 16,
+                "aime26": 16,
+                "hmmt25": 16,
+            },
             {"math500": 32768, "hmmt25": 32768},
             (0.6, 0.95),
         ),
     ],
 )
-def test_protocols(preset: str, samples: dict[str, int], limits: dict[str, int], sampling: tuple[float, float]) -> None:
+def test_protocols(
+    preset: str, samples: dict[str, int], limits: dict[str, int], sampling: tuple[float, float]
+) -> None:
     found = config("--preset", preset)
     tasks = {task.name: task for task in find_tasks(found.tasks, None)}
     assert samples.keys() <= tasks.keys()
@@ -38,7 +57,9 @@ def test_protocols(preset: str, samples: dict[str, int], limits: dict[str, int],
     assert {name: found.samples_of(tasks[name]) for name in samples} == samples
     assert {name: found.token_limit(tasks[name]) for name in limits} == limits
     assert (found.temperature, found.top_p) == sampling
-    assert (found.prefill, found.stop_repetitive) == (("published", True) if preset == "rlkv" else ("full", False))
+    assert (found.prefill, found.stop_repetitive) == (
+        ("published", True) if preset == "rlkv" else ("full", False)
+    )
     assert found.preset == preset
 
 
@@ -46,14 +67,22 @@ def test_built_in_models_fit_every_preset() -> None:
     for preset in ("rlkv", "rkv", "rpc", "modern"):
         found = config("--preset", preset, "--tasks", "tiny", "smol")
         assert [found.token_limit(task) for task in find_tasks(found.tasks, None)] == [440, 448]
-    assert config("--preset=modern", "--tasks", "tiny").samples_of(find_tasks(["tiny"], None)[0]) == 4
+    assert (
+        config("--preset=modern", "--tasks", "tiny").samples_of(find_tasks(["tiny"], None)[0]) == 4
+    )
 
 
-def test_the_command_line_comes_before_the_config_and_the_config_before_the_preset(tmp_path: Path) -> None:
+def test_the_command_line_comes_before_the_config_and_the_config_before_the_preset(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("preset: rkv\ntemperature: 1.0\nnum_samples: 8\n")
     found = config("--config", str(file))
-    assert (found.tasks, found.temperature, found.num_samples) == (("math500", "aime24"), 1.0, ("8",))
+    assert (found.tasks, found.temperature, found.num_samples) == (
+        ("math500", "aime24"),
+        1.0,
+        ("8",),
+    )
     found = config("--config", str(file), "--preset", "modern", "--num-samples", "2")
     assert (found.tasks[1], found.temperature, found.num_samples) == ("gpqa_diamond", 1.0, ("2",))
     found = config("--config", "eval_llama8b", "--preset", "modern")

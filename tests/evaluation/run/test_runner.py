@@ -38,12 +38,22 @@ def model_and_tokenizer():
 def problems(tokenizer, n: int = 7) -> list[Problem]:
     drawn = tiny.problems(n, seed=5, max_definitions=5)
     return [
-        Problem(f"p{i}", render_prompt(tokenizer, p["problem"]), lambda text, a=p["answer"]: is_correct(text, a))
+        Problem(
+            f"p{i}",
+            render_prompt(tokenizer, p["problem"]),
+            lambda text, a=p["answer"]: is_correct(text, a),
+        )
         for i, p in enumerate(drawn)
     ]
 
 
-def run(model_and_tokenizer, path: Path, settings: RunSettings = GREEDY, allocation: HeadAllocation = HALF, **facts):
+def run(
+    model_and_tokenizer,
+    path: Path,
+    settings: RunSettings = GREEDY,
+    allocation: HeadAllocation = HALF,
+    **facts,
+):
     model, tokenizer = model_and_tokenizer
     seen: list[tuple[int, int]] = []
     rows = run_method(
@@ -63,7 +73,9 @@ def without_seconds(rows: list[dict]) -> list[dict]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
 
-def test_a_killed_run_ends_with_the_rows_of_an_uninterrupted_one(model_and_tokenizer, tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_the_rows_of_an_uninterrupted_one(
+    model_and_tokenizer, tmp_path: Path
+) -> None:
     want, seen = run(model_and_tokenizer, tmp_path / "whole.jsonl")
     assert seen == [(done, 7) for done in range(8)], "every row is written as it ends"
     lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
@@ -114,7 +126,9 @@ def test_slow_graders_do_not_hold_decoding(model_and_tokenizer, tmp_path: Path) 
 
     handle = model.register_forward_pre_hook(watch, with_kwargs=True)
     try:
-        rows = run_method(model, tokenizer, slow, HALF, GREEDY, tmp_path / "rows.jsonl", {}, lambda *_: None)
+        rows = run_method(
+            model, tokenizer, slow, HALF, GREEDY, tmp_path / "rows.jsonl", {}, lambda *_: None
+        )
     finally:
         handle.remove()
     assert all(row["correct"] for row in rows)
@@ -123,7 +137,9 @@ def test_slow_graders_do_not_hold_decoding(model_and_tokenizer, tmp_path: Path) 
 def test_repetitive_texts_may_be_ended(model_and_tokenizer, tmp_path: Path) -> None:
     rule = RepetitionRule(window=8, distinct=7)
     free, _ = run(model_and_tokenizer, tmp_path / "free.jsonl", replace(GREEDY, rule=rule))
-    stopped, _ = run(model_and_tokenizer, tmp_path / "s.jsonl", replace(GREEDY, rule=rule, stop_repetitive=True))
+    stopped, _ = run(
+        model_and_tokenizer, tmp_path / "s.jsonl", replace(GREEDY, rule=rule, stop_repetitive=True)
+    )
     ended = 0
     for before, after in zip(free, stopped, strict=True):
         assert before["repetitive"] == after["repetitive"]
@@ -154,7 +170,9 @@ def test_other_settings_are_refused_by_name(model_and_tokenizer, tmp_path: Path)
     assert (tmp_path / "rows.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["weights", "answer", "prompt", "version", "library", "full heads"])
+@pytest.mark.parametrize(
+    "name", ["weights", "answer", "prompt", "version", "library", "full heads"]
+)
 def test_what_a_run_depends_on_may_not_change(
     model_and_tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -196,7 +214,8 @@ def test_what_a_run_depends_on_may_not_change(
 def test_shares_of_two_processes_make_the_whole(model_and_tokenizer, tmp_path: Path) -> None:
     want, _ = run(model_and_tokenizer, tmp_path / "one.jsonl")
     parts = [
-        run(model_and_tokenizer, tmp_path / f"{rank}.jsonl", replace(GREEDY, rank=rank, ranks=2))[0] for rank in (0, 1)
+        run(model_and_tokenizer, tmp_path / f"{rank}.jsonl", replace(GREEDY, rank=rank, ranks=2))[0]
+        for rank in (0, 1)
     ]
     assert [len(part) for part in parts] == [4, 3]
     check_same_rows([*parts[0], *parts[1]], want)
@@ -207,11 +226,15 @@ def check_same_rows(found: list[dict], want: list[dict]) -> None:
     assert order == sorted(without_seconds(want), key=lambda row: row["key"])
 
 
-def test_another_number_of_processes_takes_the_rows_over(model_and_tokenizer, tmp_path: Path) -> None:
+def test_another_number_of_processes_takes_the_rows_over(
+    model_and_tokenizer, tmp_path: Path
+) -> None:
     model, tokenizer = model_and_tokenizer
     want, _ = run(model_and_tokenizer, tmp_path / "one.jsonl")
     first = tmp_path / "rows-0-of-2.jsonl"
-    run(model_and_tokenizer, first, replace(GREEDY, ranks=2))  # the share of one of two processes; then both are killed
+    run(
+        model_and_tokenizer, first, replace(GREEDY, ranks=2)
+    )  # the share of one of two processes; then both are killed
     lines = first.read_text().splitlines(keepends=True)
     first.write_text("".join(lines[:2]) + lines[2][:30])
     kept = first.read_bytes()
@@ -224,7 +247,9 @@ def test_another_number_of_processes_takes_the_rows_over(model_and_tokenizer, tm
     check_same_rows(rows, want)
     assert seen[0] == (2, 7)
     assert first.read_bytes() == kept
-    assert len((tmp_path / "rows-0-of-1.jsonl").read_text().splitlines()) == 5, "only what was missing is written"
+    assert len((tmp_path / "rows-0-of-1.jsonl").read_text().splitlines()) == 5, (
+        "only what was missing is written"
+    )
 
     parts = [
         run_method(
@@ -239,12 +264,22 @@ def test_another_number_of_processes_takes_the_rows_over(model_and_tokenizer, tm
     other = replace(GREEDY, sampling=SamplingParams(61))
     with pytest.raises(ValueError, match=r"rows-0-of-2.jsonl.*\(sampling.max_new_tokens\)"):
         run_method(
-            model, tokenizer, problems(tokenizer), HALF, other, tmp_path / "new.jsonl", {}, lambda *_: None, [first]
+            model,
+            tokenizer,
+            problems(tokenizer),
+            HALF,
+            other,
+            tmp_path / "new.jsonl",
+            {},
+            lambda *_: None,
+            [first],
         )
 
 
 def test_samples_differ_and_repeat(model_and_tokenizer, tmp_path: Path) -> None:
-    settings = RunSettings(CacheSettings(), SamplingParams(30, temperature=5.0, seed=3), num_samples=2, batch_size=4)
+    settings = RunSettings(
+        CacheSettings(), SamplingParams(30, temperature=5.0, seed=3), num_samples=2, batch_size=4
+    )
     first, _ = run(model_and_tokenizer, tmp_path / "a.jsonl", settings)
     again, _ = run(model_and_tokenizer, tmp_path / "b.jsonl", settings)
     assert without_seconds(first) == without_seconds(again)
@@ -266,7 +301,10 @@ def test_bytes_of_a_row_are_its_own(model_and_tokenizer, tmp_path: Path) -> None
     rows, _ = run(model_and_tokenizer, tmp_path / "rows.jsonl")
     full = HeadAllocation(torch.ones(4, 6, dtype=torch.bool))
     reference, _ = run(model_and_tokenizer, tmp_path / "full.jsonl", allocation=full)
-    prompts = {p.key: len(tokenizer(p.prompt, add_special_tokens=False).input_ids) for p in problems(tokenizer)}
+    prompts = {
+        p.key: len(tokenizer(p.prompt, add_special_tokens=False).input_ids)
+        for p in problems(tokenizer)
+    }
     for row in [*rows, *reference]:
         tokens = prompts[row["key"]] + len(row["token_ids"]) - 1
         assert row["kv_bytes_full"] == 24 * tokens * 2 * 32 * 4

@@ -1,4 +1,6 @@
-"""rlkv-infer --compare-full, rlkv-eval and a plain decoding agree on every problem, each at its own batch size."""
+"""rlkv-infer --compare-full, rlkv-eval and a plain decoding agree on every problem, each at its own
+batch size.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +39,50 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def inferred(folder: Path) -> list[dict[str, Any]]:
     output = folder / "answers.jsonl"
-    options = ["--gates", str(folder / "gates.pt"), "--sparsity", "0.5", "--max-new-tokens", str(TOKENS)]
-    options += ["--input", str(folder / "problems.jsonl"), "--output", str(output), "--compare-full"]
+    options = [
+        "--gates",
+        str(folder / "gates.pt"),
+        "--sparsity",
+        "0.5",
+        "--max-new-tokens",
+        str(TOKENS),
+    ]
+    options += [
+        "--input",
+        str(folder / "problems.jsonl"),
+        "--output",
+        str(output),
+        "--compare-full",
+    ]
     infer(*options)
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def evaluated(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    options = ["--gates", f"g={folder / 'gates.pt'}", "--methods", "full", "g@0.5", "--max-new-tokens", str(TOKENS)]
+    options = [
+        "--gates",
+        f"g={folder / 'gates.pt'}",
+        "--methods",
+        "full",
+        "g@0.5",
+        "--max-new-tokens",
+        str(TOKENS),
+    ]
     options += ["--data", str(folder / "problems.jsonl"), "--output-dir", str(folder / "eval")]
     evaluate(options)
     found = {}
     for method in ("full", "g@0.5"):
         lines = (folder / "eval" / "tiny" / method / "rows-0-of-1.jsonl").read_text().splitlines()
-        found[method] = sorted(map(json.loads, lines), key=lambda row: int(row["key"].rsplit("/", 1)[1]))
+        found[method] = sorted(
+            map(json.loads, lines), key=lambda row: int(row["key"].rsplit("/", 1)[1])
+        )
     return found
 
 
-@pytest.mark.parametrize(("method", "sparsity", "suffix"), [("full", 0.0, "_full"), ("g@0.5", 0.5, "")])
+@pytest.mark.parametrize(
+    ("method", "sparsity", "suffix"), [("full", 0.0, "_full"), ("g@0.5", 0.5, "")]
+)
 def test_every_problem_has_one_text_and_one_verdict(
     folder: Path,
     inferred: list[dict[str, Any]],
@@ -68,7 +95,9 @@ def test_every_problem_has_one_text_and_one_verdict(
     assert len(rows) == len(inferred) == N
     assert [row["text"] for row in rows] == [row["output" + suffix] for row in inferred]
     assert [row["correct"] for row in rows] == [row["correct" + suffix] for row in inferred]
-    assert [row["finish_reason"] for row in rows] == [row["finish_reason" + suffix] for row in inferred]
+    assert [row["finish_reason"] for row in rows] == [
+        row["finish_reason" + suffix] for row in inferred
+    ]
 
     model, tokenizer = tiny.load()
     gates = HeadGates.load(folder / "gates.pt")
@@ -77,7 +106,9 @@ def test_every_problem_has_one_text_and_one_verdict(
     allocation = HeadAllocation.from_gates(gates, sparsity)
     completions, correct = decode(model, tokenizer, problems, allocation, cache, TOKENS, N)
     assert correct == [row["correct"] for row in rows]
-    assert [completion.token_ids for completion in completions] == [row["token_ids"] for row in rows]
+    assert [completion.token_ids for completion in completions] == [
+        row["token_ids"] for row in rows
+    ]
     assert 0 < sum(correct) < N, "a test of verdicts needs both"
     results = json.loads((folder / "eval" / "results.json").read_text())["results"]
     assert next(row["accuracy"] for row in results if row["method"] == method) == sum(correct) / N

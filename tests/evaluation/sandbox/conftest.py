@@ -1,4 +1,6 @@
-"""The ways in which a program can be shut in; those that do not work on this machine are skipped, and say why."""
+"""The ways in which a program can be shut in; those that do not work on this machine are skipped,
+and say why.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from rlkv.evaluation.sandbox import Isolation, Limits, SandboxError
 
 WAYS = {
     "bubblewrap": Isolation(bubblewrap=shutil.which("bwrap")),
-    "Landlock 1": Isolation(landlock=1),  # knows neither truncation nor networks, signals and abstract sockets
+    "Landlock 1": Isolation(
+        landlock=1
+    ),  # knows neither truncation nor networks, signals and abstract sockets
     "Landlock": Isolation(landlock=sandbox.NEWEST),
 }
 

@@ -1,4 +1,6 @@
-"""Right programs pass; weak spots of a test, of the protections and of the data on the way do not help wrong ones."""
+"""Right programs pass; weak spots of a test, of the protections and of the data on the way do not
+help wrong ones.
+"""
 
 import ctypes
 import json
@@ -17,7 +19,9 @@ from rlkv.evaluation.sandbox.inside import worker
 from rlkv.evaluation.tasks.registry import load_task
 from tests.helpers.good_programs import GOOD
 
-EQUAL = "class E:\n    __eq__ = __lt__ = __gt__ = lambda s, o: True\n    __ne__ = lambda s, o: False\n"
+EQUAL = (
+    "class E:\n    __eq__ = __lt__ = __gt__ = lambda s, o: True\n    __ne__ = lambda s, o: False\n"
+)
 VALUES = [
     None, True, 0, -5, 2**63, -(2**64), 1 << 20_000, -(1 << 20_000), 0.1, float("inf"), -0.0, 1 + 2j,
     "", "a\x00\ud800中", b"\x00\xff", bytearray(b"a"), [], [[1], (2,), {3}], (), (1, [2]), {1, "a"},
@@ -50,7 +54,10 @@ def test_right_programs_pass(name: str, isolation: Isolation) -> None:
 @pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock"], indirect=True)
 def test_reasons(program: str, reason: str, isolation: Isolation) -> None:
     # CPU time of 1 s, so that the last one ends by it or by the clock
-    assert run_tests(program, ["assert f(3) == 4"], Limits(wall_seconds=3, cpu_seconds=1)).reason == reason
+    assert (
+        run_tests(program, ["assert f(3) == 4"], Limits(wall_seconds=3, cpu_seconds=1)).reason
+        == reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,8 @@ def test_reasons(program: str, reason: str, isolation: Isolation) -> None:
         # a builtin of that name does not stand in for the missing function
         ("", "assert sum([10, 15]) == 25"),
         # a test that catches everything does not hide that the program has left
-        ("import os\ndef f(x): os._exit(0)", "try:\n    f(1)\nexcept:\n    pass\nelse:\n    assert False"),
+        ("import os\ndef f(x): os._exit(0)", "try:\n    f(1)\nexcept:\n    pass\nelse:\n    assert "
+                                             "False"),
         # objects cannot be compared, in whatever place, and functions cannot be sent
         (EQUAL + "def f(x): return [E()]", "assert f(1) == [2]"),
         (EQUAL + "def f(x): return {'a': E()}", "assert f(1) == {'a': 2}"),
@@ -81,7 +89,10 @@ def test_weak_spots_of_tests(program: str, test: str) -> None:
 
 
 def test_setup_and_shared_names() -> None:
-    program = "class Node:\n    def __init__(self, v): self.v, self.left = v, None\ndef f(n): return n.left.v"
+    program = (
+        "class Node:\n    def __init__(self, v): self.v, self.left = v, None\ndef f(n): "
+        "return n.left.v"
+    )
     setup = "root = Node(1)\nroot.left = Node(2)\ndef twice():\n    return 2 * f(root)"
     assert run_tests(program, ["assert f(root) == 2", "assert twice() == 4"], setup=setup).passed
     assert not run_tests(program, ["assert f(root) == 2"]).passed
@@ -106,7 +117,9 @@ def test_plain_data_comes_back_as_it_was(value: object) -> None:
         ("aarch64", 0xC00000B7, (63, 94, 129, 198, 220, 56, 25, 29, 199, 261)),
     ],
 )
-def test_filter(machine: str, architecture: int, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filter(
+    machine: str, architecture: int, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps: list[tuple[int, ...]] = []
 
     def install(_name: str, _option: int, _mode: int, program: bytes, *_: int) -> None:
@@ -114,7 +127,9 @@ def test_filter(machine: str, architecture: int, numbers: tuple[int, ...], monke
         steps.extend(struct.iter_unpack("HBBI", ctypes.string_at(address, 8 * length)))
 
     def decide(number: int, *arguments: int, machine: int = architecture) -> int:
-        """What the kernel would do with a call: a reading of BPF as in Documentation/networking/filter.rst."""
+        """What the kernel would do with a call: a reading of BPF as in
+        Documentation/networking/filter.rst.
+        """
         data = struct.pack("IIQ6Q", number, machine, 0, *arguments, *[0] * (6 - len(arguments)))
         position, register = 0, 0
         while True:
@@ -127,7 +142,11 @@ def test_filter(machine: str, architecture: int, numbers: tuple[int, ...], monke
             elif code == 0x54:
                 register &= operand
             else:
-                position += if_true if {0x15: register == operand, 0x35: register >= operand}[code] else if_false
+                position += (
+                    if_true
+                    if {0x15: register == operand, 0x35: register >= operand}[code]
+                    else if_false
+                )
 
     monkeypatch.setattr(worker, "call", install)
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("", "", "", "", machine)))
@@ -136,15 +155,26 @@ def test_filter(machine: str, architecture: int, numbers: tuple[int, ...], monke
     read, exit_group, kill, socket, clone, openat, fcntl, ioctl, socketpair, prlimit = numbers
     assert {decide(number) for number in (read, exit_group)} == {0}
     assert {decide(number) for number in (kill, socket)} == {1}
-    assert {decide(number, machine=0x40000003) for number in (read, exit_group)} == {1}  # other numbers: 32-bit
+    assert {decide(number, machine=0x40000003) for number in (read, exit_group)} == {
+        1
+    }  # other numbers: 32-bit
     assert [decide(clone, flags) for flags in (0x3D0F00, 0x11)] == [0, 1]  # a thread, a process
-    assert [decide(openat, 0, 0, flags) for flags in (0, 0o101, 0o1101, 0o1000, 0o1003, 3)] == [0, 0, 0, 1, 1, 1]
+    assert [decide(openat, 0, 0, flags) for flags in (0, 0o101, 0o1101, 0o1000, 0o1003, 3)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
     assert [decide(fcntl, 0, command) for command in (1, 4, 8, 10, 1 << 32 | 8)] == [0, 0, 1, 1, 1]
     assert [decide(ioctl, 0, command) for command in (0x5401, 0x5412, 0x8901)] == [0, 1, 1]
     assert [decide(socketpair, 1, kind) for kind in (1, 0o2004001, 2, 5)] == [0, 0, 1, 1]
     assert decide(socketpair, 30, 1) == 1  # of another family
     assert [decide(prlimit, process) for process in (0, 7)] == [0, 1]
-    assert {decide(number) for number in (435, 437, 500, 1 << 30 | read)} == {38}  # newer calls and x32
+    assert {decide(number) for number in (435, 437, 500, 1 << 30 | read)} == {
+        38
+    }  # newer calls and x32
 
 
 def test_a_machine_without_a_filter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,17 +185,23 @@ def test_a_machine_without_a_filter_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 UNPROTECTED = (
     "import sys; sys.path.append(sys.argv[1]); from inside import worker; import os; "
-    "worker._restrict_files = lambda *_: os.stat('/no such file'); from inside.{} import main; main()"
+    "worker._restrict_files = lambda *_: os.stat('/no such file'); from inside.{} import main; "
+    "main()"
 )
 
 
-def test_programs_are_refused_where_nothing_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_programs_are_refused_where_nothing_holds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     sandbox.find_isolation.cache_clear()
     monkeypatch.setattr(sandbox, "START", UNPROTECTED)
     monkeypatch.setattr("shutil.which", lambda name: None)
     data = tmp_path / "mbpp_test.jsonl"
     data.write_text('{"prompt": "Add.", "test": ["assert f(3) == 4"], "code": ""}')
-    with pytest.raises(SandboxError, match=r"not installed.*Landlock does not work.*no such file.*install bubblewrap"):
+    with pytest.raises(
+        SandboxError,
+        match=r"not installed.*Landlock does not work.*no such file.*install bubblewrap",
+    ):
         run_tests("def f(x): return 4", ["assert f(3) == 4"])
     with pytest.raises(ValueError, match="install bubblewrap"):  # before any text is generated
         load_task("mbpp", data)

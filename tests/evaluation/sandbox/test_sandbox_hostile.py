@@ -36,7 +36,9 @@ def adopted() -> Iterator[None]:
 
 
 def running(name: str = "") -> list[str]:
-    """Judges, workers and bubblewraps among the descendants of this process; with ``name``: of that program."""
+    """Judges, workers and bubblewraps among the descendants of this process; with ``name``: of that
+    program.
+    """
     parents: dict[str, str] = {}
     commands: dict[str, bytes] = {}
     for path in Path("/proc").glob("[0-9]*"):
@@ -51,7 +53,9 @@ def running(name: str = "") -> list[str]:
         return number == str(os.getpid())
 
     program = f"from inside.{name}".encode()
-    return [number for number, command in commands.items() if program in command and is_ours(number)]
+    return [
+        number for number, command in commands.items() if program in command and is_ours(number)
+    ]
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -71,7 +75,9 @@ def state_of_evaluator() -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock 1"], indirect=True)
-def test_hostile_programs_count_as_wrong(isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_programs_count_as_wrong(
+    isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(PROGRAMS) == 132
     file, runs = tmp_path / "file", tmp_path / "runs"
     file.write_text("private")
@@ -83,7 +89,13 @@ def test_hostile_programs_count_as_wrong(isolation: Isolation, tmp_path: Path, m
         unix.bind(f"\0{abstract}")
         unix.listen()
         port = str(tcp.getsockname()[1])
-        names = {"PID": str(os.getpid()), "FILE": str(file), "PORT": port, "SOCKET": abstract, "VARIABLE": VARIABLE}
+        names = {
+            "PID": str(os.getpid()),
+            "FILE": str(file),
+            "PORT": port,
+            "SOCKET": abstract,
+            "VARIABLE": VARIABLE,
+        }
 
         def judge(program: str) -> Verdict:
             for name, value in names.items():
@@ -111,7 +123,9 @@ def traces(*files: Path) -> list[object]:
     found: list[object] = [path.read_text() for path in sorted(Path("/proc/sysvipc").glob("*"))]
     for file in files:
         facts = file.stat()
-        found.append((facts.st_mode, facts.st_uid, facts.st_mtime_ns, os.listxattr(file), file.read_text()))
+        found.append(
+            (facts.st_mode, facts.st_uid, facts.st_mtime_ns, os.listxattr(file), file.read_text())
+        )
     return found
 
 
@@ -141,7 +155,11 @@ def test_calls_that_reach_outside_are_refused(
         with pytest.raises(BlockingIOError):
             listener.recv(1)
     refusals = ("program: PermissionError: [Errno 1]", "program: OSError: [Errno 38]")
-    wrong = {name: verdict for name, verdict in verdicts.items() if not verdict.detail.startswith(refusals)}
+    wrong = {
+        name: verdict
+        for name, verdict in verdicts.items()
+        if not verdict.detail.startswith(refusals)
+    }
     assert wrong == {}
     assert traces(private, read) == before
     assert judge("").passed
@@ -155,7 +173,9 @@ def test_calls_that_reach_outside_are_refused(
         "os.fork() or (os.setsid(), time.sleep(5))",  # holds the judge's output
     ],
 )
-def test_the_evaluator_never_waits_without_limit(judge: str, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evaluator_never_waits_without_limit(
+    judge: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sandbox, "find_isolation", lambda: (Isolation(landlock=1), "Landlock"))
     monkeypatch.setattr(sandbox, "START", f"import os, signal, time; {start}{judge}")
     monkeypatch.setattr(sandbox, "START_SECONDS", 0.5)
@@ -178,7 +198,9 @@ def test_nothing_is_left_when_the_evaluator_ends(number: int, tmp_path: Path) ->
         "run_tests('import time; time.sleep(600)', ['assert f(3) == 4'], Limits(wall_seconds=600))"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL) as evaluator:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL
+    ) as evaluator:
         wait_until(lambda: running("judge") and running("worker"))
         evaluator.send_signal(number)
     wait_until(lambda: not running() and not list(tmp_path.iterdir()))

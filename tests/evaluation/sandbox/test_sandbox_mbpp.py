@@ -26,12 +26,19 @@ def tasks() -> list[dict[str, Any]]:
 
 def passed(tasks: list[dict[str, Any]], programs: list[str]) -> set[int]:
     with ThreadPoolExecutor(4) as pool:
-        verdicts = pool.map(lambda program, task: run_tests(program, task["test"], LIMITS), programs, tasks)
-        return {task["task_id"] for task, verdict in zip(tasks, verdicts, strict=True) if verdict.passed}
+        verdicts = pool.map(
+            lambda program, task: run_tests(program, task["test"], LIMITS), programs, tasks
+        )
+        return {
+            task["task_id"] for task, verdict in zip(tasks, verdicts, strict=True) if verdict.passed
+        }
 
 
 def test_reference_programs_pass(tasks: list[dict[str, Any]]) -> None:
-    assert passed(tasks, [task["code"] for task in tasks]) == {task["task_id"] for task in tasks} - WITHOUT_SETUP
+    assert (
+        passed(tasks, [task["code"] for task in tasks])
+        == {task["task_id"] for task in tasks} - WITHOUT_SETUP
+    )
 
 
 def test_empty_programs_fail(tasks: list[dict[str, Any]]) -> None:
@@ -42,5 +49,8 @@ def test_wrong_functions_fail(tasks: list[dict[str, Any]]) -> None:
     # every function of the reference answers something that no test expects
     names = [re.findall(r"^def +(\w+)", task["code"], re.MULTILINE) for task in tasks]
     assert all(names)
-    wrong = ["\n".join(f"def {name}(*a, **k): return 'no such value'" for name in found) for found in names]
+    wrong = [
+        "\n".join(f"def {name}(*a, **k): return 'no such value'" for name in found)
+        for found in names
+    ]
     assert passed(tasks, wrong) == set()

@@ -12,7 +12,9 @@ LIMITS = Limits(wall_seconds=60)
 
 
 def reason(program: str, stdin: str = "3 4\n5\n", expected: str = "12") -> str:
-    return run_tests(program, [f"assert same_output(output, {expected!r})"], LIMITS, setup=SETUP, stdin=stdin).reason
+    return run_tests(
+        program, [f"assert same_output(output, {expected!r})"], LIMITS, setup=SETUP, stdin=stdin
+    ).reason
 
 
 @pytest.mark.parametrize(
@@ -20,14 +22,19 @@ def reason(program: str, stdin: str = "3 4\n5\n", expected: str = "12") -> str:
     [
         "a, b = map(int, input().split())\nprint(a + b + int(input()))",
         "import sys\nprint(sum(map(int, sys.stdin.read().split())))",
-        "import sys\nsys.stdout.write(str(sum(int(x) for line in sys.stdin for x in line.split())))\nsys.exit(1)",
+        "import sys\nsys.stdout.write(str(sum(int(x) for line in sys.stdin for x in "
+        "line.split())))\nsys.exit(1)",
         "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))\nexit()",
         "import os\nos.write(1, b'%d' % sum(map(int, open(0).read().split())))",
-        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(5 + sum(map(int, input().split())))",
-        "def main():\n    print(sum(map(int, open(0).read().split())))\nif __name__ == '__main__':\n    main()",
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(5 + sum(map(int, "
+        "input().split())))",
+        "def main():\n    print(sum(map(int, open(0).read().split())))\nif __name__ == "
+        "'__main__':\n    main()",
         "print(sum(map(int, open('/dev/stdin').read().split())), file=open('/dev/stdout', 'w'))",
-        "import sys\nsys.stderr = open('/dev/stderr', 'w')\nprint('read', file=sys.stderr)\nprint(12)",
-        "import resource as r\nr.setrlimit(r.RLIMIT_STACK, (r.getrlimit(r.RLIMIT_STACK)[1],) * 2)\nprint(12)",
+        "import sys\nsys.stderr = open('/dev/stderr', 'w')\nprint('read', "
+        "file=sys.stderr)\nprint(12)",
+        "import resource as r\nr.setrlimit(r.RLIMIT_STACK, (r.getrlimit(r.RLIMIT_STACK)[1],) * "
+        "2)\nprint(12)",
     ],
 )
 @pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock"], indirect=True)

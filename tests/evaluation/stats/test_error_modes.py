@@ -17,7 +17,10 @@ RULE = RepetitionRule(window=10, distinct=3)
         ([1, 2] * 5 + list(range(10)), False),  # the first window is not checked
         (list(range(10)) + [1, 2] * 5, True),  # the second window
         (list(range(10)) + [1, 2] * 4, False),  # the second window is not full
-        (list(range(5)) + [7] * 10 + list(range(5)), False),  # windows end at 10 and 20 only, as in the paper
+        (
+            list(range(5)) + [7] * 10 + list(range(5)),
+            False,
+        ),  # windows end at 10 and 20 only, as in the paper
     ],
 )
 def test_repetition_is_checked_at_every_full_window(ids: list[int], expected: bool) -> None:
@@ -27,7 +30,9 @@ def test_repetition_is_checked_at_every_full_window(ids: list[int], expected: bo
 def test_the_papers_rule_is_the_default() -> None:
     assert RepetitionRule() == RepetitionRule(window=400, distinct=40)
     assert RepetitionRule()([i % 39 for i in range(800)])
-    assert not RepetitionRule()([i % 39 for i in range(799)])  # the evaluator's first check is at twice the window
+    assert not RepetitionRule()(
+        [i % 39 for i in range(799)]
+    )  # the evaluator's first check is at twice the window
     assert not RepetitionRule()([i % 40 for i in range(800)])
 
 

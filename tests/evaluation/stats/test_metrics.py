@@ -29,7 +29,15 @@ Z_95 = stats.norm.ppf(0.975)
 # by hand: 1 - C(2,2)/C(4,2) = 1 - 1/6; 1 - C(3,2)/C(4,2) = 1 - 3/6
 @pytest.mark.parametrize(
     ("samples", "correct", "k", "expected"),
-    [(4, 2, 2, 5 / 6), (4, 1, 2, 1 / 2), (4, 1, 1, 1 / 4), (4, 0, 3, 0), (4, 4, 1, 1), (3, 2, 2, 1), (64, 1, 64, 1)],
+    [
+        (4, 2, 2, 5 / 6),
+        (4, 1, 2, 1 / 2),
+        (4, 1, 1, 1 / 4),
+        (4, 0, 3, 0),
+        (4, 4, 1, 1),
+        (3, 2, 2, 1),
+        (64, 1, 64, 1),
+    ],
 )
 def test_pass_at_k_by_hand(samples: int, correct: int, k: int, expected: float) -> None:
     assert pass_at_k(samples, correct, k) == pytest.approx(expected)
@@ -39,7 +47,9 @@ def test_pass_at_k_by_hand(samples: int, correct: int, k: int, expected: float) 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(k: int) -> None:
     verdicts = [True, False, False, True, False, False, False]
     subsets = list(itertools.combinations(verdicts, k))
-    assert pass_at_k(7, 2, k) == pytest.approx(sum(any(subset) for subset in subsets) / len(subsets))
+    assert pass_at_k(7, 2, k) == pytest.approx(
+        sum(any(subset) for subset in subsets) / len(subsets)
+    )
 
 
 def test_pass_at_1_is_the_mean_over_samples() -> None:
@@ -51,7 +61,9 @@ def test_pass_at_1_is_the_mean_over_samples() -> None:
 
 def test_bootstrap_of_a_binary_score_agrees_with_the_binomial_distribution() -> None:
     found = bootstrap_mean([1.0] * 30 + [0.0] * 20, seed=1)
-    low, high = stats.binom.ppf([0.025, 0.975], 50, 0.6) / 50  # what resampling draws from, without its noise
+    low, high = (
+        stats.binom.ppf([0.025, 0.975], 50, 0.6) / 50
+    )  # what resampling draws from, without its noise
     assert (found.mean, found.n) == (pytest.approx(0.6), 50)
     # 10,000 resamples: a quantile may be one step of 1/50 off
     assert found.low == pytest.approx(low, abs=0.0201)
@@ -93,7 +105,9 @@ def test_random_flips_come_near_all_flips() -> None:
     rng = np.random.default_rng(0)
     first, second = rng.integers(0, 5, 40) / 4, rng.integers(0, 5, 40) / 4
     sampled = [paired_difference(first, second, seed).p_value for seed in range(3)]
-    spread = 4 * math.sqrt(sampled[0] * (1 - sampled[0]) / 10_000)  # four standard errors of a share of 10,000
+    spread = 4 * math.sqrt(
+        sampled[0] * (1 - sampled[0]) / 10_000
+    )  # four standard errors of a share of 10,000
     assert max(sampled) - min(sampled) < 2 * spread
     assert paired_difference(first, second, 1) == paired_difference(first, second, 1)
 
@@ -112,15 +126,23 @@ def test_few_problems_without_a_change_leave_room_for_one(n: int) -> None:
     better = paired_difference([0.0] * n, [1.0] * n)
     assert (better.difference, better.low, better.high) == (1.0, pytest.approx(1 - 2 * bound), 1.0)
     half = paired_difference([1.0] * n, [0.5] * n)
-    assert (half.low, half.high) == (pytest.approx(-0.5 - bound / 2), pytest.approx(-0.5 + 1.5 * bound))
+    assert (half.low, half.high) == (
+        pytest.approx(-0.5 - bound / 2),
+        pytest.approx(-0.5 + 1.5 * bound),
+    )
 
 
 def test_equal_scores_between_0_and_1_have_an_interval_with_width() -> None:
     bound = Z_95**2 / (10 + Z_95**2)
     found = mean_with_interval([0.25] * 10)
-    assert (found.low, found.high) == (pytest.approx(0.25 * (1 - bound)), pytest.approx(0.25 + 0.75 * bound))
+    assert (found.low, found.high) == (
+        pytest.approx(0.25 * (1 - bound)),
+        pytest.approx(0.25 + 0.75 * bound),
+    )
     assert mean_with_interval([0.25, 0.5]) == bootstrap_mean([0.25, 0.5])
-    assert (mean_with_interval([1, 1]).low, mean_with_interval([1, 1]).high) == wilson_interval(2, 2)
+    assert (mean_with_interval([1, 1]).low, mean_with_interval([1, 1]).high) == wilson_interval(
+        2, 2
+    )
     with pytest.raises(ValueError, match=r"\(0,\)"):
         mean_with_interval([])
 
@@ -163,7 +185,10 @@ def test_repetition_by_hand() -> None:
         ("One. Two. Three.", 0),
         ("Wait, no. So it is 2.  wait, NO.", 1 / 3),
         ("a\na\n\na\nb", 2 / 4),
-        ("x = 3.5 and y = 3.5. x = 3.5 and y = 3.5.", 1 / 2),  # a point within a number ends nothing
+        (
+            "x = 3.5 and y = 3.5. x = 3.5 and y = 3.5.",
+            1 / 2,
+        ),  # a point within a number ends nothing
         ("... ! ?", 0),  # nothing said
     ],
 )
@@ -174,10 +199,18 @@ def test_sentence_redundancy_by_hand(text: str, expected: float) -> None:
 @pytest.mark.parametrize(
     ("successes", "n", "low", "high"),
     # computed by hand from the formula with z = 1.96
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (97, 100, 0.9155, 0.9897)],
+    [
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (5, 10, 0.2366, 0.7634),
+        (97, 100, 0.9155, 0.9897),
+    ],
 )
 def test_wilson_against_known_values(successes: int, n: int, low: float, high: float) -> None:
-    assert wilson_interval(successes, n) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+    assert wilson_interval(successes, n) == (
+        pytest.approx(low, abs=1e-4),
+        pytest.approx(high, abs=1e-4),
+    )
 
 
 @pytest.mark.parametrize(("successes", "n"), [(1, 0), (-1, 5), (6, 5)])

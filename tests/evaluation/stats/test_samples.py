@@ -1,4 +1,6 @@
-"""Strict accuracy, the ratio of terminated texts and the sign test, against values by hand and scipy."""
+"""Strict accuracy, the ratio of terminated texts and the sign test, against values by hand and
+scipy.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from rlkv.evaluation.metrics import (
 
 
 def test_strict_is_all_samples_right() -> None:
-    assert strict_scores([[True, True], [True, False], [False, False], [True]]).tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert strict_scores([[True, True], [True, False], [False, False], [True]]).tolist() == [
+        1.0,
+        0.0,
+        0.0,
+        1.0,
+    ]
 
 
 def test_the_sign_test_counts_signs_only() -> None:
@@ -43,7 +50,9 @@ def test_the_sign_test_is_the_share_of_sign_patterns_as_extreme() -> None:
 
 def test_the_sign_test_of_verdicts_is_the_flip_test() -> None:
     first, second = [0, 0, 0, 1, 1, 0, 0, 1], [1, 1, 1, 0, 1, 1, 0, 1]
-    assert sign_test(first, second).p_value == pytest.approx(paired_difference(first, second).p_value)
+    assert sign_test(first, second).p_value == pytest.approx(
+        paired_difference(first, second).p_value
+    )
     assert sign_test([1, 0], [1, 0]).p_value == 1.0
     with pytest.raises(ValueError, match="2 and 1"):
         sign_test([1, 0], [1])
@@ -65,7 +74,9 @@ def test_the_interval_of_a_ratio_agrees_with_scipy() -> None:
     def ratio(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
         return a.sum(axis) / b.sum(axis)
 
-    want = stats.bootstrap((parts, wholes), ratio, paired=True, method="percentile", n_resamples=10_000, rng=rng)
+    want = stats.bootstrap(
+        (parts, wholes), ratio, paired=True, method="percentile", n_resamples=10_000, rng=rng
+    )
     found = ratio_with_interval(parts.tolist(), wholes.tolist())
     assert found is not None
     assert found.low == pytest.approx(want.confidence_interval.low, abs=0.01)

@@ -47,7 +47,9 @@ def test_what_must_stay_can_be_too_much() -> None:
     assert target(0.3).match_ratio(RKV(ratio=0.0, extra=150, observation=4), NONE_FULL) is None
     kept = RandomEviction(ratio=0.0, extra=20)
     assert target(0.1).match_ratio(kept, NONE_FULL) is None
-    assert target(0.3).match_ratio(TOVA(ratio=0.0, extra=20), HALF_FULL) is None  # full heads alone hold half
+    assert (
+        target(0.3).match_ratio(TOVA(ratio=0.0, extra=20), HALF_FULL) is None
+    )  # full heads alone hold half
 
 
 def test_everything_fits_into_everything() -> None:
@@ -73,9 +75,12 @@ def test_heads_are_compressed_in_their_order_until_it_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "observation", "extra"), [(("rkv", "h2o"), None, 20), (("rkv", "rpc"), None, 32), (("rpc",), 4, 20)]
+    ("names", "observation", "extra"),
+    [(("rkv", "h2o"), None, 20), (("rkv", "rpc"), None, 32), (("rpc",), 4, 20)],
 )
-def test_what_policies_keep_always_fits(names: tuple[str, ...], observation: int | None, extra: int) -> None:
+def test_what_policies_keep_always_fits(
+    names: tuple[str, ...], observation: int | None, extra: int
+) -> None:
     assert default_extra(names, observation, sink=4, ring=20) == extra
     assert set(policy_templates(names, None, observation, extra, 4, False)) == set(names)
 
@@ -83,4 +88,9 @@ def test_what_policies_keep_always_fits(names: tuple[str, ...], observation: int
 def test_policies_come_with_the_other_treatment_of_the_prompt() -> None:
     found = policy_templates(("rkv", "random"), None, None, 20, 4, True)
     kept = {name: policy.protect_prompt for name, policy in found.items()}
-    assert kept == {"rkv": False, "rkv (prompt kept)": True, "random": True, "random (prompt evictable)": False}
+    assert kept == {
+        "rkv": False,
+        "rkv (prompt kept)": True,
+        "random": True,
+        "random (prompt evictable)": False,
+    }

@@ -29,7 +29,9 @@ def condition(number: int) -> Condition:
 
 @pytest.fixture
 def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurements:
-    """Measuring takes the file of a condition, as the runner does, and gives a right answer per full head."""
+    """Measuring takes the file of a condition, as the runner does, and gives a right answer per
+    full head.
+    """
 
     def run_method(*arguments: Any) -> list[dict[str, Any]]:
         allocation, file, on_rows = arguments[3], arguments[5], arguments[7]
@@ -38,23 +40,31 @@ def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurement
         return [{"key": "a", "full": int(allocation.full.sum())}]
 
     monkeypatch.setattr(module, "run_method", run_method)
-    monkeypatch.setattr(module, "outcome_of", lambda key, rows: outcome("1" * rows[0]["full"] + "0", key=key))
+    monkeypatch.setattr(
+        module, "outcome_of", lambda key, rows: outcome("1" * rows[0]["full"] + "0", key=key)
+    )
     problems = [Problem("a", "prompt", bool)]
     task = StudyTask("task", problems, [3], RunSettings(CacheSettings(), SamplingParams(4)))
     return Measurements(None, None, [task], tmp_path / "rows", {})  # type: ignore[arg-type]
 
 
-def test_a_condition_in_use_is_left_for_later(measurements: Measurements, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_condition_in_use_is_left_for_later(
+    measurements: Measurements, monkeypatch: pytest.MonkeyPatch
+) -> None:
     conditions = [condition(number) for number in (1, 2, 3)]
     order: list[str] = []
     waits: list[float] = []
 
-    def update(self: ProgressBar, done: int, total: int | None = None, title: str = "", note: str = "") -> None:
+    def update(
+        self: ProgressBar, done: int, total: int | None = None, title: str = "", note: str = ""
+    ) -> None:
         order.append(title)
 
     monkeypatch.setattr(ProgressBar, "update", update)
     with ExitStack() as other:
-        other.enter_context(open_store(measurements.folder / f"rows-{conditions[0].key}.jsonl", {}, KEY))
+        other.enter_context(
+            open_store(measurements.folder / f"rows-{conditions[0].key}.jsonl", {}, KEY)
+        )
 
         def wait(seconds: float) -> None:
             waits.append(seconds)
@@ -62,7 +72,9 @@ def test_a_condition_in_use_is_left_for_later(measurements: Measurements, monkey
                 other.close()  # the other process is done
 
         monkeypatch.setattr(module.time, "sleep", wait)
-        measurements.measure("t", [(f"number {number}", of) for number, of in enumerate(conditions)])
+        measurements.measure(
+            "t", [(f"number {number}", of) for number, of in enumerate(conditions)]
+        )
     assert order == ["task: number 1", "task: number 2", "task: number 0"]
     assert len(waits) == 2, "nothing waits while another condition is free"
     assert [int(measurements.outcome(of).correct.sum()) for of in conditions] == [1, 2, 3]
@@ -73,7 +85,10 @@ def test_keys_name_files_and_stay_what_they_were() -> None:
     assert Condition("task", allocation).key == "task-33655d02eaa4"
     assert Condition("task", allocation, RKV(budget=64)).key == "task-5ad9aeae55b1"
     assert Condition("task", allocation, RKV(budget=64), (3, 4)).key == "task-08197eaccdde"
-    sized = [Condition("task", allocation, sizes=Sizes(4, 16, protect_prompt=on)).key for on in (False, True)]
+    sized = [
+        Condition("task", allocation, sizes=Sizes(4, 16, protect_prompt=on)).key
+        for on in (False, True)
+    ]
     parts = [Condition("task", allocation, part=(i, 2)).key for i in (0, 1)]
     assert len({Condition("task", allocation).key, *sized, *parts}) == 5
     full = HeadAllocation(torch.ones(2, 2, dtype=torch.bool))

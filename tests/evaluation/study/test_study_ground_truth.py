@@ -33,24 +33,34 @@ def test_a_ground_truth_is_read_whole(tmp_path: Path) -> None:
     assert elimination_order(found) == ORDER
 
 
-@pytest.mark.parametrize("lost", [None, 3, [], LOST[:1], [[0.1, 0.2], [0.3, 0.4]], [LOST[0], ["a", 0, 0]], [1, 2]])
+@pytest.mark.parametrize(
+    "lost", [None, 3, [], LOST[:1], [[0.1, 0.2], [0.3, 0.4]], [LOST[0], ["a", 0, 0]], [1, 2]]
+)
 def test_a_ground_truth_without_single_heads_is_refused(tmp_path: Path, lost: object) -> None:
     with pytest.raises(ValueError, match="accuracy_lost_by_single_head"):
         read_truth(truth_file(tmp_path, accuracy_lost_by_single_head=lost), SHAPE)
 
 
-@pytest.mark.parametrize("order", [ORDER[:5], [*ORDER, (0, 1)], [*ORDER[:5], (0, 1)], [*ORDER[:5], (2, 0)]])
+@pytest.mark.parametrize(
+    "order", [ORDER[:5], [*ORDER, (0, 1)], [*ORDER[:5], (0, 1)], [*ORDER[:5], (2, 0)]]
+)
 def test_each_head_goes_once(tmp_path: Path, order: list[tuple[int, int]]) -> None:
     steps = [{"layer": layer, "head": head} for layer, head in order]
-    with pytest.raises(ValueError, match=r"--oracle.*each head of a model with 2 layers x 3 KV heads once"):
+    with pytest.raises(
+        ValueError, match=r"--oracle.*each head of a model with 2 layers x 3 KV heads once"
+    ):
         read_truth(truth_file(tmp_path, elimination=steps), SHAPE)
 
 
 def test_same_order_and_reverse_order() -> None:
     same = agreement(HeadGates(alpha=torch.tensor([[0.6, 0.2], [0.9, 0.0]])), TRUTH)
-    assert same == pytest.approx({"spearman_single_head": 1.0, "spearman_elimination": 1.0, "overlap_at_0.5": 1.0})
+    assert same == pytest.approx(
+        {"spearman_single_head": 1.0, "spearman_elimination": 1.0, "overlap_at_0.5": 1.0}
+    )
     reverse = agreement(HeadGates(alpha=torch.tensor([[0.2, 0.6], [0.0, 0.9]])), TRUTH)
-    assert reverse == pytest.approx({"spearman_single_head": -1.0, "spearman_elimination": -1.0, "overlap_at_0.5": 0.0})
+    assert reverse == pytest.approx(
+        {"spearman_single_head": -1.0, "spearman_elimination": -1.0, "overlap_at_0.5": 0.0}
+    )
 
 
 def test_equal_gates_have_no_correlation() -> None:

@@ -44,7 +44,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--oracle", "absent.json"], "--oracle absent.json"),
     ],
 )
-def test_bad_input_is_one_sentence(inputs: Path, tmp_path: Path, more: list[str], message: str) -> None:
+def test_bad_input_is_one_sentence(
+    inputs: Path, tmp_path: Path, more: list[str], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         run(inputs, tmp_path / "out", *more)
     assert not (tmp_path / "out").exists()

@@ -7,7 +7,13 @@ import pytest
 
 from rlkv.evaluation.analyses import both_right, length_shares, mode_shares, repetition_of
 from rlkv.evaluation.measurements import accuracy_of, compare, join, mean_scores, outcome_of
-from rlkv.evaluation.metrics import mean_with_interval, ngram_entropy, ngram_frequency, repetition_rate, wilson_interval
+from rlkv.evaluation.metrics import (
+    mean_with_interval,
+    ngram_entropy,
+    ngram_frequency,
+    repetition_rate,
+    wilson_interval,
+)
 from tests.helpers.study_fakes import outcome
 
 
@@ -24,7 +30,12 @@ def row(correct: bool, repetitive: bool = False, finish: str = "stop", tokens: i
 
 
 def test_rows_become_an_outcome() -> None:
-    rows = [row(True, True), row(False, True, "length"), row(False, False, "length"), row(False, tokens=5)]
+    rows = [
+        row(True, True),
+        row(False, True, "length"),
+        row(False, False, "length"),
+        row(False, tokens=5),
+    ]
     found = outcome_of("key", rows)
     assert found.correct.tolist() == [1, 0, 0, 0]
     assert found.modes == (None, "repetitive", "overlength", "incorrect")
@@ -34,7 +45,11 @@ def test_rows_become_an_outcome() -> None:
 
 
 def test_parts_become_one_outcome_in_the_order_of_the_problems() -> None:
-    parts = [outcome("110", [1, 4, 7], "a"), outcome("01", [2, 5], "b", "overlength"), outcome("00", [3, 6], "c")]
+    parts = [
+        outcome("110", [1, 4, 7], "a"),
+        outcome("01", [2, 5], "b", "overlength"),
+        outcome("00", [3, 6], "c"),
+    ]
     found = join(parts)
     assert found.correct.tolist() == [1, 0, 0, 1, 1, 0, 0]
     assert found.lengths.tolist() == [1, 2, 3, 4, 5, 6, 7]
@@ -56,7 +71,10 @@ def test_mean_over_seeds_and_its_interval() -> None:
 
 
 def test_single_runs_have_wilson_intervals_also_at_one() -> None:
-    assert (mean_with_interval(np.ones(20)).low, mean_with_interval(np.ones(20)).high) == wilson_interval(20, 20)
+    assert (
+        mean_with_interval(np.ones(20)).low,
+        mean_with_interval(np.ones(20)).high,
+    ) == wilson_interval(20, 20)
     same = accuracy_of([outcome("1101"), outcome("1101")])
     assert (same["low"], same["high"]) == wilson_interval(3, 4)
     assert same["distinct"] == 1
@@ -106,10 +124,16 @@ def test_lengths_where_both_are_right() -> None:
     first, second = outcome("1011", [12, 99, 30, 1], "a"), outcome("1000", [14, 99, 99, 99], "b")
     one = both_right([first], full)
     assert one is not None
-    assert (one["own"]["mean"], one["full"]["mean"], one["own"]["n"]) == ((12 + 30) / 2, (10 + 30) / 2, 2)
+    assert (one["own"]["mean"], one["full"]["mean"], one["own"]["n"]) == (
+        (12 + 30) / 2,
+        (10 + 30) / 2,
+        2,
+    )
     both = both_right([first, second], full)
     assert both is not None
-    assert both["own"]["mean"] == (13 + 30) / 2  # the first problem is solved twice, with 12 and 14 tokens
+    assert (
+        both["own"]["mean"] == (13 + 30) / 2
+    )  # the first problem is solved twice, with 12 and 14 tokens
     assert both["difference"]["mean"] == (3 + 0) / 2
     assert both_right([outcome("0001")], full) is None
 
@@ -118,7 +142,11 @@ def test_repetition_is_that_of_each_text() -> None:
     texts = [np.array([1, 1, 1, 1], dtype=np.int32), np.array([1, 2, 3, 4], dtype=np.int32)]
     found = repetition_of(texts)
     want = [
-        [measure(ids, n) for measure in (ngram_entropy, repetition_rate, ngram_frequency) for n in (1, 2, 3)]
+        [
+            measure(ids, n)
+            for measure in (ngram_entropy, repetition_rate, ngram_frequency)
+            for n in (1, 2, 3)
+        ]
         for ids in ([1, 1, 1, 1], [1, 2, 3, 4])
     ]
     assert found.tolist() == want

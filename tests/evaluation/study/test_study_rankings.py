@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.evaluation.measurements import Condition, Ranking, gates_rankings, group_by_name, reference_rankings
+from rlkv.evaluation.measurements import (
+    Condition,
+    Ranking,
+    gates_rankings,
+    group_by_name,
+    reference_rankings,
+)
 from rlkv.evaluation.report import ORACLE, RANDOM
 from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
@@ -28,7 +34,11 @@ def test_low_gates_go_first_and_the_top_is_the_other_end() -> None:
     found = ranking("RLKV", ALPHA)
     assert compressible(found.allocations(0.5)[0]) == [1, 3, 5]
     assert [compressible(found.without_top(k)[0]) for k in range(1, 4)] == [[0], [0, 4], [0, 2, 4]]
-    assert compressible(found.without_top(6)[0]) == compressible(found.allocations(1.0)[0]) == [0, 1, 2, 3, 4, 5]
+    assert (
+        compressible(found.without_top(6)[0])
+        == compressible(found.allocations(1.0)[0])
+        == [0, 1, 2, 3, 4, 5]
+    )
 
 
 def test_a_share_of_heads_loses_no_head_to_rounding() -> None:
@@ -40,13 +50,26 @@ def test_a_share_of_heads_loses_no_head_to_rounding() -> None:
 def test_seeds_that_agree_are_counted_once() -> None:
     other_low = [0.9, 0.0, 0.5, 0.1, 0.7, 0.3]  # another order of the same halves
     found = ranking("RLKV", ALPHA, other_low, ALPHA[::-1])
-    conditions = [{Condition("tiny", allocation) for allocation in found.allocations(s)} for s in (0.5, 0.17, 0.0)]
+    conditions = [
+        {Condition("tiny", allocation) for allocation in found.allocations(s)}
+        for s in (0.5, 0.17, 0.0)
+    ]
     assert [len(same) for same in conditions] == [2, 3, 1]
     assert [len({condition.key for condition in same}) for same in conditions] == [2, 3, 1]
     full = HeadAllocation.random(*SHAPE, 0.0, 0)
-    assert Condition("tiny", full, RKV(budget=64)) == Condition("tiny", full)  # nothing to evict from
+    assert Condition("tiny", full, RKV(budget=64)) == Condition(
+        "tiny", full
+    )  # nothing to evict from
     none = HeadAllocation.random(*SHAPE, 1.0, 0)
-    assert len({Condition("tiny", none, policy).key for policy in (None, RKV(budget=64), RKV(budget=65))}) == 3
+    assert (
+        len(
+            {
+                Condition("tiny", none, policy).key
+                for policy in (None, RKV(budget=64), RKV(budget=65))
+            }
+        )
+        == 3
+    )
 
 
 def test_references() -> None:
@@ -61,7 +84,10 @@ def test_references() -> None:
 
 
 def test_files_of_one_name_are_seeds() -> None:
-    assert group_by_name(["a=1.pt", "b=2.pt", "a=3.pt"], "--gates") == {"a": ["1.pt", "3.pt"], "b": ["2.pt"]}
+    assert group_by_name(["a=1.pt", "b=2.pt", "a=3.pt"], "--gates") == {
+        "a": ["1.pt", "3.pt"],
+        "b": ["2.pt"],
+    }
     for text in ("a.pt", "=a.pt", "a="):
         with pytest.raises(ValueError, match=f"--gates {text!r}"):
             group_by_name([text], "--gates")

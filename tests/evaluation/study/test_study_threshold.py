@@ -45,13 +45,25 @@ def test_exact_margins_survive_rounding() -> None:
 
 def test_interval_is_that_of_resampled_problems() -> None:
     certain = near_lossless(np.ones(50), scores(50, 50, 0, n=50), SPARSITIES, 0.02)
-    assert (certain["sparsity"], certain["low"], certain["high"], certain["support"]) == (0.4, 0.4, 0.4, 1.0)
-    assert certain["not_excluded"] == wilson_interval(0, 50)[1]  # no width, but not certain: 7.1 points
-    # one of 100 problems is lost at 0.6: a resample without it or with it once or twice is near-lossless at 2 points
+    assert (certain["sparsity"], certain["low"], certain["high"], certain["support"]) == (
+        0.4,
+        0.4,
+        0.4,
+        1.0,
+    )
+    assert (
+        certain["not_excluded"] == wilson_interval(0, 50)[1]
+    )  # no width, but not certain: 7.1 points
+    # one of 100 problems is lost at 0.6: a resample without it or with it once or twice is
+    # near-lossless at 2 points
     found = near_lossless(np.ones(100), scores(100, 100, 99), SPARSITIES, 0.02)
     assert found["sparsity"] == 0.6
-    exact = sum(np.exp(-1) / f for f in (1, 1, 2))  # Poisson limit of the binomial, 0.9197; exact binomial 0.9206
-    assert found["support"] == pytest.approx(exact, abs=0.012)  # 4 standard errors of 10,000 resamples
+    exact = sum(
+        np.exp(-1) / f for f in (1, 1, 2)
+    )  # Poisson limit of the binomial, 0.9197; exact binomial 0.9206
+    assert found["support"] == pytest.approx(
+        exact, abs=0.012
+    )  # 4 standard errors of 10,000 resamples
     assert (found["low"], found["high"]) == (0.4, 0.6)
     assert found["not_excluded"] == wilson_interval(1, 100)[1]
 
@@ -66,12 +78,24 @@ def test_pairs_are_resampled_together() -> None:
 @pytest.mark.parametrize(
     ("n", "margin", "want"),
     [
-        (20, 0.02, "n = 20 excludes a loss of more than 16.1 points, which is above the margin of 2: near-lossless is"),
+        (
+            20,
+            0.02,
+            "n = 20 excludes a loss of more than 16.1 points, which is above the margin of 2: "
+            "near-lossless is",
+        ),
         (200, 0.02, "n = 200 excludes a loss of more than 1.9 points"),
-        (200, 0.01, "n = 200 excludes a loss of more than 1.9 points, which is above the margin of 1: near-lossless"),
+        (
+            200,
+            0.01,
+            "n = 200 excludes a loss of more than 1.9 points, which is above the margin of 1: "
+            "near-lossless",
+        ),
     ],
 )
-def test_few_problems_cannot_show_a_margin(n: int, margin: float, want: str, tmp_path: Path) -> None:
+def test_few_problems_cannot_show_a_margin(
+    n: int, margin: float, want: str, tmp_path: Path
+) -> None:
     found = near_lossless(np.ones(n), scores(n, n, n, n=n), SPARSITIES, margin)
     shown = margin > found["not_excluded"]
     text = excluded_text(found)
@@ -79,7 +103,9 @@ def test_few_problems_cannot_show_a_margin(n: int, margin: float, want: str, tmp
     assert text.endswith("points") == shown
     task = {"methods": {"RLKV": found}, "published": []}
     metrics = {"sparsities": list(SPARSITIES), "margin": margin, "tasks": {"tiny": task}}
-    assert [text in line for line in NearLossless().findings(metrics)] == ([False] if shown else [False, True])
+    assert [text in line for line in NearLossless().findings(metrics)] == (
+        [False] if shown else [False, True]
+    )
     page = Page("t")
     NearLossless().write(metrics, page, tmp_path)
     (table,) = (block for block in page.blocks if isinstance(block, Table))

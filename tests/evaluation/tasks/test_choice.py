@@ -20,7 +20,12 @@ def load(folder: Path, task: str, *rows: dict[str, Any]) -> list[EvalProblem]:
 
 def gpqa_row(number: int, **more: Any) -> dict[str, Any]:
     wrong = {f"Incorrect Answer {i}": f"wrong {i}\n" for i in (1, 2, 3)}
-    row = {"Question": f"Question {number}?", "Correct Answer": " right ", **wrong, "Record ID": f"rec{number}"}
+    row = {
+        "Question": f"Question {number}?",
+        "Correct Answer": " right ",
+        **wrong,
+        "Record ID": f"rec{number}",
+    }
     return {**row, "Explanation": "e", "High-level domain": "Physics", **more}
 
 
@@ -57,7 +62,13 @@ def test_broken_gpqa_rows_are_named(tmp_path: Path, name: str) -> None:
 
 def test_longreason_takes_the_whole_prompt(tmp_path: Path) -> None:
     prompt = "A long text.\n\nWho is it?\nA. Ann\nB. Bob\nC. Cid\nD. Dan\nE. Eve"
-    row = {"example_idx": 3, "prompt": prompt, "question": "Who is it?", "background": "A long text.", "answer": "E"}
+    row = {
+        "example_idx": 3,
+        "prompt": prompt,
+        "question": "Who is it?",
+        "background": "A long text.",
+        "answer": "E",
+    }
     (problem,) = load(tmp_path, "longreason:8k", row)
     assert (problem.id, problem.answer) == ("longreason:8k/3", "E")
     assert problem.prompt.startswith(prompt)

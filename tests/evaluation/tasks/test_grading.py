@@ -21,9 +21,14 @@ from tests.helpers.programs import load_program
 DATA = SHARED / "data"
 PROGRAM = ROOT / "inference" / "check_graders.py"
 GRADERS = load_program("inference/check_graders.py")
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the benchmarks' files (../shared/data) are not here")
+needs_data = pytest.mark.skipif(
+    not DATA.is_dir(), reason="the benchmarks' files (../shared/data) are not here"
+)
 ADD = EvalProblem(
-    "mbpp/1", "p", "def add(a, b):\n    return a + b", {"tests": ["assert add(1, 2) == 3"], "setup": "", "problem": "p"}
+    "mbpp/1",
+    "p",
+    "def add(a, b):\n    return a + b",
+    {"tests": ["assert add(1, 2) == 3"], "setup": "", "problem": "p"},
 )
 
 
@@ -42,7 +47,10 @@ ADD = EvalProblem(
         ("```python\nx = 1\n```python\nx = 2\n```", "x = 2\n"),
         ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
         ("def f():\n    return 1", "def f():\n    return 1"),
-        ("Here it is:\nimport re\ndef f():\n    return 1\nThat is all.", "import re\ndef f():\n    return 1"),
+        (
+            "Here it is:\nimport re\ndef f():\n    return 1\nThat is all.",
+            "import re\ndef f():\n    return 1",
+        ),
         ("```bash\nls\n```", None),
         ("I cannot do it.", None),
         ("", None),
@@ -57,7 +65,9 @@ def test_the_program_in_a_completion(text: str, program: str | None) -> None:
 def test_maths_verdicts() -> None:
     problem = EvalProblem("math500/1", "p", r"\frac{1}{2}")
     task = TASKS["math500"]
-    assert task.grade(r"Therefore, the final answer is: $\boxed{0.5}$. I hope it is correct", problem)
+    assert task.grade(
+        r"Therefore, the final answer is: $\boxed{0.5}$. I hope it is correct", problem
+    )
     assert not task.grade(r"\boxed{2}", problem)
     assert not task.grade("", problem)
 
@@ -75,7 +85,9 @@ def test_code_verdicts() -> None:
     assert task.grade(f"Here:\n```python\n{ADD.answer}\n```", ADD)
     assert not task.grade("```python\ndef add(a, b):\n    return a - b\n```", ADD)
     assert not task.grade("I cannot.", ADD)
-    ready = EvalProblem("mbpp/2", "p", "", {"tests": ["assert add(1, 2) == THREE"], "setup": "THREE = 3"})
+    ready = EvalProblem(
+        "mbpp/2", "p", "", {"tests": ["assert add(1, 2) == THREE"], "setup": "THREE = 3"}
+    )
     assert task.grade(f"```python\n{ADD.answer}\n```", ready)
 
 
@@ -115,14 +127,26 @@ def test_the_program_writes_counts_and_misses(
 ) -> None:
     rows = {
         "gsm8k_test": [{"question": f"q{i}", "answer": f"#### {i}"} for i in (3, 4)],
-        "math500": [{"problem": "p", "answer": "5", "solution": r"\boxed{6}"}, {"problem": "p", "answer": "x=5"}],
+        "math500": [
+            {"problem": "p", "answer": "5", "solution": r"\boxed{6}"},
+            {"problem": "p", "answer": "x=5"},
+        ],
         "aime24": [{"problem": "p", "answer": "7"}],
         "aime25": [{"prompt": "p", "answer": 8}],
     }
     for name, content in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     out = tmp_path / "out"
-    argv = ["check_graders.py", "--data", str(tmp_path), "--output-dir", str(out), "--no-code", "--workers", "1"]
+    argv = [
+        "check_graders.py",
+        "--data",
+        str(tmp_path),
+        "--output-dir",
+        str(out),
+        "--no-code",
+        "--workers",
+        "1",
+    ]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(PROGRAM), run_name="__main__")
@@ -137,7 +161,9 @@ def test_the_program_writes_counts_and_misses(
         ("aime25", 1, 0),
     ]
     table = (out / "graders.md").read_text()
-    assert "| math500 | answer in the prompt's form | 2 of 2 (100.00%) | 0 of 2 (0.00%) |" in table  # x=5 is 5
+    assert (
+        "| math500 | answer in the prompt's form | 2 of 2 (100.00%) | 0 of 2 (0.00%) |" in table
+    )  # x=5 is 5
     assert "| aime24 | answer in the prompt's form | 1 of 1 (100.00%) | none |" in table
     assert "MBPP" not in table
     assert "gsm8k" in capsys.readouterr().out

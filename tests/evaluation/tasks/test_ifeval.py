@@ -15,17 +15,26 @@ from rlkv.evaluation.tasks import registry as ifeval
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS, load_task
 
-needs_checkers = pytest.mark.skipif(find_spec("lm_eval") is None, reason="rlkv[ifeval] is not installed")
+needs_checkers = pytest.mark.skipif(
+    find_spec("lm_eval") is None, reason="rlkv[ifeval] is not installed"
+)
 
 
 @pytest.fixture
 def sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """NLTK's punkt_tab for English with three abbreviations; the real one is not on the package index."""
+    """NLTK's punkt_tab for English with three abbreviations.
+
+    The real one is not on the package index.
+    """
     import nltk
 
     folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
     folder.mkdir(parents=True)
-    for name, content in {"abbrev_types.txt": "dr\nmr\ne.g\n", "sent_starters.txt": "", "collocations.tab": ""}.items():
+    for name, content in {
+        "abbrev_types.txt": "dr\nmr\ne.g\n",
+        "sent_starters.txt": "",
+        "collocations.tab": "",
+    }.items():
         (folder / name).write_text(content)
     (folder / "ortho_context.tab").write_text("the\t34\n")
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
@@ -36,7 +45,13 @@ def sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def load(folder: Path, *instructions: tuple[str, dict[str, Any]], **more: Any) -> EvalProblem:
     names, arguments = [name for name, _ in instructions], [kwargs for _, kwargs in instructions]
-    row = {"key": 1000, "prompt": "Write it.", "instruction_id_list": names, "kwargs": arguments, **more}
+    row = {
+        "key": 1000,
+        "prompt": "Write it.",
+        "instruction_id_list": names,
+        "kwargs": arguments,
+        **more,
+    }
     file = folder / "ifeval.jsonl"
     file.write_text(json.dumps(row) + "\n")
     return load_task("ifeval", file)[0]
@@ -48,7 +63,12 @@ def load(folder: Path, *instructions: tuple[str, dict[str, Any]], **more: Any) -
     ("name", "arguments", "good", "bad"),
     [
         ("punctuation:no_comma", {}, "One two.", "One, two."),
-        ("length_constraints:number_words", {"relation": "at least", "num_words": 4}, "a b c d", "a b c"),
+        (
+            "length_constraints:number_words",
+            {"relation": "at least", "num_words": 4},
+            "a b c d",
+            "a b c",
+        ),
         (
             "length_constraints:number_sentences",
             {"relation": "less than", "num_sentences": 3},
@@ -56,28 +76,54 @@ def load(folder: Path, *instructions: tuple[str, dict[str, Any]], **more: Any) -
             "He came. He sat. He left.",
         ),
         ("keywords:existence", {"keywords": ["cache"]}, "The cache is full.", "It is full."),
-        ("keywords:forbidden_words", {"forbidden_words": ["head"]}, "All of it.", "Every head of it."),
+        (
+            "keywords:forbidden_words",
+            {"forbidden_words": ["head"]},
+            "All of it.",
+            "Every head of it.",
+        ),
         ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a: 1}"),
         ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n* b", "* a"),
-        ("change_case:english_lowercase", {}, "this is a sentence in english.", "This is a sentence in English."),
-        ("language:response_language", {"language": "de"}, "Das ist ein ganz normaler deutscher Satz.", "It is not."),
-        ("startend:end_checker", {"end_phrase": "That is all."}, "Hm. That is all.", "That is all. Hm."),
+        (
+            "change_case:english_lowercase",
+            {},
+            "this is a sentence in english.",
+            "This is a sentence in English.",
+        ),
+        (
+            "language:response_language",
+            {"language": "de"},
+            "Das ist ein ganz normaler deutscher Satz.",
+            "It is not.",
+        ),
+        (
+            "startend:end_checker",
+            {"end_phrase": "That is all."},
+            "Hm. That is all.",
+            "That is all. Hm.",
+        ),
         ("startend:quotation", {}, '"quoted"', "not quoted"),
     ],
 )
-def test_checkers(tmp_path: Path, name: str, arguments: dict[str, Any], good: str, bad: str) -> None:
+def test_checkers(
+    tmp_path: Path, name: str, arguments: dict[str, Any], good: str, bad: str
+) -> None:
     # copies on the hub give every instruction all arguments, most of them null
     problem = load(tmp_path, (name, {"num_sections": None, **arguments}))
     grade = TASKS["ifeval"].grade
     assert grade(good, problem)
-    assert grade(f"<think>Well, let me see, {bad}</think>\n\n{good}", problem), "thoughts do not count"
+    assert grade(f"<think>Well, let me see, {bad}</think>\n\n{good}", problem), (
+        "thoughts do not count"
+    )
     assert not grade(bad, problem)
 
 
 @needs_checkers
 @pytest.mark.usefixtures("sentences")
 def test_all_instructions_must_be_followed(tmp_path: Path) -> None:
-    problem = load(tmp_path, ("punctuation:no_comma", {}), ("keywords:existence", {"keywords": ["red"]}))
+    problem = load(
+        tmp_path, ("punctuation:no_comma", {}), ("keywords:existence", {"keywords": ["red"]})
+    )
     assert (problem.id, problem.prompt) == ("ifeval/1000", "Write it.")
     assert problem.meta["checkers"], "another version of the checkers is another run"
     assert TASKS["ifeval"].grade("A red one.", problem)
@@ -97,13 +143,17 @@ def test_all_instructions_must_be_followed(tmp_path: Path) -> None:
         (("punctuation:no_comma", {}), {"prompt": ""}),
     ],
 )
-def test_broken_rows_are_named(tmp_path: Path, instruction: tuple[str, dict[str, Any]], more: dict[str, Any]) -> None:
+def test_broken_rows_are_named(
+    tmp_path: Path, instruction: tuple[str, dict[str, Any]], more: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match="line 1"):
         load(tmp_path, instruction, **more)
 
 
 @needs_checkers
-def test_without_sentence_data_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sentence_data_the_error_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [])
@@ -112,7 +162,9 @@ def test_without_sentence_data_the_error_says_how_to_get_it(tmp_path: Path, monk
         load(tmp_path, ("punctuation:no_comma", {}))
 
 
-def test_without_the_checkers_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_checkers_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "nltk", None)
     ifeval._checkers.cache_clear()
     with pytest.raises(ValueError, match=r"rlkv\[ifeval\]"):

@@ -105,19 +105,30 @@ def test_letters_beyond_the_options_are_no_answer() -> None:
 
 
 @pytest.mark.parametrize("option", "ABCDEFGHIJ")
-@pytest.mark.parametrize("style", ["Answer: {}", "The answer is ({}).", "\\boxed{{{}}}", "{}", "({}) 5 m/s"])
+@pytest.mark.parametrize(
+    "style", ["Answer: {}", "The answer is ({}).", "\\boxed{{{}}}", "{}", "({}) 5 m/s"]
+)
 def test_every_option_in_every_common_style(option: str, style: str) -> None:
     assert extract_letter(style.format(option), 10) == option
     assert extract_letter(style.format(option.lower()), 10) == option
 
 
 @pytest.mark.parametrize(
-    "text", ["the answer is " * 5000, "\\text{" * 5000, "(A) " * 20000, "answer a a a a a a " * 3000, "\\boxed{" * 3000]
+    "text",
+    [
+        "the answer is " * 5000,
+        "\\text{" * 5000,
+        "(A) " * 20000,
+        "answer a a a a a a " * 3000,
+        "\\boxed{" * 3000,
+    ],
 )
 def test_long_texts_take_no_time(text: str) -> None:
     started = time.monotonic()
     extract_letter(text, 10)
-    assert time.monotonic() - started < 60  # seconds where reading is linear, minutes where it is not
+    assert (
+        time.monotonic() - started < 60
+    )  # seconds where reading is linear, minutes where it is not
 
 
 def test_thoughts_that_do_not_end_hold_no_answer() -> None:

@@ -27,8 +27,17 @@ def case(given: str, expected: str, kind: str = "stdin") -> dict[str, str]:
 
 def stdin_row(**more: Any) -> dict[str, Any]:
     return {
-        **{"question_title": "Sum", "question_content": "Add {two} numbers.", "platform": "atcoder"},
-        **{"question_id": "abc1_a", "contest_date": "2025-02-01T00:00:00", "starter_code": "", "difficulty": "medium"},
+        **{
+            "question_title": "Sum",
+            "question_content": "Add {two} numbers.",
+            "platform": "atcoder",
+        },
+        **{
+            "question_id": "abc1_a",
+            "contest_date": "2025-02-01T00:00:00",
+            "starter_code": "",
+            "difficulty": "medium",
+        },
         "public_test_cases": json.dumps([case("1 2\n", "3\n")]),
         "private_test_cases": pack([case("5 6\n", "11\n")]),
         **{"metadata": "{}", **more},
@@ -39,8 +48,17 @@ def method_row(**more: Any) -> dict[str, Any]:
     starter = "class Solution:\n    def pair(self, nums: List[int], k: int) -> List[int]:\n        "
     tests = json.dumps([case("[1, 2, 3]\n1", "[2, 3]", "functional")])
     private = json.dumps([case("[]\n5", "[]", "functional")])  # a file may leave them unpacked
-    names = {"question_id": "3301", "platform": "leetcode", "difficulty": "easy", "starter_code": starter}
-    packed = {"public_test_cases": tests, "private_test_cases": private, "metadata": '{"func_name": "pair"}'}
+    names = {
+        "question_id": "3301",
+        "platform": "leetcode",
+        "difficulty": "easy",
+        "starter_code": starter,
+    }
+    packed = {
+        "public_test_cases": tests,
+        "private_test_cases": private,
+        "metadata": '{"func_name": "pair"}',
+    }
     return stdin_row(**names, **packed, **more)
 
 
@@ -50,7 +68,9 @@ def load(folder: Path, *rows: dict[str, Any], task: str = "livecodebench") -> li
 
 
 def passes(problem: EvalProblem, program: str) -> bool:
-    return TASKS["livecodebench"].grade(f"<think>maybe ```python\nx\n```</think>\n```python\n{program}\n```", problem)
+    return TASKS["livecodebench"].grade(
+        f"<think>maybe ```python\nx\n```</think>\n```python\n{program}\n```", problem
+    )
 
 
 def test_programs_that_read_standard_input(tmp_path: Path) -> None:
@@ -68,7 +88,9 @@ def test_methods_of_solution(tmp_path: Path) -> None:
     (problem,) = load(tmp_path, method_row())
     assert "def pair(self, nums: List[int], k: int)" in problem.prompt
     head = "class Solution:\n    def pair(self, nums: List[int], k: int) -> List[int]:\n        "
-    assert passes(problem, head + "return nums[k:]"), "typing and other modules are there without an import"
+    assert passes(problem, head + "return nums[k:]"), (
+        "typing and other modules are there without an import"
+    )
     assert passes(problem, head + "return tuple(nums[k:])")
     assert passes(problem, "def pair(nums, k):\n    return list(islice(nums, k, None))")
     assert not passes(problem, head + "return nums")
@@ -117,7 +139,9 @@ def test_broken_rows_are_named(tmp_path: Path, more: dict[str, Any]) -> None:
         load(tmp_path, stdin_row(**more))
 
 
-@pytest.mark.parametrize("text", ['[{"input": 5, "output": 6}]', '[{"input": "a"}]', "[" * 100_000, "[1]"])
+@pytest.mark.parametrize(
+    "text", ['[{"input": 5, "output": 6}]', '[{"input": "a"}]', "[" * 100_000, "[1]"]
+)
 def test_tests_of_another_form_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         read_tests(text)

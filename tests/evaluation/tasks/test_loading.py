@@ -1,4 +1,6 @@
-"""Problems of the tasks: from the real files, from rows with the hub's fields, and errors that say what to give."""
+"""Problems of the tasks: from the real files, from rows with the hub's fields, and errors that say
+what to give.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,12 @@ from rlkv.models.prompts import fill_template
 from tests.helpers.paths import ROOT, SHARED
 
 DATA = SHARED / "data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the benchmarks' files (../shared/data) are not here")
+needs_data = pytest.mark.skipif(
+    not DATA.is_dir(), reason="the benchmarks' files (../shared/data) are not here"
+)
 
-INSTRUCTION = "Solve the following math problem efficiently and clearly.  The last line"  # two spaces, as published
+# two spaces, as published
+INSTRUCTION = "Solve the following math problem efficiently and clearly.  The last line"
 
 
 def write(path: Path, *rows: dict) -> Path:
@@ -76,16 +81,47 @@ def test_hub_fields_of_gsm8k_and_thousands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "row", "answer"),
     [
-        ("math500", {"problem": "p", "solution": r"\boxed{\frac{1}{2}}", "answer": r"\frac{1}{2}"}, r"\frac{1}{2}"),
-        ("math500", {"prompt": fill_template("p"), "answer": r"so \boxed{3}"}, "3"),  # Kurt232/bench
-        ("aime24", {"ID": "2024-I-1", "Problem": "p", "Solution": "s", "Answer": 204}, "204"),  # Maxwell-Jia
-        ("aime24", {"id": 60, "problem": "p", "solution": "s", "answer": "204", "url": "u", "year": "2024"}, "204"),
+        (
+            "math500",
+            {"problem": "p", "solution": r"\boxed{\frac{1}{2}}", "answer": r"\frac{1}{2}"},
+            r"\frac{1}{2}",
+        ),
+        (
+            "math500",
+            {"prompt": fill_template("p"), "answer": r"so \boxed{3}"},
+            "3",
+        ),  # Kurt232/bench
+        (
+            "aime24",
+            {"ID": "2024-I-1", "Problem": "p", "Solution": "s", "Answer": 204},
+            "204",
+        ),  # Maxwell-Jia
+        (
+            "aime24",
+            {
+                "id": 60,
+                "problem": "p",
+                "solution": "s",
+                "answer": "204",
+                "url": "u",
+                "year": "2024",
+            },
+            "204",
+        ),
         ("aime25", {"id": "0", "problem": "p", "answer": "70"}, "70"),  # math-ai
         ("aime25", {"question": "p", "answer": "70"}, "70"),  # opencompass
-        ("aime25", {"problem_idx": 1, "problem": "p", "answer": 70, "problem_type": ["x"]}, "70"),  # MathArena
+        (
+            "aime25",
+            {"problem_idx": 1, "problem": "p", "answer": 70, "problem_type": ["x"]},
+            "70",
+        ),  # MathArena
         ("aime26", {"problem_idx": 1, "answer": 70, "problem": "p"}, "70"),  # MathArena
         ("aime26", {"problem": "p", "answer": "70", "id": "1"}, "70"),  # math-ai
-        ("hmmt25", {"problem_idx": 1, "answer": r"\sqrt{2}", "problem_type": ["Algebra"], "problem": "p"}, r"\sqrt{2}"),
+        (
+            "hmmt25",
+            {"problem_idx": 1, "answer": r"\sqrt{2}", "problem_type": ["Algebra"], "problem": "p"},
+            r"\sqrt{2}",
+        ),
     ],
 )
 def test_field_names_of_published_copies(tmp_path: Path, name: str, row: dict, answer: str) -> None:
@@ -94,8 +130,15 @@ def test_field_names_of_published_copies(tmp_path: Path, name: str, row: dict, a
 
 
 def test_hub_fields_of_mbpp(tmp_path: Path) -> None:
-    full = {"task_id": 11, "text": "Do it.", "code": "def f():\r\n    return 1", "test_list": ["assert f() == 1"]}
-    problem = load_task("mbpp", write(tmp_path / "x.jsonl", {**full, "test_setup_code": "X = 1"}))[0]
+    full = {
+        "task_id": 11,
+        "text": "Do it.",
+        "code": "def f():\r\n    return 1",
+        "test_list": ["assert f() == 1"],
+    }
+    problem = load_task("mbpp", write(tmp_path / "x.jsonl", {**full, "test_setup_code": "X = 1"}))[
+        0
+    ]
     assert (problem.id, problem.answer) == ("mbpp/11", "def f():\n    return 1")
     assert problem.meta["setup"] == "X = 1"
     sanitized = {
@@ -109,13 +152,23 @@ def test_hub_fields_of_mbpp(tmp_path: Path) -> None:
 
 
 def mmlu_row(number: int, category: str = "law", **other: object) -> dict:
-    row = {"question_id": number, "question": f"q{number}?", "options": ["w", "x", "y"], "answer": "B"}
+    row = {
+        "question_id": number,
+        "question": f"q{number}?",
+        "options": ["w", "x", "y"],
+        "answer": "B",
+    }
     return {**row, "answer_index": 1, "category": category, **other}
 
 
 def test_mmlu_pro_takes_its_category(tmp_path: Path) -> None:
-    file = write(tmp_path / "mmlu_pro.jsonl", mmlu_row(1), mmlu_row(2, "computer science"), mmlu_row(3))
-    assert [p.id for p in load_task("mmlu_pro:law", tmp_path)] == ["mmlu_pro:law/1", "mmlu_pro:law/3"]
+    file = write(
+        tmp_path / "mmlu_pro.jsonl", mmlu_row(1), mmlu_row(2, "computer science"), mmlu_row(3)
+    )
+    assert [p.id for p in load_task("mmlu_pro:law", tmp_path)] == [
+        "mmlu_pro:law/1",
+        "mmlu_pro:law/3",
+    ]
     problem = load_task("mmlu_pro:computer_science", file)[0]
     assert problem.answer == "B"
     assert "LETTER is one of ABC." in problem.prompt
@@ -144,7 +197,10 @@ def test_mmlu_pro_samples_500_once_and_for_all(tmp_path: Path) -> None:
 
 def test_padded_options_are_dropped(tmp_path: Path) -> None:
     row = mmlu_row(1, options=["w", "x", "N/A", "N/A"])
-    assert load_task("mmlu_pro:law", write(tmp_path / "x.jsonl", row))[0].meta["options"] == ["w", "x"]
+    assert load_task("mmlu_pro:law", write(tmp_path / "x.jsonl", row))[0].meta["options"] == [
+        "w",
+        "x",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -231,14 +287,20 @@ def test_the_tasks_cannot_be_changed() -> None:
 
 
 def test_braces_in_problems_stay() -> None:
-    assert fill("{problem} / {tests}", {"problem": "{tests} {x}", "tests": "{problem}"}) == "{tests} {x} / {problem}"
+    assert (
+        fill("{problem} / {tests}", {"problem": "{tests} {x}", "tests": "{problem}"})
+        == "{tests} {x} / {problem}"
+    )
 
 
 def test_one_file_is_not_the_data_of_two_tasks(tmp_path: Path) -> None:
     file = write(tmp_path / "aime24.jsonl", {"problem": "1 + 1 ?", "answer": "2"})
     with pytest.raises(ValueError, match=r"aime24\.jsonl.*--tasks"):
         find_tasks(["aime24", "math500"], file)
-    assert [task.name for task in find_tasks(["aime24", "math500"], tmp_path)] == ["aime24", "math500"]
+    assert [task.name for task in find_tasks(["aime24", "math500"], tmp_path)] == [
+        "aime24",
+        "math500",
+    ]
     assert [task.name for task in find_tasks(["aime24"], file)] == ["aime24"]
     assert len(find_tasks(["aime24", "math500"], None)) == 2
 
@@ -250,7 +312,9 @@ def test_a_task_is_named_once() -> None:
 
 def test_a_maths_task_takes_the_template_of_the_gates() -> None:
     def gates(template: str | None) -> HeadGates:
-        return HeadGates(alpha=torch.ones(1, 2), training={} if template is None else {"template": template})
+        return HeadGates(
+            alpha=torch.ones(1, 2), training={} if template is None else {"template": template}
+        )
 
     assert trained_template([gates("plain"), gates("plain")]) == "plain"
     for others in ([gates("plain"), gates("boxed")], [gates("rlkv")], [gates(None)], []):

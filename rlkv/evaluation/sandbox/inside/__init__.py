@@ -1,1 +1,3 @@
-"""What runs in the processes of the sandbox, which import this folder by its path: standard library only."""
+"""What runs in the processes of the sandbox, which import this folder by its path: standard library
+only.
+"""

@@ -15,17 +15,23 @@ from . import worker
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether both texts have the same lines, up to white space around them; numbers may be written differently.
+    """Whether both texts have the same lines, up to white space around them.
+
+    Numbers may be written differently.
 
     What counts as the expected output or value is as in LiveCodeBench's evaluation.
     """
-    lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (found, expected))
+    lines, wanted = (
+        [line.strip() for line in text.strip().split("\n")] for text in (found, expected)
+    )
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
 
 
 def _same_line(found: str, expected: str) -> bool:
     try:
-        return found == expected or [*map(Decimal, found.split())] == [*map(Decimal, expected.split())]
+        return found == expected or [*map(Decimal, found.split())] == [
+            *map(Decimal, expected.split())
+        ]
     except InvalidOperation:
         return False
 
@@ -36,7 +42,10 @@ def same_value(found: Any, expected: Any) -> bool:
 
 
 def main() -> NoReturn:
-    """Start the worker, write what shuts it in, read the job, write the verdict; end by SIGALRM if too late."""
+    """Start the worker, write what shuts it in, read the job, write the verdict.
+
+    End by SIGALRM if too late.
+    """
     options = json.loads(sys.argv[2])
     os.chdir(options["folder"])
     # held back until the handler, which removes the folder, is there
@@ -62,13 +71,21 @@ def main() -> NoReturn:
             program.evaluate(where, test)
         program.ask("len", "")  # it has not left
     except BaseException as error:
-        reason = "failed" if isinstance(error, AssertionError) else "memory" if type(error) is MemoryError else "error"
+        reason = (
+            "failed"
+            if isinstance(error, AssertionError)
+            else "memory"
+            if type(error) is MemoryError
+            else "error"
+        )
         program.end(reason, f"{program.where}: {type(error).__name__}: {error}")
     program.end("passed", "")
 
 
 class Program(dict[str, Any]):
-    """The program in the worker, and the tests' names: their own, then modules and builtins, then the program's."""
+    """The program in the worker, and the tests' names: their own, then modules and builtins, then
+    the program's.
+    """
 
     def __init__(self, command: list[str], folder: str) -> None:
         super().__init__(__name__="tests")
@@ -83,14 +100,20 @@ class Program(dict[str, Any]):
         Remote._ask = self.ask
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Plain data or ``Remote``; an exception of the program is raised as the builtin of its name, if any."""
+        """Plain data or ``Remote``; an exception of the program is raised as the builtin of its
+        name, if any.
+        """
         self.requests.write(json.dumps(worker.encode((operation, args, kwargs))) + "\n")
         kind, *content = worker.decode(self.receive())
         if kind == "value":
             return content[0]
         name, message = map(str, content)
         known = getattr(builtins, name, None)
-        if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, UnicodeError):
+        if (
+            isinstance(known, type)
+            and issubclass(known, Exception)
+            and not issubclass(known, UnicodeError)
+        ):
             raise known(message)
         raise Exception(f"{name}: {message}")
 
@@ -99,7 +122,9 @@ class Program(dict[str, Any]):
         if line := self.answers.readline():
             return json.loads(line)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        number = -code if code < 0 else max(0, code - 128)  # bubblewrap's code for a signal is 128 + its number
+        number = (
+            -code if code < 0 else max(0, code - 128)
+        )  # bubblewrap's code for a signal is 128 + its number
         reason = "timeout" if number == signal.SIGXCPU else "killed" if number else "exit"
         self.end(reason, f"the program ended with {code}")
 
@@ -113,7 +138,10 @@ class Program(dict[str, Any]):
         os._exit(0)
 
     def evaluate(self, where: str, test: str) -> None:
-        """Run one test. If it names only builtins, the program's function has the name of one (MBPP 126: sum)."""
+        """Run one test.
+
+        If it names only builtins, the program's function has the name of one (MBPP 126: sum).
+        """
         code = compile(test, where, "exec")
         self.where, self.tests, self.used = where, self.tests + test, ""
         self.shadowed = {*code.co_names} <= {*dir(builtins)}
@@ -132,7 +160,9 @@ class Program(dict[str, Any]):
 
 
 class Remote:
-    """An object of the program: it can be called and read, never compared (its own ``__eq__`` may say anything)."""
+    """An object of the program: it can be called and read, never compared (its own ``__eq__`` may
+    say anything).
+    """
 
     _ask: Callable[..., Any]
 
@@ -147,6 +177,10 @@ class Remote:
 
 
 for _name in ("call", "getattr", "setattr", "getitem", "len", "bool", "str", "repr"):
-    setattr(Remote, f"__{_name}__", lambda *args, _name=_name, **kwargs: Remote._ask(_name, *args, **kwargs))
+    setattr(
+        Remote,
+        f"__{_name}__",
+        lambda *args, _name=_name, **kwargs: Remote._ask(_name, *args, **kwargs),
+    )
 worker.KINDS[Remote] = (lambda remote: remote.__dict__["_number"], Remote)
 worker.READERS["object"] = Remote

@@ -1,7 +1,10 @@
-"""The untrusted process: shuts itself in, runs the program, then answers the judge's calls. It holds no secret.
+"""The untrusted process: shuts itself in, runs the program, then answers the judge's calls.
 
-Plain data travels as JSON. Values are rebuilt as exact types: an object with its own ``__eq__`` never arrives, and
-subclasses lose their type (``Counter`` becomes ``dict``). Other objects stay here; the judge knows them by a number.
+It holds no secret.
+
+Plain data travels as JSON. Values are rebuilt as exact types: an object with its own ``__eq__``
+never arrives, and subclasses lose their type (``Counter`` becomes ``dict``). Other objects stay
+here; the judge knows them by a number.
 """
 
 import ctypes
@@ -25,9 +28,12 @@ from typing import Any, NoReturn
 
 PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38  # prctl(2)
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# The system calls of a program that computes, reads and writes files, waits, and has threads: name, number on x86_64,
-# number on aarch64 if there is one. All others are refused: signals, System V IPC, message queues, keys, owners, modes,
-# times and attributes of files, priorities, processes, sockets, and what a kernel will have one day.
+# The system calls of a program that computes, reads and writes files, waits, and has threads: name,
+# number on x86_64,
+# number on aarch64 if there is one. All others are refused: signals, System V IPC, message queues,
+# keys, owners, modes,
+# times and attributes of files, priorities, processes, sockets, and what a kernel will have one
+# day.
 ALLOWED = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 lseek:8:62 close:3:57
 close_range:436:436 dup:32:23 dup2:33 dup3:292:24 pipe:22 pipe2:293:59 sendfile:40:71
@@ -52,16 +58,31 @@ setsockopt:54:208 getsockname:51:204 getpeername:52:205
 """
 # Allowed where an argument, cut to a mask, has one of these values: (argument, mask, values)
 THREAD, TRUNCATE, WORD = 0x10000, 0x200, 0xFFFFFFFF
-OPENED = (0, 1, 2, TRUNCATE | 1, TRUNCATE | 2)  # older Landlock lets a file that is opened for reading be truncated
+OPENED = (
+    0,
+    1,
+    2,
+    TRUNCATE | 1,
+    TRUNCATE | 2,
+)  # older Landlock lets a file that is opened for reading be truncated
 WITH_ARGUMENTS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
     "clone:56:220": [(0, THREAD, (THREAD,))],
     "open:2": [(1, TRUNCATE | 3, OPENED)],
     "openat:257:56": [(2, TRUNCATE | 3, OPENED)],
-    "fcntl:72:25": [(1, WORD, (0, 1, 2, 3, 4, 5, 6, 7, 1030))],  # copies, flags and locks; not owners and signals
-    "ioctl:16:29": [(1, WORD, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))],  # what isatty and asyncio ask
+    "fcntl:72:25": [
+        (1, WORD, (0, 1, 2, 3, 4, 5, 6, 7, 1030))
+    ],  # copies, flags and locks; not owners and signals
+    "ioctl:16:29": [
+        (1, WORD, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))
+    ],  # what isatty and asyncio ask
     "prctl:157:167": [(0, WORD, (15, 16))],  # names of threads
-    "prlimit64:302:261": [(0, WORD, (0,))],  # the own limits, which cannot be raised: programs ask for a larger stack
-    "socketpair:53:199": [(0, WORD, (1,)), (1, 0xF, (1,))],  # a stream: datagrams could be sent to other sockets
+    "prlimit64:302:261": [
+        (0, WORD, (0,))
+    ],  # the own limits, which cannot be raised: programs ask for a larger stack
+    "socketpair:53:199": [
+        (0, WORD, (1,)),
+        (1, 0xF, (1,)),
+    ],  # a stream: datagrams could be sent to other sockets
 }
 NEWER_CALLS = 435  # do not exist, so that the C library takes the older ones
 
@@ -70,20 +91,25 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def call(name: str, *arguments: object) -> int:
     """Call a function of the C library; OSError where it returns -1."""
-    result = int(getattr(_libc, name)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments)))
+    result = int(
+        getattr(_libc, name)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments))
+    )
     if result == -1:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
-def isolate(folder: str, readable: list[str], devices: list[str], landlock: int, limits: dict[str, int]) -> int:
+def isolate(
+    folder: str, readable: list[str], devices: list[str], landlock: int, limits: dict[str, int]
+) -> int:
     """Shut this process in for good; OSError if the kernel refuses.
 
     Args:
         folder: the only place for files.
         readable: what may be read besides.
         devices: what may be read and written besides.
-        landlock: the newest version of Landlock to use; 0: none, since bubblewrap has hidden all other files.
+        landlock: the newest version of Landlock to use; 0: none, since bubblewrap has hidden all
+            other files.
 
     Returns:
         The version of Landlock that was used.
@@ -91,7 +117,12 @@ def isolate(folder: str, readable: list[str], devices: list[str], landlock: int,
     call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
     call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
-    bounds = {"CORE": 0, "AS": limits["memory_bytes"], "FSIZE": limits["file_bytes"], "NOFILE": limits["open_files"]}
+    bounds = {
+        "CORE": 0,
+        "AS": limits["memory_bytes"],
+        "FSIZE": limits["file_bytes"],
+        "NOFILE": limits["open_files"],
+    }
     for name, value in bounds.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     # SIGXCPU first, which tells the judge why; SIGKILL for a program that handles it
@@ -102,9 +133,15 @@ def isolate(folder: str, readable: list[str], devices: list[str], landlock: int,
 
 
 def _restrict_files(readable: list[str], own: list[str], newest: int) -> int:
-    """Landlock: only ``readable`` and ``own`` can be read, only ``own`` written (userspace-api/landlock.rst)."""
+    """Landlock: only ``readable`` and ``own`` can be read, only ``own`` written
+    (userspace-api/landlock.rst).
+    """
     version = min(newest, call("syscall", 444, None, 0, 1))
-    everything, network, scopes = (1 << min(12 + version, 15)) - 1, 3 * (version >= 4), 3 * (version >= 6)
+    everything, network, scopes = (
+        (1 << min(12 + version, 15)) - 1,
+        3 * (version >= 4),
+        3 * (version >= 6),
+    )
     read, file_rights = 0b1100, 0x4007  # read file, read folder; the rights that exist for files
     ruleset = call("syscall", 444, struct.pack("3Q", everything, network, scopes), 24, 0)
     for path in filter(os.path.exists, [*readable, *own]):
@@ -119,9 +156,15 @@ def filter_calls() -> None:
     """Allow ``ALLOWED`` and ``WITH_ARGUMENTS`` and no other system call from now on (seccomp)."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
-        raise OSError(f"no filter of system calls for {machine}: only for {' and '.join(ARCHITECTURES)}")
+        raise OSError(
+            f"no filter of system calls for {machine}: only for {' and '.join(ARCHITECTURES)}"
+        )
     load, equal, at_least, mask, answer = 0x20, 0x15, 0x35, 0x54, 0x06
-    allow, refuse, not_there = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x50001), (answer, 0, 0, 0x50026)
+    allow, refuse, not_there = (
+        (answer, 0, 0, 0x7FFF0000),
+        (answer, 0, 0, 0x50001),
+        (answer, 0, 0, 0x50026),
+    )
     steps = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), refuse, (load, 0, 0, 0)]
     column = list(ARCHITECTURES).index(machine) + 1
     for entry in [*ALLOWED.split(), *WITH_ARGUMENTS]:
@@ -159,7 +202,10 @@ def encode(value: Any) -> list[Any]:
     for kind in type(value).__mro__:
         if kind in KINDS:
             content = KINDS[kind][0](value)
-            return [kind.__name__, content if type(content) is str else [encode(item) for item in content]]
+            return [
+                kind.__name__,
+                content if type(content) is str else [encode(item) for item in content],
+            ]
     raise TypeError(f"a test passes {type(value).__name__} to the program: use plain data")
 
 
@@ -170,7 +216,9 @@ def decode(form: list[Any]) -> Any:
 
 
 def run(module: types.ModuleType, source: str, stdin: str | None) -> None:
-    """Execute ``source`` as ``module``, or with a text for standard input as ``__main__``: then ``output`` remains."""
+    """Execute ``source`` as ``module``, or with a text for standard input as ``__main__``: then
+    ``output`` remains.
+    """
     if stdin is None:
         exec(compile(source, "solution.py", "exec"), module.__dict__)
         return
@@ -179,7 +227,9 @@ def run(module: types.ModuleType, source: str, stdin: str | None) -> None:
     with open("stdin", "w+b") as given, open("stdout", "w+b") as written:
         given.write(stdin.encode())
         given.seek(0)
-        os.dup2(given.fileno(), 0)  # files, not objects in their place: programs open(0) and write to 1, too
+        os.dup2(
+            given.fileno(), 0
+        )  # files, not objects in their place: programs open(0) and write to 1, too
         os.dup2(written.fileno(), 1)
         with open(0, closefd=False) as sys.stdin, open(1, "w", closefd=False) as sys.stdout:
             with suppress(SystemExit):
@@ -190,7 +240,9 @@ def run(module: types.ModuleType, source: str, stdin: str | None) -> None:
 
 
 def main() -> NoReturn:
-    """Report the isolation; answer requests with ``("value", v)`` or ``("error", exception, message)``."""
+    """Report the isolation; answer requests with ``("value", v)`` or ``("error", exception,
+    message)``.
+    """
     options = json.loads(sys.argv[2])
     requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -206,7 +258,10 @@ def main() -> NoReturn:
         "run": functools.partial(run, module),
         "get": module.__dict__.__getitem__,
         "iter": lambda iterable: list(islice(iterable, 1_000_000)),
-        **{f.__name__: f for f in (operator.call, operator.getitem, getattr, setattr, len, bool, str, repr)},
+        **{
+            f.__name__: f
+            for f in (operator.call, operator.getitem, getattr, setattr, len, bool, str, repr)
+        },
     }
     with os.fdopen(requests) as lines, os.fdopen(replies, "w", buffering=1) as answers:
         answers.write(json.dumps(version) + "\n")

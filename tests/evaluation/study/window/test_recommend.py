@@ -12,7 +12,12 @@ FULL = {"task": np.ones(40)}
 
 def candidate(window: int, solved: int, share: float, sparsity: float = 0.6) -> Candidate:
     """A setting that solves the first ``solved`` of 40 problems."""
-    return Candidate(Sizes(4, window), sparsity, {"task": (np.arange(40) < solved).astype(float)}, {"task": share})
+    return Candidate(
+        Sizes(4, window),
+        sparsity,
+        {"task": (np.arange(40) < solved).astype(float)},
+        {"task": share},
+    )
 
 
 def test_the_fewest_bytes_within_the_margin() -> None:
@@ -33,7 +38,12 @@ def test_of_equal_bytes_the_more_accurate() -> None:
 
 
 def test_within_a_budget_the_most_accurate_then_the_fewest_bytes() -> None:
-    settings = [candidate(8, 30, 0.3), candidate(16, 39, 0.4), candidate(32, 39, 0.35), candidate(64, 40, 0.6)]
+    settings = [
+        candidate(8, 30, 0.3),
+        candidate(16, 39, 0.4),
+        candidate(32, 39, 0.35),
+        candidate(64, 40, 0.6),
+    ]
     assert choose(settings, FULL, 0.02, 0.4) is settings[2]
     assert choose(settings, FULL, 0.02, 0.29) is None
     found = recommend(settings, FULL, 0.02, 0.4)

@@ -1,4 +1,6 @@
-"""rlkv-study window on the tiny model, whole: settings, bytes, equal bytes, files, resuming, gates, bad input."""
+"""rlkv-study window on the tiny model, whole: settings, bytes, equal bytes, files, resuming, gates,
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,36 @@ SIZES = ["4 + 8", "4 + 16", "prompt + 8", "prompt + 16"]
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     problems = tiny.problems(NUM_PROBLEMS, seed=3, min_definitions=3, max_definitions=5)
-    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    (folder / "problems.jsonl").write_text(
+        "".join(json.dumps(problem) + "\n" for problem in problems)
+    )
     return folder
 
 
 def options(inputs: Path, output: Path, *more: str) -> list[str]:
-    words = f"--gates tiny --sinks 4 --windows 8 --sparsities 0.5 0.75 --batch-size 4 --max-new-tokens {TOKENS}"
-    return [*words.split(), "--data", str(inputs / "problems.jsonl"), "--output-dir", str(output), *more]
+    words = (
+        "--gates tiny --sinks 4 --windows 8 --sparsities 0.5 0.75 --batch-size 4 "
+        f"--max-new-tokens {TOKENS}"
+    )
+    return [
+        *words.split(),
+        "--data",
+        str(inputs / "problems.jsonl"),
+        "--output-dir",
+        str(output),
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
 def done(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("window")
     file = str(folder / "gates.safetensors")
-    run_window_study(parse(WindowConfig, arguments=options(inputs, folder, "--margin", "1", "--write-gates", file)))
+    run_window_study(
+        parse(
+            WindowConfig, arguments=options(inputs, folder, "--margin", "1", "--write-gates", file)
+        )
+    )
     return folder
 
 
@@ -57,7 +75,8 @@ def test_every_setting_is_measured_once(done: Path, results: dict[str, Any]) -> 
     assert [len(cells) for cells in found["cells"].values()] == [2] * 4
     names = [condition["rows"] for condition in results["conditions"]]
     assert len(names) == len(set(names)) == len(list((done / "rows").glob("*.jsonl")))
-    # the full cache, 4 sizes at 2 sparsities, and at each a longer window and fewer compressible heads
+    # the full cache, 4 sizes at 2 sparsities, and at each a longer window and fewer compressible
+    # heads
     assert len(names) == 1 + 8 + 4
 
 
@@ -82,11 +101,14 @@ def test_shares_are_bytes_counted_by_hand_on_the_texts_of_the_full_cache(
     texts = {row["key"]: len(row["token_ids"]) - 1 for row in rows if "key" in row}
     problems = [json.loads(line) for line in (inputs / "problems.jsonl").read_text().splitlines()]
     prompts = [
-        len(tokenizer(render_prompt(tokenizer, p["problem"]), add_special_tokens=False).input_ids) for p in problems
+        len(tokenizer(render_prompt(tokenizer, p["problem"]), add_special_tokens=False).input_ids)
+        for p in problems
     ]
     lengths = [
         prompt + texts[key]
-        for prompt, key in zip(prompts, sorted(texts, key=lambda key: int(key.rpartition("/")[2])), strict=True)
+        for prompt, key in zip(
+            prompts, sorted(texts, key=lambda key: int(key.rpartition("/")[2])), strict=True
+        )
     ]
     for name, kept in (
         ("4 + 8", [min(12, n) for n in lengths]),
@@ -106,7 +128,11 @@ def test_the_three_ways_hold_the_same_bytes(results: dict[str, Any]) -> None:
         # a token of up to 18 heads is 0.02 of these texts, a head 0.04
         for name, most in (("bigger window", 0.02), ("fewer compressible heads", 0.04)):
             assert budget - most < ways[name]["share"] <= budget
-        assert ways["fewer compressible heads"]["sparsity"] < step["sparsity"] == ways["bigger window"]["sparsity"]
+        assert (
+            ways["fewer compressible heads"]["sparsity"]
+            < step["sparsity"]
+            == ways["bigger window"]["sparsity"]
+        )
         for way in ways.values():
             added = 100 * (way["share"] - step["base"]["share"])
             gained = way["accuracy"]["mean"] - step["base"]["accuracy"]["mean"]
@@ -134,9 +160,13 @@ def test_gates_are_written_as_recommended(done: Path, results: dict[str, Any]) -
     assert gates.training["window_study"]["sparsity"] == found["sparsity"]
 
 
-def test_a_second_run_decodes_nothing(inputs: Path, done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_decodes_nothing(
+    inputs: Path, done: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {file.name: file.read_bytes() for file in (done / "rows").iterdir()}
-    lines = run_window_study(parse(WindowConfig, arguments=options(inputs, done, "--byte-budget", "0.7")))
+    lines = run_window_study(
+        parse(WindowConfig, arguments=options(inputs, done, "--byte-budget", "0.7"))
+    )
     assert before == {file.name: file.read_bytes() for file in (done / "rows").iterdir()}
     assert "within 70% of the bytes" in lines[0]
 
@@ -159,7 +189,9 @@ def test_the_page_has_the_published_sweeps(done: Path) -> None:
 
 def test_published_sweeps_at_sparsity_06() -> None:
     values = {
-        (where.startswith("github"), model.rpartition("/")[2], task): {name: of.value for name, of in numbers.items()}
+        (where.startswith("github"), model.rpartition("/")[2], task): {
+            name: of.value for name, of in numbers.items()
+        }
         for (where, model, task), numbers in published_sweeps().items()
     }
     assert values[True, "Qwen3-4B-Thinking-2507", "mbpp"] == {
@@ -172,8 +204,12 @@ def test_published_sweeps_at_sparsity_06() -> None:
     assert len(values) == 5
 
 
-def test_without_a_recommendation_no_gates_are_written(inputs: Path, done: Path, tmp_path: Path) -> None:
-    arguments = options(inputs, done, "--byte-budget", "0.01", "--write-gates", str(tmp_path / "gates.pt"))
+def test_without_a_recommendation_no_gates_are_written(
+    inputs: Path, done: Path, tmp_path: Path
+) -> None:
+    arguments = options(
+        inputs, done, "--byte-budget", "0.01", "--write-gates", str(tmp_path / "gates.pt")
+    )
     with pytest.raises(ValueError, match=r"gates\.pt.*--margin"):
         run_window_study(parse(WindowConfig, arguments=arguments))
     assert not (tmp_path / "gates.pt").exists()
@@ -196,7 +232,9 @@ def test_bad_options_are_named(more: list[str], message: str) -> None:
         parse(WindowConfig, arguments=["--gates", "tiny", "--output-dir", "out", *more])
 
 
-def test_the_command_is_a_part_of_rlkv_study(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_is_a_part_of_rlkv_study(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["rlkv-study", "window", "--help"])
     with pytest.raises(SystemExit) as exit_info:
         main()
