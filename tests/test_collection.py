@@ -11,7 +11,7 @@ import sys
 from tests.helpers.paths import ROOT
 
 TESTS = (
-    "tests/attention/test_grouped.py",
+    "tests/attention/test_branches.py",
     "tests/training/test_liger.py",
     "tests/training/test_head_gate.py",
 )

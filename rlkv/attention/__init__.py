@@ -1,6 +1,6 @@
-"""Mixed attention:
+"""Mixed attention: ``alpha * full + (1 - alpha) * local`` per KV head.
 
-``alpha * full + (1 - alpha) * local`` per KV head; registers ``rlkv_mixed`` with transformers.
+Registers ``rlkv_mixed`` with transformers.
 """
 
 from rlkv.attention.call import LocalSizes

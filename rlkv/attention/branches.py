@@ -1,4 +1,4 @@
-"""The two branches of mixed attention: full and local, in the form that is cheapest for the call.
+"""The full and the local branch of mixed attention, in the form that is cheapest for the call.
 
 Shapes: B rows, H KV heads, G query heads per KV head, Q queries, K keys, D size of a head, S sinks,
 W window. Every function takes query ``[B, H * G, Q, D]``, key and value ``[B, H, K, D]`` and
@@ -18,14 +18,22 @@ from torch import Tensor
 
 from rlkv.attention.call import MixedCall, local_rule
 
+# queries per block of the banded form; below it the matrix products are too small to be fast
+MIN_BLOCK = 64
+FLEX_BLOCK = 128  # queries, and keys, of a block of FlexAttention: torch's default
+# one row or several, short or long, with gradients or without, in inference mode, for each model of
+# a process
+VARIANTS_COMPILED = 64
+
 
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """Attention of query ``[B, H * G, Q, D]`` over key and value ``[B, H, K, D]``: query's shape."""
+    """Attend from groups of query heads without copies of their keys, where torch can do it."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.is_cuda and not _flash_attention_takes(query, mask):
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
         groups = 1
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
@@ -33,7 +41,7 @@ def grouped_attention(
 
 
 def _flash_attention_takes(query: Tensor, mask: Tensor | None) -> bool:
-    """Of torch's fused kernels for GPUs only this one has groups.
+    """Whether flash attention serves the call: torch's only fused GPU kernel with groups.
 
     Without it all scores would be held at once.
     """
@@ -41,57 +49,49 @@ def _flash_attention_takes(query: Tensor, mask: Tensor | None) -> bool:
     return mask is None and half and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-# one row or several, short or long, with gradients or without, in inference mode, for each model of
-# a process
-VARIANTS_COMPILED = 64
-FLEX_BLOCK = 128  # queries, and keys, of a block of FlexAttention: torch's default
-# queries per block of the banded form; below it the matrix products are too small to be fast
-MIN_BLOCK = 64
-
-
 def one_query_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """One query per row: the group takes the place of the queries, and no key is copied per head."""
+    """Attend from one query per row: the group takes the place of the queries.
+
+    So the keys of a head are read once, not once per query head, and none is copied.
+    """
     grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])
-    # fused kernels of a GPU give their output transposed, which no view can undo
-    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).reshape(
-        query.shape
-    )
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    # not a view: fused kernels of a GPU give their output transposed
+    return out.reshape(*query.shape[:3], value.shape[-1])
 
 
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """The plain form: ``mask`` is bool ``[B, 1, Q, K]``."""
+    """Attend under an explicit mask, bool ``[B, 1, Q, K]``: the plain form."""
     if query.shape[2] == 1:
         return one_query_attention(query, key, value, mask, scale)
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    key = key.repeat_interleave(groups, dim=1)
+    value = value.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def full_attention(
     query: Tensor, key: Tensor, value: Tensor, call: MixedCall, scale: float
 ) -> Tensor:
-    """Causal attention over everything; without left padding it needs no mask."""
+    """Attend causally to everything; without left padding it needs no mask."""
     rows = call.rows(query.device)
     if call.q_length == 1 and not rows.left and not rows.right:
         return one_query_attention(query, key, value, None, scale)
     if call.q_length == call.kv_length and not rows.left:
         # padding on the right is later than every real token, which therefore never sees it
         return grouped_attention(query, key, value, None, causal=True, scale=scale)
-    return dense_attention(
-        query, key, value, call.dense_local_mask(call.kv_length, 0, query.device), scale
-    )
+    mask = call.dense_local_mask(call.kv_length, 0, query.device)
+    return dense_attention(query, key, value, mask, scale)
 
 
 def local_attention(
     query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
-    """Attention over each row's first ``sink`` tokens and the last ``window`` tokens of every
-    query.
-    """
+    """Attend to each row's first ``sink`` tokens and to the last ``window`` of every query."""
     rows = call.rows(query.device)
     if call.q_length == 1 and not rows.right:
         if call.kv_length > sink + window:
@@ -101,16 +101,12 @@ def local_attention(
             return flex_local_attention(query, key, value, call, sink, window, scale)
         if call.kv_length > sink + window + 2 * MIN_BLOCK:
             return banded_local_attention(query, key, value, call, sink, window, scale)
-    return dense_attention(
-        query, key, value, call.dense_local_mask(sink, window, query.device), scale
-    )
+    mask = call.dense_local_mask(sink, window, query.device)
+    return dense_attention(query, key, value, mask, scale)
 
 
 def _take_sinks(states: Tensor, position_BS: Tensor | None, sink: int) -> Tensor:
-    """The entries at ``position_BS`` int64 ``[B, S]`` (None: the first ``sink``):
-
-    ``[B, H, S, D]``.
-    """
+    """Take the entries at ``position_BS`` int64 ``[B, S]`` (None: the first): ``[B, H, S, D]``."""
     if position_BS is None:
         return states[:, :, :sink]
     index = position_BS[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[-1])
@@ -120,17 +116,21 @@ def _take_sinks(states: Tensor, position_BS: Tensor | None, sink: int) -> Tensor
 def decode_local_attention(
     query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
-    """One query per row, no padding on the right: reads S + W keys instead of all K (K > S + W)."""
+    """Attend from one query per row to S + W keys instead of all K (K > S + W).
+
+    Takes no padding on the right.
+    """
     rows = call.rows(query.device)
     start = call.kv_length - window
 
     def make() -> tuple[Tensor | None, Tensor | None]:
         if not rows.left:
             return None, None
-        position_BS = rows.first[:, None] + torch.arange(sink, device=query.device)
+        first = rows.first[:, None]
+        position_BS = first + torch.arange(sink, device=query.device)
         is_old = position_BS < start  # the others lie in the window already
-        recent = torch.arange(start, call.kv_length, device=query.device) >= rows.first[:, None]
-        mask = torch.cat([is_old, recent], dim=1)[:, None, None, :]
+        is_recent = torch.arange(start, call.kv_length, device=query.device) >= first
+        mask = torch.cat([is_old, is_recent], dim=1)[:, None, None, :]
         return position_BS.clamp(max=call.kv_length - 1), mask
 
     position_BS, mask = call.once(("decode", sink, window, query.device), make)
@@ -144,19 +144,19 @@ def decode_local_attention(
 def banded_local_attention(
     query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
-    """Blocks of C queries, each over the sinks, the W keys before the block and its own C keys:
+    """Attend in blocks of C queries to the sinks, the W keys before the block and its own keys.
 
-    T * (S + W + C).
+    The cost is T * (S + W + C) for T tokens.
     """
     batch, kv_heads, length, size = key.shape
     groups = query.shape[1] // kv_heads
     block = max(window, MIN_BLOCK)
     blocks = -(-length // block)
     extra = blocks * block - length
-    rows = call.rows(query.device)
+    device = query.device
+    rows = call.rows(device)
 
     def make() -> tuple[Tensor | None, Tensor]:
-        device = query.device
         order = torch.arange(blocks * block, device=device).view(blocks, block)
         starts = order[:, :1]
         # positions of the keys of a block: W before it, then its own; the sinks come first, per row
@@ -170,9 +170,9 @@ def banded_local_attention(
         band = local_rule(rows, 0, window)(row, None, queries, position_NJ[None, :, None, :])
         mask = torch.cat([older, band], dim=3)  # [B, blocks, C, S + W + C]
         mask = mask.flatten(0, 1)[:, None].repeat(1, 1, groups, 1)
-        return (position_BS.clamp(max=length - 1) if rows.left else None), mask
+        return position_BS.clamp(max=length - 1) if rows.left else None, mask
 
-    position_BS, mask = call.once(("band", sink, window, groups, query.device), make)
+    position_BS, mask = call.once(("band", sink, window, groups, device), make)
 
     def of_blocks(states: Tensor) -> Tensor:
         own = F.pad(states, (0, 0, 0, extra)).view(batch, kv_heads, blocks, block, size)
@@ -181,9 +181,8 @@ def banded_local_attention(
         return torch.cat([sinks, before, own], dim=3).transpose(1, 2).flatten(0, 1)
 
     padded = F.pad(query, (0, 0, 0, extra)).view(batch, kv_heads, groups, blocks, block, size)
-    grouped = padded.permute(0, 3, 1, 2, 4, 5).reshape(
-        batch * blocks, kv_heads, groups * block, size
-    )
+    by_block = padded.permute(0, 3, 1, 2, 4, 5)
+    grouped = by_block.reshape(batch * blocks, kv_heads, groups * block, size)
     out = F.scaled_dot_product_attention(
         grouped, of_blocks(key), of_blocks(value), attn_mask=mask, scale=scale
     )
@@ -199,8 +198,9 @@ def _compiled_flex() -> Any:
 
 
 def compile_variants(function: Callable[..., Any], **options: Any) -> Any:
-    """``function`` compiled for up to ``VARIANTS_COMPILED`` variants: beyond torch's own 8 it would
-    run uncompiled.
+    """Compile ``function`` for up to ``VARIANTS_COMPILED`` variants.
+
+    Beyond torch's own limit of 8 it would run uncompiled.
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = VARIANTS_COMPILED
@@ -209,8 +209,7 @@ def compile_variants(function: Callable[..., Any], **options: Any) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # in each call, as torch keeps such settings by thread and the backward pass of a GPU has
-        # its own
+        # in each call: torch keeps such settings by thread, and a GPU's backward pass has its own
         with torch._dynamo.config.patch(recompile_limit=VARIANTS_COMPILED):
             return compiled(*args, **kwargs)
 
@@ -218,23 +217,24 @@ def compile_variants(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def local_block_mask(call: MixedCall, sink: int, window: int, device: torch.device) -> Any:
-    """The block mask of FlexAttention, from each row's first and last token.
+    """Make the block mask of FlexAttention from each row's first and last token.
 
     Torch's ``create_block_mask`` makes it out of a dense mask, which takes several bytes for each
     row, query and key: gigabytes for 16 rows of 8k tokens.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    rows, length = call.rows(device), call.kv_length
+    rows = call.rows(device)
+    length = call.kv_length
+    first = rows.first[:, None, None]
+    end = rows.end[:, None, None]
     begin = torch.arange(0, length, FLEX_BLOCK, device=device)
     last = begin + FLEX_BLOCK - 1
-    query, query_last = (
-        begin[:, None],
-        last.clamp(max=length - 1)[:, None],
-    )  # of the blocks of queries
-    first, end = rows.first[:, None, None], rows.end[:, None, None]
-    # the real keys of a block, and those of them that are sinks
-    key, key_last = begin.maximum(first), last.minimum(end - 1)
+    # the queries of a block, the real keys of one, and those of them that are sinks
+    query = begin[:, None]
+    query_last = last.clamp(max=length - 1)[:, None]
+    key = begin.maximum(first)
+    key_last = last.minimum(end - 1)
     sink_last = key_last.minimum(first + sink - 1)
     in_window = (key <= key_last) & (key <= query_last) & (query - key_last < window)
     is_seen = in_window | ((key <= sink_last) & (key <= query_last)) | (query == begin)
@@ -243,16 +243,11 @@ def local_block_mask(call: MixedCall, sink: int, window: int, device: torch.devi
     oldest = begin.maximum(first + sink)
     in_reach = (oldest > last) | (query_last - oldest < window)
     # a block that reaches beyond the text is never one of these
-    is_whole = (
-        (query > begin)
-        & (query + FLEX_BLOCK <= length)
-        & (begin >= first)
-        & (last < end)
-        & in_reach
-    )
+    is_earlier = (query > begin) & (query + FLEX_BLOCK <= length)
+    is_whole = is_earlier & (begin >= first) & (last < end) & in_reach
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """How many blocks of keys each block of queries has, and which: those come first."""
+        """Count the blocks of keys of each block of queries, and list them first."""
         order = blocks[:, None].int().argsort(dim=-1, descending=True, stable=True)
         return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()
 
@@ -268,7 +263,7 @@ def local_block_mask(call: MixedCall, sink: int, window: int, device: torch.devi
 def flex_local_attention(
     query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
-    """FlexAttention with a block mask: no dense mask, which would take ~256 MB a row at 8k tokens."""
+    """Attend by FlexAttention: without a dense mask, about 256 MB a row at 8k tokens."""
     from torch.nn.attention.flex_attention import flex_attention
 
     block_mask = call.once(

@@ -1,5 +1,4 @@
-"""What the layers of one forward call share: where each row's tokens lie, and the masks made from
-that.
+"""What the layers of one forward call share: where the tokens of each row lie, and the masks.
 
 transformers calls the mask function once per forward call and hands its result, a
 :class:`MixedCall`, to each layer.
@@ -55,25 +54,22 @@ def refuse_variants(
         if name in UNDERSTOOD or name in also or value is None:
             continue
         if name == "is_causal":
-            if value:
-                continue
-            name = "is_causal=False"
-        elif value is False:
-            continue
-        ignored.append(name)
+            if not value:
+                ignored.append("is_causal=False")
+        elif value is not False:
+            ignored.append(name)
     if "output_attentions" in ignored:
         raise ValueError(f"{who} does not compute attention weights: leave output_attentions out")
     if ignored:
         raise ValueError(
             f"{who} does not support attention with {', '.join(sorted(ignored))}, which this model "
-            "or call asks for: "
-            "use a model with plain causal softmax attention, without packed sequences"
+            "or call asks for: use a model with plain causal softmax attention, without packed "
+            "sequences"
         )
 
 
 class Unread:
-    """What a mask function or a cache gives to an attention function through a model that must not
-    look into it.
+    """What goes through a model to an attention function, and which the model must not look into.
 
     Raises:
         ValueError: for any use as a tensor.
@@ -94,17 +90,19 @@ class Unread:
     def _refuse(cls, operation: str) -> NoReturn:
         raise ValueError(
             f"the attention modules of this model compute with the {cls.what} themselves "
-            f"({operation}) before they "
-            "call the attention function, so its heads cannot be served or gated one by one: use a "
-            "model that hands "
-            "them on unchanged, such as Llama, Qwen or Mistral"
+            f"({operation}) before they call the attention function, so its heads cannot be served "
+            "or gated one by one: use a model that hands them on unchanged, such as Llama, Qwen or "
+            "Mistral"
         )
 
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """S, the first tokens that the local branch sees, and W, the last ones, the query's own
-    included.
+    """What the local branch sees.
+
+    Attributes:
+        sink: S, the first tokens.
+        window: W, the last ones, the query's own included.
     """
 
     sink: int
@@ -119,14 +117,16 @@ class Rows:
     """Where the real tokens of every row lie.
 
     Attributes:
-        first, end: int64 ``[B]``; real tokens are ``first <= k < end`` of the K key positions.
-        left, right: whether any row is padded on that side.
+        first: int64 ``[B]``, the first real token's place among the K key positions.
+        end: int64 ``[B]``; real tokens are ``first <= k < end``.
+        left: whether any row is padded on the left.
+        right: whether any row is padded on the right.
     """
 
     def __init__(
         self, padding_BK: Tensor | None, batch_size: int, kv_length: int, device: torch.device
     ) -> None:
-        """``padding_BK``: bool, True for real tokens; None: no padding.
+        """Read a mask ``padding_BK``: bool, True for real tokens; None: no padding.
 
         Raises:
             ValueError: for padding between tokens, or a mask of another shape.
@@ -134,10 +134,9 @@ class Rows:
         if padding_BK is not None and padding_BK.shape != (batch_size, kv_length):
             raise ValueError(
                 f"the attention_mask has shape {tuple(padding_BK.shape)}, but the call has "
-                f"{batch_size} rows of "
-                f"{kv_length} tokens, those in the cache included: pass one entry per token"
+                f"{batch_size} rows of {kv_length} tokens, those in the cache included: pass one "
+                "entry per token"
             )
-        self.kv_length = kv_length
         if padding_BK is None or bool(padding_BK.all()):
             self.first = torch.zeros(batch_size, dtype=torch.int64, device=device)
             self.end = torch.full_like(self.first, kv_length)
@@ -150,21 +149,22 @@ class Rows:
         if not bool((solid == padding_BK).all()):
             raise ValueError(
                 "the attention_mask has padding between the tokens of a row: gated attention takes "
-                "padding on the "
-                "left and on the right of a row only"
+                "padding on the left and on the right of a row only"
             )
-        self.left, self.right = bool(self.first.any()), bool((self.end < kv_length).any())
+        self.left = bool(self.first.any())
+        self.right = bool((self.end < kv_length).any())
 
 
 def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, Any], Any]:
-    """The mask of local attention as a function of (row, head, query position, key position),
-    integers or tensors.
+    """Return the mask of local attention as a function of (row, head, query, key).
 
-    True for the row's first ``sink`` real tokens and for the last ``window`` tokens, the query's
-    own included, never for a later token or padding.  A padding query sees itself, so that its
-    softmax is defined.
+    Queries and keys are positions; all four may be integers or tensors.  The result is True for the
+    row's first ``sink`` real tokens and for the last ``window`` tokens, the query's own included,
+    never for a later token or padding.  A padding query sees itself, so that its softmax is
+    defined.
     """
-    first, end = rows.first, rows.end
+    first = rows.first
+    end = rows.end
 
     def visible(row: Any, head: Any, query: Any, key: Any) -> Any:
         kept = (query - key < window) | (key < first[row] + sink)
@@ -176,13 +176,14 @@ def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, A
 
 @dataclass(eq=False)
 class MixedCall(Unread):
-    """One forward call:
+    """One forward call: its queries, its keys, and what its layers compute once.
 
-    ``q_length`` queries that start at position ``q_offset``, over ``kv_length`` keys.
+    S and W come from each layer's gate, so that adapters with different sizes can coexist.
 
-    ``padding_BK`` is the 2D mask; ``make_stock_mask`` makes the mask of the implementation
-    ``sdpa``.  ``sink`` and ``window`` come from each layer's gate, so that adapters with different
-    sizes can coexist.
+    Attributes:
+        q_offset: the position of the first query.
+        padding_BK: the 2D mask.
+        make_stock_mask: makes the mask of the implementation ``sdpa``.
     """
 
     batch_size: int
@@ -196,19 +197,17 @@ class MixedCall(Unread):
     _made: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, computed by the first layer that asks for ``key`` and shared by the others."""
+        """Return ``make()``, computed by the first layer that asks for ``key``."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def stock_mask(self) -> Tensor | None:
-        """The mask that the implementation ``sdpa`` gets: bool ``[B, 1, Q, K]``, or None for plain
-        causal.
-        """
+        """Return the mask of ``sdpa``: bool ``[B, 1, Q, K]``, or None for plain causal."""
         return self.once("stock", self.make_stock_mask)
 
     def rows(self, device: torch.device) -> Rows:
-        """Where each row's real tokens lie, on ``device``."""
+        """Return where each row's real tokens lie, on ``device``."""
 
         def make() -> Rows:
             padding = None if self.padding_BK is None else self.padding_BK.to(device)
@@ -217,15 +216,14 @@ class MixedCall(Unread):
         return self.once(("rows", device), make)
 
     def dense_local_mask(self, sink: int, window: int, device: torch.device) -> Tensor:
-        """Bool ``[B, 1, Q, K]``."""
+        """Return the mask of local attention: bool ``[B, 1, Q, K]``."""
 
         def make() -> Tensor:
             rule = local_rule(self.rows(device), sink, window)
             row = torch.arange(self.batch_size, device=device)[:, None, None, None]
-            query = torch.arange(self.q_offset, self.q_offset + self.q_length, device=device)[
-                :, None
-            ]
-            return rule(row, None, query, torch.arange(self.kv_length, device=device))
+            key = torch.arange(self.kv_length, device=device)
+            query = torch.arange(self.q_length, device=device)[:, None] + self.q_offset
+            return rule(row, None, query, key)
 
         return self.once(("local", sink, window, device), make)
 
@@ -233,10 +231,12 @@ class MixedCall(Unread):
 def mixed_mask(
     *, q_length: int, kv_length: int, q_offset: int | Tensor, **kwargs: Any
 ) -> MixedCall | Tensor | None:
-    """The mask function of ``rlkv_mixed``.  Sliding-window and chunked layers (``local_size``) get
-    their usual mask.
+    """Describe the call: the mask function of ``rlkv_mixed``.
 
-    ValueError with a static cache, whose keys do not end at the query.
+    Sliding-window and chunked layers (``local_size``) get their usual mask.
+
+    Raises:
+        ValueError: with a static cache, whose keys do not end at the query.
     """
     stock_mask = partial(
         sdpa_mask, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs
@@ -246,16 +246,14 @@ def mixed_mask(
     if isinstance(q_offset, Tensor) or kwargs.get("kv_offset") or q_offset + q_length != kv_length:
         raise ValueError(
             "gated attention does not work with a static or offloaded static cache "
-            "(cache_implementation='static'): "
-            "leave cache_implementation at its default"
+            "(cache_implementation='static'): leave cache_implementation at its default"
         )
-    causal = kwargs["mask_function"] is causal_mask_function
     return MixedCall(
-        kwargs["batch_size"],
-        q_length,
-        kv_length,
-        q_offset,
-        kwargs["attention_mask"],
-        causal,
-        stock_mask,
+        batch_size=kwargs["batch_size"],
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        padding_BK=kwargs["attention_mask"],
+        causal=kwargs["mask_function"] is causal_mask_function,
+        make_stock_mask=stock_mask,
     )

@@ -28,18 +28,14 @@ from rlkv.attention.call import (
 )
 from rlkv.utils.devices import leave_cudnn_out
 
-IMPLEMENTATION = (
-    "rlkv_mixed"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
-)
+# without "sdpa", "flash" or "flex_attention" in it: transformers looks for these
+IMPLEMENTATION = "rlkv_mixed"
 PLAIN = "rlkv_plain"  # the same without gates
 GATE = "rlkv_gate"  # the attribute of an attention module that holds its gate
 
 
 class Gate(NamedTuple):
-    """The gate of one layer:
-
-    ``alpha_H`` ``[num_kv_heads]`` (float32 or wider), and the local branch's sizes.
-    """
+    """The gate of one layer: alpha ``[num_kv_heads]``, float32 or wider, and the local sizes."""
 
     alpha_H: Tensor
     sink: int
@@ -47,10 +43,10 @@ class Gate(NamedTuple):
 
 
 def mix(full: Tensor, local: Tensor, alpha_H: Tensor) -> Tensor:
-    """``alpha * full + (1 - alpha) * local`` in float32 or wider, back in the branches' dtype.
+    """Compute ``alpha * full + (1 - alpha) * local`` in float32 or wider.
 
-    ``full`` and ``local`` are ``[B, H * G, Q, D]``.  Exact at alpha 0 and 1; bf16 would round 0.999
-    to 1.
+    ``full`` and ``local`` are ``[B, H * G, Q, D]``, and the result has their shape and dtype.
+    Exact at alpha 0 and 1; bf16 would round 0.999 to 1.
     """
     wide = torch.promote_types(torch.float32, torch.promote_types(full.dtype, alpha_H.dtype))
     grouped = (full.shape[0], alpha_H.shape[0], -1, *full.shape[2:])
@@ -63,9 +59,7 @@ Branch = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _is_mask(alpha_H: Tensor, queries: int) -> bool:
-    """Whether no gradient is wanted, every gate is exactly 1 or exactly 0, and one branch per head
-    is cheaper.
-    """
+    """Whether one branch per head is enough, as every gate is 0 or 1, and cheaper."""
     # on a GPU, reading the gates would cost a synchronisation per layer and token
     if torch.is_grad_enabled() or alpha_H.device.type != "cpu":
         return False
@@ -79,7 +73,7 @@ def _is_mask(alpha_H: Tensor, queries: int) -> bool:
 def _each_head_once(
     query: Tensor, key: Tensor, value: Tensor, full_H: Tensor, full: Branch, local: Branch
 ) -> Tensor:
-    """The full branch for the heads of ``full_H`` (bool ``[H]``), the local one for the others."""
+    """Compute the full branch for the heads ``full_H`` (bool ``[H]``), else the local one."""
     if full_H.all() or not full_H.any():
         return (full if full_H[0] else local)(query, key, value)
     query = query.unflatten(1, (len(full_H), -1))
@@ -100,8 +94,15 @@ def mixed_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: query ``[B, H * G, Q, D]``, key, value ``[B, H, K, D]`` -> ``([B, Q,
-    H * G, D], None)``.
+    """Mix the two branches by the layer's gate: the attention function ``rlkv_mixed``.
+
+    Args:
+        query: ``[B, H * G, Q, D]``.
+        key: ``[B, H, K, D]``, as ``value``.
+        attention_mask: what :func:`~rlkv.attention.call.mixed_mask` made.
+
+    Returns:
+        ``([B, Q, H * G, D], None)``.
 
     Raises:
         ValueError: if a layer, gated or not, gets an argument that would be ignored, or a gated
@@ -112,9 +113,8 @@ def mixed_attention(
     gate: Gate | None = holder.current() if holder is not None else None
     is_ours = isinstance(attention_mask, MixedCall)
     if gate is None:
-        refuse_variants(
-            kwargs, "a model with head gates", also=OF_SDPA if is_ours else OF_MASKED_SDPA
-        )
+        heeded = OF_SDPA if is_ours else OF_MASKED_SDPA
+        refuse_variants(kwargs, "a model with head gates", also=heeded)
         return plain_attention(
             module, query, key, value, attention_mask, scaling, dropout, **kwargs
         )
@@ -160,14 +160,11 @@ def plain_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of layers without a gate: what ``sdpa`` computes, faster where each row has one
-    query.
-    """
+    """Compute what ``sdpa`` does, faster where each row has one query: layers without a gate."""
     if _is_one_causal_query(attention_mask, dropout, kwargs):
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return full_attention(query, key, value, attention_mask, scale).transpose(
-            1, 2
-        ).contiguous(), None
+        out = full_attention(query, key, value, attention_mask, scale)
+        return out.transpose(1, 2).contiguous(), None
     mask = attention_mask.stock_mask() if isinstance(attention_mask, MixedCall) else attention_mask
     return sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
@@ -175,20 +172,20 @@ def plain_attention(
 
 
 def _is_one_causal_query(mask: Any, dropout: float, arguments: dict[str, Any]) -> bool:
-    """Whether each row has one query that sees all its tokens: sdpa would copy keys and values per
-    query head.
+    """Whether each row has one query that sees all its tokens.
+
+    There sdpa would copy keys and values for each query head.
     """
-    is_plain = isinstance(mask, MixedCall) and mask.causal and mask.q_length == 1 and not dropout
-    return is_plain and all(
-        name in UNDERSTOOD or value is None for name, value in arguments.items()
-    )
+    if not isinstance(mask, MixedCall) or not mask.causal or mask.q_length != 1 or dropout:
+        return False
+    return all(name in UNDERSTOOD or value is None for name, value in arguments.items())
 
 
 @contextmanager
 def fast_decoding(model: Any) -> Iterator[None]:
-    """Inside, a model with the attention ``sdpa`` decodes faster (``rlkv_plain``).
+    """Decode faster inside, by ``rlkv_plain``, if the model has the attention ``sdpa``.
 
-    Others are left as they are.
+    Other models are left as they are.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     leave_cudnn_out(base.device)

@@ -1,6 +1,4 @@
-"""The serving cache; importing it registers the attention implementation ``rlkv_realloc`` with
-transformers.
-"""
+"""The serving cache; registers the attention ``rlkv_realloc`` with transformers."""
 
 from rlkv.cache.layer import IMPLEMENTATION
 from rlkv.cache.plan import PREFILL_MODES, CacheSettings

@@ -21,10 +21,13 @@ from rlkv.cache.plan import CacheState, CallLayout, CallPart, JoinLayout
 from rlkv.cache.stores import FullStore, PlainStore, Store, attend
 from rlkv.kernels.step import serves
 
+# without "sdpa", "flash" or "flex_attention" in it: transformers looks for these
+IMPLEMENTATION = "rlkv_realloc"
+
 
 @dataclass(frozen=True, eq=False)
 class NewStates(Unread):
-    """What :meth:`ReallocationLayer.update` hands to the attention function instead of one tensor."""
+    """What :meth:`ReallocationLayer.update` gives the attention function instead of a tensor."""
 
     layer: ReallocationLayer
     states: Tensor  # [B, H, n, D], the new tokens only
@@ -32,8 +35,9 @@ class NewStates(Unread):
 
 
 class ReallocationLayer(CacheLayerMixin):
-    """KV of one layer; the attention function, which knows the padding, stores the states that
-    ``update`` hands on.
+    """KV of one layer.
+
+    The attention function, which knows the padding, stores the states that ``update`` hands on.
 
     Args:
         full_heads: bool ``[H]``.
@@ -56,14 +60,14 @@ class ReallocationLayer(CacheLayerMixin):
         super().__init__()
         self.state = state
         self.num_heads = full_heads.numel()
-        full, others = full_heads.nonzero().flatten(), (~full_heads).nonzero().flatten()
+        full = full_heads.nonzero().flatten()
+        others = (~full_heads).nonzero().flatten()
         self.order = torch.cat([full, others])  # of heads in the stores
         self.counts = [count for count in (len(full), len(others)) if count]
         self.restore = self.order.argsort()
-        # as the decode kernel counts heads
-        self.places = torch.cat([torch.arange(len(full)), -1 - torch.arange(len(others))])[
-            self.restore
-        ].int()
+        # as the decode kernel counts heads: full ones from 0 up, the others from -1 down
+        places = torch.cat([torch.arange(len(full)), -1 - torch.arange(len(others))])
+        self.places = places[self.restore].int()
         self.stores: list[Store] = []
         if len(full):
             self.stores.append(FullStore(len(full), state, reserve))
@@ -77,17 +81,14 @@ class ReallocationLayer(CacheLayerMixin):
         if found != self.num_heads:
             raise ValueError(
                 f"the allocation has {self.num_heads} KV heads a layer but the model has {found} "
-                "in one with a full "
-                "cache: the allocation must be of this model, and all of its layers must have as "
-                "many KV heads as its "
-                "config says"
+                "in one with a full cache: the allocation must be of this model, and all of its "
+                "layers must have as many KV heads as its config says"
             )
-        self.device, self.dtype, self.batch_size = (
-            key_states.device,
-            key_states.dtype,
-            key_states.shape[0],
-        )
-        self.order, self.restore = self.order.to(self.device), self.restore.to(self.device)
+        self.batch_size = key_states.shape[0]
+        self.device = key_states.device
+        self.dtype = key_states.dtype
+        self.order = self.order.to(self.device)
+        self.restore = self.restore.to(self.device)
         self.places = self.places.to(self.device)
         for store in self.stores:
             store.allocate(key_states, value_states)
@@ -96,7 +97,7 @@ class ReallocationLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """The new states, for the attention function ``rlkv_realloc`` to store and attend to."""
+        """Return the new states, for ``rlkv_realloc`` to store and attend to."""
         return NewStates(self, key_states), NewStates(self, value_states)
 
     def get_seq_length(self) -> int:
@@ -118,9 +119,8 @@ class ReallocationLayer(CacheLayerMixin):
         if tokens_to_remove != 0:
             raise ValueError(
                 "HeadReallocationCache cannot crop: compressible heads have given up the tokens "
-                "that a shorter past "
-                "needs; start a new cache instead (assisted generation is not possible for the "
-                "same reason)"
+                "that a shorter past needs; start a new cache instead (assisted generation is not "
+                "possible for the same reason)"
             )
 
     def offload(self) -> None:
@@ -144,27 +144,33 @@ class ReallocationLayer(CacheLayerMixin):
         self.length = layout.columns
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that the KV cache holds."""
+        """Return all tensors that the KV cache holds."""
         return [tensor for store in self.stores for tensor in store.tensors()]
 
     def used_nbytes(self) -> int:
-        """Bytes of the entries in use."""
+        """Return the bytes of the entries in use."""
         return sum(store.used_nbytes(self.length) for store in self.stores)
 
     def full_nbytes(self) -> int:
-        """Bytes that the full cache would hold for the same tokens."""
+        """Return the bytes that the full cache would hold for the same tokens."""
         return self.num_heads * self.batch_size * self.length * self.stores[0].entry_nbytes
 
     def held(self, row: int, tokens: int) -> Tensor:
-        """Which of a row's ``tokens`` real tokens each head holds: bool ``[H, tokens]`` on the CPU."""
+        """Return which of a row's ``tokens`` real tokens are held: bool ``[H, tokens]``, CPU."""
         parts = [store.held(row, tokens) for store in self.stores]
         return torch.cat(parts).index_select(0, self.restore.cpu())
 
     def attend_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, parts: list[CallLayout], scale: float
     ) -> Tensor:
-        """Cache the n new tokens and attend, part by part: query ``[B, H * G, n, D]`` -> ``[B, n, H
-        * G, D]``.
+        """Cache the n new tokens and attend, part by part.
+
+        Args:
+            query: ``[B, H * G, n, D]``.
+            key: ``[B, H, n, D]``, as ``value``.
+
+        Returns:
+            ``[B, n, H * G, D]``.
         """
         if not self.is_initialized:
             self.lazy_initialization(key, value)
@@ -174,82 +180,71 @@ class ReallocationLayer(CacheLayerMixin):
                 "new cache"
             )
         # inference only: a graph through the buffers would never be freed
-        query, key, value = (
-            query.detach().unflatten(1, (self.num_heads, -1)),
-            key.detach(),
-            value.detach(),
-        )
+        query = query.detach().unflatten(1, (self.num_heads, -1))
+        key = key.detach()
+        value = value.detach()
         if len(parts) == 1 and self._kernel_serves(query, key, value):
             return self._decode(query, key, value, parts[0], scale)
-        if len(parts) == 1:
-            out = self._attend_part(query, key, value, parts[0], scale)
-        else:
-            lengths = [plan.length for plan in parts]
-            split = zip(
-                query.split(lengths, 3),
-                key.split(lengths, 2),
-                value.split(lengths, 2),
-                parts,
-                strict=True,
-            )
-            out = torch.cat([self._attend_part(*states, scale) for states in split], dim=3)
+        outputs = []
+        begin = 0
+        for layout in parts:
+            span = slice(begin, begin + layout.length)
+            states = query[:, :, :, span], key[:, :, span], value[:, :, span]
+            outputs.append(self._attend_part(*states, layout, scale))
+            begin = span.stop
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
         return out.flatten(1, 2).transpose(1, 2).contiguous()
 
     def _attend_part(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> Tensor:
         """Query ``[B, H, G, n, D]`` -> its shape."""
-        if plan.is_prompt:
-            out = attend(query, key, value, plan.full_mask, plan.is_causal, scale)
-            self.store(query, key, value, plan, scale)
+        if layout.is_prompt:
+            out = attend(query, key, value, layout.full_mask, layout.is_causal, scale)
+            self.store(query, key, value, layout, scale)
             return out
-        of_stores = [
-            store.attend(q, k, v, plan, scale)
-            for store, q, k, v in self._shared_out(query, key, value)
-        ]
-        self.length = plan.end
-        return (
-            of_stores[0]
-            if len(of_stores) == 1
-            else torch.cat(of_stores, dim=1).index_select(1, self.restore)
-        )
+        outputs = []
+        for store, *states in self._shared_out(query, key, value):
+            outputs.append(store.attend(*states, layout, scale))
+        self.length = layout.end
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs, dim=1).index_select(1, self.restore)
 
     def _kernel_serves(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        plain = all(isinstance(store, PlainStore) for store in self.stores)
-        return (
-            self.state.decode_kernel
-            and plain
-            and key.dtype == self.dtype
-            and serves(query, key, value)
-        )
+        if not self.state.decode_kernel or key.dtype != self.dtype:
+            return False
+        is_plain = all(isinstance(store, PlainStore) for store in self.stores)
+        return is_plain and serves(query, key, value)
 
     def _decode(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> Tensor:
-        """One token for all heads in one launch: query ``[B, H, G, 1, D]`` -> ``[B, 1, H * G, D]``."""
+        """Decode a token in one launch: query ``[B, H, G, 1, D]`` -> ``[B, 1, H * G, D]``."""
         from rlkv.kernels.decode import decode
 
-        buffers = []
+        full = ring = None
         for store in self.stores:
             assert isinstance(store, PlainStore)
-            store.make_room(plan)
-            buffers.append((store.keys, store.values))
-        full = buffers[0] if isinstance(self.stores[0], FullStore) else None
-        ring = buffers[-1] if full is None or len(buffers) == 2 else None
+            store.make_room(layout)
+            if isinstance(store, FullStore):
+                full = (store.keys, store.values)
+            else:
+                ring = (store.keys, store.values)
         states = (query[:, :, :, 0], key[:, :, 0], value[:, :, 0])
-        out = decode(*states, full, ring, self.places, plan.decode_step, scale)
-        self.length = plan.end
+        out = decode(*states, full, ring, self.places, layout.decode_step, scale)
+        self.length = layout.end
         return out.flatten(1, 2)[:, None]
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:
-        """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending to anything."""
+        """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        for store, q, k, v in self._shared_out(query, key, value):
-            store.store(q, k, v, plan, scale)
-        self.length = plan.end
+        for store, *states in self._shared_out(query, key, value):
+            store.store(*states, layout, scale)
+        self.length = layout.end
 
     def _shared_out(
         self, query: Tensor, key: Tensor, value: Tensor
@@ -259,16 +254,10 @@ class ReallocationLayer(CacheLayerMixin):
             yield self.stores[0], query, key, value
             return
         # one gather of each, not one for every store
-        sorted_by_store = (
-            states.index_select(1, self.order).split(self.counts, 1)
-            for states in (query, key, value)
-        )
-        yield from zip(self.stores, *sorted_by_store, strict=True)
-
-
-IMPLEMENTATION = (
-    "rlkv_realloc"  # no "sdpa", "flash" or "flex_attention" in it: transformers looks for these
-)
+        parts = []
+        for states in (query, key, value):
+            parts.append(states.index_select(1, self.order).split(self.counts, 1))
+        yield from zip(self.stores, *parts, strict=True)
 
 
 @dataclass(eq=False)
@@ -287,9 +276,7 @@ class CachedCall(Unread):
     _parts: list[CallPart] = field(default_factory=list)
 
     def plan(self, state: CacheState, device: torch.device) -> list[CallLayout]:
-        """The parts on ``device``; the first layer of the call notes padding and counts in
-        ``state``.
-        """
+        """Return the layouts on ``device``; the first layer's call is noted in ``state``."""
         if not self._parts:
             self._parts = state.begin_call(self.attention_mask, self.start, self.length, self.rows)
         if device not in self._plans:
@@ -298,7 +285,7 @@ class CachedCall(Unread):
 
 
 def realloc_mask(**call: Any) -> Any:
-    """The mask function: keeps the 2D mask ``[B, T]``.
+    """Keep the 2D mask ``[B, T]``: the mask function of ``rlkv_realloc``.
 
     Masks of sliding-window layers are made as for sdpa.
     """
@@ -319,7 +306,7 @@ def realloc_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: query ``[B, H * G, n, D]`` -> ``([B, n, H * G, D], None)``.
+    """Attend to the cache: query ``[B, H * G, n, D]`` -> ``([B, n, H * G, D], None)``.
 
     Raises:
         ValueError: if a layer, changed or not, gets an argument that would be ignored, or if the
@@ -336,26 +323,25 @@ def realloc_attention(
     else:
         raise ValueError(
             f"{IMPLEMENTATION} needs a HeadReallocationCache as past_key_values: call the model "
-            "under "
-            "rlkv.compress(...), which provides it"
+            "under rlkv.compress(...), which provides it"
         )
     if not isinstance(attention_mask, CachedCall):
         raise ValueError(
             f"{IMPLEMENTATION} serves causal decoders and takes a 2D attention_mask [rows, "
-            "tokens]: this call has "
-            "another mask (prepared in 4D, sliding, chunked, packed or with images)"
+            "tokens]: this call has another mask (prepared in 4D, sliding, chunked, packed or with "
+            "images)"
         )
     if dropout:
         raise ValueError(f"{IMPLEMENTATION} is for inference: call model.eval() first")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    plan = attention_mask.plan(key.layer.state, query.device)
+    parts = attention_mask.plan(key.layer.state, query.device)
     if key.layer.length != attention_mask.start:
         raise ValueError(
             f"layer {getattr(module, 'layer_idx', '')} attends to keys and values of another "
-            "layer, which are in the "
-            f"cache already: {IMPLEMENTATION} needs a model in which every layer has its own"
+            f"layer, which are in the cache already: {IMPLEMENTATION} needs a model in which every "
+            "layer has its own"
         )
-    return key.layer.attend_and_store(query, key.states, value.states, plan, scale), None
+    return key.layer.attend_and_store(query, key.states, value.states, parts, scale), None
 
 
 AttentionInterface.register(IMPLEMENTATION, realloc_attention)

@@ -27,6 +27,8 @@ from rlkv.cache.schedule import (
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.kernels.step import DecodeStep, switched_on
 
+BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
+
 
 @dataclass(frozen=True)
 class PerRow:
@@ -38,8 +40,8 @@ class PerRow:
 
     @classmethod
     def of(cls, counts: Tensor) -> PerRow:
-        smallest, largest = (int(x) for x in torch.aminmax(counts))
-        return cls(counts, smallest, largest)
+        smallest, largest = torch.aminmax(counts)
+        return cls(counts, int(smallest), int(largest))
 
     @cached_property
     def on_host(self) -> Tensor:
@@ -58,21 +60,22 @@ class PerRow:
         return PerRow(self.counts.to(device), self.smallest, self.largest)
 
     def real(self, num_tokens: int) -> Tensor:
-        """Of left padding, bool ``[B, num_tokens]``: which columns hold real tokens."""
+        """Return which columns left padding leaves to real tokens: bool ``[B, num_tokens]``."""
         return torch.arange(num_tokens, device=self.counts.device) >= self.counts[:, None]
 
     @property
     def nonzero(self) -> PerRow | None:
-        """None if all numbers are 0: of left padding, if no row is padded."""
+        """None if all numbers are 0: no row is padded."""
         return self if self.largest else None
 
 
 def read_padding(
     attention_mask: Tensor | None, known: PerRow | None, start: int, length: int
 ) -> PerRow | None:
-    """The left padding that a 2D mask ``[B, start + length]`` describes, None if no row is padded.
+    """Read the left padding from a 2D mask ``[B, start + length]``; None if no row is padded.
 
-    ``known`` is that of the cache if start > 0.
+    Args:
+        known: the padding of the cache, which holds for start > 0.
 
     Raises:
         ValueError: if padding lies anywhere but at the start of the rows, or changes between two
@@ -84,30 +87,27 @@ def read_padding(
     if attention_mask.shape[-1] != end:
         raise ValueError(
             f"attention_mask has {attention_mask.shape[-1]} columns but the cache will hold {end} "
-            "tokens: pass one "
-            "column for every token so far, cached and new"
+            "tokens: pass one column for every token so far, cached and new"
         )
     padding = known if start else PerRow.of(end - attention_mask.sum(-1)).nonzero
     expected = True if padding is None else padding.real(end).to(attention_mask.device)
     if not (attention_mask == expected).all():
         raise ValueError(
             "attention_mask masks tokens that are not padding at the start of a row: this cache "
-            "takes left padding "
-            "only, the same in every call (set tokenizer.padding_side = 'left')"
+            "takes left padding only, the same in every call (set tokenizer.padding_side = 'left')"
         )
     return padding
-
-
-BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
 
 
 @dataclass(frozen=True)
 class CacheSettings(LocalSizes):
     """What the compressible heads keep: ``sink`` first and ``window`` last real tokens of each row.
 
-    ``protect_prompt``: of the first ones at least the prompt, that is, the tokens of the first
-    call.  With ``eviction`` they keep what that policy chooses instead, and ``sink``, ``window``
-    and ``protect_prompt`` have no effect.
+    Attributes:
+        prefill: how a prompt is read: ``full``, ``local`` or ``published``.
+        eviction: with a policy they keep what it chooses instead, and ``sink``, ``window`` and
+            ``protect_prompt`` have no effect.
+        protect_prompt: keep of the first tokens at least the prompt, those of the first call.
     """
 
     sink: int = 16
@@ -139,31 +139,28 @@ class CacheSettings(LocalSizes):
         if self.eviction is None and max(self.sink, self.window) > positions:
             raise ValueError(
                 f"sink is {self.sink} and window is {self.window}, but the model has {positions} "
-                "positions: no head "
-                "can keep more tokens than that"
+                "positions: no head can keep more tokens than that"
             )
 
     def with_policy(self, policy: EvictionPolicy | None) -> CacheSettings:
-        """These settings under ``policy``, which has a field of its own for protected prompts."""
+        """Return these settings with ``policy``, which has its own field for protected prompts."""
         return replace(self, eviction=policy, protect_prompt=self.protect_prompt and policy is None)
 
     def sinks(self, prompts: Tensor) -> Tensor:
-        """First tokens that a compressible head keeps of rows with ``prompts`` tokens in their
-        first call.
-        """
-        return (
-            prompts.clamp(min=self.sink)
-            if self.protect_prompt
-            else torch.full_like(prompts, self.sink)
-        )
+        """Return S of rows whose first calls have ``prompts`` int64 ``[B]`` tokens."""
+        if self.protect_prompt:
+            return prompts.clamp(min=self.sink)
+        return torch.full_like(prompts, self.sink)
 
 
 @dataclass(frozen=True)
 class CallPart:
     """Tokens of a call that are read in one way (:func:`rlkv.cache.schedule.split_call`).
 
-    ``start``: columns before them; ``segments``: how an eviction policy stores them, empty without
-    one.
+    Attributes:
+        start: columns before them.
+        in_full: whether they see each other in all heads.
+        segments: how an eviction policy stores them, empty without one.
     """
 
     start: int
@@ -176,11 +173,14 @@ class CallPart:
 class CacheState:
     """What the layers of one cache share.
 
-    ``limit`` is the length at which generation ends, if known; ``sinks`` how many first tokens of
-    each row compressible heads keep, None where all keep ``settings.sink``; ``row_counts`` where
-    the rows stand under an eviction policy; ``record`` whether the positions of cached tokens are
-    noted; ``planned`` as of :class:`RowCounts`; ``decode_kernel`` whether the decode kernel takes
-    the calls that it serves.
+    Attributes:
+        limit: the length at which generation ends, if known.
+        padding: left padding of each row; None: none.
+        sinks: S of each row; None: all rows keep ``settings.sink``.
+        row_counts: where the rows stand under an eviction policy.
+        record: whether the positions of cached tokens are noted.
+        planned: lengths of texts that fix budgets (:class:`~rlkv.cache.schedule.RowCounts`).
+        decode_kernel: whether the decode kernel takes the calls that it serves.
     """
 
     settings: CacheSettings
@@ -193,61 +193,57 @@ class CacheState:
     decode_kernel: bool = field(default_factory=switched_on)
 
     def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[CallPart]:
-        """Note the padding, cut the call into its parts, and plan how an eviction policy stores
-        them.
-        """
+        """Note the padding, cut the call into its parts, and plan how a policy stores them."""
         self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
-        if self.settings.protect_prompt and policy is None and start == 0:
-            padding = (
-                torch.zeros(rows, dtype=torch.long) if self.padding is None else self.padding.counts
-            )
-            self.sinks = PerRow.of(self.settings.sinks(length - padding))
         parts = [CallPart(*part) for part in split_call(self.settings.prefill, start, length)]
         if policy is None:
+            if self.settings.protect_prompt and start == 0:
+                self.sinks = PerRow.of(self.settings.sinks(length - self.padding_counts(rows)))
             return parts
         counts = RowCounts.start(rows, self.planned) if self.row_counts is None else self.row_counts
-        padded = self.padding.on_host if self.padding is not None else None
-        protect = policy.protect_prompt and start == 0
         for part in parts:
-            span = (part.start, part.length, part.in_full)
-            part.segments.extend(plan_segments(policy, counts, padded, *span, protect=protect))
-            counts = part.segments[-1].after
+            segments = plan_segments(
+                policy,
+                counts,
+                padding=None if self.padding is None else self.padding.on_host,
+                start=part.start,
+                length=part.length,
+                in_one_go=part.in_full,
+                protect=policy.protect_prompt and start == 0,
+            )
+            part.segments.extend(segments)
+            counts = segments[-1].after
         self.row_counts = counts
         return parts
+
+    def padding_counts(self, rows: int) -> Tensor:
+        """Return the left padding of each of the ``rows`` rows: int64 ``[B]``."""
+        if self.padding is None:
+            return torch.zeros(rows, dtype=torch.long)
+        return self.padding.counts
 
     @property
     def ring(self) -> int:
         """R: entries for which a compressible head has memory for each row."""
-        return self.settings.window + (
-            self.settings.sink if self.sinks is None else self.sinks.largest
-        )
+        sink = self.settings.sink if self.sinks is None else self.sinks.largest
+        return sink + self.settings.window
 
     def first_kept(self, rows: int) -> Tensor:
-        """S of each of the ``rows`` rows: int64 ``[B]`` on the CPU."""
+        """Return S of each of the ``rows`` rows: int64 ``[B]`` on the CPU."""
         return torch.full((rows,), self.settings.sink) if self.sinks is None else self.sinks.on_host
 
     def join(self, other: CacheState, rows: tuple[int, int], layout: JoinLayout) -> None:
         """Append the rows of ``other``; ``rows``: how many each has."""
-        parts = []
-        for state, count, columns in zip(
-            (self, other), rows, (layout.own, layout.others), strict=True
-        ):
-            padding = (
-                torch.zeros(count, dtype=torch.long)
-                if state.padding is None
-                else state.padding.counts
-            )
-            parts.append(padding + layout.columns - columns)
-        device = next(
-            (state.padding.counts.device for state in (self, other) if state.padding is not None),
-            "cpu",
-        )
-        self.padding = PerRow.of(torch.cat([part.to(device) for part in parts])).nonzero
+        own = self.padding_counts(rows[0]) + layout.columns - layout.own
+        others = other.padding_counts(rows[1]) + layout.columns - layout.others
+        # counts that no mask gave are on the CPU
+        device = own.device if others.device.type == "cpu" else others.device
+        self.padding = PerRow.of(torch.cat([own.to(device), others.to(device)])).nonzero
         self.limit = layout.limit
         if self.sinks is not None and other.sinks is not None:
-            counts = [sinks.counts.to(device) for sinks in (self.sinks, other.sinks)]
-            self.sinks = PerRow.of(torch.cat(counts))
+            sinks = [self.sinks.counts.to(device), other.sinks.counts.to(device)]
+            self.sinks = PerRow.of(torch.cat(sinks))
         if self.row_counts is not None and other.row_counts is not None:
             self.row_counts = self.row_counts.join(other.row_counts)
 
@@ -256,7 +252,8 @@ class CacheState:
 class JoinLayout:
     """The rows of two caches, of ``own`` and ``others`` columns, in one of ``columns``.
 
-    Text ends at ``limit``.
+    Attributes:
+        limit: the length at which generation ends, if known.
     """
 
     own: int
@@ -286,12 +283,16 @@ class CallLayout:
     """
 
     def __init__(self, part: CallPart, state: CacheState, device: torch.device) -> None:
-        self.window, self.ring, self.device = state.settings.window, state.ring, device
-        self.start, self.length, self.in_full = part.start, part.length, part.in_full
-        self.end = self.start + self.length
+        self.device = device
+        self.window = state.settings.window
+        self.ring = state.ring
+        self.start = part.start
+        self.length = part.length
+        self.end = part.start + part.length
+        self.in_full = part.in_full
         self.segments = [SegmentTensors(segment, device) for segment in part.segments]
-        self.padding = state.padding.to(device) if state.padding is not None else None
-        self.sinks = state.sinks.to(device) if state.sinks is not None else None
+        self.padding = None if state.padding is None else state.padding.to(device)
+        self.sinks = None if state.sinks is None else state.sinks.to(device)
         self.sink = state.settings.sink if state.sinks is None else state.sinks.largest
 
     @property
@@ -306,7 +307,7 @@ class CallLayout:
 
     @cached_property
     def full_mask(self) -> Tensor | None:
-        """What full heads see: bool ``[B or 1, 1, n, T]``, or None where a causal mask is enough."""
+        """What full heads see: bool ``[B or 1, 1, n, T]``; None: a causal mask is enough."""
         if self.is_causal or (self.length == 1 and self.padding is None):
             return None
         if self.padding is None:
@@ -326,14 +327,14 @@ class CallLayout:
     def ring_slot(self) -> int | Tensor:
         """Slot of the new token: one int, or int64 ``[B]`` where it is not the same in all rows."""
         if any(rows is not None and rows.differ for rows in (self.padding, self.sinks)):
-            positions, sinks = (self.start - self._counts[:, 0]).clamp(min=0), self._sinks[:, 0]
-            return torch.where(
-                positions < sinks, positions, sinks + (positions - sinks) % self.window
-            )
+            positions = (self.start - self._counts[:, 0]).clamp(min=0)
+            sinks = self._sinks[:, 0]
+            in_window = sinks + (positions - sinks) % self.window
+            return torch.where(positions < sinks, positions, in_window)
         position = max(0, self.start - self._least_padding)
-        return (
-            position if position < self.sink else self.sink + (position - self.sink) % self.window
-        )
+        if position < self.sink:
+            return position
+        return self.sink + (position - self.sink) % self.window
 
     @cached_property
     def ring_view(self) -> int:
@@ -353,10 +354,9 @@ class CallLayout:
 
     @cached_property
     def decode_step(self) -> DecodeStep:
-        """The same for the decode kernel, which computes slots and masks itself."""
-        start = torch.full(
-            (1,), self.start, device=self.device
-        )  # a fill: a copy would wait for the device
+        """What the decode kernel needs instead: it computes slots and masks itself."""
+        # a fill: a copy would wait for the device
+        start = torch.full((1,), self.start, device=self.device)
         return DecodeStep(start, self._counts[:, 0], self._sinks[:, 0], self.window)
 
     @property
@@ -372,14 +372,14 @@ class CallLayout:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """The part in blocks; one if it is read in full: queries see all earlier tokens of their
-        block.
-        """
-        step, blocks = self.length if self.in_full else BLOCK, []
+        """The part in blocks, whose queries see the earlier tokens; one block if read in full."""
+        step = self.length if self.in_full else BLOCK
+        blocks = []
         for begin in range(self.start, self.end, step):
             end = min(begin + step, self.end)
-            span = (begin - self.start, end - self.start)
-            blocks.append(Block(*span, self._block_mask(begin, end), *self._write(begin, end)))
+            source, fresh = self._write(begin, end)
+            mask = self._block_mask(begin, end)
+            blocks.append(Block(begin - self.start, end - self.start, mask, source, fresh))
         return blocks
 
     @cached_property
@@ -414,10 +414,7 @@ class CallLayout:
         return source, after >= (begin - self._counts).clamp(min=0)
 
     def _ring_positions(self, held: Tensor) -> Tensor:
-        """int64 ``[B, R]``: the position in each slot once ``held`` ``[B, 1]`` tokens were cached.
-
-        -1 if empty.
-        """
+        """Return the position in each slot after ``held`` ``[B, 1]`` tokens; -1: empty."""
         slot = torch.arange(self.ring, device=self.device)
         newest = held - 1
         in_window = newest - (newest - slot) % self.window

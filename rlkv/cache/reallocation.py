@@ -1,4 +1,4 @@
-"""HeadReallocationCache: the full KV cache for the heads that need it, a small one for all others."""
+"""Caches for transformers: the full cache for heads that need it, a small one for all others."""
 
 from __future__ import annotations
 
@@ -14,28 +14,24 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from rlkv.cache.evicting import EvictingStore, KeptTokens
 from rlkv.cache.layer import ReallocationLayer
 from rlkv.cache.plan import CacheSettings, CacheState, CallLayout, CallPart, JoinLayout
-from rlkv.cache.stores import RingStore, Store, stack_rows
+from rlkv.cache.stores import RingStore, Store, grown_capacity, stack_rows
 from rlkv.eviction.base import EvictionPolicy
-
-GROWTH = 1.5
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values ``[B, H, capacity, D]``, of which the first T are in use.
+    """Keys and values in buffers ``[B, H, capacity, D]``, of which the first T are in use.
 
-    Grows by half when full.
+    Args:
+        limit: the length at which generation ends, if known: no room is taken beyond it.
     """
 
     keys: Any
     values: Any
 
     def __init__(self, limit: int | None = None) -> None:
-        """``limit``: the room taken ahead stops at this many tokens (more of them are still
-        stored).
-        """
         super().__init__()
         self.limit = limit
-        self._store: tuple[Tensor, ...] | None = None
+        self._buffers: list[Tensor] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -44,50 +40,49 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[2]
-        if self._store is None or end > self._store[0].shape[2]:
-            self._store = self._grown(end, key_states, value_states)
-        for store, new in zip(self._store, (key_states, value_states), strict=True):
-            store[:, :, start:end] = new
-        self.keys, self.values = (store[:, :, :end] for store in self._store)
+        if not self._buffers or end > self._buffers[0].shape[2]:
+            self._grow(end, key_states, value_states)
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
 
-    def _grown(self, end: int, *like: Tensor) -> tuple[Tensor, Tensor]:
-        capacity = self._capacity(end)
-        key, value = (new.new_empty(*new.shape[:2], capacity, new.shape[3]) for new in like)
+    def _grow(self, needed: int, *like: Tensor) -> None:
         used = self.get_seq_length()
+        capacity = grown_capacity(used, needed, self.limit)
+        self._buffers = [new.new_empty(*new.shape[:2], capacity, new.shape[3]) for new in like]
         if used:
-            key[:, :, :used], value[:, :, :used] = self.keys, self.values
-        return key, value
-
-    def _capacity(self, needed: int) -> int:
-        capacity = int(needed * GROWTH)
-        return capacity if self.limit is None else max(needed, min(capacity, self.limit))
+            self._buffers[0][:, :, :used] = self.keys
+            self._buffers[1][:, :, :used] = self.values
 
     def join(self, other: GrowingLayer, columns: int) -> None:
-        ahead = [
-            layer.limit - layer.get_seq_length()
-            for layer in (self, other)
-            if layer.limit is not None
-        ]
-        self.limit = columns + max(ahead) if ahead else None
-        capacity = self._capacity(columns)
-        pairs = ((self.keys, other.keys), (self.values, other.values))
-        self._store = tuple(stack_rows(list(pair), columns, capacity) for pair in pairs)
-        self.keys, self.values = (store[:, :, :columns] for store in self._store)
+        """Append the rows of ``other``; all rows then end at the last of ``columns`` columns."""
+        ends = [(layer.limit, layer.get_seq_length()) for layer in (self, other)]
+        self.limit = _joined_limit(columns, ends)
+        capacity = grown_capacity(0, columns, self.limit)
+        pairs = [[self.keys, other.keys], [self.values, other.values]]
+        self._buffers = [stack_rows(pair, columns, capacity) for pair in pairs]
+        self.keys, self.values = (buffer[:, :, :columns] for buffer in self._buffers)
 
-    # any change of the rows drops the buffer, which is allocated again at the next token
+    # A change of the rows makes new tensors: the buffers, which hold the old ones, are dropped.
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._store = None
+        self._buffers = []
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._store = None
+        self._buffers = []
 
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
-        self._store = None
+        self._buffers = []
+
+
+def _joined_limit(columns: int, ends: list[tuple[int | None, int]]) -> int | None:
+    """Return the length at which joined rows end, given the limit and the length of each cache."""
+    remaining = [limit - length for limit, length in ends if limit is not None]
+    return columns + max(remaining) if remaining else None
 
 
 class GrowingCache(Cache):
@@ -103,7 +98,7 @@ class GrowingCache(Cache):
 
 
 def full_cache(config: Any, limit: int | None = None) -> Cache:
-    """An empty full cache for the model of ``config``, with room for ``limit`` tokens at most.
+    """Make an empty full cache for the model of ``config``, with room for ``limit`` tokens at most.
 
     A :class:`GrowingCache`, or transformers' own where some layer does not keep the whole past
     (sliding, linear).
@@ -149,7 +144,8 @@ class HeadReallocationCache(Cache):
 
     Args:
         full: bool ``[num_layers, num_kv_heads]``, True for full heads (``HeadAllocation.full``).
-        sink, window: S first and W last real tokens of each row that compressible heads keep.
+        sink: S, first real tokens of each row that compressible heads keep.
+        window: W, last ones.
         prefill: ``"full"``, ``"local"`` or ``"published"``.
         reserve: tokens for which full heads get memory up front, exactly; 0: grow with the text.
         eviction: the policy of the compressible heads; None: ``sink`` and ``window``.
@@ -183,21 +179,22 @@ class HeadReallocationCache(Cache):
             )
         if reserve < 0:
             raise ValueError(f"reserve is {reserve}: it must be 0 or more tokens")
-        self.state = CacheState(
-            CacheSettings(sink, window, prefill, eviction, protect_prompt), record=record
-        )
+        settings = CacheSettings(sink, window, prefill, eviction, protect_prompt)
+        self.state = CacheState(settings, record=record)
         self.full = full.cpu()
         self.kept: list[KeptTokens] = []
-        self._make_stock, self._stock = stock_layers, stock_layers()
-        self._layers = {
-            layer: ReallocationLayer(
-                heads, self.state, partial(self._compressible_store, layer), reserve
-            )
-            for layer, heads in enumerate(self.full)
-            if layer not in self._stock
-        }
-        every: dict[int, CacheLayerMixin] = {**self._stock, **self._layers}
-        super().__init__(layers=[every[layer] for layer in sorted(every)])
+        self._make_stock = stock_layers
+        self._stock = stock_layers()
+        self._layers: dict[int, ReallocationLayer] = {}
+        layers: list[CacheLayerMixin] = []
+        for number, heads in enumerate(self.full):
+            if number in self._stock:
+                layers.append(self._stock[number])
+                continue
+            make_store = partial(self._compressible_store, number)
+            self._layers[number] = ReallocationLayer(heads, self.state, make_store, reserve)
+            layers.append(self._layers[number])
+        super().__init__(layers=layers)
 
     def _compressible_store(self, layer: int, heads: list[int]) -> Store:
         if self.settings.eviction is None:
@@ -209,8 +206,9 @@ class HeadReallocationCache(Cache):
         return self.state.settings
 
     def fill(self, key: Tensor, value: Tensor) -> None:
-        """For measurements: store the states ``[B, H, T, D]`` of a prompt in every layer of an
-        empty cache.
+        """Store the states ``[B, H, T, D]`` of a prompt in every layer of an empty cache.
+
+        For measurements, which need no model.
         """
         if self.settings.eviction is not None:
             raise ValueError(
@@ -218,47 +216,41 @@ class HeadReallocationCache(Cache):
                 "instead"
             )
         self.state.begin_call(None, 0, key.shape[2], key.shape[0])
-        plan = CallLayout(CallPart(0, key.shape[2], in_full=True), self.state, key.device)
+        layout = CallLayout(CallPart(0, key.shape[2], in_full=True), self.state, key.device)
         for layer in self._layers.values():
-            layer.store(key[:, :, None], key, value, plan, 1.0)
+            layer.store(key[:, :, None], key, value, layout, 1.0)
 
     # memory
 
     def nbytes(self) -> int:
-        """Bytes of KV held: all KV tensors as allocated, with the unused headroom of the growing
-        buffers.
-        """
-        return self._stock_nbytes() + sum(
-            tensor.nbytes for layer in self._allocated() for tensor in layer.tensors()
-        )
+        """Return the bytes of all KV tensors as allocated, unused headroom included."""
+        own = sum(tensor.nbytes for layer in self._allocated() for tensor in layer.tensors())
+        return own + self._stock_nbytes()
 
     def used_nbytes(self) -> int:
-        """Bytes of the entries in use: ``nbytes()`` less headroom and empty entries."""
-        return self._stock_nbytes() + sum(layer.used_nbytes() for layer in self._allocated())
+        """Return the bytes of the entries in use: without headroom and empty entries."""
+        return sum(layer.used_nbytes() for layer in self._allocated()) + self._stock_nbytes()
 
     def full_nbytes(self) -> int:
-        """Bytes that the full cache would hold for the same tokens (as transformers' DynamicCache
-        does).
-        """
-        return self._stock_nbytes() + sum(layer.full_nbytes() for layer in self._allocated())
+        """Return the bytes that transformers' DynamicCache would hold for the same tokens."""
+        return sum(layer.full_nbytes() for layer in self._allocated()) + self._stock_nbytes()
 
     def _allocated(self) -> list[ReallocationLayer]:
         return [layer for layer in self._layers.values() if layer.is_initialized]
 
     def _stock_nbytes(self) -> int:
-        """Bytes of the layers that are not changed: they are always held, so they count on both
-        sides.
-        """
-        tensors = (
-            tensor for layer in self._stock.values() for tensor in (layer.keys, layer.values)
-        )
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        """Bytes of the layers that are not changed: always held, so they count on both sides."""
+        total = 0
+        for layer in self._stock.values():
+            if layer.keys is not None and layer.values is not None:
+                total += layer.keys.nbytes + layer.values.nbytes
+        return total
 
     def held(self, row: int) -> Tensor:
-        """Which tokens of a row each head holds: bool ``[layers, KV heads, real tokens of the
-        row]``.
+        """Return which tokens of a row each head holds: bool ``[layers, KV heads, tokens]``.
 
-        Under an eviction policy it needs a cache made with ``record=True``.
+        Padding does not count.  Under an eviction policy it needs a cache made with
+        ``record=True``.
         """
         padding = self.state.padding
         tokens = self.get_seq_length() - (int(padding.counts[row]) if padding is not None else 0)
@@ -277,37 +269,33 @@ class HeadReallocationCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, int64 ``[B']``."""
-        if self.state.sinks is not None:
-            self.state.sinks = self.state.sinks.select(indices)
+        state = self.state
+        if state.sinks is not None:  # first: rings are cut to what the rows that stay need
+            state.sinks = state.sinks.select(indices)
         for layer in self._layers.values():
             layer.select_rows(indices)
         for stock in self._stock.values():
             if stock.is_initialized:
                 stock.batch_select_indices(indices.to(stock.device))
-        if self.state.padding is not None:
-            self.state.padding = self.state.padding.select(indices).nonzero
-        if self.state.row_counts is not None:
-            self.state.row_counts = self.state.row_counts.select(indices)
+        if state.padding is not None:
+            state.padding = state.padding.select(indices).nonzero
+        if state.row_counts is not None:
+            state.row_counts = state.row_counts.select(indices)
 
     @property
     def can_join(self) -> bool:
-        """Whether rows of another cache can join: not where layers with a sliding window are left
-        alone.
-        """
+        """Whether rows of another cache can join: not where sliding layers are left alone."""
         return not self._stock
 
     def join(self, other: HeadReallocationCache, columns: int) -> None:
-        """Append the rows of ``other``, which has the same heads and settings and has read its
-        prompts.
+        """Append the rows of ``other``, which has read its prompts.
 
-        All rows then end at the last of ``columns`` columns: columns of padding are added at the
-        front, or taken off.
+        It has the same heads and settings.  All rows then end at the last of ``columns`` columns:
+        columns of padding are added at the front, or taken off.
         """
-        own, others = self.get_seq_length(), other.get_seq_length()
-        ahead = [
-            c.state.limit - c.get_seq_length() for c in (self, other) if c.state.limit is not None
-        ]
-        layout = JoinLayout(own, others, columns, columns + max(ahead) if ahead else None)
+        ends = [(cache.state.limit, cache.get_seq_length()) for cache in (self, other)]
+        limit = _joined_limit(columns, ends)
+        layout = JoinLayout(own=ends[0][1], others=ends[1][1], columns=columns, limit=limit)
         rows = (self._allocated()[0].batch_size, other._allocated()[0].batch_size)
         for number, layer in self._layers.items():
             layer.join(other._layers[number], layout)
@@ -319,7 +307,7 @@ class HeadReallocationCache(Cache):
             self.batch_select_indices(torch.arange(layers[0].batch_size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused with ValueError for anything but 0: see :meth:`ReallocationLayer.crop`."""
+        """Refuse anything but 0 with ValueError: see :meth:`ReallocationLayer.crop`."""
         for layer in self._layers.values():
             layer.crop(tokens_to_remove)
 

@@ -16,37 +16,38 @@ from torch import Tensor
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.utils.devices import moved
 
+PREFILL_MODES = ("full", "local", "published")
 # last tokens of a prompt that RLKV's evaluator decodes (decoding_simulation_length in its code)
 DECODED = 50
-_IN_FULL = {
-    "full": lambda length: length,
-    "local": lambda length: 0,
-    "published": lambda n: max(0, n - DECODED),
-}
-PREFILL_MODES = tuple(_IN_FULL)
 
 
 def split_call(prefill: str, start: int, length: int) -> list[tuple[int, int, bool]]:
-    """The parts of a call of ``length`` tokens after ``start`` cached ones, as (start, length, in
-    full).
+    """Cut a call of ``length`` tokens after ``start`` cached ones into parts.
 
     Tokens of a part that is read in full see each other in all heads, and compressible heads are
     compressed after it; other parts are read as if their tokens came one at a time.  Rows end at
     the last column, so that the last ``DECODED`` columns hold the last tokens of every row, or all
     of a shorter one.
+
+    Returns:
+        (start, length, in full) of each part.
     """
-    whole = _IN_FULL[prefill](length)
+    whole = {"full": length, "local": 0, "published": max(0, length - DECODED)}[prefill]
     parts = [(start, whole, True), (start + whole, length - whole, False)]
     return [part for part in parts if part[1]]
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Of each row, int64 ``[B]``: entries held, tokens seen, how many of the first are never
-    evicted, evictions.
+    """Where each row stands, int64 ``[B]`` each.
 
-    ``planned``: length of the text by which the row's budget is fixed from its start; 0: it grows
-    with the text.
+    Attributes:
+        held: entries held.
+        seen: tokens read.
+        protected: how many of the first entries are never evicted.
+        evictions: how often the row has evicted.
+        planned: length of the text by which the row's budget is fixed from its start; 0: it grows
+            with the text.
     """
 
     held: Tensor
@@ -57,21 +58,19 @@ class RowCounts:
 
     @classmethod
     def start(cls, rows: int, planned: Tensor | None = None) -> RowCounts:
-        held, seen, protected, evictions, none = torch.zeros(5, rows, dtype=torch.long)
-        return cls(held, seen, protected, evictions, none if planned is None else planned)
-
-    @property
-    def _columns(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+        held, seen, protected, evictions, unplanned = torch.zeros(5, rows, dtype=torch.long)
+        return cls(held, seen, protected, evictions, unplanned if planned is None else planned)
 
     @property
     def counted(self) -> Tensor:
-        """Tokens by which the policy counts: those seen, or of the planned text, without protected
-        ones.
-        """
-        return (torch.where(self.planned > 0, self.planned, self.seen) - self.protected).clamp(
-            min=0
-        )
+        """Tokens by which the policy counts: seen, or planned ones, without protected ones."""
+        tokens = torch.where(self.planned > 0, self.planned, self.seen)
+        return (tokens - self.protected).clamp(min=0)
+
+    @property
+    def evictable(self) -> Tensor:
+        """Entries that may be evicted."""
+        return self.held - self.protected
 
     @property
     def columns(self) -> int:
@@ -80,41 +79,40 @@ class RowCounts:
 
     def select(self, rows: Tensor) -> RowCounts:
         rows = rows.cpu()
-        return RowCounts(*(counts[rows] for counts in self._columns))
+        return RowCounts(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def join(self, other: RowCounts) -> RowCounts:
-        """The rows of both."""
-        return RowCounts(
-            *(torch.cat(pair) for pair in zip(self._columns, other._columns, strict=True))
-        )
+        """Return the counts of the rows of both."""
+        names = [field.name for field in fields(self)]
+        pairs = [(getattr(self, name), getattr(other, name)) for name in names]
+        return RowCounts(*map(torch.cat, pairs))
 
     def due(self, policy: EvictionPolicy) -> Tensor:
-        """bool ``[B]``: rows whose evictable entries have reached the policy's capacity."""
-        return self.held - self.protected >= policy.capacity(self.counted, self.evictions)
+        """Return which rows have reached the policy's capacity: bool ``[B]``."""
+        return self.evictable >= policy.capacity(self.counted, self.evictions)
 
     def advance(self, tokens: Tensor, protect: bool) -> RowCounts:
-        """After ``tokens`` ``[B]`` more entries, none of which may be evicted if ``protect``."""
+        """Add ``tokens`` ``[B]`` entries, none of which may ever be evicted if ``protect``."""
         protected = self.protected + tokens if protect else self.protected
         return replace(self, held=self.held + tokens, seen=self.seen + tokens, protected=protected)
 
     def evict(self, policy: EvictionPolicy, due: Tensor) -> tuple[RowCounts, Tensor]:
-        """The counts after the rows ``due`` evicted, and how many evictable entries each row then
-        has.
-        """
-        evictable = self.held - self.protected
+        """Return the counts after the rows ``due`` evicted, and each row's evictable entries."""
         entries = policy.entries(self.counted, self.evictions)
-        kept = torch.where(due, torch.minimum(entries, evictable), evictable)
-        return replace(
-            self, held=self.protected + kept, evictions=self.evictions + due.long()
-        ), kept
+        kept = torch.where(due, torch.minimum(entries, self.evictable), self.evictable)
+        evictions = self.evictions + due.long()
+        return replace(self, held=self.protected + kept, evictions=evictions), kept
 
 
 @dataclass(frozen=True)
 class Segment:
     """Tokens ``begin <= i < end`` of a call, which are stored and attended to together.
 
-    ``before``: the rows when they arrive; ``stored``: with them; ``after``: the same, or after an
-    eviction, when rows have ``kept`` ``[B]`` evictable entries (None: no row evicts).
+    Attributes:
+        before: the rows when they arrive.
+        stored: the rows with them.
+        after: the same, or the rows after an eviction.
+        kept: evictable entries of each row after an eviction, int64 ``[B]``; None: no row evicts.
     """
 
     begin: int
@@ -134,7 +132,7 @@ def plan_segments(
     in_one_go: bool,
     protect: bool = False,
 ) -> list[Segment]:
-    """How a call, or a part of one, of ``length`` tokens after ``start`` cached ones is stored.
+    """Plan how a call, or a part of one, of ``length`` tokens after ``start`` ones is stored.
 
     Args:
         counts: the rows before the call.
@@ -144,7 +142,8 @@ def plan_segments(
             a time.
         protect: none of the tokens may ever be evicted.
     """
-    begin, end = start, start + length
+    begin = start
+    end = start + length
     padding = torch.zeros_like(counts.held) if padding is None else padding
     segments = []
     while begin < end:
@@ -154,14 +153,15 @@ def plan_segments(
         due = stored.due(policy)
         after, kept = stored.evict(policy, due) if due.any() else (stored, None)
         segments.append(Segment(begin - start, stop - start, counts, stored, after, kept))
-        begin, counts = stop, after
+        begin = stop
+        counts = after
     return segments
 
 
 def _next_eviction(
     policy: EvictionPolicy, counts: RowCounts, padding: Tensor, begin: int, end: int
 ) -> int:
-    """The first token count after ``begin`` at which some row is due; ``end`` if none is before."""
+    """Find the first token count after ``begin`` at which some row is due, at most ``end``."""
     if end - begin == 1:
         return end
     first = padding.clamp(min=begin)  # where each row's real tokens begin
@@ -169,9 +169,7 @@ def _next_eviction(
     while True:
         # a capacity may grow with the tokens read: go on until each row is due or at the end
         stored = counts.advance(tokens, False)
-        missing = policy.capacity(stored.counted, stored.evictions) - (
-            stored.held - stored.protected
-        )
+        missing = policy.capacity(stored.counted, stored.evictions) - stored.evictable
         open_rows = (missing > 0) & (first + tokens < end)
         if not open_rows.any():
             return min(end, int((first + tokens).min()))
@@ -186,38 +184,36 @@ class SegmentTensors:
     """
 
     def __init__(self, segment: Segment, device: torch.device) -> None:
-        self.segment, self.device = segment, device
+        self.segment = segment
+        self.device = device
         self.length = segment.end - segment.begin
         self.columns_before = segment.before.columns
-        self.total = (
-            self.columns_before + self.length
-        )  # columns while attending: padding of the call too
+        # columns while attending: padding of the call too
+        self.total = self.columns_before + self.length
         self.columns = segment.stored.columns
         self.columns_after = segment.after.columns
-        evictable = segment.stored.held - segment.stored.protected
-        self.evictable, self.evictable_columns = evictable, int(evictable.max())
-        self.due = (
-            None if segment.kept is None else (segment.after.evictions > segment.before.evictions)
-        )
+        self.evictable_columns = int(segment.stored.evictable.max())
+        self.due: Tensor | None = None
+        if segment.kept is not None:
+            self.due = segment.after.evictions > segment.before.evictions
 
     @property
     def is_causal(self) -> bool:
         """Whether a plain causal mask, which needs no tensor, is right."""
-        held = self.segment.stored.held
-        return self.columns_before == 0 and self.length > 1 and bool((held == self.total).all())
+        return self.columns_before == 0 and self.length > 1 and self._is_unpadded
+
+    @property
+    def _is_unpadded(self) -> bool:
+        return bool((self.segment.stored.held == self.total).all())
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """What the queries of the segment see: bool ``[B, 1, length, total]``.
-
-        None where a causal mask is enough.
-        """
-        held = self.segment.stored.held
-        if self.is_causal or (self.length == 1 and bool((held == self.total).all())):
+        """What the queries see: bool ``[B, 1, length, total]``; None: a causal mask is enough."""
+        if self.is_causal or (self.length == 1 and self._is_unpadded):
             return None
         column = torch.arange(self.total, device=self.device)
         query = column[self.columns_before :, None]
-        real = column >= (self.total - moved(held, self.device))[:, None]
+        real = column >= (self.total - moved(self.segment.stored.held, self.device))[:, None]
         # a padding query sees itself: a row of -inf alone would be NaN in some kernels
         return ((real[:, None, :] & (column <= query)) | (column == query))[:, None]
 
@@ -225,9 +221,8 @@ class SegmentTensors:
     def valid(self) -> Tensor:
         """bool ``[B, N]``: which of the last N columns are evictable entries."""
         n = self.evictable_columns
-        return (
-            torch.arange(n, device=self.device) >= (n - moved(self.evictable, self.device))[:, None]
-        )
+        evictable = moved(self.segment.stored.evictable, self.device)
+        return torch.arange(n, device=self.device) >= (n - evictable)[:, None]
 
     @cached_property
     def due_rows(self) -> Tensor | None:
@@ -249,14 +244,11 @@ class SegmentTensors:
     @cached_property
     def _place(self) -> Tensor:
         """int64 ``[B, M']``: which entry of its row is to be in which column; negative: none."""
-        after = moved(self.segment.after.held, self.device)
-        return (
-            torch.arange(self.columns_after, device=self.device)
-            - (self.columns_after - after)[:, None]
-        )
+        empty = self.columns_after - moved(self.segment.after.held, self.device)
+        return torch.arange(self.columns_after, device=self.device) - empty[:, None]
 
     def sources(self, kept: Tensor) -> Tensor:
-        """Where the entries of each column come from: int64 ``[B, H, M']``, columns of the M.
+        """Return where the entries of each column come from: int64 ``[B, H, M']``, of the M.
 
         Args:
             kept: int64 ``[evicting rows, H, K]``, ascending indices into their N, -1 in front.
@@ -267,11 +259,9 @@ class SegmentTensors:
         due = slice(None) if self.due_rows is None else self.due_rows
         evictable_place = (self._place - moved(stored.protected, self.device)[:, None])[due]
         budgets = moved(self.budgets, self.device)
-        within = (evictable_place + kept.shape[2] - budgets[:, None]).clamp(0, kept.shape[2] - 1)
-        picked = (
-            kept.gather(2, within[:, None].expand(-1, kept.shape[1], -1))
-            + self.columns
-            - self.evictable_columns
-        )
+        most = kept.shape[2]
+        within = (evictable_place + most - budgets[:, None]).clamp(0, most - 1)
+        picked = kept.gather(2, within[:, None].expand(-1, kept.shape[1], -1))
+        picked = picked + self.columns - self.evictable_columns
         source[due] = torch.where((evictable_place >= 0)[:, None], picked, source[due])
         return source.clamp(0, self.columns - 1)

@@ -1,8 +1,7 @@
-"""Stores of a layer's KV, and the two simple ones: a growing buffer for full heads, a ring for
-compressible ones.
+"""Stores of a layer's KV: a growing buffer for full heads, a ring for compressible ones.
 
-Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, R ring entries, D
-head size.
+Shapes: B rows, H heads of the store, G query heads per KV head, n new tokens, R ring entries, D
+size of a head.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.attention.branches import grouped_attention
+from rlkv.attention.branches import grouped_attention, one_query_attention
 from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 
 # A buffer grows by 1/16 of its entries, rounded up to a multiple of 16: little headroom, and
@@ -24,40 +23,41 @@ GROWTH = GRANULE = 16
 
 
 def grown_capacity(capacity: int, needed: int, limit: int | None) -> int:
-    """Entries of the next buffer; ``limit``, the length at which generation ends, cuts the headroom
-    off.
+    """Return the entries of the next buffer, without headroom beyond ``limit``.
+
+    Args:
+        capacity: entries of the buffer so far.
+        needed: entries that it must hold.
+        limit: the length at which generation ends, if known.
     """
     wanted = max(needed, capacity + capacity // GROWTH)
     rounded = -(-wanted // GRANULE) * GRANULE
-    return max(needed, min(rounded, limit)) if limit is not None else rounded
+    return rounded if limit is None else max(needed, min(rounded, limit))
 
 
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """Attention of one group of heads: query ``[B, H, G, n, D]``, keys and values ``[B, H, N, D]``
-    -> query's shape.
-    """
-    b, h, g, n, d = query.shape
-    if n == 1:
-        # the G queries of a KV head as G rows of one product: its keys are read once, not G times
-        out = F.scaled_dot_product_attention(
-            query.reshape(b, h, g, d), keys, values, attn_mask=mask, scale=scale
-        )
+    """Compute attention: query ``[B, H, G, n, D]``, keys and values ``[B, H, N, D]``."""
+    if query.shape[3] == 1:
+        out = one_query_attention(query.flatten(1, 2), keys, values, mask, scale)
     else:
         out = grouped_attention(query.flatten(1, 2), keys, values, mask, causal, scale)
-    return out.reshape(b, h, g, n, values.shape[-1])
+    return out.reshape(*query.shape[:4], values.shape[3])
 
 
 def stack_rows(parts: list[Tensor], columns: int, capacity: int) -> Tensor:
-    """The rows of buffers ``[B, H, T, ...]`` in one ``[sum of B, H, capacity, ...]`` in which all
-    end at ``columns``.
+    """Copy the rows of buffers ``[B, H, T, ...]`` into one in which all end at ``columns``.
 
     Longer parts lose entries at their front, which must be padding of every row; what is added is
     0.
+
+    Returns:
+        ``[sum of B, H, capacity, ...]``.
     """
     first = parts[0]
-    out = first.new_zeros(sum(map(len, parts)), first.shape[1], capacity, *first.shape[3:])
+    rows = sum(len(part) for part in parts)
+    out = first.new_zeros(rows, first.shape[1], capacity, *first.shape[3:])
     row = 0
     for part in parts:
         kept = part[:, :, max(0, part.shape[2] - columns) :]
@@ -67,12 +67,15 @@ def stack_rows(parts: list[Tensor], columns: int, capacity: int) -> Tensor:
 
 
 class Store(ABC):
-    """KV of some heads of a layer; ``planes``: what is held per entry, ``[B, H, entries, ...]``, by
-    name.
+    """KV of some heads of a layer.
+
+    Attributes:
+        planes: what is held per entry, ``[B, H, entries, ...]``, by name.
     """
 
     def __init__(self, num_heads: int, state: CacheState) -> None:
-        self.num_heads, self.state = num_heads, state
+        self.num_heads = num_heads
+        self.state = state
         self.planes: dict[str, Tensor] = {}
 
     @property
@@ -89,44 +92,39 @@ class Store(ABC):
         return (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size()
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
-        """Make buffers of ``entries`` for the batch, device and dtype of the first states ``[B, H,
-        n, D]``.
-        """
+        """Make buffers of ``entries`` for batch, device and dtype of states ``[B, H, n, D]``."""
         for name, states in (("keys", key), ("values", value)):
-            self.planes[name] = states.new_empty(
-                states.shape[0], self.num_heads, entries, states.shape[-1]
-            )
+            shape = (states.shape[0], self.num_heads, entries, states.shape[3])
+            self.planes[name] = states.new_empty(shape)
 
     @abstractmethod
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> Tensor:
-        """Store the new states ``[B, H, n, D]`` and attend: query ``[B, H, G, n, D]`` -> its shape."""
+        """Store new states ``[B, H, n, D]`` and attend: query ``[B, H, G, n, D]`` -> its shape."""
 
     @abstractmethod
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:
-        """Store the states of a whole prompt without attending to anything.
-
-        Arguments as of :meth:`attend`.
-        """
+        """Store the states of a whole prompt without attending; arguments as of :meth:`attend`."""
 
     @abstractmethod
     def used_nbytes(self, tokens: int) -> int:
-        """Bytes in use after ``tokens`` tokens: without headroom and empty entries."""
+        """Return the bytes in use after ``tokens`` tokens: without headroom and empty entries."""
 
     @abstractmethod
     def held(self, row: int, tokens: int) -> Tensor:
-        """Which of a row's ``tokens`` real tokens each head holds: bool ``[H, tokens]`` on the CPU."""
+        """Return which of a row's ``tokens`` real tokens are held: bool ``[H, tokens]``, CPU."""
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that the store holds."""
+        """Return all tensors that the store holds."""
         return list(self.planes.values())
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep (or repeat, or reorder) the rows ``rows``, int64 ``[B']``."""
-        self.planes = {name: plane.index_select(0, rows) for name, plane in self.planes.items()}
+        for name, plane in self.planes.items():
+            self.planes[name] = plane.index_select(0, rows)
 
     @abstractmethod
     def join(self, other: Any, layout: JoinLayout) -> None:
@@ -136,7 +134,7 @@ class Store(ABC):
         """Forget all tokens; memory is kept for the next ones."""
 
     def reserve(self, capacity: int, used: int) -> None:
-        """Buffers of ``capacity`` entries, of which the first ``used`` are kept."""
+        """Make buffers of ``capacity`` entries, of which the first ``used`` are kept."""
         for name, old in self.planes.items():  # one after the other: never both old and new of all
             self.planes[name] = old.new_empty(*old.shape[:2], capacity, *old.shape[3:])
             self.planes[name].narrow(2, 0, used).copy_(old.narrow(2, 0, used))
@@ -146,7 +144,7 @@ class PlainStore(Store):
     """A store from which no policy evicts: the decode kernel reads and writes its buffers."""
 
     @abstractmethod
-    def make_room(self, plan: CallLayout) -> None:
+    def make_room(self, layout: CallLayout) -> None:
         """Give the buffers the size that the call needs."""
 
 
@@ -158,32 +156,33 @@ class FullStore(PlainStore):
         self.reserved = reserved
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
-        super().allocate(
-            key, value, self.reserved or grown_capacity(0, key.shape[2], self.state.limit)
-        )
+        entries = self.reserved or grown_capacity(0, key.shape[2], self.state.limit)
+        super().allocate(key, value, entries)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> Tensor:
-        self.store(query, key, value, plan, scale)
-        keys, values = self.keys.narrow(2, 0, plan.end), self.values.narrow(2, 0, plan.end)
-        return attend(query, keys, values, plan.full_mask, plan.is_causal, scale)
+        self.store(query, key, value, layout, scale)
+        keys = self.keys.narrow(2, 0, layout.end)
+        values = self.values.narrow(2, 0, layout.end)
+        return attend(query, keys, values, layout.full_mask, layout.is_causal, scale)
 
-    def make_room(self, plan: CallLayout) -> None:
-        if plan.end > self.keys.shape[2]:
-            self.reserve(grown_capacity(self.keys.shape[2], plan.end, self.state.limit), plan.start)
+    def make_room(self, layout: CallLayout) -> None:
+        capacity = self.keys.shape[2]
+        if layout.end > capacity:
+            self.reserve(grown_capacity(capacity, layout.end, self.state.limit), layout.start)
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:
-        self.make_room(plan)
-        self.keys.narrow(2, plan.start, plan.length).copy_(key)
-        self.values.narrow(2, plan.start, plan.length).copy_(value)
+        self.make_room(layout)
+        self.keys.narrow(2, layout.start, layout.length).copy_(key)
+        self.values.narrow(2, layout.start, layout.length).copy_(value)
 
     def join(self, other: FullStore, layout: JoinLayout) -> None:
         capacity = grown_capacity(0, layout.columns, layout.limit)
         for name, plane in self.planes.items():
-            parts = [plane.narrow(2, 0, layout.own), other.planes[name].narrow(2, 0, layout.others)]
+            parts = [plane[:, :, : layout.own], other.planes[name][:, :, : layout.others]]
             self.planes[name] = stack_rows(parts, layout.columns, capacity)
 
     def used_nbytes(self, tokens: int) -> int:
@@ -194,32 +193,28 @@ class FullStore(PlainStore):
 
 
 class RingStore(PlainStore):
-    """The first S and the last W real tokens of each row, in a ring of R slots
-    (:mod:`rlkv.cache.plan`).
-    """
+    """The first S and last W real tokens of each row, in R slots (:mod:`rlkv.cache.plan`)."""
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
         super().allocate(key, value, self.state.ring)
         for ring in self.planes.values():
             ring.zero_()  # an empty slot is masked, but 0 * NaN of stale memory would still be NaN
 
-    def make_room(self, plan: CallLayout) -> None:
-        self._resize(plan.ring)  # may differ for the first prompt after a reset
+    def make_room(self, layout: CallLayout) -> None:
+        self._resize(layout.ring)  # may differ for the first prompt after a reset
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> Tensor:
-        self.make_room(plan)
-        if plan.length == 1:
-            _write_token(self.keys, key, plan.ring_slot)
-            _write_token(self.values, value, plan.ring_slot)
-            keys, values = (
-                self.keys.narrow(2, 0, plan.ring_view),
-                self.values.narrow(2, 0, plan.ring_view),
-            )
-            return attend(query, keys, values, plan.ring_mask, False, scale)
+        self.make_room(layout)
+        if layout.length == 1:
+            _write_token(self.keys, key, layout.ring_slot)
+            _write_token(self.values, value, layout.ring_slot)
+            keys = self.keys.narrow(2, 0, layout.ring_view)
+            values = self.values.narrow(2, 0, layout.ring_view)
+            return attend(query, keys, values, layout.ring_mask, False, scale)
         parts = []
-        for block in plan.blocks:
+        for block in layout.blocks:
             span = slice(block.begin, block.end)
             keys = torch.cat([self.keys, key[:, :, span]], dim=2)
             values = torch.cat([self.values, value[:, :, span]], dim=2)
@@ -229,11 +224,11 @@ class RingStore(PlainStore):
         return torch.cat(parts, dim=3)
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:
-        self.make_room(plan)
-        _write_tokens(self.keys, key, *plan.whole_write)
-        _write_tokens(self.values, value, *plan.whole_write)
+        self.make_room(layout)
+        _write_tokens(self.keys, key, *layout.whole_write)
+        _write_tokens(self.values, value, *layout.whole_write)
 
     def select_rows(self, rows: Tensor) -> None:
         # the rows that stay may need fewer slots: the state's sinks are theirs already
@@ -243,25 +238,22 @@ class RingStore(PlainStore):
     def join(self, other: RingStore, layout: JoinLayout) -> None:
         # slots follow from a token's position in its row, which padding does not change
         slots = max(self.state.ring, other.state.ring)
-        for store in (self, other):
-            store._resize(slots)
-        self.planes = {
-            name: torch.cat([plane, other.planes[name]]) for name, plane in self.planes.items()
-        }
+        self._resize(slots)
+        other._resize(slots)
+        for name, ring in self.planes.items():
+            self.planes[name] = torch.cat([ring, other.planes[name]])
 
     def used_nbytes(self, tokens: int) -> int:
-        padding, most = (
-            self.state.padding,
-            self.state.first_kept(self.keys.shape[0]) + self.state.settings.window,
-        )
+        padding = self.state.padding
+        most = self.state.first_kept(self.keys.shape[0]) + self.state.settings.window
         real = torch.full_like(most, tokens) if padding is None else tokens - padding.on_host
         return self.num_heads * int(torch.minimum(real, most).sum()) * self.entry_nbytes
 
     def held(self, row: int, tokens: int) -> Tensor:
-        position, sink = torch.arange(tokens), self.state.first_kept(self.keys.shape[0])[row]
-        return ((position < sink) | (position >= tokens - self.state.settings.window)).expand(
-            self.num_heads, -1
-        )
+        position = torch.arange(tokens)
+        sink = self.state.first_kept(self.keys.shape[0])[row]
+        kept = (position < sink) | (position >= tokens - self.state.settings.window)
+        return kept.expand(self.num_heads, -1)
 
     def _resize(self, slots: int) -> None:
         """Make the ring ``slots`` long, the new ones 0."""

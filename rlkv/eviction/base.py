@@ -1,10 +1,9 @@
-"""The contract of a token-eviction policy, and everything that policies share: budgets, forced
-entries, selection.
+"""The contract of a token-eviction policy, and what policies share: budgets, selection, attention.
 
 Shapes: B rows, H KV heads, Q = H * G query heads, N cached entries, a recent queries, D size of a
-head. Entries are in the order of their tokens.  Padding comes first: ``valid`` is False before a
-row's first entry. The a queries are those of the last a entries, scaled such that ``query . key /
-sqrt(D)`` is the attention logit.
+head.  L = B * H.  Entries are in the order of their tokens.  Padding comes first: ``valid`` is
+False before a row's first entry.  The a queries are those of the last a entries, scaled such that
+``query . key / sqrt(D)`` is the attention logit.
 """
 
 from __future__ import annotations
@@ -18,33 +17,30 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlkv.utils.devices import moved
 from rlkv.utils.files import parse_json
 from rlkv.utils.numbers import MOST
 
-FLOATS = (
-    2**22
-    # numbers in the largest temporary tensor (16 MB in float32), unless one row of one head needs more
-)
+# Numbers in the largest temporary tensor (16 MB in float32), unless one row of one head needs more.
+FLOATS = 2**22
 
 
 def items_at_once(floats_each: int) -> int:
-    """How many items of ``floats_each`` numbers fit into ``FLOATS``, at least one."""
+    """Return how many items of ``floats_each`` numbers fit into ``FLOATS``, at least one."""
     return max(1, FLOATS // max(1, floats_each))
 
 
 def pieces(total: int, floats_each: int) -> Iterator[slice]:
-    """Slices that cover ``range(total)``, each of :func:`items_at_once`."""
+    """Yield slices that cover ``range(total)``, each of :func:`items_at_once`."""
     step = items_at_once(floats_each)
     return (slice(begin, min(begin + step, total)) for begin in range(0, total, step))
 
 
 class FlatHeads(NamedTuple):
-    """The KV heads of all rows side by side: keys ``[L, N, D]``, queries ``[L, G, a, D]``, valid
-    bool ``[L, N]``.
-    """
+    """The KV heads of all rows: keys ``[L, N, D]``, queries ``[L, G, a, D]``, valid ``[L, N]``."""
 
     keys: Tensor
     queries: Tensor
@@ -52,14 +48,14 @@ class FlatHeads(NamedTuple):
 
     @classmethod
     def of(cls, keys: Tensor, queries: Tensor, valid: Tensor) -> FlatHeads:
-        """From keys ``[B, H, N, D]``, queries ``[B, Q, a, D]``, valid ``[B, N]``."""
+        """Flatten keys ``[B, H, N, D]``, queries ``[B, Q, a, D]`` and valid ``[B, N]``."""
         h = keys.shape[1]
         grouped = queries.unflatten(1, (h, queries.shape[1] // h))
         return cls(keys.flatten(0, 1), grouped.flatten(0, 1), valid.repeat_interleave(h, dim=0))
 
 
 def attention_logits(keys: Tensor, queries: Tensor) -> Tensor:
-    """``query . key / sqrt(D)``: keys ``[L, N, D]``, queries ``[L, G, a, D]`` -> ``[L, G, a, N]``."""
+    """Compute ``query . key / sqrt(D)``: ``[L, N, D]`` and ``[L, G, a, D]`` -> ``[L, G, a, N]``."""
     scaled = queries.float() * queries.shape[-1] ** -0.5
     # the queries of a group as rows of one product: a broadcast one would copy the keys G times
     logits = scaled.flatten(1, 2) @ keys.float().mT
@@ -67,8 +63,9 @@ def attention_logits(keys: Tensor, queries: Tensor) -> Tensor:
 
 
 def visible(valid: Tensor, queries: slice, hidden: int = 0) -> Tensor:
-    """Entries up to each query's own, without padding and the last ``hidden``: valid ``[L, N]`` ->
-    ``[L, a, N]``.
+    """Return which entries each query sees: valid ``[L, N]`` -> ``[L, a, N]``.
+
+    Entries up to its own, without padding and the last ``hidden``.
     """
     n = valid.shape[-1]
     entry = torch.arange(n, device=valid.device)
@@ -77,31 +74,34 @@ def visible(valid: Tensor, queries: slice, hidden: int = 0) -> Tensor:
 
 
 def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Softmax over the last dimension where ``mask``, 0 elsewhere.
+    """Compute the softmax over the last dimension where ``mask``, 0 elsewhere.
 
-    0 where nothing is left.  Overwrites logits.
+    0 where nothing is left.  Overwrites ``logits``.
     """
     return logits.masked_fill_(~mask, -torch.inf).softmax(dim=-1).masked_fill_(~mask, 0)
 
 
 def sum_rows(values: Tensor) -> Tensor:
-    """``[..., a, N]`` -> ``[..., N]``, added up in the same order for every entry (``sum(dim=-2)``
-    is not).
+    """Sum ``[..., a, N]`` to ``[..., N]`` in the same order for every entry.
+
+    ``sum(dim=-2)`` does not keep it.
     """
     return values.mT.contiguous().sum(dim=-1)
 
 
 def attention_received(keys: Tensor, queries: Tensor, valid: Tensor, hidden: int = 0) -> Tensor:
-    """Attention that every entry gets, summed over the queries: float32 ``[B, H, G, N]``.
+    """Sum the attention that every entry gets over the queries: float32 ``[B, H, G, N]``.
 
     Each query head's softmax runs over the entries that are :func:`visible` to the query.  Queries
     are taken in pieces, so that the whole a x N matrix is never in memory.
     """
     flat = FlatHeads.of(keys, queries, valid)
-    (num_flat, n, d), (g, a) = flat.keys.shape, flat.queries.shape[1:3]
+    num_flat, n, d = flat.keys.shape
+    g, a = flat.queries.shape[1:3]
     received = torch.zeros(num_flat, g, n, dtype=torch.float32, device=keys.device)
     for heads in pieces(num_flat, max(n * d, g * n)):
-        keys_LND, valid_LN = flat.keys[heads].float(), flat.valid[heads]
+        keys_LND = flat.keys[heads].float()
+        valid_LN = flat.valid[heads]
         for rows in pieces(a, keys_LND.shape[0] * g * n):
             mask = visible(valid_LN, slice(n - a + rows.start, n - a + rows.stop), hidden)
             logits = attention_logits(keys_LND, flat.queries[heads, :, rows])
@@ -145,9 +145,7 @@ class EvictionPolicy(ABC):
     name: ClassVar[str]
     uses_queries: ClassVar[bool] = True  # False: no queries need to be kept between two calls
     accumulates: ClassVar[bool] = False  # True: scores of every call are added up, entry by entry
-    draws: ClassVar[bool] = (
-        False  # True: ``scores`` takes ``seen`` and ``layer``, on which its random draws depend
-    )
+    draws: ClassVar[bool] = False  # True: ``scores`` also takes ``seen`` and ``layer``, for a hash
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -171,14 +169,10 @@ class EvictionPolicy(ABC):
             given = "neither is" if self.budget is None else "both are"
             raise ValueError(
                 f"{self.name} needs either a budget (entries per head) or a ratio (share of the "
-                f"tokens read): {given} "
-                "given"
+                f"tokens read): {given} given"
             )
-        self.require(
-            self.ratio is None or 0 <= self.ratio <= 1,
-            "ratio",
-            "the share of tokens to keep, from 0 to 1",
-        )
+        is_share = self.ratio is None or 0 <= self.ratio <= 1
+        self.require(is_share, "ratio", "the share of tokens to keep, from 0 to 1")
         self.check_entries(self.budget if self.budget is not None else self.extra)
 
     def check_entries(self, entries: int) -> None:
@@ -189,18 +183,19 @@ class EvictionPolicy(ABC):
             what = "extra (all that is kept of a short text)" if of_ratio else "budget"
             raise ValueError(
                 f"{self.name}: {what} is {entries}, less than the {needed} entries that are always "
-                "kept (sink "
-                f"{self.sink} + observation {self.observation}): raise it or lower them"
+                f"kept (sink {self.sink} + observation {self.observation}): raise it or lower them"
             )
 
     def describe(self) -> dict[str, Any]:
-        """Name and fields, for settings and reports."""
+        """Return name and fields, for settings and reports."""
         return {"name": self.name, **asdict(self)}
 
     def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
-        """Entries that an eviction keeps:
+        """Return how many entries an eviction keeps: int64 ``[B]``.
 
-        ``seen`` int64 ``[B]`` tokens read, after ``evictions`` earlier ones.
+        Args:
+            seen: int64 ``[B]``, tokens read.
+            evictions: int64 ``[B]``, earlier evictions of the row.
         """
         if self.budget is not None:
             return torch.full_like(seen, self.budget)
@@ -209,31 +204,30 @@ class EvictionPolicy(ABC):
         return (seen.double() * self.ratio).floor().long() + self.extra
 
     def capacity(self, seen: Tensor, evictions: Tensor) -> Tensor:
-        """Entries at which an eviction is due; arguments as in :meth:`entries`."""
+        """Return the entries at which an eviction is due; arguments as in :meth:`entries`."""
         return self.entries(seen, evictions) + self.buffer
 
     def max_entries(self) -> int | None:
-        """The largest number of entries that a head holds of a sequence; None: no limit."""
+        """Return the largest number of entries of a sequence that a head holds; None: no limit."""
         return None if self.budget is None or self.protect_prompt else self.budget + self.buffer
 
     @property
-    def per_query_head(self) -> bool:
-        """Whether each query head keeps entries of its own:
+    def observes(self) -> bool:
+        """Whether the latest queries are kept until the next eviction."""
+        return self.uses_queries and not self.accumulates
 
-        G times as many as a policy for KV heads.
-        """
+    @property
+    def per_query_head(self) -> bool:
+        """Whether each query head keeps its own entries: G times as many as for KV heads."""
         return False
 
     def recent(self, budget: Tensor) -> Tensor:
-        """How many of the most recent entries are always kept.
-
-        ``budget`` and result int64 ``[B]``.
-        """
+        """Return how many of the most recent entries are always kept: int64 ``[B]``, as budget."""
         return torch.full_like(budget, self.observation)
 
     @abstractmethod
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
-        """How much each entry is worth keeping: float32 ``[B, H, N]``.
+        """Score how much each entry is worth keeping: float32 ``[B, H, N]``.
 
         :meth:`keep` forces recent entries and sinks.
 
@@ -244,36 +238,41 @@ class EvictionPolicy(ABC):
         """
 
     def keep(self, scores: Tensor, budget: int | Tensor, valid: Tensor) -> Tensor:
-        """The ``budget`` best entries of each head: int64 ``[B, H, max(budget)]``, ascending
-        indices into the N.
+        """Choose the ``budget`` best entries of each head: ascending indices into the N.
 
         Sinks and the most recent entries come first, then the highest scores; of equal scores the
-        later entry. NaN counts as the lowest score.  A row with fewer entries than ``budget`` is
-        filled up in front with -1. ``budget`` is one number, or one per row, int64 ``[B]`` (on the
-        CPU nothing waits for a GPU).
+        later entry.  NaN counts as the lowest score.
+
+        Args:
+            scores: ``[B, H, N]``.
+            budget: one number, or one per row, int64 ``[B]`` (on the CPU nothing waits for a GPU).
+            valid: bool ``[B, N]``, False for padding.
+
+        Returns:
+            int64 ``[B, H, max(budget)]``; a row with fewer entries than its budget is filled up in
+            front with -1.
         """
         rows, _, n = scores.shape
-        most = budget if isinstance(budget, int) else int(budget.max())
         if isinstance(budget, int):
+            most = budget
             budget_B = torch.full((rows,), budget, device=scores.device)  # without a copy to a GPU
         else:
+            most = int(budget.max())
             budget_B = moved(budget, scores.device).expand(rows)
         count_B = valid.sum(-1)
         rank_BN = valid.cumsum(-1) - 1
         is_recent = rank_BN >= (count_B - self.recent(budget_B))[:, None]
         forced_BN = valid & ((rank_BN < self.sink) | is_recent)
-        lowest, highest = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
-        # before every finite score: what is forced; after: padding only
+        lowest = torch.finfo(torch.float32).min
+        highest = torch.finfo(torch.float32).max
         ranked = scores.float().nan_to_num(nan=lowest, neginf=lowest, posinf=highest)
-        ranked = ranked.masked_fill(forced_BN[:, None], torch.inf).masked_fill(
-            ~valid[:, None], -torch.inf
-        )
+        # before every finite score: what is forced; after: padding only
+        ranked = ranked.masked_fill(forced_BN[:, None], torch.inf)
+        ranked = ranked.masked_fill(~valid[:, None], -torch.inf)
         best_first = n - 1 - ranked.flip(-1).argsort(dim=-1, descending=True, stable=True)
         best_first = best_first[..., :most]
-        taken_BK = (
-            torch.arange(best_first.shape[-1], device=scores.device)
-            < torch.minimum(budget_B, count_B)[:, None]
-        )
+        place = torch.arange(best_first.shape[-1], device=scores.device)
+        taken_BK = place < torch.minimum(budget_B, count_B)[:, None]
         return best_first.masked_fill(~taken_BK[:, None], -1).sort(dim=-1).values
 
     def check_scores(self, scores: Tensor, keys: Tensor) -> None:
@@ -281,18 +280,17 @@ class EvictionPolicy(ABC):
         if scores.shape != keys.shape[:3]:
             raise ValueError(
                 f"{self.name}.scores gave {list(scores.shape)} for keys {list(keys.shape)}: it "
-                "must give one score for "
-                f"each entry, {list(keys.shape[:3])}"
+                f"must give one score for each entry, {list(keys.shape[:3])}"
             )
 
     def select(
         self, keys: Tensor, queries: Tensor, budget: int, valid: Tensor | None = None
     ) -> Tensor:
-        """The entries that an eviction down to ``budget`` keeps: int64 ``[B, H, budget]``,
-        ascending, -1 in front.
+        """Choose what an eviction down to ``budget`` keeps: int64 ``[B, H, budget]``, -1 in front.
 
         Args:
-            keys: ``[B, H, N, D]``; queries: ``[B, Q, a, D]``, of the last a entries.
+            keys: ``[B, H, N, D]``.
+            queries: ``[B, Q, a, D]``, of the last a entries.
             valid: bool ``[B, N]``, False for padding, which comes first; None: no padding.
 
         Raises:
@@ -305,36 +303,35 @@ class EvictionPolicy(ABC):
         scores = self.scores(keys, queries, valid)
         self.check_scores(scores, keys)
         kept = self.keep(scores, budget, valid)
-        missing = budget - kept.shape[-1]  # more than there are entries
-        return torch.nn.functional.pad(kept, (missing, 0), value=-1) if missing > 0 else kept
+        return F.pad(kept, (budget - kept.shape[-1], 0), value=-1)  # more than there are entries
 
 
 def check_type(what: str, value: Any, annotation: str) -> None:
-    """Raise ValueError unless ``value`` is of the type of a policy's field: bool, int, float or
-    str, or None.
-    """
+    """Raise ValueError unless ``value`` is of a policy field's type, such as ``int | None``."""
     kind, _, optional = annotation.partition(" | ")
     if value is None and optional:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    kinds = {
-        "bool": (isinstance(value, bool), "true or false"),
-        "int": (
-            number and isinstance(value, int) and abs(value) <= MOST,
-            f"a whole number of at most {MOST}",
-        ),
-        "float": (number and -inf < value < inf, "a number"),
-        "str": (isinstance(value, str), "a word"),
-    }
-    fits, word = kinds.get(kind, (True, ""))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "bool":
+        fits = isinstance(value, bool)
+        word = "true or false"
+    elif kind == "int":
+        fits = is_number and isinstance(value, int) and abs(value) <= MOST
+        word = f"a whole number of at most {MOST}"
+    elif kind == "float":
+        fits = is_number and -inf < value < inf
+        word = "a number"
+    elif kind == "str":
+        fits = isinstance(value, str)
+        word = "a word"
+    else:
+        return  # a type of one's own policy
     if not fits:
         raise ValueError(f"{what} is {value}: it must be {word}")
 
 
 def check_shapes(keys: Tensor, queries: Tensor, valid: Tensor | None) -> None:
-    """Raise ValueError unless keys ``[B, H, N, D]``, queries ``[B, Q, a, D]`` and valid ``[B, N]``
-    fit each other.
-    """
+    """Raise ValueError unless the arguments of :meth:`EvictionPolicy.select` fit each other."""
     if keys.dim() != 4 or queries.dim() != 4:
         raise ValueError(
             f"keys must be [B, H, N, D] and queries [B, Q, a, D], got {list(keys.shape)} and "
@@ -344,8 +341,7 @@ def check_shapes(keys: Tensor, queries: Tensor, valid: Tensor | None) -> None:
     if queries.shape[0] != b or queries.shape[3] != d or queries.shape[1] % h:
         raise ValueError(
             f"queries {list(queries.shape)} do not belong to keys {list(keys.shape)}: rows and "
-            "head size must be the "
-            "same, and query heads a multiple of KV heads"
+            "head size must be the same, and query heads a multiple of KV heads"
         )
     if not 1 <= queries.shape[2] <= n:
         raise ValueError(
@@ -357,13 +353,11 @@ def check_shapes(keys: Tensor, queries: Tensor, valid: Tensor | None) -> None:
 
 P = TypeVar("P", bound=EvictionPolicy)
 _policies: dict[str, type[EvictionPolicy]] = {}
-POLICIES: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
-    _policies
-)  # read-only: see register()
+POLICIES: Mapping[str, type[EvictionPolicy]] = MappingProxyType(_policies)  # filled by register()
 
 
 def register(policy: type[P]) -> type[P]:
-    """Class decorator: every command, study and test knows the policy by its ``name`` from here on."""
+    """Make the policy known by its ``name`` to every command, study and test: a class decorator."""
     if policy.name in _policies:
         raise ValueError(
             f"there is already an eviction policy {policy.name!r}: "
@@ -374,31 +368,29 @@ def register(policy: type[P]) -> type[P]:
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
-    """Fields and values from texts such as ``variant=published``, ``lam=0.2`` or
-    ``protect_prompt=true``.
-    """
-    fields: dict[str, Any] = {}
+    """Parse fields and values from texts such as ``variant=published`` or ``lam=0.2``."""
+    options: dict[str, Any] = {}
     for text in texts:
         field, separator, value = text.partition("=")
         if not separator or not field:
             raise ValueError(
                 f"option {text!r} is not written as name=value, such as variant=published"
             )
-        if field in fields:
+        if field in options:
             raise ValueError(f"option {field} is given twice")
         try:
-            fields[field] = parse_json(
-                value.lower() if value.lower() in ("true", "false") else value
-            )
+            is_truth_value = value.lower() in ("true", "false")
+            options[field] = parse_json(value.lower() if is_truth_value else value)
         except ValueError:
-            fields[field] = value  # a word
-    return fields
+            options[field] = value  # a word
+    return options
 
 
 def make_policy(name: str, **options: Any) -> EvictionPolicy:
-    """The policy ``name`` with the fields ``options``.
+    """Make the policy ``name`` with the fields ``options``.
 
-    ValueError for unknown names and values that it refuses.
+    Raises:
+        ValueError: for unknown names and values that the policy refuses.
     """
     if name not in POLICIES:
         raise ValueError(

@@ -1,5 +1,6 @@
-"""RPC, reasoning path compression: what the last queries of the whole layer attend to (arXiv
-2505.13866).
+"""H2O, TOVA, SnapKV, sink and window, random eviction and RPC; R-KV has a file of its own.
+
+Shapes as in :mod:`rlkv.eviction.base`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ from torch import Tensor
 from rlkv.eviction.base import EvictionPolicy, attention_received, check_type, register, sum_rows
 from rlkv.eviction.rkv import check_pooling, importance
 
-VARIANTS = ("paper", "rlkv_tables")
+H2O_VARIANTS = ("paper", "rlkv_tables")
+AGGREGATIONS = ("all", "group", "head")  # of RPC
+
+# SplitMix64 (Steele, Lea, Flood 2014), in int64, whose products wrap around as those of uint64 do
+STEP = 0x9E3779B97F4A7C15 - 2**64
+ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+BITS = 24  # of a draw: as many as a float32 holds exactly
 
 
 @register
 @dataclass(frozen=True)
 class H2O(EvictionPolicy):
-    """H2O (arXiv 2306.14048, section 4.2): half of the budget to recent entries, half to the heavy
-    hitters.
+    """H2O (arXiv 2306.14048, section 4.2): half recent entries, half heavy hitters.
 
     Score of an entry = the attention that it got from every query since it was written, summed over
     queries and over the query heads of its group: ``[B, H, N]``.  Each softmax runs over the
@@ -43,16 +49,14 @@ class H2O(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.variant in VARIANTS, "variant", f"one of {', '.join(VARIANTS)}")
+        known = self.variant in H2O_VARIANTS
+        self.require(known, "variant", f"one of {', '.join(H2O_VARIANTS)}")
 
     def check_entries(self, entries: int) -> None:
         super().check_entries(entries)
         room = entries - entries // 2
-        self.require(
-            self.sink <= room,
-            "sink",
-            f"at most {room}: half of {entries} entries are the most recent ones",
-        )
+        what = f"at most {room}: half of {entries} entries are the most recent ones"
+        self.require(self.sink <= room, "sink", what)
 
     def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
         kept = super().entries(seen, evictions)
@@ -66,12 +70,6 @@ class H2O(EvictionPolicy):
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         return sum_rows(attention_received(keys, queries, valid))
-
-
-# SplitMix64 (Steele, Lea, Flood 2014), in int64, whose products wrap around as those of uint64 do
-STEP = 0x9E3779B97F4A7C15 - 2**64
-ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-BITS = 24  # of a draw: as many as a float32 holds exactly
 
 
 @register
@@ -103,27 +101,24 @@ class RandomEviction(EvictionPolicy):
         seen: Tensor | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """As of the base class, and int64 ``[B]`` tokens ``seen`` (None: as many as entries) and
-        ``layer``.
+        """Draw a number for each entry.
+
+        Args:
+            seen: int64 ``[B]``, tokens read; None: as many as entries.
+            layer: number of the layer.
         """
         place = valid.long().cumsum(dim=-1)
         seen_B = (place[:, -1] if seen is None else seen.to(keys.device)).long()
         head = torch.arange(keys.shape[1], device=keys.device)
         state = torch.tensor(self.seed, device=keys.device)
-        for counter in (
-            torch.tensor(layer),
-            head[None, :, None],
-            seen_B[:, None, None],
-            place[:, None],
-        ):
+        counters = (torch.tensor(layer), head[None, :, None], seen_B[:, None, None], place[:, None])
+        for counter in counters:
             state = _hash(state + (counter + 1) * STEP)
         return _shift(state, 64 - BITS).float()
 
 
 def _hash(state: Tensor) -> Tensor:
-    """The finaliser of SplitMix64: int64 -> int64, every bit of the result depends on every bit of
-    ``state``.
-    """
+    """Apply SplitMix64's finaliser: every bit of the result depends on every bit of ``state``."""
     for bits, factor in ROUNDS:
         state = (state ^ _shift(state, bits)) * factor
     return state ^ _shift(state, 31)
@@ -134,19 +129,15 @@ def _shift(state: Tensor, bits: int) -> Tensor:
     return (state >> bits) & (2 ** (64 - bits) - 1)
 
 
-AGGREGATIONS = ("all", "group", "head")
-
-
 @register
 @dataclass(frozen=True)
 class RPC(EvictionPolicy):
     """RPC (arXiv 2505.13866, algorithm 1): every P generated tokens keep a c-th of them.
 
-    The prompt stays whole.
-
-    The last R queries pay attention to the entries before the last R ones (softmax per query head,
-    without the prompt); the sum over the R queries, the mean over heads, and the mean over a window
-    of ``kernel`` entries (entries beyond the ends count as 0) give the scores ``[B, H, N]``.
+    The prompt stays whole.  The last R queries pay attention to the entries before the last R ones
+    (softmax per query head, without the prompt); the sum over the R queries, the mean over heads,
+    and the mean over a window of ``kernel`` entries (entries beyond the ends count as 0) give the
+    scores ``[B, H, N]``.
 
     The schedule (section 3.3): the first eviction is due at P + R tokens, the others every P tokens
     after it.  After n evictions the next one chooses among ``n * int(P/c) + P`` entries and keeps
@@ -186,17 +177,13 @@ class RPC(EvictionPolicy):
         if not self.scheduled and changed:
             raise ValueError(
                 f"{self.name}: {' and '.join(changed)} belong to the schedule, which a budget or a "
-                "ratio replaces: "
-                "give one or the other"
+                "ratio replaces: give one or the other"
             )
-        own = self.buffer == RPC.buffer or not self.scheduled
-        self.require(
-            own, "buffer", "left out without a budget or a ratio: P says when the schedule evicts"
-        )
+        what = "left out without a budget or a ratio: P says when the schedule evicts"
+        self.require(not self.scheduled or self.buffer == RPC.buffer, "buffer", what)
         self.require(self.kernel > 0 and self.kernel % 2 == 1, "kernel", "an odd number of entries")
-        self.require(
-            self.aggregation in AGGREGATIONS, "aggregation", f"one of {', '.join(AGGREGATIONS)}"
-        )
+        known = self.aggregation in AGGREGATIONS
+        self.require(known, "aggregation", f"one of {', '.join(AGGREGATIONS)}")
 
     @property
     def per_query_head(self) -> bool:
@@ -209,9 +196,7 @@ class RPC(EvictionPolicy):
 
     @property
     def step(self) -> int:
-        """How many more entries each eviction of the schedule keeps than the one before: int(P /
-        c).
-        """
+        """How many more entries each eviction keeps than the one before: int(P / c)."""
         return int(self.P / self.c)
 
     def _check_budget(self) -> None:
@@ -237,15 +222,13 @@ class RPC(EvictionPolicy):
         if self.aggregation == "head" and group_size > 1:
             raise ValueError(
                 f'{self.name}: aggregation="head" lets each query head keep its own tokens, but '
-                f"{group_size} of them "
-                'share keys here: give each its own keys, as the cache does, or use "group" or '
-                '"all"'
+                f"{group_size} of them share keys here: give each its own keys, as the cache does, "
+                'or use "group" or "all"'
             )
         pooled_heads = received.flatten(1, 2)[:, None] if self.aggregation == "all" else received
         mean = sum_rows(pooled_heads) / pooled_heads.shape[2]
-        return F.avg_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2).expand(
-            -1, keys.shape[1], -1
-        )
+        pooled = F.avg_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
+        return pooled.expand(-1, keys.shape[1], -1)
 
 
 @register
@@ -281,27 +264,23 @@ class SinkWindow(EvictionPolicy):
             if self.budget not in (None, self.sink + window):
                 raise ValueError(
                     f"{self.name}: budget is {self.budget}, but sink {self.sink} + window {window} "
-                    "are "
-                    f"{self.sink + window} entries: give either a budget or a window"
+                    f"are {self.sink + window} entries: give either a budget or a window"
                 )
             object.__setattr__(self, "budget", self.sink + window)
         super().__post_init__()
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
-        place = torch.arange(
-            keys.shape[2], dtype=torch.float32, device=keys.device
-        )  # exact up to 2**24 entries
+        # float32 is exact up to 2**24 entries
+        place = torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device)
         return place.expand(keys.shape[:3])
 
 
 @register
 @dataclass(frozen=True)
 class SnapKV(EvictionPolicy):
-    """SnapKV (arXiv 2404.14469, section 4) at decode, as the R-KV paper compares with it:
+    """SnapKV (arXiv 2404.14469, section 4) at decode, as the R-KV paper compares with it.
 
-    R-KV with lambda 1.
-
-    The score is :func:`rlkv.eviction.rkv.importance`, ``[B, H, N]``.
+    That is R-KV with lambda 1.  The score is :func:`rlkv.eviction.rkv.importance`, ``[B, H, N]``.
 
     Attributes:
         kernel: entries of the max-pooling window, as of R-KV.
@@ -328,8 +307,8 @@ class TOVA(EvictionPolicy):
     """TOVA (arXiv 2401.06104, section 3.2): drop the entry that the last query attends to least.
 
     Score = the attention of the last query to each entry, softmax over all entries, mean over all
-    query heads of the
-    layer: ``[B, N]``, given to every head, so that all heads of a layer keep the same tokens.
+    query heads of the layer: ``[B, N]``, given to every head, so that all heads of a layer keep the
+    same tokens.
     """
 
     buffer: int = 1
@@ -339,6 +318,5 @@ class TOVA(EvictionPolicy):
 
     def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         received = attention_received(keys, queries[:, :, -1:], valid)
-        return (sum_rows(received.flatten(1, 2)) / queries.shape[1])[:, None].expand(
-            -1, keys.shape[1], -1
-        )
+        mean = sum_rows(received.flatten(1, 2)) / queries.shape[1]
+        return mean[:, None].expand(-1, keys.shape[1], -1)

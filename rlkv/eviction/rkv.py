@@ -23,16 +23,16 @@ from rlkv.eviction.base import (
 )
 from rlkv.utils.devices import cpu_has_any
 
-FIRST = 64  # last entries that the search begins with: where many keys are alike it ends there
-# most entries whose similarities to as many others are computed at once: 1 MB a head fits a core's
-# cache
-TILE = 512
+VARIANTS = ("paper", "published", "rlkv_tables")
+EPSILON = 1e-8  # added to a key's norm: a key of zeros is not similar to any
+
+# The search for similar keys.
+FIRST = 64  # last entries that it begins with: where many keys are alike it ends there
+TILE = 512  # most entries compared with as many others at once: 1 MB a head fits a core's cache
 WIDE = 4  # tiles that are looked through at once, head by head
 FIXED = 2.0**40  # units of 1 in which similarities are added up
-FEW = (
-    1 / 16
-    # share of a tile's rows whose pairs are looked at one by one; if more may be similar, all pairs are
-)
+# Share of a tile's rows whose pairs are looked at one by one; beyond it all pairs are computed.
+FEW = 1 / 16
 NORM_EPSILON = 1e-6  # least step of codes: a head may have only padding
 ROUNDING = 1e-5  # more than float32 changes the similarity of two keys
 
@@ -40,24 +40,34 @@ ROUNDING = 1e-5  # more than float32 changes the similarity of two keys
 def latest_similar(
     unit: Tensor, valid: Tensor, threshold: float, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Similarities of every token to its ``count`` latest similar ones, added up at those, and how
-    many it has.
+    """Find the ``count`` latest similar tokens of every token.
 
-    Both ``[L, N]``, of keys ``unit`` ``[L, N, D]``.  Searched in square tiles from the last entries
-    backwards, each tile for its rows and for its columns; one that nothing in it needs is not
-    computed.  A CPU that multiplies integers of 8 bits looks some tiles through in them first,
-    unless the one before had many similar keys.
+    The keys are searched in square tiles from the last entries backwards, each tile for its rows
+    and for its columns; one that nothing in it needs is not computed.  A CPU that multiplies
+    integers of 8 bits looks some tiles through in them first, unless the one before had many
+    similar keys.
+
+    Args:
+        unit: ``[L, N, D]``, keys of norm 1.
+        valid: bool ``[L, N]``.
+
+    Returns:
+        The similarities, added up at the tokens that were found, and how many each token found:
+        ``[L, N]`` each.
     """
     search = _Search(
-        unit.new_zeros(unit.shape[:2], dtype=torch.int64),
-        torch.where(valid, count, 0),
-        threshold,
-        count,
+        sums=unit.new_zeros(unit.shape[:2], dtype=torch.int64),
+        missing=torch.where(valid, count, 0),
+        threshold=threshold,
+        wanted=count,
     )
-    side, width, end = min(TILE, math.isqrt(items_at_once(len(unit)))), FIRST, unit.shape[1]
+    end = unit.shape[1]
+    width = FIRST
+    side = min(TILE, math.isqrt(items_at_once(len(unit))))
     has_codes = unit.device.type == "cpu" and cpu_has_any("avx512_vnni", "avx_vnni", "amx_int8")
     codes = _Codes.of(unit, threshold) if has_codes and end > FIRST else None
-    look_first, wide = True, side if codes is None else min(WIDE * side, items_at_once(side))
+    wide = side if codes is None else min(WIDE * side, items_at_once(side))
+    look_first = True
     while end > 0 and bool(search.missing.any()):
         begin = max(0, end - min(width, side))
         late = slice(begin, end)
@@ -76,7 +86,8 @@ def latest_similar(
                     similarity = unit[:, late] @ unit[:, tile].mT
                     look_first = search.take_all(similarity, begin, tile.start) <= FEW
                     search.take_all(similarity.mT, tile.start, begin)
-        width, end = 2 * width, begin
+        width *= 2
+        end = begin
     found = torch.where(valid, count - search.missing, 0)
     return (search.sums.double() / FIXED).float(), found
 
@@ -92,7 +103,8 @@ class _Codes(NamedTuple):
 
     @classmethod
     def of(cls, unit: Tensor, threshold: float) -> _Codes:
-        codes, limits = torch.empty(unit.shape, dtype=torch.int8), []
+        codes = torch.empty(unit.shape, dtype=torch.int8)
+        limits = []
         for own, into in zip(unit, codes, strict=True):  # by head: copies in float32 are large
             step = max(own.abs().max().item(), NORM_EPSILON) / 127
             into.copy_((own / step).round())
@@ -102,13 +114,13 @@ class _Codes(NamedTuple):
         return cls(codes, limits)
 
     def close(self, late: slice, early: slice, side: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Heads and entries ``[n]`` of the pairs of two slices that may be similar; None:
-        :data:`FEW` exceeded.
+        """Find heads and entries ``[n]`` of pairs of two slices that may be similar.
+
+        None where that are more than :data:`FEW`.
         """
-        left, found = (
-            FEW * len(self.codes) * (late.stop - late.start) * (early.stop - early.start) / side,
-            [],
-        )
+        rows = late.stop - late.start
+        left = FEW * len(self.codes) * rows * (early.stop - early.start) / side
+        found = []
         for head, (codes, limit) in enumerate(zip(self.codes, self.limits, strict=True)):
             product = torch._int_mm(codes[late], codes[early].t())
             near = (product.amax(dim=1) > limit).nonzero()[:, 0]
@@ -117,22 +129,19 @@ class _Codes(NamedTuple):
                 return None
             if len(near):
                 row, column = (product[near] > limit).nonzero(as_tuple=True)
-                found.append(
-                    torch.stack(
-                        [torch.full_like(row, head), near[row] + late.start, column + early.start]
-                    )
-                )
-        head_n, late_n, early_n = (
-            torch.cat(found, dim=1) if found else torch.zeros(3, 0, dtype=torch.int64)
-        )
-        return head_n, late_n, early_n
+                pairs = [torch.full_like(row, head), near[row] + late.start, column + early.start]
+                found.append(torch.stack(pairs))
+        everything = torch.cat(found, dim=1) if found else torch.zeros(3, 0, dtype=torch.int64)
+        return everything[0], everything[1], everything[2]
 
 
 class _Search(NamedTuple):
     """What :func:`latest_similar` has found.
 
-    ``sums`` are in fixed point, so that the order of the additions, which a GPU does not fix,
-    changes nothing; ``missing``: how many similar tokens each still lacks; both int64 ``[L, N]``.
+    Attributes:
+        sums: int64 ``[L, N]``, in fixed point, so that the order of the additions, which a GPU does
+            not fix, changes nothing.
+        missing: int64 ``[L, N]``, how many similar tokens each still lacks.
     """
 
     sums: Tensor
@@ -145,17 +154,17 @@ class _Search(NamedTuple):
         return bool(self.missing[:, early].any() | self.missing[:, late].any())
 
     def take_all(self, similarity: Tensor, first: int, begin: int) -> float:
-        """Take from ``similarity`` ``[L, R, C]`` of the entries from ``first`` on to those from
-        ``begin`` on.
+        """Take from ``similarity`` ``[L, R, C]`` of R entries from ``first``, C from ``begin`` on.
 
-        Returns: the share of the rows that have a similar column.
+        Returns:
+            The share of the rows that have a similar column.
         """
         near = similarity.amax(dim=-1) > self.threshold
-        head, row = (near & (self.missing[:, first : first + similarity.shape[1]] > 0)).nonzero(
-            as_tuple=True
-        )
+        lacking = self.missing[:, first : first + similarity.shape[1]] > 0
+        head, row = (near & lacking).nonzero(as_tuple=True)
         if len(head):
-            chosen, found = similarity[head, row], []
+            chosen = similarity[head, row]
+            found = []
             order = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device)
             for _ in range(self.wanted):
                 place = torch.where(chosen > self.threshold, order, -1).amax(dim=-1).long()
@@ -177,25 +186,18 @@ class _Search(NamedTuple):
             self._take(head, other, entry, value)
 
     def _take(self, head: Tensor, entry: Tensor, place: Tensor, value: Tensor) -> None:
-        """Of pairs ``[n]`` of similar entries the latest places for each entry, as many as it
-        lacks.
-        """
+        """Take, of pairs ``[n]`` of similar entries, the latest places that each entry lacks."""
         entries = self.missing.shape[1]
         key = head * entries + entry
         order = (key * entries + place).argsort(descending=True)
         key, place, value = key[order], (head * entries + place)[order], value[order]
         counts = key.unique_consecutive(return_counts=True)[1]
-        rank = torch.arange(len(key), device=key.device) - (
-            counts.cumsum(0) - counts
-        ).repeat_interleave(counts)
+        first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        rank = torch.arange(len(key), device=key.device) - first
         takes = rank < self.missing.view(-1)[key]
         fixed = (value[takes].double() * FIXED).round().long()
         self.sums.view(-1).index_add_(0, place[takes], fixed)
         self.missing.view(-1).index_add_(0, key[takes], torch.full_like(fixed, -1))
-
-
-VARIANTS = ("paper", "published", "rlkv_tables")
-EPSILON = 1e-8  # added to a key's norm: a key of zeros is not similar to any
 
 
 @register
@@ -242,32 +244,24 @@ class RKV(EvictionPolicy):
         if self._of_tables:
             self.require(self.ratio is not None, "ratio", 'given with variant="rlkv_tables"')
             least = self.buffer + self.observation
-            self.require(
-                self.compacted >= least, "compacted", f"at least buffer + observation, {least}"
-            )
+            what = f"at least buffer + observation, {least}"
+            self.require(self.compacted >= least, "compacted", what)
         else:
-            self.require(
-                self.compacted == RKV.compacted,
-                "compacted",
-                'left out without variant="rlkv_tables"',
-            )
+            what = 'left out without variant="rlkv_tables"'
+            self.require(self.compacted == RKV.compacted, "compacted", what)
 
     @property
     def _of_tables(self) -> bool:
         return self.variant == "rlkv_tables"
 
     def entries(self, seen: Tensor, evictions: Tensor) -> Tensor:
-        """As of the base class; in RLKV's tables every eviction removes ``buffer`` entries."""
-        return (
-            seen - self.buffer * (evictions + 1)
-            if self._of_tables
-            else super().entries(seen, evictions)
-        )
+        """Return what the base class says; in RLKV's tables an eviction removes ``buffer``."""
+        if self._of_tables:
+            return seen - self.buffer * (evictions + 1)
+        return super().entries(seen, evictions)
 
     def capacity(self, seen: Tensor, evictions: Tensor) -> Tensor:
-        """As of the base class; in RLKV's tables one entry above the budget, and above
-        ``compacted``.
-        """
+        """Return what the base class says; in RLKV's tables above budget and ``compacted``."""
         if not self._of_tables:
             return super().capacity(seen, evictions)
         return super().entries(seen, evictions).clamp(min=self.compacted) + 1
@@ -277,9 +271,8 @@ class RKV(EvictionPolicy):
             return self._scores(keys, queries, valid)
         last = slice(-self.compacted, None)
         scores = self._scores(keys[:, :, last], queries, valid[:, last])
-        return F.pad(
-            scores, (keys.shape[2] - scores.shape[2], 0), value=torch.finfo(torch.float32).max
-        )
+        older = keys.shape[2] - scores.shape[2]
+        return F.pad(scores, (older, 0), value=torch.finfo(torch.float32).max)
 
     def _scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
         important = importance(keys, queries, valid, self.observation, self.kernel, self.variant)
@@ -292,9 +285,7 @@ class RKV(EvictionPolicy):
 def check_pooling(
     policy: EvictionPolicy, kernel: int, variant: str, variants: tuple[str, ...]
 ) -> None:
-    """Raise ValueError unless the policy's fields ``kernel`` and ``variant`` fit
-    :func:`importance`.
-    """
+    """Raise ValueError unless the fields ``kernel`` and ``variant`` fit :func:`importance`."""
     policy.require(variant in variants, "variant", f"one of {', '.join(variants)}")
     policy.require(kernel >= 1, "kernel", "1 or more entries")
     fits = variant == "paper" or kernel % 2 == 1
@@ -304,9 +295,7 @@ def check_pooling(
 def importance(
     keys: Tensor, queries: Tensor, valid: Tensor, observation: int, kernel: int, variant: str
 ) -> Tensor:
-    """I, the attention that the last ``observation`` queries pay to the entries before them:
-
-    ``[B, H, N]``.
+    """Compute I, what the last ``observation`` queries attend to before them: ``[B, H, N]``.
 
     Attention is a softmax over the candidates, the entries before the observation tokens (section
     3.1).
@@ -319,11 +308,14 @@ def importance(
     over the queries; the maximum over the group and then over a window.  Windows do not reach into
     the observation tokens.
 
-    Args: keys ``[B, H, N, D]``; queries ``[B, Q, a, D]``, of the last a entries; valid bool ``[B,
-    N]``.
+    Args:
+        keys: ``[B, H, N, D]``.
+        queries: ``[B, Q, a, D]``, of the last a entries.
+        valid: bool ``[B, N]``.
     """
     flat = FlatHeads.of(keys, queries[:, :, -observation:], valid)
-    (num_flat, n, d), (g, a) = flat.keys.shape, flat.queries.shape[1:3]
+    num_flat, n, d = flat.keys.shape
+    g, a = flat.queries.shape[1:3]
     important = torch.empty(num_flat, n, dtype=torch.float32, device=keys.device)
     for heads in pieces(num_flat, n * max(d, g * a)):
         logits = attention_logits(flat.keys[heads], flat.queries[heads])
@@ -344,7 +336,7 @@ def importance(
 def redundancy(
     keys: Tensor, valid: Tensor, threshold: float, recent_similar: int, variant: str
 ) -> Tensor:
-    """R, how redundant an entry is: ``[B, H, N]``, a softmax over the entries of a row.
+    """Compute R, how redundant an entry is: ``[B, H, N]``, a softmax over a row's entries.
 
     Cosine similarity of all pairs of keys (section 3.3), observation tokens included, 0 on the
     diagonal.  In the row of each token the ``recent_similar`` last entries with a similarity above
@@ -361,10 +353,13 @@ def redundancy(
     The mean needs no N x N matrix: the similarities of an entry add up to the product of its unit
     key and the sum of all unit keys, and what was set to 0 is taken off (:func:`latest_similar`).
 
-    Args: keys ``[B, H, N, D]``; valid bool ``[B, N]``.
+    Args:
+        keys: ``[B, H, N, D]``.
+        valid: bool ``[B, N]``.
     """
     b, h, n, d = keys.shape
-    keys_LND, valid_LN = keys.flatten(0, 1), valid.repeat_interleave(h, dim=0)
+    keys_LND = keys.flatten(0, 1)
+    valid_LN = valid.repeat_interleave(h, dim=0)
     first = n - valid_LN.sum(dim=-1)
     total = torch.empty(b * h, n, dtype=torch.float32, device=keys.device)
     for heads in pieces(b * h, max(n * d, min(n, TILE) ** 2)):
@@ -373,24 +368,17 @@ def redundancy(
         unit = unit.masked_fill(~valid_LN[heads, :, None], 0)  # padding is not similar to any key
         forgiven, found = latest_similar(unit, valid_LN[heads], threshold, recent_similar)
         if variant != "paper":
-            column = unit.gather(1, first[heads, None, None].expand(-1, 1, d).clamp(max=n - 1))
+            first_L1 = first[heads, None].clamp(max=n - 1)
+            column = unit.gather(1, first_L1[:, :, None].expand(-1, 1, d))
             alone = (unit * column).sum(dim=-1).masked_fill(found > 0, 0)
-            # the first entry's own similarity is 0 already
-            alone = alone.scatter(1, first[heads, None].clamp(max=n - 1), 0)
-            forgiven.scatter_add_(
-                1, first[heads, None].clamp(max=n - 1), alone.sum(dim=-1, keepdim=True)
-            )
-        total[heads] = (
-            (unit * unit.sum(dim=1, keepdim=True)).sum(dim=-1)
-            - unit.square().sum(dim=-1)
-            - forgiven
-        )
+            alone = alone.scatter(1, first_L1, 0)  # the first entry's own similarity is 0 already
+            forgiven.scatter_add_(1, first_L1, alone.sum(dim=-1, keepdim=True))
+        similarities = (unit * unit.sum(dim=1, keepdim=True)).sum(dim=-1)
+        total[heads] = similarities - unit.square().sum(dim=-1) - forgiven
     mean = total.unflatten(0, (b, h)) / valid.sum(dim=-1).clamp(min=1)[:, None, None]
     return masked_softmax(mean, valid[:, None])
 
 
 def _max_pool(values: Tensor, kernel: int) -> Tensor:
-    """``[L, a, N]`` -> the maximum over ``kernel`` entries around each, one more before it than
-    after if even.
-    """
+    """Take the maximum of ``[L, a, N]`` over ``kernel`` entries, of even ones more before."""
     return F.max_pool1d(values, kernel, stride=1, padding=kernel // 2)[..., : values.shape[-1]]

@@ -1,5 +1,4 @@
-"""HeadAllocation: which KV heads keep the whole past, chosen from gates and a sparsity by exact
-count.
+"""HeadAllocation: which KV heads keep the whole past, by exact count from gates and a sparsity.
 
 A quantile would miss the sparsity where gates tie: published ones have 79 to 197 distinct values
 for 112 to 288 heads.
@@ -23,8 +22,7 @@ SPARSITIES = (0.2, 0.4, 0.5, 0.6, 0.8)  # that commands and model cards show
 
 
 def num_full_heads(sparsity: float, total: int) -> int:
-    """``round((1 - sparsity) * total)`` in decimal arithmetic, half away from zero: on a tie the
-    head stays full.
+    """Return ``round((1 - sparsity) * total)`` in decimal arithmetic; on a tie a head stays full.
 
     Raises:
         ValueError: if ``sparsity`` is outside [0, 1].
@@ -38,18 +36,19 @@ def num_full_heads(sparsity: float, total: int) -> int:
 
 
 def compression_order(gates: HeadGates) -> list[tuple[int, int]]:
-    """All heads as (layer, head), least needed first.
+    """List all heads as (layer, head), least needed first.
 
     Sorted by gate; equal gates by their mean over training; among heads equal in both, the later
     one goes first.
     """
-    alpha, mean = gates.alpha.flatten().tolist(), gates.mean_alpha.flatten().tolist()
+    alpha = gates.alpha.flatten().tolist()
+    mean = gates.mean_alpha.flatten().tolist()
     order = sorted(range(len(alpha)), key=lambda i: (alpha[i], mean[i], -i))
     return [divmod(i, gates.num_kv_heads) for i in order]
 
 
 def random_order(num_layers: int, num_kv_heads: int, seed: int) -> list[tuple[int, int]]:
-    """All heads as (layer, head), shuffled: what :meth:`HeadAllocation.random` compresses in turn."""
+    """Shuffle all heads (layer, head): :meth:`HeadAllocation.random` compresses them in turn."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_layers * num_kv_heads, generator=generator).tolist()
     return [divmod(i, num_kv_heads) for i in order]
@@ -71,27 +70,19 @@ class HeadAllocation:
 
     def __post_init__(self) -> None:
         full = self.full
-        if (
-            not isinstance(full, Tensor)
-            or full.dtype != torch.bool
-            or full.dim() != 2
-            or full.numel() == 0
-        ):
-            found = (
-                f"{full.dtype} {list(full.shape)}"
-                if isinstance(full, Tensor)
-                else type(full).__name__
-            )
+        is_bool = isinstance(full, Tensor) and full.dtype == torch.bool
+        if not is_bool or full.dim() != 2 or full.numel() == 0:
+            is_tensor = isinstance(full, Tensor)
+            found = f"{full.dtype} {list(full.shape)}" if is_tensor else type(full).__name__
             raise ValueError(
                 f"an allocation needs a bool tensor [num_layers, num_kv_heads], got {found}"
             )
-        object.__setattr__(
-            self, "full", full.detach().cpu().clone()
-        )  # the caller's tensor may change later
+        # the caller's tensor may change later
+        object.__setattr__(self, "full", full.detach().cpu().clone())
 
     @classmethod
     def from_gates(cls, gates: HeadGates, sparsity: float, scope: str = "global") -> HeadAllocation:
-        """The heads with the largest gates are full; ties as in :func:`compression_order`.
+        """Make the heads with the largest gates full; ties as in :func:`compression_order`.
 
         Args:
             sparsity: share of heads that are compressible, in [0, 1].
@@ -106,14 +97,17 @@ class HeadAllocation:
             return cls.from_order(order, num_layers, num_heads, sparsity)
         if scope != "layer":
             raise ValueError(f"unknown scope {scope!r}: choose global or layer")
-        layers = [[(0, head) for at, head in order if at == layer] for layer in range(num_layers)]
-        return cls(torch.cat([cls.from_order(own, 1, num_heads, sparsity).full for own in layers]))
+        rows = []
+        for layer in range(num_layers):
+            own = [(0, head) for at, head in order if at == layer]
+            rows.append(cls.from_order(own, 1, num_heads, sparsity).full)
+        return cls(torch.cat(rows))
 
     @classmethod
     def from_order(
         cls, order: Sequence[tuple[int, int]], num_layers: int, num_kv_heads: int, sparsity: float
     ) -> HeadAllocation:
-        """The first heads of ``order`` are compressible, as many as the sparsity asks for.
+        """Make the first heads of ``order`` compressible, as many as the sparsity asks for.
 
         Args:
             order: (layer, head) pairs, least needed first; at least as many as the sparsity takes.
@@ -134,8 +128,7 @@ class HeadAllocation:
             if not (0 <= layer < num_layers and 0 <= head < num_kv_heads):
                 raise ValueError(
                     f"the order names layer {layer}, head {head}: the model has {num_layers} "
-                    "layers x "
-                    f"{num_kv_heads} KV heads, counted from 0"
+                    f"layers x {num_kv_heads} KV heads, counted from 0"
                 )
             if (layer, head) in seen:
                 raise ValueError(f"the order names layer {layer}, head {head} twice")
@@ -145,8 +138,7 @@ class HeadAllocation:
         if len(seen) < compressible:
             raise ValueError(
                 f"sparsity {sparsity} makes {compressible} of {total} heads compressible, but the "
-                "order names only "
-                f"{len(seen)}"
+                f"order names only {len(seen)}"
             )
         return cls(full)
 
@@ -154,18 +146,12 @@ class HeadAllocation:
     def random(
         cls, num_layers: int, num_kv_heads: int, sparsity: float, seed: int
     ) -> HeadAllocation:
-        """A random draw of ``num_full_heads(sparsity, L * H)`` full heads.
-
-        Nested over sparsities of one seed.
-        """
-        return cls.from_order(
-            random_order(num_layers, num_kv_heads, seed), num_layers, num_kv_heads, sparsity
-        )
+        """Draw ``num_full_heads(sparsity, L * H)`` full heads, nested over sparsities of a seed."""
+        order = random_order(num_layers, num_kv_heads, seed)
+        return cls.from_order(order, num_layers, num_kv_heads, sparsity)
 
     def rounded_up(self, gates: HeadGates, multiple: int) -> HeadAllocation:
-        """With the fewest more full heads, those of the largest gates, that make their number a
-        multiple.
-        """
+        """Add the fewest full heads, of the largest gates, that make their number a multiple."""
         full = self.full.clone()
         others = [head for head in reversed(compression_order(gates)) if not full[head]]
         for head in others[: -self.num_full % multiple]:
@@ -182,32 +168,29 @@ class HeadAllocation:
 
     @property
     def sparsity(self) -> float:
-        """The actual share of compressible heads.
-
-        Rounding may move it away from the requested one.
-        """
+        """The actual share of compressible heads, which rounding may have moved."""
         return self.num_compressible / self.full.numel()
 
     def overlap(self, other: HeadAllocation) -> float:
-        """Share of full heads in common: their number over the larger of both numbers of full
-        heads; 1 if none is full.
+        """Return how many full heads are common, over the larger number of full heads.
+
+        1 if none is full.
 
         Raises:
             ValueError: if ``other`` has another shape.
         """
         if self.full.shape != other.full.shape:
             raise ValueError(
-                f"allocations of different models: {_by(self.full)} and {_by(other.full)} (layers "
-                "x KV heads)"
+                f"allocations of different models: {_by(self.full)} and {_by(other.full)} "
+                "(layers x KV heads)"
             )
         larger = max(self.num_full, other.num_full)
         return int((self.full & other.full).sum()) / larger if larger else 1.0
 
     def __repr__(self) -> str:
         return (
-            f"<HeadAllocation {_by(self.full)}: {self.num_full} full, {self.num_compressible} "
-            "compressible, "
-            f"sparsity {self.sparsity:.4g}>"
+            f"<HeadAllocation {_by(self.full)}: {self.num_full} full, "
+            f"{self.num_compressible} compressible, sparsity {self.sparsity:.4g}>"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -222,13 +205,14 @@ def _by(full: Tensor) -> str:
 
 
 def is_decided(gates: HeadGates, full_LH: Tensor) -> bool:
-    """Whether every full head has a larger gate than every compressible one; equal gates: a larger
-    mean.
+    """Return whether every full head has a larger gate than every compressible one.
+
+    Of equal gates, the means over training decide.
     """
     if bool(full_LH.all()) or not bool(full_LH.any()):
         return True
-    keys = [
-        list(zip(gates.alpha[own].tolist(), gates.mean_alpha[own].tolist(), strict=True))
+    full, others = (
+        zip(gates.alpha[own].tolist(), gates.mean_alpha[own].tolist(), strict=True)
         for own in (full_LH, ~full_LH)
-    ]
-    return min(keys[0]) > max(keys[1])
+    )
+    return min(full) > max(others)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,191 +28,26 @@ from rlkv.utils.files import atomic_path, parse_json, read_json, write_bytes, wr
 
 FORMAT = "rlkv-gates"
 VERSION = 1
+SUFFIXES = (".pt", ".safetensors", ".tsv")
 EXPECTED = "expected a .pt, .safetensors or .tsv gates file or a PEFT folder"
-HEADER_KEY = "rlkv_gates"  # of the metadata in a safetensors file
 _FIELDS = ("model", "sink", "window", "deploy_sink", "deploy_window", "training")
 _LATER_FIELDS = ("deploy_protect_prompt",)  # which the first files do not have
+HEADER_KEY = "rlkv_gates"  # of the metadata in a safetensors file
+
 PEFT_TYPE = "HEAD_GATE"  # of rlkv.attention.head_gate, which imports peft
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 GATE_KEY = "base_model.model.model.layers.{layer}.self_attn.rlkv_gate.alpha"
 _LAYER = re.compile(r"\.layers\.(\d+)\..*\brlkv_gate\b")
 
-
-def to_header(payload: dict[str, Any]) -> dict[str, Any]:
-    """All of ``HeadGates.to_payload()`` but the tensors, as plain JSON-able values."""
-    model = payload["model"].to_dict() if payload["model"] else None
-    fields = (*_FIELDS, *_LATER_FIELDS)
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        **{name: payload[name] for name in fields},
-        "model": model,
-    }
-
-
-def from_header(header: Any, path: Path) -> dict[str, Any]:
-    """Arguments of ``HeadGates`` from what :func:`to_header` gave.
-
-    ValueError if it is another or incomplete.
-    """
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(
-            f"{path}: not a gates file (it does not name the format {FORMAT!r}), {EXPECTED}"
-        )
-    version = header.get("version")
-    if not isinstance(version, int):
-        raise ValueError(
-            f"{path}: the gates format version is {version!r}, expected a number up to {VERSION}"
-        )
-    if version > VERSION:
-        raise ValueError(
-            f"{path}: written in gates format version {version}, expected at most {VERSION}: "
-            "upgrade rlkv to read it"
-        )
-    try:
-        model = ModelShape(**header["model"]) if header["model"] is not None else None
-        later = {name: header[name] for name in _LATER_FIELDS if name in header}
-        return {name: header[name] for name in _FIELDS} | later | {"model": model}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path}: damaged gates file, expected a field that is absent or wrong ({error})"
-        ) from error
-
-
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """``(tensors by name, header or None)`` of a safetensors file.
-
-    ValueError if it is damaged or another kind.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-        return tensors, parse_json(metadata.get(HEADER_KEY, "null"))
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(
-            f"{path}: truncated, damaged or not a safetensors file ({error}), {EXPECTED}"
-        ) from error
-
-
-def write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Tensors with ``header`` in the file's metadata (and ``format: pt``, which PEFT and
-    transformers look for).
-    """
-    from safetensors.torch import save
-
-    write_bytes(path, save(tensors, {"format": "pt", HEADER_KEY: json.dumps(header)}))
-
-
-def is_peft_weights(tensors: dict[str, Tensor]) -> bool:
-    """Whether tensor names are those of an adapter with gates."""
-    return any(_LAYER.search(name) for name in tensors)
-
-
-def _stack(tensors: dict[str, Tensor], path: Path) -> Tensor:
-    """One row per layer, ordered by the layer number in the name."""
-    rows: dict[int, Tensor] = {}
-    for name, tensor in tensors.items():
-        match = _LAYER.search(name)
-        if match is None:
-            raise ValueError(
-                f"{path}: no adapter of KV head gates (it holds {name!r}), expected keys like "
-                f"{GATE_KEY}"
-            )
-        layer = int(match[1])
-        if layer in rows:
-            raise ValueError(
-                f"{path}: two tensors hold gates of layer {layer}, expected one per layer"
-            )
-        rows[layer] = tensor.flatten().float()
-    sizes = {layer: rows[layer].numel() for layer in sorted(rows)}
-    if list(sizes) != list(range(len(rows))) or len(set(sizes.values())) != 1:
-        raise ValueError(
-            f"{path}: found gates per layer {sizes}, expected as many for every layer from 0 "
-            "without gaps"
-        )
-    return torch.stack([rows[layer] for layer in sizes])
-
-
-def read_peft(folder: Path) -> dict[str, Any]:
-    """Arguments of ``HeadGates`` from an adapter folder.
-
-    ValueError if it is damaged or another adapter.
-    """
-    weights, config_path = folder / ADAPTER_WEIGHTS, folder / ADAPTER_CONFIG
-    try:
-        config = read_json(config_path)
-        sizes = {name: config[name] for name in ("sink", "window")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{config_path}: not the config of KV head gates ({error!r}), expected sink and window"
-        ) from error
-    if not weights.exists():
-        raise ValueError(
-            f"{folder}: found {ADAPTER_CONFIG} alone, expected {ADAPTER_WEIGHTS} next to it"
-        )
-    tensors, header = read_safetensors(weights)
-    alpha = _stack(tensors, weights)
-    if header is not None:
-        return {
-            **from_header(header, weights),
-            **sizes,
-            "alpha": alpha,
-            "mean_alpha": header.get("rank"),
-        }
-    name = config.get("base_model_name_or_path")
-    if not isinstance(name, str | None):
-        raise ValueError(
-            f"{config_path}: base_model_name_or_path is {name!r}, expected the name of a model"
-        )
-    model = ModelShape(name, "", alpha.shape[0], alpha.shape[1], 0, 0) if name else None
-    return {"alpha": alpha, "model": model, **sizes}
-
-
-def write_peft(folder: Path, payload: dict[str, Any]) -> None:
-    """Write an adapter that ``PeftModel.from_pretrained`` loads once ``rlkv.attention.head_gate``
-    is imported.
-    """
-    tensors = {GATE_KEY.format(layer=i): row.clone() for i, row in enumerate(payload["alpha"])}
-    header = {
-        **to_header(payload),
-        "rank": payload["mean_alpha"].tolist(),
-    }  # JSON keeps float32 exactly
-    write_safetensors(folder / ADAPTER_WEIGHTS, tensors, header)
-    config = {
-        "peft_type": PEFT_TYPE,
-        "base_model_name_or_path": payload["model"].model_id if payload["model"] else None,
-        "task_type": "CAUSAL_LM",
-        "inference_mode": True,
-        "sink": payload["sink"],
-        "window": payload["window"],
-        "num_layers": payload["alpha"].shape[0],
-        "num_kv_heads": payload["alpha"].shape[1],
-    }
-    write_json(folder / ADAPTER_CONFIG, config)
-
-
-SUFFIXES = (".pt", ".safetensors", ".tsv")
 _HUB = "hf://"
 _HUB_ADDRESS = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-_HUB_FILES = [
-    "gates.pt",
-    "gates.safetensors",
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    "config.json",
-    "*.tsv",
-]
+_HUB_FILES = ["gates.pt", "gates.safetensors", "*.tsv", "config.json"]
+_HUB_FILES += [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
 
 def read_gates(path: str | Path) -> dict[str, Any]:
-    """Arguments of ``HeadGates`` from a file, a folder, a hub address, ``tiny`` or ``smol``.
-
-    See ``HeadGates.load``.
-    """
+    """Read a file, a folder, a hub address, ``tiny`` or ``smol``; see ``HeadGates.load``."""
     if path in PACKAGED_GATES:
         return _read_local(PACKAGED_GATES[str(path)])
     if isinstance(path, str) and _is_hub_address(path):
@@ -228,47 +62,31 @@ def write_gates(path: str | Path, payload: dict[str, Any]) -> None:
             f"{path}: gates are saved to a local path, not to the hub: use rlkv-gates push"
         )
     target = Path(path).expanduser()
+    tensors = {"alpha": payload["alpha"], "rank": payload["mean_alpha"]}
     if target.is_dir() or not target.suffix or str(path).endswith("/"):
-        write_peft(target, payload)
+        _write_peft(target, payload)
     elif target.suffix == ".pt":
-        buffer = (
-            io.BytesIO()
-        )  # torch would put a path's name into the archive, and report a full disk in its own way
-        torch.save({**to_header(payload), **_tensors(payload)}, buffer)
+        # torch would put a path's name into the archive, and report a full disk in its own way
+        buffer = io.BytesIO()
+        torch.save({**_to_header(payload), **tensors}, buffer)
         write_bytes(target, buffer.getvalue())
     elif target.suffix == ".safetensors":
-        write_safetensors(target, _tensors(payload), to_header(payload))
+        _write_safetensors(target, tensors, _to_header(payload))
     elif target.suffix == ".tsv":
         with atomic_path(target) as partial:
             np.savetxt(partial, payload["alpha"].double().numpy(), fmt="%.18e", delimiter="\t")
     else:
         raise ValueError(
             f"{path}: unknown gates format {target.suffix!r}, expected {', '.join(SUFFIXES)}, or a "
-            "name that ends "
-            "with / for a PEFT folder"
+            "name that ends with / for a PEFT folder"
         )
 
 
-def _tensors(payload: dict[str, Any]) -> dict[str, Tensor]:
-    return {"alpha": payload["alpha"], "rank": payload["mean_alpha"]}
-
-
-def _is_hub_address(path: str) -> bool:
-    """Whether ``path`` means the hub:
-
-    ``hf://...``, or ``owner/name[@revision]`` that is not a local path.
-    """
-    if path.startswith(_HUB):
-        return True
-    return (
-        bool(_HUB_ADDRESS.fullmatch(path))
-        and not path.endswith(SUFFIXES)
-        and not Path(path).exists()
-    )
+# The hub
 
 
 def hub_address(address: str) -> tuple[str, str | None]:
-    """``(owner/name, revision or None)`` of a hub address; ``ValueError`` if it is none."""
+    """Split a hub address into ``owner/name`` and the revision, if any; ValueError for others."""
     match = _HUB_ADDRESS.fullmatch(address)
     if match is None:
         raise ValueError(
@@ -277,8 +95,16 @@ def hub_address(address: str) -> tuple[str, str | None]:
     return match["repo"], match["revision"]
 
 
+def _is_hub_address(path: str) -> bool:
+    """Whether ``path`` begins with ``hf://``, or is ``owner/name`` but not a local path."""
+    if path.startswith(_HUB):
+        return True
+    is_repo = _HUB_ADDRESS.fullmatch(path) is not None and not path.endswith(SUFFIXES)
+    return is_repo and not Path(path).exists()
+
+
 def _download(address: str) -> Path:
-    """The folder with the gates files of a hub repository, from the hub or its local cache."""
+    """Fetch the folder with the gates files of a repository, from the hub or its local cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionResolutionError
 
@@ -290,33 +116,49 @@ def _download(address: str) -> Path:
         where = "" if address.startswith(_HUB) else "no such local file or folder, and "
         raise ValueError(
             f"{address}: {where}it could not be downloaded ({reason}), expected a local gates file "
-            "or folder, or a hub "
-            "repository that holds gates: check the name and the network"
+            "or folder, or a hub repository that holds gates: check the name and the network"
         ) from error
+
+
+# Local files and folders
 
 
 def _read_local(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = _pick(path)
+    if path.is_dir():
+        return _read_peft(path)
     if not path.exists():
         raise ValueError(
             f"{path}: no such file or folder, {EXPECTED}: rlkv-train and rlkv-distill write "
-            "gates.pt into their output "
-            "folders"
+            "gates.pt into their output folders"
         )
-    if path.is_dir():
-        return read_peft(path)
     if path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty, {EXPECTED}")
-    readers = {".pt": _read_pt, ".safetensors": _read_safetensors, ".tsv": _read_tsv}
-    if path.suffix not in readers:
+    if path.suffix == ".tsv":
+        return _read_tsv(path)
+    if path.suffix == ".pt":
+        content = header = _read_pt(path)
+    elif path.suffix == ".safetensors":
+        content, header = _read_safetensors(path)
+        if any(_LAYER.search(name) for name in content):
+            raise ValueError(
+                f"{path}: weights of a PEFT adapter, expected a gates file: pass the folder that "
+                "holds it"
+            )
+    else:
         raise ValueError(
             f"{path}: unknown gates format {path.suffix or 'without a suffix'!r}, {EXPECTED}"
         )
-    return readers[path.suffix](path)
+    arguments = _from_header(header, path)
+    for name in ("alpha", "rank"):
+        if not isinstance(content.get(name), Tensor):
+            raise ValueError(f"{path}: damaged gates file, expected a tensor {name!r}")
+    return arguments | {"alpha": content["alpha"], "mean_alpha": content["rank"]}
 
 
 def _pick(folder: Path) -> Path:
+    """Choose the file to read, or the folder itself if it is an adapter."""
     if (folder / ADAPTER_CONFIG).exists():
         return folder
     for name in ("gates.safetensors", "gates.pt"):
@@ -332,98 +174,171 @@ def _pick(folder: Path) -> Path:
     )
 
 
-def _read_pt(path: Path) -> dict[str, Any]:
+def _to_header(payload: dict[str, Any]) -> dict[str, Any]:
+    """Return all of the payload but the tensors, as plain JSON-able values."""
+    header = {"format": FORMAT, "version": VERSION}
+    header |= {name: payload[name] for name in (*_FIELDS, *_LATER_FIELDS)}
+    return header | {"model": payload["model"].to_dict() if payload["model"] else None}
+
+
+def _from_header(header: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: not a gates file (it does not name the format {FORMAT!r}), {EXPECTED}"
+        )
+    version = header.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise ValueError(
+            f"{path}: written in gates format version {version!r}, expected at most {VERSION}: "
+            "upgrade rlkv to read it"
+        )
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        arguments = {name: header[name] for name in _FIELDS}
+        if header["model"] is not None:
+            arguments["model"] = ModelShape(**header["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: damaged gates file, expected a field that is absent or wrong ({error})"
+        ) from error
+    return arguments | {name: header[name] for name in _LATER_FIELDS if name in header}
+
+
+def _read_pt(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # arbitrary bytes make the unpickler raise almost any exception
-        found = (
-            "truncated or damaged"
-            if path.read_bytes()[:2] == b"PK"
-            else "not a file written by torch.save"
-        )
+        is_archive = path.read_bytes()[:2] == b"PK"
+        found = "truncated or damaged" if is_archive else "not a file written by torch.save"
         raise ValueError(
             f"{path}: {found}, expected gates as HeadGates.save writes them"
         ) from error
-    return {**from_header(content, path), **_stored_tensors(content, path)}
 
 
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    tensors, header = read_safetensors(path)
-    if is_peft_weights(tensors):
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors by name, and the header or None."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        return tensors, parse_json(metadata.get(HEADER_KEY, "null"))
+    except (SafetensorError, ValueError) as error:
         raise ValueError(
-            f"{path}: weights of a PEFT adapter, expected a gates file: pass the folder that holds "
-            "it"
-        )
-    return {**from_header(header, path), **_stored_tensors(tensors, path)}
+            f"{path}: truncated, damaged or not a safetensors file ({error}), {EXPECTED}"
+        ) from error
 
 
-def _stored_tensors(content: dict[str, Any], path: Path) -> dict[str, Tensor]:
-    for name in ("alpha", "rank"):
-        if not isinstance(content.get(name), Tensor):
-            raise ValueError(f"{path}: damaged gates file, expected a tensor {name!r}")
-    return {"alpha": content["alpha"], "mean_alpha": content["rank"]}
+def _write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    from safetensors.torch import save
+
+    # PEFT and transformers look for the format
+    write_bytes(path, save(tensors, {"format": "pt", HEADER_KEY: json.dumps(header)}))
 
 
 def _read_tsv(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
+        if not text.strip():
+            raise ValueError("no rows")
+        if not text.endswith("\n"):  # a number that is cut in half is still a number
+            raise ValueError("no newline at its end: it may be truncated")
+        alpha = np.loadtxt(io.StringIO(text), delimiter="\t", comments=None, ndmin=2)
+    except ValueError as error:
         raise ValueError(
-            f"{path}: not a text file, expected one row of tab-separated numbers per layer"
+            f"{path}: {error}, expected one row of tab-separated numbers per layer"
         ) from error
-    if not text.endswith("\n"):  # a number that is cut in half is still a number
-        raise ValueError(
-            f"{path}: found no newline at its end, expected one as in any whole file: it may be "
-            "truncated"
-        )
-    rows: list[list[float]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append([float(cell) for cell in line.split("\t")])
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}: {error}, expected tab-separated numbers"
-            ) from error
-        if len(rows[-1]) != len(rows[0]):
-            raise ValueError(
-                f"{path}, line {number}: found {len(rows[-1])} KV heads, expected {len(rows[0])} "
-                "as in the first row"
-            )
-    if not rows:
-        raise ValueError(f"{path}: no rows, expected one row of tab-separated numbers per layer")
-    return {
-        "alpha": torch.tensor(rows),
-        **_read_sibling_config(path.with_name("config.json"), len(rows), len(rows[0])),
-    }
+    return {"alpha": alpha, **_read_sibling_config(path.with_name("config.json"), *alpha.shape)}
 
 
 def _read_sibling_config(path: Path, num_layers: int, num_kv_heads: int) -> dict[str, Any]:
-    """What a ``config.json`` next to a ``.tsv`` adds:
-
-    DuoAttention's names the model and the training sizes.
-    """
+    """Read model and sizes from DuoAttention's ``config.json`` next to a ``.tsv``, if any."""
     if not path.exists():
         return {}
-    try:
-        config = read_json(path)
-        if not isinstance(config, dict):
-            raise ValueError("it does not hold an object")
-    except ValueError as error:
-        warnings.warn(
-            f"{path}: not readable as JSON ({error}), so the gates name no model", stacklevel=2
-        )
-        return {}
-    kwargs: dict[str, Any] = {}
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: not an object, expected the config of DuoAttention's gates")
+    arguments: dict[str, Any] = {}
     name = config.get("model_name") or config.get("_name_or_path")
     if name:  # nothing else is known of the model's shape: empty fields are not compared
-        kwargs["model"] = ModelShape(str(name), "", num_layers, num_kv_heads, 0, 0)
-    sizes = {
-        prefix + ours: config.get(f"{prefix}{theirs}_size")
-        for prefix in ("", "deploy_")
-        for ours, theirs in (("sink", "sink"), ("window", "recent"))
+        arguments["model"] = ModelShape(str(name), "", num_layers, num_kv_heads, 0, 0)
+    for ours, theirs in (("sink", "sink_size"), ("window", "recent_size")):
+        for prefix in ("", "deploy_"):
+            if config.get(prefix + theirs) is not None:
+                arguments[prefix + ours] = config[prefix + theirs]
+    return arguments
+
+
+# PEFT folders
+
+
+def _read_peft(folder: Path) -> dict[str, Any]:
+    weights = folder / ADAPTER_WEIGHTS
+    config_path = folder / ADAPTER_CONFIG
+    try:
+        config = read_json(config_path)
+        sizes = {"sink": config["sink"], "window": config["window"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{config_path}: not the config of KV head gates ({error!r}), expected sink and window"
+        ) from error
+    if not weights.exists():
+        raise ValueError(
+            f"{folder}: found {ADAPTER_CONFIG} alone, expected {ADAPTER_WEIGHTS} next to it"
+        )
+    tensors, header = _read_safetensors(weights)
+    alpha = _stack_layers(tensors, weights)
+    if header is not None:  # written by HeadGates.save, not by PEFT alone
+        own = {"alpha": alpha, "mean_alpha": header.get("rank")}
+        return _from_header(header, weights) | sizes | own
+    name = config.get("base_model_name_or_path")
+    if not isinstance(name, str | None):
+        raise ValueError(
+            f"{config_path}: base_model_name_or_path is {name!r}, expected the name of a model"
+        )
+    model = ModelShape(name, "", *alpha.shape, 0, 0) if name else None
+    return {"alpha": alpha, "model": model, **sizes}
+
+
+def _stack_layers(tensors: dict[str, Tensor], path: Path) -> Tensor:
+    """Stack the gates of the layers in the order of the numbers in their names."""
+    rows: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _LAYER.search(name)
+        if match is None:
+            raise ValueError(
+                f"{path}: no adapter of KV head gates (it holds {name!r}), expected keys like "
+                f"{GATE_KEY}"
+            )
+        rows[int(match[1])] = tensor.flatten().float()
+    sizes = {layer: rows[layer].numel() for layer in sorted(rows)}
+    if list(sizes) != list(range(len(tensors))) or len(set(sizes.values())) != 1:
+        raise ValueError(
+            f"{path}: found gates per layer {sizes} in {len(tensors)} tensors, expected one tensor "
+            "for every layer from 0 without gaps, all of one size"
+        )
+    return torch.stack([rows[layer] for layer in sizes])
+
+
+def _write_peft(folder: Path, payload: dict[str, Any]) -> None:
+    """Write an adapter that ``PeftModel.from_pretrained`` loads.
+
+    ``rlkv.attention.head_gate`` must have been imported before.
+    """
+    tensors = {GATE_KEY.format(layer=i): row.clone() for i, row in enumerate(payload["alpha"])}
+    # JSON keeps float32 exactly
+    header = {**_to_header(payload), "rank": payload["mean_alpha"].tolist()}
+    _write_safetensors(folder / ADAPTER_WEIGHTS, tensors, header)
+    config = {
+        "peft_type": PEFT_TYPE,
+        "base_model_name_or_path": payload["model"].model_id if payload["model"] else None,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "sink": payload["sink"],
+        "window": payload["window"],
+        "num_layers": payload["alpha"].shape[0],
+        "num_kv_heads": payload["alpha"].shape[1],
     }
-    return kwargs | {name: size for name, size in sizes.items() if size is not None}
+    write_json(folder / ADAPTER_CONFIG, config)

@@ -1,4 +1,4 @@
-"""HeadGates: one learned number per KV head, with the model it belongs to and how it was trained."""
+"""HeadGates: one learned number per KV head, with its model and how it was trained."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ from rlkv.gates.formats import read_gates, write_gates
 from rlkv.models.shape import ModelShape
 from rlkv.utils.numbers import check_whole
 
-# published gates reach 0.0106 below 0 and 0.0078 above 1, which is one optimizer step; more is
-# clipped with a warning
+# Published gates reach 0.0106 below 0 and 0.0078 above 1, which is one optimizer step; more is
+# clipped with a warning.
 ROUNDING = 0.02
 
 
 def _matrix(values: Any, name: str, source: str) -> Tensor:
-    """``values`` as a float32 CPU matrix, clipped to [0, 1]."""
+    """Convert ``values`` to a float32 CPU matrix, clipped to [0, 1]."""
     try:
         found = torch.as_tensor(values)
         if found.is_complex():
             raise TypeError("its numbers are complex")
         matrix = found.detach().to("cpu", torch.float32, copy=True).contiguous()
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # also of tensors that are sparse, quantized or far too large
+    except (TypeError, ValueError, RuntimeError) as error:
+        # RuntimeError: sparse or quantized tensors, or far too large ones
         raise ValueError(
             f"{source}: {name} is no matrix of numbers ({str(error).splitlines()[0]})"
         ) from error
@@ -43,8 +40,7 @@ def _matrix(values: Any, name: str, source: str) -> Tensor:
     if wrong:
         raise ValueError(
             f"{source}: {name} holds {len(wrong)} values that are NaN or infinite (the first at "
-            f"layer {wrong[0][0]}, "
-            f"head {wrong[0][1]}), expected numbers in [0, 1]"
+            f"layer {wrong[0][0]}, head {wrong[0][1]}), expected numbers in [0, 1]"
         )
     clipped = matrix.clamp(0, 1)
     distance = (matrix - clipped).abs()
@@ -52,8 +48,7 @@ def _matrix(values: Any, name: str, source: str) -> Tensor:
     if far:
         warnings.warn(
             f"{source}: {far} of {matrix.numel()} values of {name} lay outside [0, 1], by up to "
-            f"{distance.max():.3g}, "
-            "and were clipped",
+            f"{distance.max():.3g}, and were clipped",
             stacklevel=4,
         )
     return clipped
@@ -99,24 +94,20 @@ class HeadGates:
         if self.mean_alpha.shape != self.alpha.shape:
             raise ValueError(
                 f"{self.source}: mean_alpha has shape {list(self.mean_alpha.shape)}, expected that "
-                "of alpha, "
-                f"{list(self.alpha.shape)}"
+                f"of alpha, {list(self.alpha.shape)}"
             )
         for name, least in (("sink", 0), ("window", 1), ("deploy_sink", 0), ("deploy_window", 1)):
             check_whole(f"{self.source}: {name}", getattr(self, name), least)
         if not isinstance(self.deploy_protect_prompt, bool):
             raise ValueError(
-                f"{self.source}: deploy_protect_prompt is {self.deploy_protect_prompt!r}, expected "
-                "true or false"
+                f"{self.source}: deploy_protect_prompt is {self.deploy_protect_prompt!r}, "
+                "expected true or false"
             )
-        if (
-            self.model is not None
-            and (self.model.num_layers, self.model.num_kv_heads) != self.alpha.shape
-        ):
+        model = self.model
+        if model is not None and (model.num_layers, model.num_kv_heads) != self.alpha.shape:
             raise ValueError(
-                f"{self.source}: alpha is {self.alpha.shape[0]} layers x {self.alpha.shape[1]} KV "
-                "heads, expected "
-                f"{self.model.num_layers} x {self.model.num_kv_heads} of {self.model.model_id}"
+                f"{self.source}: alpha is {self.num_layers} layers x {self.num_kv_heads} KV heads, "
+                f"expected {model.num_layers} x {model.num_kv_heads} of {model.model_id}"
             )
         if not isinstance(self.training, dict):
             raise ValueError(
@@ -147,31 +138,28 @@ class HeadGates:
     @property
     def name(self) -> str:
         """The model's id, or else the last two parts of where the gates were read from."""
-        return (
-            self.model.model_id
-            if self.model and self.model.model_id
-            else "/".join(Path(self.source).parts[-2:])
-        )
+        if self.model and self.model.model_id:
+            return self.model.model_id
+        return "/".join(Path(self.source).parts[-2:])
 
     def serving(self, **given: Any) -> dict[str, Any]:
-        """``sink``, ``window`` and ``protect_prompt`` for serving: as ``given``, or as the file
-        recommends for None.
+        """Return ``sink``, ``window`` and ``protect_prompt`` for serving.
+
+        As ``given``; the file's recommendation replaces None.
         """
-        found = {
-            name: getattr(self, f"deploy_{name}") for name in ("sink", "window", "protect_prompt")
-        }
-        return found | {name: value for name, value in given.items() if value is not None}
+        names = ("sink", "window", "protect_prompt")
+        recommended = {name: getattr(self, f"deploy_{name}") for name in names}
+        return recommended | {name: value for name, value in given.items() if value is not None}
 
     @classmethod
     def load(cls, path: str | Path) -> HeadGates:
-        """Read a ``.pt``, ``.safetensors`` or ``.tsv`` file, a folder, gates on the hub, or
-        ``tiny`` or ``smol``.
+        """Read a file, a folder, gates on the hub, or the packaged ``tiny`` or ``smol``.
 
-        A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else
-        ``gates.safetensors``, else ``gates.pt``, else its only ``.tsv``. A ``.tsv``, given directly
-        or found, gets the sizes and the model's name
-        from a DuoAttention ``config.json`` next to it, or the defaults. The hub: ``hf://owner/name[@revision]``, or
-        ``owner/name`` where no such local path exists.
+        A file ends with ``.pt``, ``.safetensors`` or ``.tsv``.  A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else
+        ``gates.safetensors``, else ``gates.pt``, else its only ``.tsv``.  A ``.tsv``, given
+        directly or found, gets the sizes and the model's name from a DuoAttention ``config.json``
+        next to it, or the defaults.  The hub: ``hf://owner/name[@revision]``, or ``owner/name``
+        where no such local path exists.
 
         Raises:
             ValueError: one sentence with the file, what was found and what was expected.
@@ -179,9 +167,7 @@ class HeadGates:
         return cls(**read_gates(path), source=str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write by suffix:
-
-        ``.pt``, ``.safetensors``, ``.tsv``; no suffix, or a folder, is a PEFT folder.
+        """Write by suffix: ``.pt``, ``.safetensors``, ``.tsv``; none, or a folder: a PEFT folder.
 
         Each file is replaced atomically. ``.tsv`` holds alpha alone; all other formats give back
         everything that was saved.
@@ -192,7 +178,7 @@ class HeadGates:
         write_gates(path, self.to_payload())
 
     def to_payload(self) -> dict[str, Any]:
-        """The arguments that make equal gates: what the formats write."""
+        """Return the arguments that make equal gates: what the formats write."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "source"}
 
     def check_model(self, config: Any) -> None:
@@ -202,19 +188,17 @@ class HeadGates:
         """
         found = ModelShape.from_config(config)
         stated = self.model or ModelShape("", "", self.num_layers, self.num_kv_heads, 0, 0)
-        differing = [
-            f.name.removeprefix("num_").replace("_", " ").replace("kv", "KV")
-            for f in fields(ModelShape)
-            if f.name != "model_id"
-            and getattr(stated, f.name)
-            and getattr(stated, f.name) != getattr(found, f.name)
-        ]
+        differing = []
+        for field_ in fields(ModelShape):
+            name = field_.name
+            is_stated = name != "model_id" and getattr(stated, name)
+            if is_stated and getattr(stated, name) != getattr(found, name):
+                differing.append(name.removeprefix("num_").replace("_", " ").replace("kv", "KV"))
         if differing:
             raise ValueError(
                 f"{self.source}: these gates are for {_shape(stated)}, but the model "
-                f"{found.model_id} is "
-                f"{_shape(found)} (other {', '.join(differing)}): use the gates that were trained "
-                "for this model"
+                f"{found.model_id} is {_shape(found)} (other {', '.join(differing)}): use the "
+                "gates that were trained for this model"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -231,10 +215,8 @@ class HeadGates:
 
 
 def _shape(shape: ModelShape) -> str:
-    text = (
-        f"{shape.model_type or 'a model'} with {shape.num_layers} layers x {shape.num_kv_heads} "
-        "KV heads"
-    )
+    text = shape.model_type or "a model"
+    text += f" with {shape.num_layers} layers x {shape.num_kv_heads} KV heads"
     if shape.num_query_heads:
         text += f", {shape.num_query_heads} query heads of {shape.head_dim}"
     return f"{shape.model_id}: {text}" if shape.model_id else text

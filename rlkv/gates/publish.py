@@ -1,8 +1,7 @@
-"""Gates on the Hugging Face hub: a PEFT adapter with a model card that is filled in."""
+"""Plots of gates, and gates on the Hugging Face hub: a PEFT adapter with a model card."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import tempfile
@@ -29,18 +28,22 @@ from rlkv.utils.files import (
 COLORS = "viridis"
 CELL = 0.32  # inches per head in a heat map
 MOST_LABELLED = 64  # heads up to which a heat map writes the numbers into its cells
+# figures on problems that were not trained on, in the summary of the training
+HELD_OUT = "held_out_figures"
+_EVALUATED = {"task", "method", "accuracy", "ci_low", "ci_high", "n", "kv_bytes", "kv_bytes_full"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def gates_title(gates: HeadGates, what: str) -> str:
-    """``what``, the model and the training sizes: the title of every plot of gates."""
+    """Return the title of a plot: ``what``, the model and the training sizes."""
     return f"{what}\n{gates.name} · sink {gates.sink}, window {gates.window}"
 
 
 def plot_gates(gates: HeadGates, path: str | Path) -> None:
-    """Heat map of alpha: one column per layer, one row per KV head, colours fixed to [0, 1]."""
+    """Plot a heat map of alpha: a column per layer, a row per KV head, colours fixed to [0, 1]."""
     layers, heads = gates.alpha.shape
-    labelled = gates.alpha.numel() <= MOST_LABELLED
-    cell = CELL * (1.8 if labelled else 1)
+    is_labelled = gates.alpha.numel() <= MOST_LABELLED
+    cell = CELL * (1.8 if is_labelled else 1)
     figure, axes = new_figure(max(4.2, layers * cell + 1.6), max(2.2, heads * cell + 1.3))
     image = axes.imshow(
         gates.alpha.T.numpy(), vmin=0, vmax=1, cmap=COLORS, aspect="auto", interpolation="nearest"
@@ -54,102 +57,48 @@ def plot_gates(gates: HeadGates, path: str | Path) -> None:
     axes.set_yticks([y - 0.5 for y in range(1, heads)], minor=True)
     axes.grid(which="minor", color="white", linewidth=0.6)
     axes.tick_params(which="minor", length=0)
-    if labelled:
-        for layer, head in itertools.product(range(layers), range(heads)):
-            value = gates.alpha[layer, head].item()
-            color = "black" if value > 0.6 else "white"
-            axes.text(
-                layer,
-                head,
-                f"{value:.2f}",
-                ha="center",
-                va="center",
-                fontsize=TEXT_SIZE,
-                color=color,
-            )
+    if is_labelled:
+        style = {"ha": "center", "va": "center", "fontsize": TEXT_SIZE}
+        for layer, row in enumerate(gates.alpha.tolist()):
+            for head, value in enumerate(row):
+                color = "black" if value > 0.6 else "white"
+                axes.text(layer, head, f"{value:.2f}", color=color, **style)
     figure.colorbar(image, ax=axes, label="gate", ticks=[0, 0.5, 1], fraction=0.05, pad=0.01)
     save_figure(figure, path)
 
 
 def plot_histogram(gates: HeadGates, path: str | Path) -> None:
-    """Number of heads by gate in 20 bins of 0.05.
+    """Plot the number of heads by gate in 20 bins of 0.05.
 
     The heads at exactly 0 and 1 are counted in the legend.
     """
     from matplotlib.ticker import MaxNLocator
 
     alpha = gates.alpha.flatten()
-    figure, axes = curve_figure(
-        gates_title(gates, "Histogram of KV head gates"), "gate", "KV heads"
-    )
+    title = gates_title(gates, "Histogram of KV head gates")
+    figure, axes = curve_figure(title, "gate", "KV heads")
     label = (
         f"{alpha.numel()} heads, mean {alpha.mean():.3f}\n"
         f"{int((alpha == 0).sum())} at 0, {int((alpha == 1).sum())} at 1"
     )
-    axes.hist(
-        alpha.numpy(), bins=[i / 20 for i in range(21)], color="C0", edgecolor="white", label=label
-    )
+    bins = [i / 20 for i in range(21)]
+    axes.hist(alpha.numpy(), bins=bins, color="C0", edgecolor="white", label=label)
     axes.set_xlim(0, 1)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=TEXT_SIZE)
     save_figure(figure, path)
 
 
-CARD, HEAT_MAP = "README.md", "heat_map.png"
-HELD_OUT = (
-    "held_out_figures"  # of the training summary: figures on problems that were not trained on
-)
-_EVALUATED = {"task", "method", "accuracy", "ci_low", "ci_high", "n", "kv_bytes", "kv_bytes_full"}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-def model_card(gates: HeadGates, repo: str, evaluation: Path | None = None) -> str:
-    """The card of ``gates`` in ``repo`` (``owner/name``) as Markdown with metadata.
-
-    Args:
-        evaluation: ``results.json`` of rlkv-eval with these gates.
-
-    Raises:
-        ValueError: if ``evaluation`` is something else.
-    """
-    from huggingface_hub import ModelCardData
-
-    training, model = dict(gates.training), gates.model.model_id if gates.model else ""
-    held_out = training.pop(HELD_OUT, {})
-    metadata = ModelCardData(
-        base_model=model if _HUB_ID.fullmatch(model) else None,
-        library_name="peft",
-        pipeline_tag="text-generation",
-        tags=["rlkv", "kv-cache", "head-gates"],
-    )
-    environment = Environment(
-        loader=PackageLoader("rlkv.gates", ""),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("card.md.j2").render(
-        metadata=metadata.to_yaml(),
-        model=model or "a model that the gates do not name",
-        method=training.get("method", "unknown"),
-        repo=repo,
-        gates=gates,
-        layers=gates.num_layers,
-        heads=gates.num_kv_heads,
-        choices={sparsity: HeadAllocation.from_gates(gates, sparsity) for sparsity in SPARSITIES},
-        evaluated=[] if evaluation is None else _evaluated(evaluation),
-        held_out=held_out,
-        settings={name: _cell(value) for name, value in training.items()},
-    )
-
-
 def push_gates(
     gates: HeadGates, address: str, evaluation: Path | None = None, private: bool = False
 ) -> str:
-    """Commit ``gates`` with card and heat map to ``hf://owner/name``, which is made if it is
-    absent; the commit's URL.
+    """Commit ``gates`` with a card and a heat map to ``hf://owner/name``; return the commit's URL.
 
-    Earlier commits of the repository stay.
+    The repository is made if it is absent; its earlier commits stay.
+
+    Args:
+        evaluation: ``results.json`` of rlkv-eval with these gates.
+        private: make a new repository private.
 
     Raises:
         ValueError: for a wrong address or ``evaluation``, or if the hub refuses.
@@ -162,43 +111,51 @@ def push_gates(
     if revision is not None:
         raise ValueError(f"{address}: gates are pushed to the main branch: leave @{revision} out")
     gates = without_path(gates)
-    card, api = model_card(gates, repo, evaluation), HfApi()
+    card = model_card(gates, repo, evaluation)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_gates(folder, gates.to_payload())
-        plot_gates(gates, folder / HEAT_MAP)
-        write_text(folder / CARD, card)
+        plot_gates(gates, folder / "heat_map.png")
+        write_text(folder / "README.md", card)
         try:
-            api.create_repo(repo, private=private or None, exist_ok=True)
-            return api.upload_folder(
-                repo_id=repo, folder_path=folder, commit_message="KV head gates"
-            ).commit_url
+            HfApi().create_repo(repo, private=private or None, exist_ok=True)
+            message = "KV head gates"
+            commit = HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
         except (OSError, HFValidationError, HTTPError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
                 f"{address}: the gates could not be pushed ({reason}): log in with `hf auth login` "
-                "as one who may "
-                "write to this repository, and check the network"
+                "as one who may write to this repository, and check the network"
             ) from error
+    return commit.commit_url
 
 
-def without_path(gates: HeadGates) -> HeadGates:
-    """With the last part of the model's name where that is a folder's, which is nobody else's
-    business.
-    """
-    model = gates.model
-    if model is None or not is_path(model.model_id):
-        return gates
-    return replace(gates, model=replace(model, model_id=Path(model.model_id).name))
-
-
-def _cell(value: Any) -> str:
-    """On one line of a Markdown table."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return " ".join(text.split()).replace("|", "\\|")
+def model_card(gates: HeadGates, repo: str, evaluation: Path | None = None) -> str:
+    """Fill in the card of ``gates`` in ``repo`` (``owner/name``); arguments as in push_gates."""
+    training = dict(gates.training)
+    held_out = training.pop(HELD_OUT, {})
+    model = gates.model.model_id if gates.model else ""
+    environment = Environment(
+        loader=PackageLoader("rlkv.gates", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("card.md.j2").render(
+        base_model=model if _HUB_ID.fullmatch(model) else None,
+        model=model or "a model that the gates do not name",
+        repo=repo,
+        gates=gates,
+        choices={share: HeadAllocation.from_gates(gates, share) for share in SPARSITIES},
+        evaluated=[] if evaluation is None else _evaluated(evaluation),
+        held_out=held_out,
+        method=training.get("method", "unknown"),
+        training=json.dumps(training, indent=2),
+    )
 
 
 def _evaluated(path: Path) -> list[dict[str, Any]]:
+    """Read the results of an evaluation, which the card shows."""
     try:
         rows = read_json(path)["results"]
         if all(row.keys() >= _EVALUATED for row in rows):
@@ -208,3 +165,11 @@ def _evaluated(path: Path) -> list[dict[str, Any]]:
     raise ValueError(
         f"{path}: not the results.json that rlkv-eval writes: give that file, or push without it"
     )
+
+
+def without_path(gates: HeadGates) -> HeadGates:
+    """Reduce a model's name that is a local path to its last part: the rest is private."""
+    model = gates.model
+    if model is None or not is_path(model.model_id):
+        return gates
+    return replace(gates, model=replace(model, model_id=Path(model.model_id).name))

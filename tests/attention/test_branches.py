@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers.masking_utils import causal_mask_function
 
 from rlkv.attention import branches
 from rlkv.attention.branches import (
@@ -17,13 +19,16 @@ from rlkv.attention.branches import (
     dense_attention,
     flex_local_attention,
     full_attention,
+    grouped_attention,
     local_attention,
     local_block_mask,
+    one_query_attention,
 )
-from rlkv.attention.call import MixedCall, local_rule, mixed_mask
+from rlkv.attention.call import MixedCall, local_rule
 from rlkv.attention.mixed import mix
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.mixed_reference import full_mask, local_mask
+from tests.helpers.pairwise import pairwise
 from tests.helpers.transposed import in_both_layouts
 
 SCALE = 16**-0.5
@@ -46,25 +51,30 @@ def make_padding(lengths: list[tuple[int, int]], total: int) -> torch.Tensor:
     return torch.stack([(order >= left) & (order < total - right) for left, right in lengths])
 
 
-@pytest.mark.parametrize(("sink", "window"), [(0, 1), (4, 16), (5, 70), (1, 100)])
-@pytest.mark.parametrize(
-    "lengths", [[(0, 0)], [(0, 0), (13, 0), (200, 0)], [(0, 30), (0, 0)], [(20, 15), (64, 0)]]
-)
-@pytest.mark.parametrize("form", [banded_local_attention, flex_local_attention])
-def test_local_forms_equal_the_dense_one(
-    form: object, lengths: list[tuple[int, int]], sink: int, window: int
-) -> None:
+FORMS = {
+    "form": (banded_local_attention, flex_local_attention),
+    "lengths": (
+        [(0, 0)],
+        [(0, 0), (13, 0), (200, 0)],
+        [(0, 30), (0, 0)],
+        [(20, 15), (64, 0)],
+    ),
+    "sizes": ((0, 1), (4, 16), (5, 70), (1, 100)),
+}
+
+
+@pytest.mark.parametrize("case", pairwise(FORMS), ids=lambda case: case["form"].__name__)
+def test_local_forms_equal_the_dense_one(case: dict[str, Any]) -> None:
+    form, lengths, sizes = case.values()
     total = 263
     padding = make_padding(lengths, total)
     states = make_states(len(lengths), total, total)
-    expected = dense_attention(
-        *states, make_call(padding, total).dense_local_mask(sink, window, padding.device), SCALE
-    )
-    has_backward = (
-        form is banded_local_attention
-    )  # flex has none on a CPU, and refuses inputs that want one
+    mask = make_call(padding, total).dense_local_mask(*sizes, padding.device)
+    expected = dense_attention(*states, mask, SCALE)
+    # flex has no backward pass on a CPU, and refuses inputs that want one
+    has_backward = form is banded_local_attention
     inputs = states if has_backward else [state.detach() for state in states]
-    found = form(*inputs, make_call(padding, total), sink, window, SCALE)
+    found = form(*inputs, make_call(padding, total), *sizes, SCALE)
     real = padding[:, None, :, None].expand_as(expected)
     assert (found - expected)[real].abs().max() < TOLERANCE
     assert found.isfinite().all()
@@ -76,15 +86,22 @@ def test_local_forms_equal_the_dense_one(
             assert (left - right).abs().max() < 20 * TOLERANCE
 
 
-@pytest.mark.parametrize("length", [1, 127, 128, 129, 700])
 @pytest.mark.parametrize(
-    ("sink", "window"), [(0, 1), (16, 64), (128, 256), (130, 127), (0, 300), (1000, 1)]
+    ("length", "sink", "window"),
+    [
+        (1, 0, 1),
+        (127, 16, 64),
+        (128, 128, 256),
+        (129, 0, 300),
+        (129, 1000, 1),
+        (700, 0, 1),
+        (700, 16, 64),
+        (700, 130, 127),
+        (700, 128, 256),
+    ],
 )
 def test_the_block_mask_equals_torchs(length: int, sink: int, window: int) -> None:
-    """Which torch makes out of a dense mask.
-
-    Rows are padded on either side, at and off the edges of blocks.
-    """
+    """Rows are padded on either side, at and off the edges of blocks."""
     lengths = [
         (0, 0),
         (length // 2, 0),
@@ -145,14 +162,46 @@ def test_full_attention_equals_the_dense_form(
     real = padding[:, None, -q_length:, None].expand_as(expected)
     found = full_attention(*states, make_call(padding, q_length), SCALE)
     assert (found - expected)[real].abs().max() < TOLERANCE
-    local = local_attention(
-        *states, make_call(padding, q_length), 60, 60, SCALE
-    )  # S + W cover everything
+    # S + W cover everything
+    local = local_attention(*states, make_call(padding, q_length), 60, 60, SCALE)
     assert (local - expected)[real].abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("lengths", [[(0, 0), (0, 0)], [(0, 0), (90, 0)], [(0, 9), (0, 0)]])
-@pytest.mark.parametrize("q_length", [1, 7, 263])
+@pytest.mark.parametrize("groups", [1, 4, 7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_groups_equal_repeated_heads(groups: int, masked: bool) -> None:
+    query, key, value = make_states(2, 70, 70, groups)
+    seen = torch.ones(70, 70, dtype=torch.bool).tril()
+    found = grouped_attention(query, key, value, seen if masked else None, not masked, scale=0.3)
+    repeated = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    expected = F.scaled_dot_product_attention(query, *repeated, attn_mask=seen, scale=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_fused_kernel_serves_groups(dtype: torch.dtype, masked: bool) -> None:
+    query, key, value = (torch.randn(2, n, 70, 64, device="cuda", dtype=dtype) for n in (8, 2, 2))
+    mask = torch.ones(70, 70, dtype=torch.bool, device="cuda").tril() if masked else None
+    # an error without one of them
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        found = grouped_attention(query, key, value, mask, not masked, scale=0.3)
+    assert found.isfinite().all()
+
+
+def test_values_may_have_another_size_than_keys() -> None:
+    query, key, value = make_states(2, 9, 1)
+    found = one_query_attention(query, key, value[..., :5], None, SCALE)
+    wanted = one_query_attention(query, key, value, None, SCALE)
+    torch.testing.assert_close(found, wanted[..., :5])
+
+
+@pytest.mark.parametrize(
+    ("q_length", "lengths"),
+    [(1, [(0, 0), (90, 0)]), (7, [(0, 9), (0, 0)]), (263, [(0, 0), (0, 0)]), (263, [(3, 9)])],
+)
 def test_no_form_depends_on_the_strides_of_torchs_output(
     q_length: int, lengths: list[tuple[int, int]]
 ) -> None:
@@ -188,45 +237,16 @@ def test_mixing_is_float32_and_exact_at_the_ends() -> None:
     alpha = torch.tensor([0.999, 0.25])
     per_query_head = alpha.repeat_interleave(2)[None, :, None, None]
     expected = (per_query_head * full.float() + (1 - per_query_head) * local.float()).bfloat16()
-    assert (
-        mix(full, local, alpha) - expected
-    ).abs().max() <= 2**-7  # one bfloat16 step near 1, where float32 ties
+    # one bfloat16 step near 1, where float32 ties
+    assert (mix(full, local, alpha) - expected).abs().max() <= 2**-7
     assert not torch.equal(mix(full, local, alpha)[:, :2], full[:, :2])  # 0.999 is not 1
-
-
-def test_a_row_with_a_hole_is_refused() -> None:
-    padding = make_padding([(2, 2)], 20)
-    padding[0, 9] = False
-    with pytest.raises(ValueError, match="padding"):
-        make_call(padding, 20).rows(padding.device)
-
-
-def test_a_mask_that_misses_the_cache_is_refused() -> None:
-    call = MixedCall(1, 1, 9, 8, torch.ones(1, 1, dtype=torch.bool), True, lambda: None)
-    with pytest.raises(ValueError, match=r"\(1, 1\).*9"):
-        call.rows(torch.device("cpu"))
-
-
-def test_a_static_cache_is_refused() -> None:
-    for offset in (torch.tensor(0), 0):
-        with pytest.raises(ValueError, match="static"):
-            mixed_mask(
-                batch_size=1,
-                q_length=4,
-                kv_length=32,
-                q_offset=offset,
-                mask_function=causal_mask_function,
-            )
 
 
 @pytest.mark.parametrize("has_option", [True, False])
 def test_more_variants_are_compiled_than_torch_allows_by_itself(
     has_option: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of 12 kinds of call is compiled.
-
-    The limit of one in torch 2.13 is 8, older ones have no option for it.
-    """
+    """Torch's limit is 8 variants of a function; older versions have no option for it."""
 
     def add(tensor: torch.Tensor, kind: str) -> torch.Tensor:
         return tensor + len(kind)

@@ -1,4 +1,4 @@
-"""Arguments of an attention call that would be ignored are refused by name, before any fallback."""
+"""What an attention call must not have is refused by name, before any fallback."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.masking_utils import causal_mask_function
 
-from rlkv.attention.call import OF_SDPA, MixedCall, refuse_variants
+from rlkv.attention.call import OF_SDPA, MixedCall, mixed_mask, refuse_variants
 from rlkv.attention.mixed import GATE, Gate, mixed_attention
 from rlkv.cache.layer import NewStates, realloc_attention
 
@@ -87,3 +88,36 @@ def test_what_models_must_not_look_into_says_so() -> None:
             use()
     with pytest.raises(ValueError, match=r"attention mask.*dtype"):
         _ = CALL.dtype
+
+
+@pytest.mark.parametrize(
+    ("padding", "message"),
+    [
+        (torch.tensor([[True, False, True, True, True]]), "padding"),
+        (torch.ones(1, 1, dtype=torch.bool), r"\(1, 1\).*5"),
+    ],
+)
+def test_masks_with_holes_or_without_the_cache(padding: torch.Tensor, message: str) -> None:
+    call = MixedCall(1, 1, 5, 4, padding, True, lambda: None)
+    with pytest.raises(ValueError, match=message):
+        call.rows(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("offset", [0, torch.tensor(0)])
+def test_a_static_cache(offset: int | torch.Tensor) -> None:
+    rest = {"batch_size": 1, "mask_function": causal_mask_function}
+    with pytest.raises(ValueError, match="static"):
+        mixed_mask(q_length=4, kv_length=32, q_offset=offset, **rest)
+
+
+@pytest.mark.parametrize(
+    ("mask", "dropout", "message"),
+    [
+        (torch.ones(1, 1, 5, 5, dtype=torch.bool), 0.0, "not a prepared 4D one"),
+        (MixedCall(1, 5, 5, 0, None, False, lambda: None), 0.0, "no packed sequences"),
+        (CALL, 0.1, "no dropout"),
+    ],
+)
+def test_calls_that_would_bypass_a_gate(mask: Any, dropout: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mixed_attention(layer(True), *STATES, mask, dropout=dropout)

@@ -1,168 +1,206 @@
-"""What holds for every policy: counts, forced entries, padding, batches, dtypes, pieces, the
-reference.
-"""
+"""When policies evict, down to how many entries, what they draw, and what they refuse."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
-from rlkv.eviction import EvictionPolicy
-from rlkv.eviction import base as attention
-from tests.helpers.eviction_matrix import (
-    BUDGET,
-    CASES,
-    HEAD_SIZE,
-    HEADS,
-    IDS,
-    build,
-    random_entries,
-)
-from tests.helpers.eviction_reference import REFERENCES
-
-every_policy = pytest.mark.parametrize("case", CASES, ids=IDS)
-lengths = pytest.mark.parametrize("n", [63, 500])
+from rlkv.eviction import H2O, POLICIES, RKV, RPC, TOVA, RandomEviction, SinkWindow, make_policy
+from rlkv.eviction.base import EvictionPolicy
+from tests.helpers.naive_eviction import random_draws, random_entries
 
 
-def forced(policy: EvictionPolicy, budget: int, n: int) -> set[int]:
-    recent = int(policy.recent(torch.tensor([budget]))[0])
-    return set(range(policy.sink)) | set(range(n - recent, n))
+def counts(policy: EvictionPolicy, seen: int, evictions: int = 0) -> tuple[int, int]:
+    where = torch.tensor([seen]), torch.tensor([evictions])
+    return int(policy.entries(*where)), int(policy.capacity(*where))
 
 
-@every_policy
-@lengths
-@pytest.mark.parametrize("group_size", [1, 2, 4])
-def test_keeps_exactly_the_budget_in_order_with_sinks_and_recent_entries(case, n, group_size):
-    policy = build(case)
-    keys, queries = random_entries(2, n, group_size, policy.observation, seed=n)
-    scores = policy.scores(keys, queries, torch.ones(2, n, dtype=torch.bool))
-    assert scores.shape == (2, HEADS, n)
-    assert scores.dtype == torch.float32
-    kept = policy.select(keys, queries, BUDGET)
-    assert kept.shape == (2, HEADS, BUDGET)
-    assert kept.dtype == torch.int64
-    assert (kept.diff(dim=-1) > 0).all()
-    assert kept.min() >= 0
-    assert kept.max() < n
-    for head in kept.flatten(0, 1).tolist():
-        assert forced(policy, BUDGET, n) <= set(head)
+def names(flag: str) -> set[str]:
+    own = {"sink_window", "rkv", "rpc", "snapkv", "h2o", "tova", "random"}
+    return {name for name in own if getattr(POLICIES[name], flag)}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] in REFERENCES], ids=str)
-def test_reference(case):
-    policy = build(case)
-    n = 40
-    many = n if case[0] == "h2o" else policy.observation + 2
-    keys, queries = random_entries(1, n, 2, many, seed=3)
-    expected = REFERENCES[case[0]](policy, keys[0], queries[0])
-    got = policy.scores(keys, queries, torch.ones(1, n, dtype=torch.bool))[0]
-    judged = slice(0, n - policy.observation)
-    # both float32, with sums in another order; scores are of size 1/n
-    torch.testing.assert_close(got[:, judged], expected[:, judged], rtol=1e-5, atol=1e-7)
+def test_what_policies_ask_of_the_cache() -> None:
+    assert names("uses_queries") == {"rkv", "rpc", "snapkv", "h2o", "tova"}
+    assert names("accumulates") == {"h2o"}
+    assert names("draws") == {"random"}
+    assert names("protect_prompt") == {"rpc", "random"}
 
 
-@every_policy
-@lengths
-def test_a_left_padded_row_keeps_what_it_keeps_alone(case, n):
-    policy = build(case)
-    padding = [0, 1, 20, n - BUDGET - 3]
-    keys, queries = random_entries(4, n, 2, policy.observation, seed=5)
-    valid = torch.arange(n) >= torch.tensor(padding)[:, None]
-    kept = policy.select(keys, queries, BUDGET, valid)
-    for row, columns in enumerate(padding):
-        alone = policy.select(keys[row : row + 1, :, columns:], queries[row : row + 1], BUDGET)
-        torch.testing.assert_close(kept[row : row + 1], alone + columns, rtol=0, atol=0)
+@pytest.mark.parametrize("name", POLICIES)
+def test_fixed_budget_and_ratio(name: str) -> None:
+    fixed = make_policy(name, budget=40)
+    assert counts(fixed, 1000) == (40, 40 + fixed.buffer)
+    ratio = make_policy(name, ratio=0.3, extra=40, buffer=5)
+    assert counts(ratio, 1000) == (340, 345)
+    assert counts(ratio, 999) == (339, 344)
+    assert counts(ratio, 0) == (40, 45)
 
 
-@every_policy
-def test_what_padding_holds_is_never_read(case):
-    policy = build(case)
-    keys, queries = random_entries(2, 63, 2, 50, seed=6)
-    valid = torch.arange(63) >= torch.tensor([30, 0])[:, None]
-    kept = policy.select(keys, queries, BUDGET, valid)
-    keys[0, :, :30], queries[0, :, : 30 - 13] = torch.nan, torch.nan
-    scores = policy.scores(keys, queries, valid)
-    assert scores.isfinite().all()
-    torch.testing.assert_close(policy.select(keys, queries, BUDGET, valid), kept, rtol=0, atol=0)
+def test_sink_window_is_a_budget() -> None:
+    policy = SinkWindow(window=64)
+    assert policy == SinkWindow(budget=80)
+    assert dataclasses.replace(policy, budget=100).budget == 100
+    keys, queries = random_entries(1, 200, 1, 1, seed=0)
+    assert policy.select(keys, queries, 80)[0, 0].tolist() == [*range(16), *range(136, 200)]
 
 
-@every_policy
-def test_a_batch_keeps_what_its_rows_keep_alone(case):
-    policy = build(case)
-    keys, queries = random_entries(5, 200, 2, policy.observation, seed=7)
-    alone = [policy.select(keys[row : row + 1], queries[row : row + 1], BUDGET) for row in range(5)]
-    torch.testing.assert_close(
-        policy.select(keys, queries, BUDGET), torch.cat(alone), rtol=0, atol=0
-    )
-    torch.testing.assert_close(
-        policy.select(keys, queries, BUDGET), torch.cat(alone), rtol=0, atol=0
-    )  # and again
+def evictions_of(policy: EvictionPolicy, tokens: int) -> tuple[list[int], int]:
+    """The tokens at which a row evicts, and what it holds at the end."""
+    held, at = 0, []
+    for seen in range(1, tokens + 1):
+        held += 1
+        entries, capacity = counts(policy, seen, len(at))
+        if held >= capacity:
+            held = entries
+            at.append(seen)
+    return at, held
 
 
-@every_policy
-def test_rows_shorter_than_the_budget_are_kept_whole(case):
-    policy = build(case)
-    keys, queries = random_entries(3, 40, 2, policy.observation, seed=8)
-    valid = torch.arange(40) >= torch.tensor([0, 33, 39])[:, None]
-    kept = policy.select(keys, queries, BUDGET, valid)
-    assert policy.scores(keys, queries, valid).isfinite().all()
-    assert (kept[0] >= 0).all()
-    for row, first in ((1, 33), (2, 39)):
-        expected = torch.tensor([-1] * (BUDGET - (40 - first)) + list(range(first, 40)))
-        assert (kept[row] == expected).all()
-    everything = policy.select(keys[:1], queries[:1], 45)
-    assert (everything == torch.tensor([-1] * 5 + list(range(40)))).all()
+def test_rpc_schedule() -> None:
+    """The n-th eviction keeps (n+1) * P/c and the last R; the first comes at P + R."""
+    policy = RPC()
+    assert policy.observation == 32
+    assert counts(policy, 1056, 0) == (256 + 32, 1056)
+    assert counts(policy, 3104, 2) == (768 + 32, 512 + 32 + 1024)
+    assert counts(RPC(P=4096), 4128)[1] == 4128  # "after the 4128th decoding step", appendix B.1
+    at, held = evictions_of(RPC(P=50, R=7, c=3), 309)
+    assert at == [57, 107, 157, 207, 257, 307]
+    assert held == 6 * 16 + 7 + 2
+    # a budget or a ratio replaces the schedule
+    assert counts(RPC(buffer=10, budget=64), 1000, 3) == (64, 74)
+    assert counts(RPC(buffer=10, ratio=0.5, extra=64), 1000, 3) == (564, 574)
 
 
-@every_policy
-def test_bfloat16_is_scored_in_float32(case):
-    policy = build(case)
-    keys, queries = (x.bfloat16() for x in random_entries(2, 100, 2, policy.observation, seed=9))
-    kept = policy.select(keys, queries, BUDGET)
-    torch.testing.assert_close(
-        kept, policy.select(keys.float(), queries.float(), BUDGET), rtol=0, atol=0
-    )
+def test_rpc_keeps_by_layer_group_or_query_head() -> None:
+    keys, queries = random_entries(1, 60, 1, 10, seed=0)
+    kept = {
+        aggregation: RPC(budget=24, R=10, aggregation=aggregation).select(keys, queries, 24)
+        for aggregation in ("all", "group", "head")
+    }
+    assert torch.equal(kept["head"], kept["group"])  # one query head per KV head
+    assert (kept["all"] == kept["all"][:, :1]).all()
+    assert (kept["group"] != kept["group"][:, :1]).any()
+    keys, queries = random_entries(1, 60, 2, 10, seed=0)
+    with pytest.raises(ValueError, match="aggregation"):
+        RPC(budget=24, R=10, aggregation="head").select(keys, queries, 24)
 
 
-@every_policy
-@pytest.mark.parametrize("floats", [1, 63 * HEAD_SIZE, 1500])
-def test_pieces_change_nothing(case, floats, monkeypatch):
-    policy = build(case)
-    keys, queries = random_entries(
-        2, 63, 2, 63 if case[0] == "h2o" else policy.observation, seed=10
-    )
-    valid = torch.arange(63) >= torch.tensor([0, 9])[:, None]
-    whole = policy.select(keys, queries, BUDGET, valid)
-    monkeypatch.setattr(attention, "FLOATS", floats)
-    torch.testing.assert_close(policy.select(keys, queries, BUDGET, valid), whole, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("floats", [1, 100, 101, 399, 400, 10**6])
-def test_pieces_cover_everything_within_their_limit(floats, monkeypatch):
-    monkeypatch.setattr(attention, "FLOATS", floats)
-    cut = list(attention.pieces(37, 100))
-    assert [i for piece in cut for i in range(37)[piece]] == list(range(37))
-    assert all(piece.stop - piece.start <= max(1, floats // 100) for piece in cut)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] in ("rpc", "tova")])
-def test_policies_of_a_layer_keep_the_same_tokens_in_all_heads(case):
-    policy = build(case)
-    keys, queries = random_entries(2, 90, 2, policy.observation, seed=11)
-    kept = policy.select(keys, queries, BUDGET)
-    assert (kept == kept[:, :1]).all() == (case[1].get("aggregation", "all") == "all")
-
-
-def test_h2o_sums_add_up_over_calls():
-    policy = build(("h2o", {}))
+def test_h2o_gives_half_to_recent_entries_and_adds_up_over_calls() -> None:
+    policy = H2O(budget=25)
+    assert policy.recent(torch.tensor([25, 40, 1])).tolist() == [12, 20, 1]
     keys, queries = random_entries(2, 60, 2, 60, seed=12)
     valid = torch.arange(60) >= torch.tensor([0, 7])[:, None]
-    parts = torch.zeros(2, HEADS, 60)
+    parts = torch.zeros(2, 3, 60)
     for begin, end in ((0, 41), (41, 42), (42, 60)):
-        parts[..., :end] += policy.scores(
-            keys[:, :, :end], queries[:, :, begin:end], valid[:, :end]
-        )
+        own = keys[:, :, :end], queries[:, :, begin:end], valid[:, :end]
+        parts[..., :end] += policy.scores(*own)
     torch.testing.assert_close(policy.scores(keys, queries, valid), parts, rtol=1e-5, atol=1e-6)
-    assert torch.isclose(
-        parts.sum(), torch.tensor(HEADS * 2.0 * (60 + 53))
-    )  # a query gives 1 in all
+    # a query gives 1 in all
+    assert parts.sum().item() == pytest.approx(3 * 2.0 * (60 + 53), rel=1e-5)
+
+
+def test_budgets_of_the_tables_of_rlkv() -> None:
+    """r * L + S + W - 4G; one entry above it (and above 512) 128 entries go."""
+    policy = RKV(ratio=0.4, extra=80 - 4 * 4, variant="rlkv_tables")
+    assert counts(policy, 1000) == (872, 513)
+    assert counts(policy, 2000, 8) == (2000 - 9 * 128, 800 + 64 + 1)
+    at, _ = evictions_of(policy, 3000)
+    assert len(at) == 14  # the 3,000 tokens less 1,264, in steps of 128
+    halves = H2O(ratio=0.3, extra=5, variant="rlkv_tables")  # both rounded down
+    assert [counts(halves, seen) for seen in (100, 104)] == [(34, 36), (36, 37)]
+
+
+def test_random_draws_are_a_hash_of_seed_layer_head_tokens_and_place() -> None:
+    policy, valid = RandomEviction(budget=24, seed=5), torch.ones(1, 40, dtype=torch.bool)
+    keys, queries = random_entries(1, 40, 1, 1, seed=3)
+    found = policy.scores(keys, queries, valid, layer=2)[0].numpy()
+    assert np.array_equal(found, random_draws(5, 2, 3, 40))
+
+
+def test_random_draws_are_uniform_and_independent() -> None:
+    policy, valid = RandomEviction(budget=24), torch.ones(2, 4000, dtype=torch.bool)
+    keys, queries = random_entries(2, 4000, 1, 1, seed=3)
+    seen = torch.tensor([5000, 6000])
+    draws = policy.scores(keys, queries, valid, seen, 3)
+    others = [
+        RandomEviction(budget=24, seed=1).scores(keys, queries, valid, seen, 3),
+        policy.scores(keys, queries, valid, seen, 4),
+        policy.scores(keys, queries, valid, seen + 1, 3),
+        *(draws.roll(1, dims=dim) for dim in range(3)),
+    ]
+    for other in others:
+        # independent draws of 24 bits: 24,000 of them are equal in 0.0014 places on average, and
+        # not correlated
+        assert (draws == other).sum() <= 2
+        correlation = torch.corrcoef(torch.stack([draws.flatten(), other.flatten()]))[0, 1]
+        assert abs(correlation) < 5 / 24_000**0.5
+    uniform = draws / 2**24
+    assert uniform.min() >= 0
+    assert uniform.max() < 1
+    # 5 standard errors of the mean (1/12 ** 0.5) and of tenths of 24,000 draws
+    assert abs(uniform.mean() - 0.5) < 5 * (1 / 12 / 24_000) ** 0.5
+    assert (uniform.histc(10, 0, 1) - 2400).abs().max() < 5 * (2400 * 0.9) ** 0.5
+
+
+def test_tova_keeps_the_same_tokens_in_all_heads() -> None:
+    keys, queries = random_entries(2, 90, 2, 1, seed=11)
+    kept = TOVA(budget=24).select(keys, queries, 24)
+    assert (kept == kept[:, :1]).all()
+
+
+REFUSED = [
+    ("rkv", {}, "budget .* ratio .* neither"),
+    ("rkv", {"budget": 64, "ratio": 0.5}, "both are given"),
+    ("rpc", {"budget": 64, "ratio": 0.5}, "both are given"),
+    ("rkv", {"budget": 7}, "budget is 7, .* 8 entries"),
+    ("rkv", {"budget": 20, "sink": 16}, "budget is 20, .* 24 entries"),
+    ("rkv", {"budget": -1}, "budget is -1"),
+    ("rkv", {"budget": 64.5}, "budget is 64.5"),
+    ("rkv", {"budget": 64, "buffer": 0}, "buffer is 0"),
+    ("rkv", {"budget": 64, "buffer": 1.5}, "buffer is 1.5"),
+    ("rkv", {"budget": 64, "observation": 0}, "observation is 0"),
+    ("rkv", {"budget": 64, "sink": -1}, "sink is -1"),
+    ("rkv", {"ratio": 1.01}, "ratio is 1.01"),
+    ("rkv", {"ratio": -0.1}, "ratio is -0.1"),
+    ("rkv", {"ratio": float("nan")}, "ratio is nan"),
+    ("rkv", {"ratio": 0.5, "extra": 4}, "extra .* is 4"),
+    ("rkv", {"budget": 64, "lam": 1.5}, "lam is 1.5"),
+    ("rkv", {"budget": 64, "threshold": -0.5}, "threshold is -0.5"),
+    ("rkv", {"budget": 64, "recent_similar": 0}, "recent_similar is 0"),
+    ("rkv", {"budget": 64, "recent_similar": 2, "variant": "published"}, "recent_similar is 2"),
+    ("rkv", {"budget": 64, "variant": "mine"}, "variant is 'mine'.* paper, published, rlkv_tables"),
+    ("rkv", {"budget": 64, "variant": "rlkv_tables"}, "ratio is None.*rlkv_tables"),
+    ("rkv", {"ratio": 0.4, "variant": "rlkv_tables", "compacted": 135}, "compacted is 135.* 136"),
+    ("rkv", {"budget": 64, "compacted": 256}, "compacted is 256"),
+    ("h2o", {"budget": 64, "variant": "published"}, "variant is 'published'.* rlkv_tables"),
+    ("snapkv", {"ratio": 0.4, "variant": "rlkv_tables"}, "variant is 'rlkv_tables'"),
+    ("snapkv", {"budget": 64, "variant": "mine"}, "variant is 'mine'"),
+    ("rkv", {"budget": 64, "kernel": 0}, "kernel is 0"),
+    ("snapkv", {"budget": 64, "kernel": 4, "variant": "published"}, "kernel is 4.*published"),
+    ("rpc", {"kernel": 0}, "kernel is 0"),
+    ("rpc", {"aggregation": "layer"}, "aggregation is 'layer'.* all, group, head"),
+    ("rpc", {"R": 0}, "R is 0"),
+    ("rpc", {"budget": 16}, "budget is 16"),
+    ("rpc", {"c": 0.5}, "c is 0.5"),
+    ("rpc", {"c": 1}, "c is 1"),
+    ("rpc", {"P": 0}, "P is 0"),
+    ("h2o", {"budget": 10, "sink": 6}, "sink is 6"),
+    ("sink_window", {"budget": 64, "window": 64}, "budget is 64, .*sink 16 . window 64"),
+    ("sink_window", {"ratio": 0.5, "window": 64}, "window and ratio"),
+    ("sink_window", {"window": 0}, "window is 0"),
+    ("random", {"budget": 64, "seed": -1}, "seed is -1"),
+    ("rvk", {"budget": 64}, "'rvk'.*rkv"),
+    ("tova", {"budget": 64, "lam": 0.1}, "tova .* lam.* budget, ratio"),
+    ("rpc", {"observation": 8}, "rpc .* observation.*, P, R, c, aggregation"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
+def test_refused_with_one_sentence(name, options, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        make_policy(name, **options)
+    assert "\n" not in str(refusal.value)

@@ -1,5 +1,4 @@
-"""Plain fp32 reference of attention in which some KV heads see everything and others sinks and a
-window.
+"""The fp32 reference of attention in which some KV heads see everything and others locally.
 
 Readable and slow: explicit masks, one head at a time, no cache.  The fast paths are tested against
 it.
@@ -8,20 +7,24 @@ Shapes: B rows, T tokens, H KV heads, G query heads per KV head, D size of a hea
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
 
 def full_mask(real: torch.Tensor) -> torch.Tensor:
-    """What a full head sees:
-
-    ``real`` bool ``[B, T]`` (False = padding) -> bool ``[B, T, T]`` (query, key).
-    """
+    """What a full head sees: bool ``[B, T, T]`` (query, key); ``real`` ``[B, T]``: no padding."""
     order = torch.arange(real.shape[1])
     return real[:, None, :] & (order[None, :] <= order[:, None])
 
 
 def local_mask(
-    real: torch.Tensor, sink: int, window: int, call_start: torch.Tensor | None = None
+    real: torch.Tensor,
+    sink: int | torch.Tensor,
+    window: int,
+    call_start: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What a compressible head sees: bool ``[B, T, T]`` (query, key).
 
@@ -30,6 +33,7 @@ def local_mask(
 
     Args:
         real: bool ``[B, T]``, False for padding.
+        sink: of all rows, or ``[B, 1]``.
         call_start: int64 ``[T]``, for each query the first token of the forward call that it was
             part of, if all heads read the tokens of one call in full; None: every token sees sinks
             and window only.
@@ -73,3 +77,45 @@ def mixed_by_head_attention(
         weights = weights.masked_fill(~mask.any(-1, keepdim=True), 0.0)
         outputs.append(weights @ value[:, kv_head].float())
     return torch.stack(outputs, dim=2).to(query.dtype)
+
+
+_current: dict[str, Any] = {}
+
+
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any
+) -> Any:
+    masks = (_current["full_mask"], _current["local_mask"])
+    heads = _current["full"][module.layer_idx]
+    return mixed_by_head_attention(query, key, value, heads, *masks, scaling), None
+
+
+AttentionInterface.register("rlkv_reference", _attention)
+AttentionMaskInterface.register("rlkv_reference", lambda **kwargs: None)
+
+
+@torch.no_grad()
+def reference_logits(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    full: torch.Tensor,
+    sink: int | torch.Tensor,
+    window: int,
+    call_start: torch.Tensor | None = None,
+    real: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits ``[B, T, vocabulary]`` of one masked forward over ``ids`` ``[B, T]``, no cache.
+
+    Arguments as in :func:`local_mask`; ``full``: bool ``[L, H]``.
+    """
+    real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+    local = local_mask(real, sink, window, call_start)
+    _current.update(full=full, full_mask=full_mask(real), local_mask=local)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("rlkv_reference")
+    try:
+        positions = (real.long().cumsum(-1) - 1).clamp(min=0)
+        return model(ids, position_ids=positions, use_cache=False).logits
+    finally:
+        model.set_attn_implementation(before)
+        _current.clear()

@@ -1,81 +1,329 @@
-"""A decoder under token eviction, token by token and head by head: lists of entries, no batch, no
-shared code.
+"""The naive reference of eviction: what each method keeps, by its formulas and rules.
 
-Only the choice of the policy itself (``policy.select``) is taken from the package.
+Three parts, none of which shares code with rlkv.eviction or rlkv.cache:
+
+- scores and choices in numpy and float64: one row without padding, whole matrices;
+- whole texts, one token after the other, for one layer;
+- a model that reads one row with lists of entries, head by head (only the choice of the policy
+  itself is taken from the package), and the policies that tests of the cache run with.
+
+Shapes: keys ``[H, N, D]``, queries ``[Q, a, D]`` of the last a entries, scores ``[H, N]``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from rlkv.eviction.base import EvictionPolicy
+from rlkv.eviction import H2O, POLICIES, RKV, RPC, TOVA, EvictionPolicy, RandomEviction, make_policy
+
+DIGITS = 2.0**40  # scores are compared to 12 digits: what is equal on paper is equal here
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def logits_of(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """Logits ``[H, G, a, N]``."""
+    grouped = queries.reshape(len(keys), -1, *queries.shape[1:])
+    return grouped @ keys[:, None].transpose(0, 1, 3, 2) / np.sqrt(keys.shape[2])
+
+
+def windows(x: np.ndarray, kernel: int, fill: float) -> np.ndarray:
+    """``[..., N]`` -> ``[..., N, kernel]``: i - W to i + W, or to i + W - 1 for 2W entries."""
+    sides = (kernel // 2, (kernel - 1) // 2)
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [sides], constant_values=fill)
+    return np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=-1)
+
+
+def before_last(scores: np.ndarray, a: int) -> np.ndarray:
+    """Scores of all entries from those before the last a, which are always kept."""
+    return np.pad(scores, [(0, 0), (0, a)])
+
+
+def choose(scores: np.ndarray, budget: int, recent: int) -> np.ndarray:
+    """The last entries and the best of the others, the later of equals: ``[H, budget]``."""
+    mantissa, exponent = np.frexp(scores)
+    rounded = np.ldexp(np.round(mantissa * DIGITS) / DIGITS, exponent)
+    n = scores.shape[1]
+    kept = []
+    for row in rounded:
+        order = np.lexsort((np.arange(n - recent), row[: n - recent]))[::-1]
+        kept.append(np.sort(np.concatenate([order[: budget - recent], np.arange(n - recent, n)])))
+    return np.stack(kept)
+
+
+# Scores
+
+
+def importance(logits: np.ndarray, kernel: int, variant: str) -> np.ndarray:
+    """I of R-KV (2505.24133): logits ``[H, G, a, n]`` of the candidates -> ``[H, n]``."""
+    if variant == "paper":  # maximum over the group, renormalised; maximum over a window; mean
+        p = softmax(logits).max(axis=1)
+        p = p / p.sum(axis=-1, keepdims=True)
+        return windows(p, kernel, -np.inf).max(axis=-1).mean(axis=1)
+    if variant == "published":  # maximum over the logits of the group; mean
+        p = softmax(logits.max(axis=1)).mean(axis=1)
+    else:  # mean over the queries; maximum over the group
+        p = softmax(logits).mean(axis=2).max(axis=1)
+    return windows(p, kernel, -np.inf).max(axis=-1)
+
+
+def redundancy(keys: np.ndarray, variant: str, threshold: float, beta: int) -> np.ndarray:
+    """R of one head, ``[N]``: in the row of a token its beta latest similar ones are forgiven."""
+    unit = keys / (np.sqrt((keys**2).sum(axis=-1, keepdims=True)) + 1e-8)
+    similarity = unit @ unit.T
+    np.fill_diagonal(similarity, 0)
+    for row in similarity:
+        similar = np.flatnonzero(row > threshold)[-beta:]
+        if variant != "paper" and not len(similar):
+            similar = 0  # the first column
+        row[similar] = 0
+    return softmax(similarity.mean(axis=0))
+
+
+def rkv(
+    keys: np.ndarray,
+    queries: np.ndarray,
+    variant: str = "paper",
+    lam: float = 0.1,
+    threshold: float = 0.5,
+    beta: int = 1,
+    kernel: int = 7,
+) -> np.ndarray:
+    """lambda I - (1 - lambda) R; SnapKV (2404.14469) is lambda = 1."""
+    a = queries.shape[1]
+    important = importance(logits_of(keys, queries)[..., :-a], kernel, variant)
+    redundant = np.stack([redundancy(head, variant, threshold, beta) for head in keys])[:, :-a]
+    return before_last(lam * important - (1 - lam) * redundant, a)
+
+
+def rpc(
+    keys: np.ndarray, queries: np.ndarray, aggregation: str = "all", kernel: int = 7
+) -> np.ndarray:
+    """RPC (2505.13866)."""
+    r = queries.shape[1]
+    received = softmax(logits_of(keys, queries)[..., :-r]).sum(axis=2).mean(axis=1)
+    if aggregation == "all":
+        received = np.broadcast_to(received.mean(axis=0), received.shape)
+    return before_last(windows(received, kernel, 0.0).mean(axis=-1), r)
+
+
+def h2o(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """H2O (2306.14048): all queries of the past are given, each sees up to itself."""
+    hidden = np.triu(np.ones((keys.shape[1],) * 2, dtype=bool), k=1)
+    return softmax(np.where(hidden, -np.inf, logits_of(keys, queries))).sum(axis=(1, 2))
+
+
+def tova(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """TOVA (2401.06104)."""
+    last = softmax(logits_of(keys, queries)[:, :, -1]).mean(axis=(0, 1))
+    return np.broadcast_to(last, keys.shape[:2])
+
+
+def random_draws(seed: int, layer: int, heads: int, seen: int) -> np.ndarray:
+    """SplitMix64 (Steele, Lea, Flood 2014) of seed, layer, head, tokens read and place."""
+    draws = np.zeros((heads, seen))
+    for head, j in np.ndindex(heads, seen):
+        state = seed
+        for counter in (layer, head, seen, j + 1):
+            state = (state + (counter + 1) * 0x9E3779B97F4A7C15) % 2**64
+            for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+                state = (state ^ (state >> bits)) * factor % 2**64
+            state ^= state >> 31
+        draws[head, j] = state >> 40
+    return draws
+
+
+# Whole texts: the positions that each head holds after the prompt and after every token
+
+Held = list[list[int]]  # of each head, ascending
+Scores = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def of_held(keys: np.ndarray, held: Held) -> np.ndarray:
+    return np.stack([keys[head, entries] for head, entries in enumerate(held)])
+
+
+def walk(
+    keys: np.ndarray, prompt: int, due: Callable[..., bool], evict: Callable[..., Held]
+) -> Iterator[Held]:
+    """``due(entries, read, evictions)`` says when ``evict(held, read, evictions)`` is called."""
+    held: Held = [[] for _ in keys]
+    evictions = 0
+    for read in range(prompt, keys.shape[1] + 1):
+        for entries in held:
+            entries += range(0 if read == prompt else read - 1, read)
+        if due(len(held[0]), read, evictions):
+            held = evict(held, read, evictions)
+            evictions += 1
+        yield [list(entries) for entries in held]
+
+
+def pick(scores: Scores, keys: np.ndarray, queries: np.ndarray, held: Held, budget: int) -> Held:
+    """The ``budget`` best of what is held, the last ones of which the queries are of."""
+    index = choose(scores(of_held(keys, held), queries), budget, queries.shape[1])
+    return [[entries[i] for i in own] for entries, own in zip(held, index.tolist(), strict=True)]
+
+
+def walk_buffered(
+    keys: np.ndarray,
+    queries: np.ndarray,
+    prompt: int,
+    scores: Scores,
+    budget: int,
+    buffer: int,
+    a: int,
+) -> Iterator[Held]:
+    """With ``buffer`` entries above the budget, keep the budget, judged by a queries."""
+    return walk(
+        keys,
+        prompt,
+        lambda entries, *_: entries >= budget + buffer,
+        lambda held, read, _: pick(scores, keys, queries[:, read - a : read], held, budget),
+    )
+
+
+def walk_tables(
+    keys: np.ndarray,
+    queries: np.ndarray,
+    prompt: int,
+    ratio: float,
+    extra: int,
+    buffer: int,
+    last: int,
+) -> Iterator[Held]:
+    """RLKV's evaluator: above the budget and ``last``, the worst ``buffer`` of the last ones go."""
+
+    def evict(held: Held, read: int, evictions: int) -> Held:
+        def scores(k: np.ndarray, q: np.ndarray) -> np.ndarray:
+            return rkv(k, q, "rlkv_tables")
+
+        newer = [entries[-last:] for entries in held]
+        kept = pick(scores, keys, queries[:, read - 8 : read], newer, last - buffer)
+        return [own[:-last] + new for own, new in zip(held, kept, strict=True)]
+
+    return walk(keys, prompt, lambda n, read, _: n > int(read * ratio) + extra and n > last, evict)
+
+
+def walk_rpc(
+    keys: np.ndarray, queries: np.ndarray, prompt: int, p: int, r: int, c: int, aggregation: str
+) -> Iterator[Held]:
+    """First p + r tokens after the prompt, then every p: n * p / c of them and the last r stay."""
+
+    def evict(held: Held, read: int, evictions: int) -> Held:
+        def scores(k: np.ndarray, q: np.ndarray) -> np.ndarray:
+            return rpc(k, q, aggregation)
+
+        after = [entries[prompt:] for entries in held]
+        budget = (evictions + 1) * int(p / c) + r
+        kept = pick(scores, keys, queries[:, read - r : read], after, budget)
+        return [list(range(prompt)) + own for own in kept]
+
+    def due(entries: int, read: int, evictions: int) -> bool:
+        generated = read - prompt
+        return generated > r and (generated - r) % p == 0
+
+    return walk(keys, prompt, due, evict)
+
+
+def walk_h2o(
+    keys: np.ndarray, queries: np.ndarray, prompt: int, budget_at: Callable[[int], int], even: bool
+) -> Iterator[Held]:
+    """Half of the budget to the last tokens, half to the largest sums of attention so far.
+
+    With ``even`` both halves are rounded down, else the sums get the odd one.
+    """
+    group = len(queries) // len(keys)
+    sums = np.zeros(keys.shape[:2])  # by position
+    held: Held = [[] for _ in keys]
+    for read in range(prompt, keys.shape[1] + 1):
+        for head, entries in enumerate(held):
+            for t in range(0 if read == prompt else read - 1, read):
+                entries.append(t)
+                own = queries[head * group : (head + 1) * group, t]
+                logits = own @ keys[head, entries].T / np.sqrt(keys.shape[2])
+                sums[head, entries] += softmax(logits).sum(axis=0)
+            recent = budget_at(read) // 2
+            if len(entries) > budget_at(read):
+                hitters = sorted(entries[:-recent], key=lambda t, head=head: -sums[head, t])
+                kept = sorted(hitters[: recent if even else budget_at(read) - recent])
+                held[head] = kept + entries[-recent:]
+        yield [list(entries) for entries in held]
+
+
+# A model that reads one row
 
 
 @dataclass
 class _Head:
-    """Entries of a head, oldest first: positions ``[n]``, keys and values ``[n, D]``."""
+    """Entries of a head, oldest first: keys and values ``[n, D]``, summed attention ``[n]``."""
 
-    positions: list[int]
-    keys: torch.Tensor
-    values: torch.Tensor
-    totals: torch.Tensor  # summed attention of each entry
+    keys: Tensor
+    values: Tensor
+    totals: Tensor
+    positions: list[int] = field(default_factory=list)
 
-    def append(self, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def append(self, position: int, key: Tensor, value: Tensor) -> None:
         self.positions.append(position)
-        self.keys, self.values = (
-            torch.cat([self.keys, key[None]]),
-            torch.cat([self.values, value[None]]),
-        )
+        self.keys = torch.cat([self.keys, key[None]])
+        self.values = torch.cat([self.values, value[None]])
         self.totals = torch.cat([self.totals, torch.zeros(1)])
 
     def keep(self, index: list[int]) -> None:
         self.positions = [self.positions[i] for i in index]
-        self.keys, self.values, self.totals = (
-            self.keys[index],
-            self.values[index],
-            self.totals[index],
-        )
+        self.keys = self.keys[index]
+        self.values = self.values[index]
+        self.totals = self.totals[index]
 
 
 @dataclass
 class _Layer:
-    """Queries ``[Q, D]`` of all tokens so far."""
-
     heads: list[_Head]
-    queries: list[torch.Tensor] = field(default_factory=list)
+    queries: list[Tensor] = field(default_factory=list)  # [Q, D] of all tokens so far
     evictions: int = 0
 
 
 @dataclass
 class NaiveRun:
-    """One row; ``layers`` as it goes; ``full`` bool ``[L, H]``."""
+    """One row, its layers as it goes; ``full``: bool ``[L, H]``."""
 
     policy: EvictionPolicy
-    full: torch.Tensor
+    full: Tensor
+    protected: int  # first tokens, which are never evicted
     layers: dict[int, _Layer] = field(default_factory=dict)
     start: int = 0  # tokens before this call
-    prompt: int = 0  # first tokens, which may be protected
+
+    def held(self) -> Tensor:
+        """bool ``[L, H, T]``."""
+        held = torch.zeros(*self.full.shape, len(self.layers[0].queries), dtype=torch.bool)
+        for number, layer in self.layers.items():
+            for head, entries in enumerate(layer.heads):
+                held[number, head, entries.positions] = True
+        return held
 
 
 _runs: list[NaiveRun] = []
 
 
 def _attention(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any
-) -> Any:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
     run = _runs[-1]
     heads, length, size = key.shape[1:]
     groups = query.shape[1] // heads
     empty = torch.zeros(0, size)
-    layer = run.layers.setdefault(
-        module.layer_idx, _Layer([_Head([], empty, empty, torch.zeros(0)) for _ in range(heads)])
-    )
-    protected = _protected(run)
+    new = _Layer([_Head(empty, empty, torch.zeros(0)) for _ in range(heads)])
+    layer = run.layers.setdefault(module.layer_idx, new)
     out = torch.zeros(1, length, query.shape[1], size)
     for t in range(length):
         layer.queries.append(query[0, :, t])
@@ -84,49 +332,42 @@ def _attention(
             own = slice(index * groups, (index + 1) * groups)
             logits = query[0, own, t] @ head.keys.T * scaling
             out[0, t, own] = torch.softmax(logits, -1) @ head.values
-            if (
-                run.policy.accumulates and run.start + t >= protected
-            ):  # attention among what may be evicted
-                head.totals[protected:] += torch.softmax(logits[:, protected:], -1).sum(0)
+            # attention among what may be evicted
+            if run.policy.accumulates and run.start + t >= run.protected:
+                received = torch.softmax(logits[:, run.protected :], -1).sum(0)
+                head.totals[run.protected :] += received
     _evict(run, layer, module.layer_idx, scaling)
     return out, None
 
 
-def _protected(run: NaiveRun) -> int:
-    return run.prompt if run.policy.protect_prompt else 0
-
-
-def _evict(run: NaiveRun, layer: _Layer, layer_idx: int, scaling: float) -> None:
+def _evict(run: NaiveRun, layer: _Layer, number: int, scaling: float) -> None:
     """After a call: evict from the compressible heads if they are due."""
-    policy, protected = run.policy, _protected(run)
+    policy, protected = run.policy, run.protected
     seen = len(layer.queries) - protected
-    chosen = [h for h in range(len(layer.heads)) if not run.full[layer_idx, h]]
+    chosen = (~run.full[number]).nonzero()[:, 0].tolist()
     if not chosen or seen <= 0:
         return
     heads = [layer.heads[h] for h in chosen]
     count = len(heads[0].positions) - protected
-    tensors = torch.tensor([seen]), torch.tensor([layer.evictions])
-    if count < int(policy.capacity(*tensors)):
+    where = torch.tensor([seen]), torch.tensor([layer.evictions])
+    if count < int(policy.capacity(*where)):
         return
-    budget = min(int(policy.entries(*tensors)), count)
+    budget = min(int(policy.entries(*where)), count)
+    valid = torch.ones(1, count, dtype=torch.bool)
     keys = torch.stack([head.keys[protected:] for head in heads])[None]
-    groups = layer.queries[0].shape[0] // len(layer.heads)
-    index = [h * groups + g for h in chosen for g in range(groups)]
-    recent = min(policy.observation, count)
-    queries = (
-        torch.stack(layer.queries[-recent:], dim=1)[index][None] * scaling * keys.shape[-1] ** 0.5
-    )
+    latest = torch.stack(layer.queries[-min(policy.observation, count) :], dim=1)
+    grouped = latest.unflatten(0, (len(layer.heads), -1))[chosen].flatten(0, 1)[None]
+    queries = grouped * scaling * keys.shape[-1] ** 0.5
     if policy.accumulates:
-        scores = torch.stack([head.totals[protected:] for head in heads])
-        kept = policy.keep(scores[None], budget, torch.ones(1, count, dtype=torch.bool))[0]
+        scores = torch.stack([head.totals[protected:] for head in heads])[None]
+        kept = policy.keep(scores, budget, valid)[0]
     elif policy.draws:
-        valid = torch.ones(1, count, dtype=torch.bool)
-        draws: Any = {"seen": torch.tensor([seen + protected]), "layer": layer_idx}
+        draws: Any = {"seen": torch.tensor([seen + protected]), "layer": number}
         kept = policy.keep(policy.scores(keys, queries, valid, **draws), budget, valid)[0]
     else:
         kept = policy.select(keys, queries, budget)[0]
-    for head, index_H in zip(heads, kept.tolist(), strict=True):
-        head.keep([*range(protected), *(protected + i for i in index_H)])
+    for head, index in zip(heads, kept.tolist(), strict=True):
+        head.keep([*range(protected), *(protected + i for i in index)])
     layer.evictions += 1
 
 
@@ -137,33 +378,80 @@ AttentionMaskInterface.register("rlkv_naive_eviction", lambda **kwargs: None)
 @torch.no_grad()
 def naive_logits(
     model: PreTrainedModel,
-    ids: torch.Tensor,
+    ids: Tensor,
     calls: list[int],
     policy: EvictionPolicy,
-    full: torch.Tensor,
-    prompt: int | None = None,
-) -> tuple[torch.Tensor, NaiveRun]:
-    """Logits ``[1, T, vocabulary]`` of one row ``[1, T]`` fed in ``calls``, tokens of a call seeing
-    each other.
+    full: Tensor,
+    prompt: int,
+) -> tuple[Tensor, NaiveRun]:
+    """Logits ``[T, vocabulary]`` of a row ``[T]``; tokens of a call see each other.
 
-    ``prompt``: how many tokens are the prompt; default: those of the first call.
+    ``prompt``: first tokens, which the policy may protect.
     """
-    run = NaiveRun(policy, full, prompt=calls[0] if prompt is None else prompt)
+    run = NaiveRun(policy, full, prompt if policy.protect_prompt else 0)
     _runs.append(run)
     before = model.config._attn_implementation
     model.set_attn_implementation("rlkv_naive_eviction")
-    outputs, begin = [], 0
+    outputs = []
     try:
         for length in calls:
-            run.start = begin
-            positions = torch.arange(begin, begin + length)[None]
-            outputs.append(
-                model(
-                    ids[:, begin : begin + length], position_ids=positions, use_cache=False
-                ).logits
-            )
-            begin += length
+            positions = torch.arange(run.start, run.start + length)[None]
+            own = ids[None, run.start : run.start + length]
+            outputs.append(model(own, position_ids=positions, use_cache=False).logits[0])
+            run.start += length
     finally:
         model.set_attn_implementation(before)
         _runs.pop()
-    return torch.cat(outputs, dim=1), run
+    return torch.cat(outputs), run
+
+
+# Policies of tests
+
+
+def small_policy(name: str, **options: Any) -> EvictionPolicy:
+    """A policy whose budget may be as small as 5 entries."""
+    fewer = {"sink_window": {"sink": 2}, "rpc": {"R": 3}}.get(name, {"observation": 3})
+    return make_policy(name, **fewer, **options)
+
+
+@dataclass(frozen=True)
+class OldestKey(EvictionPolicy):
+    """A user's own policy, not registered: the larger the first element of a key, the better."""
+
+    name: ClassVar[str] = "oldest_key"
+
+    def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
+        return keys[..., 0].float()
+
+
+# for caches of about 20 to 50 tokens; a newly registered policy is among them
+INSTANCES: Mapping[str, EvictionPolicy] = {
+    **{name: small_policy(name, budget=9, buffer=4) for name in POLICIES},
+    "rkv published": RKV(budget=9, buffer=5, observation=3, variant="published"),
+    "rkv sinks": RKV(budget=9, buffer=5, observation=3, sink=2),
+    "rkv tables": RKV(
+        ratio=0.4, extra=4, buffer=3, observation=3, variant="rlkv_tables", compacted=10, kernel=3
+    ),
+    "rkv ratio": RKV(ratio=0.3, extra=4, buffer=4, observation=3),
+    "rpc schedule": RPC(P=12, R=3, c=3),
+    "rpc evictable": RPC(P=12, R=3, c=3, protect_prompt=False),
+    "h2o each token": H2O(budget=8),
+    "h2o protected": H2O(ratio=0.3, extra=4, protect_prompt=True),
+    "h2o tables": H2O(ratio=0.3, extra=5, variant="rlkv_tables"),
+    "tova protected": TOVA(budget=5, buffer=2, protect_prompt=True),
+    "random evictable": RandomEviction(budget=8, buffer=3, seed=5, protect_prompt=False),
+    "random ratio": RandomEviction(ratio=0.4, extra=9, buffer=3),
+    "own": OldestKey(budget=10, buffer=3, observation=2),
+}
+
+
+def random_entries(
+    rows: int, n: int, group_size: int, queries: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Keys ``[rows, 3, n, 16]`` with near copies, and queries of ``group_size`` heads each."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(rows, 3, n, 16, generator=generator)
+    copied = torch.randint(n, (n // 3,), generator=generator)
+    noise = 0.1 * torch.randn(rows, 3, n // 3, 16, generator=generator)
+    keys[:, :, copied] = keys[:, :, copied.flip(0)] + noise
+    return keys, 2 * torch.randn(rows, 3 * group_size, queries, 16, generator=generator)

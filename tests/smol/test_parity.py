@@ -14,7 +14,7 @@ from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
 from tests.helpers.cached_logits import cached_logits
-from tests.helpers.reference_model import reference_logits
+from tests.helpers.mixed_reference import reference_logits
 from tests.helpers.smol import needs_smol
 
 pytestmark = needs_smol

@@ -1,0 +1,115 @@
+"""What the cache cannot do, it refuses by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
+from rlkv.cache.accounting import EntrySize
+from rlkv.eviction import TOVA
+from tests.helpers.cached_logits import MIXED
+from tests.helpers.models import make_tiny_model
+
+IDS = torch.arange(3, 13).view(2, 5)
+FULL_MASK = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    model = make_tiny_model("llama")
+    model.set_attn_implementation(IMPLEMENTATION)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sink": -1}, "sink is -1"),
+        ({"window": 0}, "window is 0"),
+        ({"prefill": "none"}, "unknown prefill 'none'"),
+        ({"reserve": -5}, "reserve is -5"),
+        ({"eviction": "rkv"}, "eviction is 'rkv'"),
+        ({"protect_prompt": "yes"}, "protect_prompt is 'yes'"),
+        ({"full": torch.ones(4, dtype=torch.bool)}, r"^full .*torch\.bool \[4\]"),
+        ({"full": torch.ones(3, 4)}, r"^full .*torch\.float32"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HeadReallocationCache(**{"full": MIXED, **arguments})
+
+
+def test_sizes_beyond_the_positions_of_the_model() -> None:
+    with pytest.raises(ValueError, match=r"window is 600, .* 512 positions"):
+        CacheSettings(window=600).check_positions(512)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"past_key_values": HeadReallocationCache(MIXED[:, :2])}, r"2 KV heads.*4"),
+        ({"past_key_values": DynamicCache()}, "HeadReallocationCache"),
+        ({"use_cache": False}, "HeadReallocationCache"),
+        ({"attention_mask": FULL_MASK}, "2D attention_mask"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0], [1] * 5])}, "padding_side"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1], [1] * 5])}, "padding_side"),
+        ({"attention_mask": torch.tensor([[0, 1, 0, 1, 1], [1] * 5])}, "padding_side"),
+    ],
+)
+def test_first_calls(model: PreTrainedModel, arguments: dict[str, Any], message: str) -> None:
+    if "use_cache" not in arguments:
+        arguments = {"past_key_values": HeadReallocationCache(MIXED), **arguments}
+    with pytest.raises(ValueError, match=message):
+        model(IDS, **arguments)
+
+
+@pytest.mark.parametrize("first", [None, torch.tensor([[0, 1, 1, 1, 1], [1] * 5])])
+def test_later_calls(model: PreTrainedModel, first: torch.Tensor | None) -> None:
+    cache = HeadReallocationCache(MIXED)
+    model(IDS, attention_mask=first, past_key_values=cache)
+    changed = torch.ones(2, 6) if first is not None else torch.tensor([[0, 1, 1, 1, 1, 1]] * 2)
+    for rows, mask, message in (
+        (2, changed, "padding_side"),
+        (2, torch.ones(2, 2), r"attention_mask.*2.*6"),
+        (1, None, r"2 rows.*1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(IDS[:rows, :1], attention_mask=mask, past_key_values=cache)
+    cache.crop(0)
+    with pytest.raises(ValueError, match="cannot crop"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="does not offload"):
+        cache.layers[0].offload()
+
+
+def test_training_with_dropout() -> None:
+    model = make_tiny_model("llama", attention_dropout=0.5).train()
+    model.set_attn_implementation(IMPLEMENTATION)
+    with pytest.raises(ValueError, match=r"model.eval\(\)"):
+        model(IDS, past_key_values=HeadReallocationCache(MIXED))
+
+
+def test_a_model_with_a_sliding_window() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    config = MistralConfig(vocab_size=128, sliding_window=4, **sizes, **heads)
+    config.layer_types = ["sliding_attention"] * 3
+    model = MistralForCausalLM(config).eval()
+    model.set_attn_implementation(IMPLEMENTATION)
+    with pytest.raises(ValueError, match="sliding"):
+        model(IDS, past_key_values=HeadReallocationCache(MIXED))
+    with pytest.raises(ValueError, match="layers of kind sliding_attention"):
+        EntrySize.of(model)
+
+
+def test_what_an_eviction_policy_makes_impossible(model: PreTrainedModel) -> None:
+    cache = HeadReallocationCache(MIXED, eviction=TOVA(budget=4))
+    with pytest.raises(ValueError, match="no queries"):
+        cache.fill(torch.randn(2, 4, 5, 16), torch.randn(2, 4, 5, 16))
+    model(IDS, past_key_values=cache)
+    with pytest.raises(ValueError, match="record=True"):
+        cache.held(0)
