@@ -8,7 +8,6 @@ returns ``[B, H * G, Q, D]``. Rows of padding hold finite values without meaning
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +40,7 @@ def grouped_attention(
 
 
 def _flash_attention_takes(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether flash attention serves the call: torch's only fused GPU kernel with groups.
+    """Return whether flash attention serves the call: torch's only fused GPU kernel with groups.
 
     Without it all scores would be held at once.
     """
@@ -197,14 +196,11 @@ def _compiled_flex() -> Any:
     return compile_variants(flex_attention)
 
 
-def compile_variants(function: Callable[..., Any], **options: Any) -> Any:
+def compile_variants(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile ``function`` for up to ``VARIANTS_COMPILED`` variants.
 
     Beyond torch's own limit of 8 it would run uncompiled.
     """
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options["recompile_limit"] = VARIANTS_COMPILED
-        return torch.compile(function, dynamic=True, **options)
     compiled = torch.compile(function, dynamic=True, **options)
 
     @functools.wraps(function)

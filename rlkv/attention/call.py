@@ -1,4 +1,4 @@
-"""What the layers of one forward call share: where the tokens of each row lie, and the masks.
+"""Facts that the layers of one forward call share: where each row's tokens lie, and the masks.
 
 transformers calls the mask function once per forward call and hands its result, a
 :class:`MixedCall`, to each layer.
@@ -69,7 +69,7 @@ def refuse_variants(
 
 
 class Unread:
-    """What goes through a model to an attention function, and which the model must not look into.
+    """A value on its way through a model to an attention function, which no module may look into.
 
     Raises:
         ValueError: for any use as a tensor.
@@ -98,7 +98,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """What the local branch sees.
+    """The tokens that the local branch sees.
 
     Attributes:
         sink: S, the first tokens.
@@ -114,7 +114,7 @@ class LocalSizes:
 
 
 class Rows:
-    """Where the real tokens of every row lie.
+    """The place of the real tokens of every row.
 
     Attributes:
         first: int64 ``[B]``, the first real token's place among the K key positions.

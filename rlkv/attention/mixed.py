@@ -59,7 +59,7 @@ Branch = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _is_mask(alpha_H: Tensor, queries: int) -> bool:
-    """Whether one branch per head is enough, as every gate is 0 or 1, and cheaper."""
+    """Return whether one branch per head is enough, as every gate is 0 or 1, and cheaper."""
     # on a GPU, reading the gates would cost a synchronisation per layer and token
     if torch.is_grad_enabled() or alpha_H.device.type != "cpu":
         return False
@@ -172,7 +172,7 @@ def plain_attention(
 
 
 def _is_one_causal_query(mask: Any, dropout: float, arguments: dict[str, Any]) -> bool:
-    """Whether each row has one query that sees all its tokens.
+    """Return whether each row has one query that sees all its tokens.
 
     There sdpa would copy keys and values for each query head.
     """

@@ -1,4 +1,4 @@
-"""How many bytes of KV a cache has in use after a text: its own bookkeeping, without states."""
+"""Bytes of KV that a cache has in use after a text: its own bookkeeping, without states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCORE_NBYTES = 4  # of the float32 that a policy accumulates for each entry
 
 @dataclass(frozen=True)
 class EntrySize:
-    """What one head's share of one token takes.
+    """The memory of one head's share of one token.
 
     Attributes:
         head_dim: elements of a key, and of a value.

@@ -23,7 +23,7 @@ from rlkv.eviction.base import EvictionPolicy
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What one eviction kept in the compressible heads of one layer of one row.
+    """The tokens that one eviction kept in the compressible heads of one layer of one row.
 
     Attributes:
         row: its number at that time; rows may be reordered later.
@@ -154,7 +154,7 @@ class EvictingStore(Store):
         return found.unflatten(0, (len(self.heads), -1)).any(dim=1)
 
     def _splits(self, query: Tensor) -> bool:
-        """Whether each of several query heads of a KV head keeps entries of its own."""
+        """Return whether each of several query heads of a KV head keeps entries of its own."""
         return self.policy.per_query_head and query.shape[2] > 1
 
     def _by_query_head(

@@ -27,7 +27,7 @@ IMPLEMENTATION = "rlkv_realloc"
 
 @dataclass(frozen=True, eq=False)
 class NewStates(Unread):
-    """What :meth:`ReallocationLayer.update` gives the attention function instead of a tensor."""
+    """New states, which :meth:`ReallocationLayer.update` returns instead of a tensor."""
 
     layer: ReallocationLayer
     states: Tensor  # [B, H, n, D], the new tokens only

@@ -1,4 +1,4 @@
-"""Where the tokens of one forward call go in the cache, and what each of them may see.
+"""The plan of one forward call: where its tokens go in the cache, and what each may see.
 
 Shapes: B rows, n tokens of this call, T tokens after it, S sinks, W window, R ring entries.
 A row's *position* counts its real tokens from 0; left padding has negative positions.  Position p
@@ -50,7 +50,7 @@ class PerRow:
 
     @property
     def differ(self) -> bool:
-        """Whether not all rows have the same number."""
+        """Return whether not all rows have the same number."""
         return self.largest > self.smallest
 
     def select(self, rows: Tensor) -> PerRow:
@@ -101,7 +101,7 @@ def read_padding(
 
 @dataclass(frozen=True)
 class CacheSettings(LocalSizes):
-    """What the compressible heads keep: ``sink`` first and ``window`` last real tokens of each row.
+    """Settings of compressible heads: they keep ``sink`` first and ``window`` last real tokens.
 
     Attributes:
         prefill: how a prompt is read: ``full``, ``local`` or ``published``.
@@ -171,7 +171,7 @@ class CallPart:
 
 @dataclass
 class CacheState:
-    """What the layers of one cache share.
+    """State that the layers of one cache share.
 
     Attributes:
         limit: the length at which generation ends, if known.
@@ -297,17 +297,17 @@ class CallLayout:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether all heads attend to the whole part in full, with nothing cached before it."""
+        """Return whether all heads attend to the whole part, with nothing cached before it."""
         return self.start == 0 and self.length > 1 and self.in_full
 
     @property
     def is_causal(self) -> bool:
-        """Whether a plain causal mask, which needs no tensor, is right for the full heads."""
+        """Return whether a plain causal mask, without a tensor, is right for full heads."""
         return self.start == 0 and self.length > 1 and self.padding is None
 
     @cached_property
     def full_mask(self) -> Tensor | None:
-        """What full heads see: bool ``[B or 1, 1, n, T]``; None: a causal mask is enough."""
+        """Mask of the full heads: bool ``[B or 1, 1, n, T]``; None: a causal one is enough."""
         if self.is_causal or (self.length == 1 and self.padding is None):
             return None
         if self.padding is None:
@@ -338,7 +338,7 @@ class CallLayout:
 
     @cached_property
     def ring_view(self) -> int:
-        """How many slots are read: none behind them is in use in any row."""
+        """Number of slots that are read: none behind them is in use in any row."""
         return min(self.ring, max(1, self.end - self._least_padding))
 
     @cached_property
@@ -354,7 +354,7 @@ class CallLayout:
 
     @cached_property
     def decode_step(self) -> DecodeStep:
-        """What the decode kernel needs instead: it computes slots and masks itself."""
+        """The numbers from which the decode kernel computes slots and masks itself."""
         # a fill: a copy would wait for the device
         start = torch.full((1,), self.start, device=self.device)
         return DecodeStep(start, self._counts[:, 0], self._sinks[:, 0], self.window)

@@ -284,7 +284,7 @@ class HeadReallocationCache(Cache):
 
     @property
     def can_join(self) -> bool:
-        """Whether rows of another cache can join: not where sliding layers are left alone."""
+        """Return whether rows of another cache can join: no sliding layer is left alone."""
         return not self._stock
 
     def join(self, other: HeadReallocationCache, columns: int) -> None:

@@ -1,8 +1,9 @@
-"""When the rows of a batch evict, and down to how many entries: bookkeeping that all layers share.
+"""The schedule of evictions: when the rows of a batch evict, and down to how many entries.
 
-Its tensors are int64 ``[B]``, of B rows, on the CPU: nothing waits for a GPU.  Rows end at a common
-column, as left-padded tokens do: of the M columns in use, row b holds the last ``held[b]``; M is
-the largest ``held``.  So a new token goes to the same column in all rows.
+All layers share this bookkeeping.  Its tensors are int64 ``[B]``, of B rows, on the CPU: nothing
+waits for a GPU.  Rows end at a common column, as left-padded tokens do: of the M columns in use,
+row b holds the last ``held[b]``; M is the largest ``held``.  So a new token goes to the same column
+in all rows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def split_call(prefill: str, start: int, length: int) -> list[tuple[int, int, bo
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Where each row stands, int64 ``[B]`` each.
+    """The state of every row, int64 ``[B]`` each.
 
     Attributes:
         held: entries held.
@@ -177,7 +178,7 @@ def _next_eviction(
 
 
 class SegmentTensors:
-    """What the layers on one device need of a segment; each tensor is built when first asked for.
+    """Tensors of a segment that the layers on one device share, each built when first asked for.
 
     M: columns once the segment is stored, N: columns that hold its evictable entries (the last of
     the M), M': columns after an eviction.
@@ -199,7 +200,7 @@ class SegmentTensors:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a plain causal mask, which needs no tensor, is right."""
+        """Return whether a plain causal mask, which needs no tensor, is right."""
         return self.columns_before == 0 and self.length > 1 and self._is_unpadded
 
     @property
@@ -208,7 +209,7 @@ class SegmentTensors:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """What the queries see: bool ``[B, 1, length, total]``; None: a causal mask is enough."""
+        """Mask of the queries: bool ``[B, 1, length, total]``; None: a causal one is enough."""
         if self.is_causal or (self.length == 1 and self._is_unpadded):
             return None
         column = torch.arange(self.total, device=self.device)

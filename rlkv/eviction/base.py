@@ -111,7 +111,7 @@ def attention_received(keys: Tensor, queries: Tensor, valid: Tensor, hidden: int
 
 @dataclass(frozen=True)
 class EvictionPolicy(ABC):
-    """What a compressible head keeps when its cache is full.
+    """A rule for what a compressible head keeps when its cache is full.
 
     A head holds up to ``budget + buffer`` entries of a sequence; when it is full, it *evicts* all
     but ``budget`` of them.  A new policy only needs :meth:`scores`.
@@ -213,12 +213,12 @@ class EvictionPolicy(ABC):
 
     @property
     def observes(self) -> bool:
-        """Whether the latest queries are kept until the next eviction."""
+        """Return whether the latest queries are kept until the next eviction."""
         return self.uses_queries and not self.accumulates
 
     @property
     def per_query_head(self) -> bool:
-        """Whether each query head keeps its own entries: G times as many as for KV heads."""
+        """Return whether each query head keeps its own entries: G times as many as for KV heads."""
         return False
 
     def recent(self, budget: Tensor) -> Tensor:

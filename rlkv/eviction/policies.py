@@ -191,12 +191,12 @@ class RPC(EvictionPolicy):
 
     @property
     def scheduled(self) -> bool:
-        """Whether P and c, not a budget, say when to evict and how much to keep."""
+        """Return whether P and c, not a budget, say when to evict and how much to keep."""
         return self.budget is None and self.ratio is None
 
     @property
     def step(self) -> int:
-        """How many more entries each eviction keeps than the one before: int(P / c)."""
+        """Entries that each eviction keeps more than the one before: int(P / c)."""
         return int(self.P / self.c)
 
     def _check_budget(self) -> None:

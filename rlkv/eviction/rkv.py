@@ -136,7 +136,7 @@ class _Codes(NamedTuple):
 
 
 class _Search(NamedTuple):
-    """What :func:`latest_similar` has found.
+    """The state of :func:`latest_similar`.
 
     Attributes:
         sums: int64 ``[L, N]``, in fixed point, so that the order of the additions, which a GPU does
@@ -150,7 +150,7 @@ class _Search(NamedTuple):
     wanted: int
 
     def needs(self, late: slice, early: slice) -> bool:
-        """Whether an entry of either slice lacks similar ones."""
+        """Return whether an entry of either slice lacks similar ones."""
         return bool(self.missing[:, early].any() | self.missing[:, late].any())
 
     def take_all(self, similarity: Tensor, first: int, begin: int) -> float:

@@ -56,7 +56,7 @@ def random_order(num_layers: int, num_kv_heads: int, seed: int) -> list[tuple[in
 
 @dataclass(frozen=True, eq=False)
 class HeadAllocation:
-    """Which heads are full.
+    """A choice of the heads that are full.
 
     Attributes:
         full: bool ``[num_layers, num_kv_heads]`` on the CPU; True keeps everything, False is

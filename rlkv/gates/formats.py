@@ -96,7 +96,7 @@ def hub_address(address: str) -> tuple[str, str | None]:
 
 
 def _is_hub_address(path: str) -> bool:
-    """Whether ``path`` begins with ``hf://``, or is ``owner/name`` but not a local path."""
+    """Return whether ``path`` begins with ``hf://``, or is ``owner/name`` but not a local path."""
     if path.startswith(_HUB):
         return True
     is_repo = _HUB_ADDRESS.fullmatch(path) is not None and not path.endswith(SUFFIXES)

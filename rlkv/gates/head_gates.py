@@ -155,11 +155,11 @@ class HeadGates:
     def load(cls, path: str | Path) -> HeadGates:
         """Read a file, a folder, gates on the hub, or the packaged ``tiny`` or ``smol``.
 
-        A file ends with ``.pt``, ``.safetensors`` or ``.tsv``.  A folder is read as a PEFT adapter if it holds ``adapter_config.json``, else
-        ``gates.safetensors``, else ``gates.pt``, else its only ``.tsv``.  A ``.tsv``, given
-        directly or found, gets the sizes and the model's name from a DuoAttention ``config.json``
-        next to it, or the defaults.  The hub: ``hf://owner/name[@revision]``, or ``owner/name``
-        where no such local path exists.
+        A file ends with ``.pt``, ``.safetensors`` or ``.tsv``.  A folder is read as a PEFT adapter
+        if it holds ``adapter_config.json``, else ``gates.safetensors``, else ``gates.pt``, else its
+        only ``.tsv``.  A ``.tsv`` gets the sizes and the model's name from a DuoAttention
+        ``config.json`` next to it, or the defaults.  The hub: ``hf://owner/name[@revision]``, or
+        ``owner/name`` where no such local path exists.
 
         Raises:
             ValueError: one sentence with the file, what was found and what was expected.

@@ -6,41 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
 from rlkv.attention.call import OF_SDPA, MixedCall, mixed_mask, refuse_variants
 from rlkv.attention.mixed import GATE, Gate, mixed_attention
 from rlkv.cache.layer import NewStates, realloc_attention
 
-NAMES = (
-    "sliding_window",
-    "softcap",
-    "s_aux",
-    "position_bias",
-    "head_mask",
-    "alibi",
-    "cu_seq_lens_q",
-    "never_heard_of",
-)
+NAMES = ("sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "never_heard_of")
 STATES = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
 CALL = MixedCall(1, 5, 5, 0, None, True, lambda: None)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_is_named(name: str) -> None:
-    harmless = {name: None, "is_causal": True, "position_ids": torch.zeros(1), "use_cache": True}
-    refuse_variants({**harmless, "output_attentions": False}, "this")
-    for value in (0, 8, 30.0, True, torch.zeros(4)):  # 0 is asked for as well
-        with pytest.raises(ValueError, match=rf"^this .* {name},"):
-            refuse_variants({"is_causal": True, name: value}, "this")
-
-
-def test_several_are_all_named() -> None:
-    with pytest.raises(ValueError, match=r"is_causal=False, s_aux, sliding_window"):
-        refuse_variants({"s_aux": 1, "sliding_window": 8, "is_causal": False}, "this")
-    with pytest.raises(ValueError, match="attention weights"):
-        refuse_variants({"output_attentions": True}, "this")
 
 
 class Holder(nn.Module):
@@ -57,13 +32,24 @@ def layer(gated: bool) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("gated", [False, True])
-def test_layers_of_a_gated_model_refuse_them(name: str, gated: bool) -> None:
-    mixed_attention(layer(gated), *STATES, CALL, **{name: None})
-    if not gated and name in OF_SDPA:
-        return
-    with pytest.raises(ValueError, match=name):
-        mixed_attention(layer(gated), *STATES, CALL, **{name: 4})
+def test_arguments_that_would_be_ignored_are_named(name: str) -> None:
+    harmless = {name: None, "is_causal": True, "position_ids": torch.zeros(1), "use_cache": True}
+    refuse_variants({**harmless, "output_attentions": False}, "this")
+    for value in (0, 30.0, True, torch.zeros(4)):  # 0 is asked for as well
+        with pytest.raises(ValueError, match=rf"^this .* {name},"):
+            refuse_variants({"is_causal": True, name: value}, "this")
+    for gated in (False, True):
+        mixed_attention(layer(gated), *STATES, CALL, **{name: None})
+        if gated or name not in OF_SDPA:
+            with pytest.raises(ValueError, match=name):
+                mixed_attention(layer(gated), *STATES, CALL, **{name: 4})
+
+
+def test_several_are_all_named() -> None:
+    with pytest.raises(ValueError, match=r"is_causal=False, s_aux, sliding_window"):
+        refuse_variants({"s_aux": 1, "sliding_window": 8, "is_causal": False}, "this")
+    with pytest.raises(ValueError, match="attention weights"):
+        refuse_variants({"output_attentions": True}, "this")
 
 
 @pytest.mark.parametrize("attention", [mixed_attention, realloc_attention])
@@ -75,19 +61,21 @@ def test_a_layer_with_a_window_keeps_it_and_nothing_else(attention: Any) -> None
         attention(layer(False), *STATES, window, sliding_window=2, s_aux=torch.zeros(2))
 
 
-def test_a_gate_for_another_number_of_heads_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("mask", "heads", "dropout", "message"),
+    [
+        (torch.ones(1, 1, 5, 5, dtype=torch.bool), 2, 0.0, "not a prepared 4D one"),
+        (MixedCall(1, 5, 5, 0, None, False, lambda: None), 2, 0.0, "no packed sequences"),
+        (CALL, 2, 0.1, "no dropout"),
+        (CALL, 1, 0.0, "1 KV heads, but gates for 2"),
+    ],
+)
+def test_calls_that_would_bypass_a_gate(
+    mask: Any, heads: int, dropout: float, message: str
+) -> None:
     query, key, value = STATES
-    with pytest.raises(ValueError, match="1 KV heads, but gates for 2"):
-        mixed_attention(layer(True), query, key[:, :1], value[:, :1], CALL)
-
-
-def test_what_models_must_not_look_into_says_so() -> None:
-    new: Any = NewStates(None, STATES[0])  # type: ignore[arg-type]
-    for use in (lambda: new.shape, lambda: torch.chunk(new, 2), lambda: torch.cat([new, new])):
-        with pytest.raises(ValueError, match="keys and values that the cache returns"):
-            use()
-    with pytest.raises(ValueError, match=r"attention mask.*dtype"):
-        _ = CALL.dtype
+    with pytest.raises(ValueError, match=message):
+        mixed_attention(layer(True), query, key[:, :heads], value[:, :heads], mask, dropout=dropout)
 
 
 @pytest.mark.parametrize(
@@ -97,27 +85,23 @@ def test_what_models_must_not_look_into_says_so() -> None:
         (torch.ones(1, 1, dtype=torch.bool), r"\(1, 1\).*5"),
     ],
 )
-def test_masks_with_holes_or_without_the_cache(padding: torch.Tensor, message: str) -> None:
+def test_masks_with_holes_or_without_the_cache(padding: Tensor, message: str) -> None:
     call = MixedCall(1, 1, 5, 4, padding, True, lambda: None)
     with pytest.raises(ValueError, match=message):
         call.rows(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("offset", [0, torch.tensor(0)])
-def test_a_static_cache(offset: int | torch.Tensor) -> None:
+def test_a_static_cache(offset: int | Tensor) -> None:
     rest = {"batch_size": 1, "mask_function": causal_mask_function}
     with pytest.raises(ValueError, match="static"):
         mixed_mask(q_length=4, kv_length=32, q_offset=offset, **rest)
 
 
-@pytest.mark.parametrize(
-    ("mask", "dropout", "message"),
-    [
-        (torch.ones(1, 1, 5, 5, dtype=torch.bool), 0.0, "not a prepared 4D one"),
-        (MixedCall(1, 5, 5, 0, None, False, lambda: None), 0.0, "no packed sequences"),
-        (CALL, 0.1, "no dropout"),
-    ],
-)
-def test_calls_that_would_bypass_a_gate(mask: Any, dropout: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mixed_attention(layer(True), *STATES, mask, dropout=dropout)
+def test_what_models_must_not_look_into_says_so() -> None:
+    new: Any = NewStates(None, STATES[0])  # type: ignore[arg-type]
+    for use in (lambda: new.shape, lambda: torch.chunk(new, 2), lambda: torch.cat([new, new])):
+        with pytest.raises(ValueError, match="keys and values that the cache returns"):
+            use()
+    with pytest.raises(ValueError, match=r"attention mask.*dtype"):
+        _ = CALL.dtype

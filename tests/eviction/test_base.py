@@ -93,16 +93,6 @@ def test_pieces_change_nothing(policy: EvictionPolicy, monkeypatch: pytest.Monke
         assert torch.equal(policy.select(keys, queries, BUDGET, valid), whole)
 
 
-@pytest.mark.parametrize("floats", [1, 100, 399, 10**6])
-def test_pieces_cover_everything_within_their_limit(
-    floats: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "FLOATS", floats)
-    cut = list(attention.pieces(37, 100))
-    assert [i for piece in cut for i in range(37)[piece]] == list(range(37))
-    assert all(piece.stop - piece.start <= max(1, floats // 100) for piece in cut)
-
-
 def test_select_refuses_what_does_not_fit() -> None:
     keys, queries = random_entries(2, 60, 2, 8, seed=4)
     policy, valid = RKV(budget=24), torch.ones(2, 59, dtype=torch.bool)

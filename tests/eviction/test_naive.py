@@ -1,20 +1,14 @@
-"""What is kept, index for index, is what an independent float64 implementation keeps.
-
-Of single selections, and over whole texts that the cache reads token by token.
-"""
+"""What is kept, index for index, is what an independent float64 implementation keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rlkv.cache import HeadReallocationCache
-from rlkv.cache.layer import CachedCall
 from rlkv.eviction import H2O, RKV, RPC, TOVA, EvictionPolicy, SnapKV
 from rlkv.eviction import rkv as similar_keys
 from tests.helpers import naive_eviction as naive
@@ -34,6 +28,11 @@ METHODS: dict[str, tuple[EvictionPolicy, int, naive.Scores]] = {
         RKV(ratio=0.5, variant="rlkv_tables"),
         8,
         partial(naive.rkv, variant="rlkv_tables"),
+    ),
+    "rkv-compacted": (
+        RKV(ratio=0.5, variant="rlkv_tables", buffer=9, compacted=50),
+        8,
+        partial(naive.compacted_rkv, compacted=50),
     ),
     "snapkv-published": (
         SnapKV(BUDGET, variant="published"),
@@ -110,80 +109,3 @@ def test_same_entries_as_naive(method: str, kind: str, monkeypatch: pytest.Monke
             for head in range(HEADS):
                 assert equally_good(scores[head], kept[seed, head], expected[head]), (seed, head)
     assert tied <= SEEDS * TIED.get((method.partition("-")[0], kind), 0)
-
-
-TOKENS, PROMPT = 150, 17
-
-
-def buffered(**options: Any) -> Callable[..., Iterator[naive.Held]]:
-    scores = partial(naive.rkv, **options)
-    return partial(naive.walk_buffered, prompt=PROMPT, scores=scores, budget=24, buffer=20, a=8)
-
-
-def rpc_walk(aggregation: str) -> Callable[..., Iterator[naive.Held]]:
-    return partial(naive.walk_rpc, prompt=PROMPT, p=36, r=5, c=3, aggregation=aggregation)
-
-
-def h2o_walk(budget_at: Callable[[int], int], even: bool) -> Callable[..., Iterator[naive.Held]]:
-    return partial(naive.walk_h2o, prompt=PROMPT, budget_at=budget_at, even=even)
-
-
-# each with 3 evictions or more
-TEXTS: dict[str, tuple[EvictionPolicy, Callable[..., Iterator[naive.Held]]]] = {
-    "rkv paper": (RKV(24, buffer=20), buffered()),
-    "rkv paper, 2W": (RKV(24, buffer=20, kernel=4), buffered(kernel=4)),
-    "rkv published": (
-        RKV(24, buffer=20, variant="published", lam=0.07),
-        buffered(variant="published", lam=0.07),
-    ),
-    "rkv tables": (
-        RKV(ratio=0.2, extra=20, buffer=12, variant="rlkv_tables", compacted=30),
-        partial(naive.walk_tables, prompt=PROMPT, ratio=0.2, extra=20, buffer=12, last=30),
-    ),
-    "snapkv": (SnapKV(24, buffer=20), buffered(lam=1.0)),
-    "rpc all": (RPC(P=36, R=5, c=3), rpc_walk("all")),
-    "rpc group": (RPC(P=36, R=5, c=3, aggregation="group"), rpc_walk("group")),
-    "h2o": (H2O(25), h2o_walk(lambda read: 25, even=False)),
-    "h2o tables": (
-        H2O(ratio=0.3, extra=5, variant="rlkv_tables"),
-        h2o_walk(lambda read: int(read * 0.3) + 5, even=True),
-    ),
-    "tova": (
-        TOVA(20),
-        partial(naive.walk_buffered, prompt=PROMPT, scores=naive.tova, budget=20, buffer=1, a=1),
-    ),
-}
-
-
-def held_by_the_cache(
-    policy: EvictionPolicy, keys: torch.Tensor, queries: torch.Tensor
-) -> Iterator[naive.Held]:
-    """After the prompt and every further token; keys ``[H, T, D]``, queries ``[Q, T, D]``."""
-    full = torch.zeros(1, HEADS, dtype=torch.bool)
-    cache = HeadReallocationCache(full, eviction=policy, record=True)
-    (layer,) = cache.layers
-    begin = 0
-    for end in range(PROMPT, keys.shape[1] + 1):
-        parts = CachedCall(None, begin, end - begin, rows=1).plan(cache.state, keys.device)
-        new = keys[None, :, begin:end]
-        layer.attend_and_store(queries[None, :, begin:end], new, new, parts, keys.shape[2] ** -0.5)
-        yield [head.nonzero()[:, 0].tolist() for head in cache.held(0)[0]]
-        begin = end
-
-
-@pytest.mark.parametrize("method", TEXTS)
-def test_the_cache_holds_what_the_rules_keep(method: str) -> None:
-    policy, by_rules = TEXTS[method]
-    rng = np.random.default_rng(0)
-    keys = rng.standard_normal((HEADS, TOKENS, 8)).astype(np.float32)
-    similar = rng.permutation(TOKENS)[:100]
-    keys[:, similar[:50]] = keys[:, similar[50:]] + 0.1
-    queries = 2 * rng.standard_normal((HEADS * 3, TOKENS, 8)).astype(np.float32)
-    expected = by_rules(keys.astype(np.float64), queries.astype(np.float64))
-    found = held_by_the_cache(policy, torch.from_numpy(keys), torch.from_numpy(queries))
-    evictions, before = 0, 0
-    for got, want in zip(found, expected, strict=True):
-        assert got == want
-        evictions += len(want[0]) <= before
-        before = len(want[0])
-    assert evictions >= 3

@@ -121,31 +121,6 @@ def test_random_draws_are_a_hash_of_seed_layer_head_tokens_and_place() -> None:
     assert np.array_equal(found, random_draws(5, 2, 3, 40))
 
 
-def test_random_draws_are_uniform_and_independent() -> None:
-    policy, valid = RandomEviction(budget=24), torch.ones(2, 4000, dtype=torch.bool)
-    keys, queries = random_entries(2, 4000, 1, 1, seed=3)
-    seen = torch.tensor([5000, 6000])
-    draws = policy.scores(keys, queries, valid, seen, 3)
-    others = [
-        RandomEviction(budget=24, seed=1).scores(keys, queries, valid, seen, 3),
-        policy.scores(keys, queries, valid, seen, 4),
-        policy.scores(keys, queries, valid, seen + 1, 3),
-        *(draws.roll(1, dims=dim) for dim in range(3)),
-    ]
-    for other in others:
-        # independent draws of 24 bits: 24,000 of them are equal in 0.0014 places on average, and
-        # not correlated
-        assert (draws == other).sum() <= 2
-        correlation = torch.corrcoef(torch.stack([draws.flatten(), other.flatten()]))[0, 1]
-        assert abs(correlation) < 5 / 24_000**0.5
-    uniform = draws / 2**24
-    assert uniform.min() >= 0
-    assert uniform.max() < 1
-    # 5 standard errors of the mean (1/12 ** 0.5) and of tenths of 24,000 draws
-    assert abs(uniform.mean() - 0.5) < 5 * (1 / 12 / 24_000) ** 0.5
-    assert (uniform.histc(10, 0, 1) - 2400).abs().max() < 5 * (2400 * 0.9) ** 0.5
-
-
 def test_tova_keeps_the_same_tokens_in_all_heads() -> None:
     keys, queries = random_entries(2, 90, 2, 1, seed=11)
     kept = TOVA(budget=24).select(keys, queries, 24)

@@ -1,18 +1,16 @@
 """The naive reference of eviction: what each method keeps, by its formulas and rules.
 
-Three parts, none of which shares code with rlkv.eviction or rlkv.cache:
-
-- scores and choices in numpy and float64: one row without padding, whole matrices;
-- whole texts, one token after the other, for one layer;
-- a model that reads one row with lists of entries, head by head (only the choice of the policy
-  itself is taken from the package), and the policies that tests of the cache run with.
+- Scores and choices in numpy and float64: one row without padding, whole matrices.
+- A model that reads one row with lists of entries, head by head: only the choice of the policy
+  itself is taken from the package.
+- The policies that tests of the cache run with.
 
 Shapes: keys ``[H, N, D]``, queries ``[Q, a, D]`` of the last a entries, scores ``[H, N]``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,6 +23,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from rlkv.eviction import H2O, POLICIES, RKV, RPC, TOVA, EvictionPolicy, RandomEviction, make_policy
 
 DIGITS = 2.0**40  # scores are compared to 12 digits: what is equal on paper is equal here
+
+
+Scores = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -107,6 +108,13 @@ def rkv(
     return before_last(lam * important - (1 - lam) * redundant, a)
 
 
+def compacted_rkv(keys: np.ndarray, queries: np.ndarray, compacted: int) -> np.ndarray:
+    """RLKV's evaluator: only the last entries compete, the older ones stay."""
+    newer = rkv(keys[:, -compacted:], queries, "rlkv_tables")
+    older = keys.shape[1] - compacted
+    return np.pad(newer, [(0, 0), (older, 0)], constant_values=np.inf)
+
+
 def rpc(
     keys: np.ndarray, queries: np.ndarray, aggregation: str = "all", kernel: int = 7
 ) -> np.ndarray:
@@ -142,123 +150,6 @@ def random_draws(seed: int, layer: int, heads: int, seen: int) -> np.ndarray:
             state ^= state >> 31
         draws[head, j] = state >> 40
     return draws
-
-
-# Whole texts: the positions that each head holds after the prompt and after every token
-
-Held = list[list[int]]  # of each head, ascending
-Scores = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
-def of_held(keys: np.ndarray, held: Held) -> np.ndarray:
-    return np.stack([keys[head, entries] for head, entries in enumerate(held)])
-
-
-def walk(
-    keys: np.ndarray, prompt: int, due: Callable[..., bool], evict: Callable[..., Held]
-) -> Iterator[Held]:
-    """``due(entries, read, evictions)`` says when ``evict(held, read, evictions)`` is called."""
-    held: Held = [[] for _ in keys]
-    evictions = 0
-    for read in range(prompt, keys.shape[1] + 1):
-        for entries in held:
-            entries += range(0 if read == prompt else read - 1, read)
-        if due(len(held[0]), read, evictions):
-            held = evict(held, read, evictions)
-            evictions += 1
-        yield [list(entries) for entries in held]
-
-
-def pick(scores: Scores, keys: np.ndarray, queries: np.ndarray, held: Held, budget: int) -> Held:
-    """The ``budget`` best of what is held, the last ones of which the queries are of."""
-    index = choose(scores(of_held(keys, held), queries), budget, queries.shape[1])
-    return [[entries[i] for i in own] for entries, own in zip(held, index.tolist(), strict=True)]
-
-
-def walk_buffered(
-    keys: np.ndarray,
-    queries: np.ndarray,
-    prompt: int,
-    scores: Scores,
-    budget: int,
-    buffer: int,
-    a: int,
-) -> Iterator[Held]:
-    """With ``buffer`` entries above the budget, keep the budget, judged by a queries."""
-    return walk(
-        keys,
-        prompt,
-        lambda entries, *_: entries >= budget + buffer,
-        lambda held, read, _: pick(scores, keys, queries[:, read - a : read], held, budget),
-    )
-
-
-def walk_tables(
-    keys: np.ndarray,
-    queries: np.ndarray,
-    prompt: int,
-    ratio: float,
-    extra: int,
-    buffer: int,
-    last: int,
-) -> Iterator[Held]:
-    """RLKV's evaluator: above the budget and ``last``, the worst ``buffer`` of the last ones go."""
-
-    def evict(held: Held, read: int, evictions: int) -> Held:
-        def scores(k: np.ndarray, q: np.ndarray) -> np.ndarray:
-            return rkv(k, q, "rlkv_tables")
-
-        newer = [entries[-last:] for entries in held]
-        kept = pick(scores, keys, queries[:, read - 8 : read], newer, last - buffer)
-        return [own[:-last] + new for own, new in zip(held, kept, strict=True)]
-
-    return walk(keys, prompt, lambda n, read, _: n > int(read * ratio) + extra and n > last, evict)
-
-
-def walk_rpc(
-    keys: np.ndarray, queries: np.ndarray, prompt: int, p: int, r: int, c: int, aggregation: str
-) -> Iterator[Held]:
-    """First p + r tokens after the prompt, then every p: n * p / c of them and the last r stay."""
-
-    def evict(held: Held, read: int, evictions: int) -> Held:
-        def scores(k: np.ndarray, q: np.ndarray) -> np.ndarray:
-            return rpc(k, q, aggregation)
-
-        after = [entries[prompt:] for entries in held]
-        budget = (evictions + 1) * int(p / c) + r
-        kept = pick(scores, keys, queries[:, read - r : read], after, budget)
-        return [list(range(prompt)) + own for own in kept]
-
-    def due(entries: int, read: int, evictions: int) -> bool:
-        generated = read - prompt
-        return generated > r and (generated - r) % p == 0
-
-    return walk(keys, prompt, due, evict)
-
-
-def walk_h2o(
-    keys: np.ndarray, queries: np.ndarray, prompt: int, budget_at: Callable[[int], int], even: bool
-) -> Iterator[Held]:
-    """Half of the budget to the last tokens, half to the largest sums of attention so far.
-
-    With ``even`` both halves are rounded down, else the sums get the odd one.
-    """
-    group = len(queries) // len(keys)
-    sums = np.zeros(keys.shape[:2])  # by position
-    held: Held = [[] for _ in keys]
-    for read in range(prompt, keys.shape[1] + 1):
-        for head, entries in enumerate(held):
-            for t in range(0 if read == prompt else read - 1, read):
-                entries.append(t)
-                own = queries[head * group : (head + 1) * group, t]
-                logits = own @ keys[head, entries].T / np.sqrt(keys.shape[2])
-                sums[head, entries] += softmax(logits).sum(axis=0)
-            recent = budget_at(read) // 2
-            if len(entries) > budget_at(read):
-                hitters = sorted(entries[:-recent], key=lambda t, head=head: -sums[head, t])
-                kept = sorted(hitters[: recent if even else budget_at(read) - recent])
-                held[head] = kept + entries[-recent:]
-        yield [list(entries) for entries in held]
 
 
 # A model that reads one row
