@@ -204,8 +204,8 @@ class ReallocationLayer(CacheLayerMixin):
             self.store(query, key, value, layout, scale)
             return out
         outputs = []
-        for store, *states in self._shared_out(query, key, value):
-            outputs.append(store.attend(*states, layout, scale))
+        for store, q, k, v in self._shared_out(query, key, value):
+            outputs.append(store.attend(q, k, v, layout, scale))
         self.length = layout.end
         if len(outputs) == 1:
             return outputs[0]
@@ -242,8 +242,8 @@ class ReallocationLayer(CacheLayerMixin):
         """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        for store, *states in self._shared_out(query, key, value):
-            store.store(*states, layout, scale)
+        for store, q, k, v in self._shared_out(query, key, value):
+            store.store(q, k, v, layout, scale)
         self.length = layout.end
 
     def _shared_out(

@@ -86,7 +86,7 @@ class RowCounts:
         """Return the counts of the rows of both."""
         names = [field.name for field in fields(self)]
         pairs = [(getattr(self, name), getattr(other, name)) for name in names]
-        return RowCounts(*map(torch.cat, pairs))
+        return RowCounts(*(torch.cat(pair) for pair in pairs))
 
     def due(self, policy: EvictionPolicy) -> Tensor:
         """Return which rows have reached the policy's capacity: bool ``[B]``."""

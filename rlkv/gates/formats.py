@@ -298,7 +298,7 @@ def _read_peft(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{config_path}: base_model_name_or_path is {name!r}, expected the name of a model"
         )
-    model = ModelShape(name, "", *alpha.shape, 0, 0) if name else None
+    model = ModelShape(name, "", alpha.shape[0], alpha.shape[1], 0, 0) if name else None
     return {"alpha": alpha, "model": model, **sizes}
 
 

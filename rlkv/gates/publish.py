@@ -58,7 +58,7 @@ def plot_gates(gates: HeadGates, path: str | Path) -> None:
     axes.grid(which="minor", color="white", linewidth=0.6)
     axes.tick_params(which="minor", length=0)
     if is_labelled:
-        style = {"ha": "center", "va": "center", "fontsize": TEXT_SIZE}
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": TEXT_SIZE}
         for layer, row in enumerate(gates.alpha.tolist()):
             for head, value in enumerate(row):
                 color = "black" if value > 0.6 else "white"
