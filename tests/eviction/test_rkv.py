@@ -104,9 +104,7 @@ def test_a_look_in_8_bits_finds_the_latest(
 def look_with(
     monkeypatch: pytest.MonkeyPatch, keys: torch.Tensor, threshold: float, count: int = 1
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What is found always in float32, after a look in 8 bits, and with a look that is taken for
-    exact.
-    """
+    """Found always in float32, after a look in 8 bits, and with a look that is taken for exact."""
     found, valid = [], keys.norm(dim=-1) > 0
     codes_of, step_L = rkv._Codes.of, keys.abs().amax(dim=(1, 2)) / 127
 

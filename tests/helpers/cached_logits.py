@@ -1,6 +1,4 @@
-"""Token ids, an allocation, and the logits of a model that reads in several calls: what tests of
-the cache share.
-"""
+"""Token ids, an allocation, and the logits of a model that reads in several calls."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def cached_logits(
     real: torch.Tensor | None = None,
     begin: int = 0,
 ) -> torch.Tensor:
-    """Logits of the columns from ``begin`` on, fed in calls of the given lengths on top of
-    ``cache``.
-    """
+    """Logits of the columns from ``begin`` on, fed to ``cache`` in calls of these lengths."""
     outputs = []
     for length in calls:
         end = begin + length

@@ -1,6 +1,4 @@
-"""Bytes of all tensors that are alive, and their peak: what a GPU's allocator would be asked for,
-without rounding.
-"""
+"""Bytes of all tensors that are alive, and their peak, as a GPU's allocator would be asked for."""
 
 from __future__ import annotations
 

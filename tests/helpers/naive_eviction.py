@@ -112,7 +112,7 @@ def compacted_rkv(keys: np.ndarray, queries: np.ndarray, compacted: int) -> np.n
     """RLKV's evaluator: only the last entries compete, the older ones stay."""
     newer = rkv(keys[:, -compacted:], queries, "rlkv_tables")
     older = keys.shape[1] - compacted
-    return np.pad(newer, [(0, 0), (older, 0)], constant_values=np.inf)
+    return np.pad(newer, [(0, 0), (older, 0)], constant_values=1e30)
 
 
 def rpc(
