@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rlkv.cache.evicting import EvictingStore, KeptTokens
 from rlkv.cache.layer import ReallocationLayer
@@ -186,7 +186,7 @@ class HeadReallocationCache(Cache):
         self._make_stock = stock_layers
         self._stock = stock_layers()
         self._layers: dict[int, ReallocationLayer] = {}
-        layers: list[CacheLayerMixin] = []
+        layers: list[Any] = []
         for number, heads in enumerate(self.full):
             if number in self._stock:
                 layers.append(self._stock[number])
