@@ -161,16 +161,25 @@ class InferenceEngine(HFEngine):
             yield from super().stream(prompts, sampling, numbers, stop, before_change)
 
     def batch(
-        self, prompts: list[str], sampling: SamplingParams, full: bool = False
+        self,
+        prompts: list[str],
+        sampling: SamplingParams,
+        full: bool = False,
+        numbers: Sequence[int] | None = None,
     ) -> tuple[list[Completion], Usage]:
-        """Return the completions of rendered ``prompts`` in their order, and what they cost."""
+        """Return the completions of rendered ``prompts`` in their order, and what they cost.
+
+        Arguments as of :meth:`stream`.
+        """
         usages: list[Usage] = []
 
         def before_change(cache: Cache) -> None:
             usages.append(self._usage(0, 0.0, cache))
 
         start = time.perf_counter()
-        completions = self.generate(prompts, sampling, before_change=before_change, full=full)
+        completions = self.generate(
+            prompts, sampling, numbers=numbers, before_change=before_change, full=full
+        )
         seconds = time.perf_counter() - start
         tokens = sum(len(completion.token_ids) for completion in completions)
         return completions, replace(sum(usages, NO_USAGE), tokens=tokens, seconds=seconds)

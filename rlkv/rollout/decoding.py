@@ -278,7 +278,7 @@ class _Batch:
         return output.logits[:, -1]
 
     def _choose(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """The next tokens, and their log-probabilities (0 where they are not asked for)."""
+        """Choose the next tokens; with log-probabilities, 0 where they are not asked for."""
         sampling = self.decoding.sampling
         if sampling.greedy:
             token_R = logits_RV.max(-1).indices  # as argmax, which takes 4 times as long on a CPU

@@ -102,7 +102,7 @@ def read_request(
 
 
 def _values(body: Any, what: str, names: list[str]) -> list[Any]:
-    """The values of an object that has these names and no others."""
+    """Take the values of an object that has these names and no others."""
     if not isinstance(body, dict) or body.keys() != set(names):
         raise ValueError(f"{what} must be an object with {', '.join(names)}")
     return [body[name] for name in names]
@@ -116,7 +116,7 @@ def _check_list(name: str, values: Any) -> None:
 def _check_ids(name: str, values: Any, below: int) -> None:
     _check_list(name, values)
     for value in values:
-        check_whole(f"a number of {name}", value, 0, below - 1)
+        check_whole(name, value, 0, below - 1)
 
 
 # --- the client
@@ -254,12 +254,14 @@ class RolloutClient:
             raise ValueError("set_gates comes before sample: the servers have none of their own")
         answering = [server for server in self.servers if not server.pause] or self.servers
         job = _Job(rows, sampling, eos_ids, self._alpha_LH, self.version)
-        for first in range(min(len(answering), len(rows.prompts))):
-            job.chunks.put(list(range(first, len(rows.prompts), len(answering))))
+        indices = range(len(rows.prompts))
         for server in self.servers:
-            threading.Thread(target=self._work, args=(server, job), daemon=True).start()
+            chunk: list[int] = []
+            if server in answering:
+                chunk = list(indices[answering.index(server) :: len(answering)])
+            threading.Thread(target=self._work, args=(server, job, chunk), daemon=True).start()
         try:
-            for _ in rows.prompts:
+            for _ in indices:
                 found = job.arrived.get()
                 if isinstance(found, Exception):
                     raise found
@@ -267,28 +269,25 @@ class RolloutClient:
         finally:
             job.ended.set()
             for _ in self.servers:
-                job.chunks.put(None)
+                job.chunks.put([])
 
-    def _work(self, server: Connection, job: _Job) -> None:
-        """Have ``server`` sample chunks of the job until it ends."""
+    def _work(self, server: Connection, job: _Job, chunk: list[int]) -> None:
+        """Have ``server`` sample its chunk, then those of others that fail, until the job ends."""
         try:
             while not job.ended.is_set():
-                chunk = None
                 try:
                     server.send_gates(job.alpha_LH, job.version)
-                    self._answered(server)
-                    chunk = job.chunks.get()
-                    if chunk is None:
-                        return
-                    samples = server.sample(job, chunk)
+                    samples = server.sample(job, chunk) if chunk else []
                 except Failure as failure:
-                    if chunk is not None:
+                    if chunk:
                         job.chunks.put(chunk)
+                        chunk = []
                     self._failed(server, failure, job.ended)
-                else:
-                    self._answered(server)
-                    for found in zip(chunk, samples, strict=True):
-                        job.arrived.put(found)
+                    continue
+                self._answered(server)
+                for found in zip(chunk, samples, strict=True):
+                    job.arrived.put(found)
+                chunk = job.chunks.get()  # empty at the end of the job
         except Exception as error:
             job.arrived.put(error)
 
@@ -365,7 +364,7 @@ class _Job:
     eos_ids: list[int]
     alpha_LH: Tensor
     version: str
-    chunks: SimpleQueue[list[int] | None] = field(default_factory=SimpleQueue)
+    chunks: SimpleQueue[list[int]] = field(default_factory=SimpleQueue)
     arrived: SimpleQueue[tuple[int, Sample] | Exception] = field(default_factory=SimpleQueue)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -484,7 +483,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(403, "this server listens at localhost and is not known by another name")
 
     def _read_json(self) -> Any:
-        """The body; :class:`_Refused` unless it is JSON of a declared, bounded length."""
+        """Read the body; :class:`_Refused` unless it is JSON of a declared, bounded length."""
         if self.headers.get_content_type() != "application/json":
             raise _Refused(415, "the body must be JSON, with Content-Type: application/json")
         lengths = self.headers.get_all("Content-Length", [])
