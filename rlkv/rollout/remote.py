@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import wait
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -197,7 +197,7 @@ class Connection:
             connection.request(method, path, content, {"Content-Type": "application/json"})
             # sampling takes minutes without a byte; a machine that is gone sends none either
             while path == "/sample" and not wait([connection.sock], HEALTH_SECONDS):
-                found = self.exchange("GET", "/health")["version"]
+                found = self.exchange("GET", "/health").get("version")
                 if found != body["version"]:
                     raise Failure(f"its gates are {found}: it was started again")
             response = connection.getresponse()
@@ -281,8 +281,10 @@ class RolloutClient:
                 except Failure as failure:
                     if chunk:
                         job.chunks.put(chunk)
-                        chunk = []
                     self._failed(server, failure, job.ended)
+                    chunk = []
+                    with suppress(Empty):  # others may have taken it meanwhile
+                        chunk = job.chunks.get_nowait()
                     continue
                 self._answered(server)
                 for found in zip(chunk, samples, strict=True):

@@ -214,9 +214,11 @@ def test_a_slow_engine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Silent(BaseHTTPRequestHandler):
-    """Takes a request for samples and answers nothing; its health is ``server.health``."""
+    """Takes a request for samples and answers nothing; nor its health, unless it is given."""
 
     def do_GET(self) -> None:
+        if self.server.health is None:  # type: ignore[attr-defined]
+            self.server.hold.wait(20)  # type: ignore[attr-defined]
         self.answer(self.server.health)  # type: ignore[attr-defined]
 
     def do_POST(self) -> None:
@@ -235,14 +237,15 @@ class _Silent(BaseHTTPRequestHandler):
         """Quiet."""
 
 
-@pytest.mark.parametrize("health", ["stopped", "started again"])
+@pytest.mark.parametrize("health", [None, {"version": "none"}, {}])
 def test_a_server_that_does_not_work_on_a_request_counts_as_dead(
-    health: str, monkeypatch: pytest.MonkeyPatch
+    health: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "SILENCE_SECONDS", 0.5)
     with ThreadingHTTPServer(("127.0.0.1", 0), _Silent) as silent, serving(Scripted()) as alive:
         silent.hold = threading.Event()  # type: ignore[attr-defined]
-        silent.health = {} if health == "stopped" else {"version": "none"}  # type: ignore[attr-defined]
+        silent.health = health  # type: ignore[attr-defined]
         thread = threading.Thread(target=silent.serve_forever, args=(0.02,))
         thread.start()
         client = client_of(silent, *alive)
