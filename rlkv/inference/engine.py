@@ -77,7 +77,6 @@ class InferenceEngine(HFEngine):
         prefill: str = "full",
         batch_size: int = 8,
         eviction: EvictionPolicy | None = None,
-        record: bool = False,
         protect_prompt: bool = False,
     ) -> None:
         super().__init__(model, tokenizer, batch_size)
@@ -86,7 +85,6 @@ class InferenceEngine(HFEngine):
         )
         self.allocation = allocation
         self.eviction = eviction
-        self.record = record
         self.sizes: dict[str, Any] = {"sink": sink, "window": window, "prefill": prefill}
         if protect_prompt:  # left out otherwise: answers from before there was the setting stay
             self.sizes["protect_prompt"] = True
@@ -196,8 +194,8 @@ class InferenceEngine(HFEngine):
         if full:
             yield
             return
-        options = {**self.sizes, "eviction": self.eviction, "record": self.record}
-        with compress(self.model, self.allocation, **options) as self._session:
+        policy = self.eviction
+        with compress(self.model, self.allocation, eviction=policy, **self.sizes) as self._session:
             try:
                 yield
             finally:

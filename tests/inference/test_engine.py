@@ -16,6 +16,7 @@ from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.models import make_tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=15)
+SIZES = {"sink": 2, "window": 6, "prefill": "local"}
 QUESTIONS = ["a=7 . find a ?", "b=2 . c=3 . d = b + c . find d ?", "e=1 . find e ?"]
 
 
@@ -25,7 +26,7 @@ def make_engine(**options: Any) -> InferenceEngine:
     ids = {name: getattr(tokenizer, name) for name in names}
     model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
     heads = HeadAllocation.random(3, 4, 0.5, seed=0)
-    return InferenceEngine(model, tokenizer, heads, **{"sink": 2, "window": 6, **options})
+    return InferenceEngine(model, tokenizer, heads, **{**SIZES, **options})
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
