@@ -132,15 +132,6 @@ def test_beams_of_a_batch_equal_those_of_single_prompts(llama: PreTrainedModel) 
         assert llama.generate(ids, **beams).shape == (3, 24)
 
 
-def test_sampling_with_several_sequences(llama: PreTrainedModel) -> None:
-    settings = {**GREEDY, "do_sample": True, "num_return_sequences": 3}
-    torch.manual_seed(0)
-    stock = llama.generate(prompt(2), **settings)
-    torch.manual_seed(0)
-    with rlkv.compress(llama, ALL_FULL):
-        assert torch.equal(llama.generate(prompt(2), **settings), stock)
-
-
 def test_a_further_turn_continues_the_cache(llama: PreTrainedModel) -> None:
     ones = torch.ones(1, 49, dtype=torch.long)  # or a generated pad token is taken for padding
     turn = {**GREEDY, "attention_mask": ones}
@@ -221,17 +212,6 @@ def test_gates_object_file_and_allocation_agree(tmp_path: Path, llama: PreTraine
             # 12 + 29 tokens: 6 full heads of 41, 6 of 6 entries
             assert session.cache.nbytes() == ENTRY * (6 * 41 + 6 * 6)
     assert all(torch.equal(outputs[0], other) for other in outputs)
-
-
-def test_two_models_and_two_sizes_at_once(llama: PreTrainedModel) -> None:
-    other = make_tiny_model("qwen3")
-    expected = []
-    for model, window in ((llama, 3), (other, 9)):
-        with rlkv.compress(model, MIXED, sink=2, window=window):
-            expected.append(model.generate(prompt(), **GREEDY))
-    with rlkv.compress(llama, MIXED, sink=2, window=3), rlkv.compress(other, MIXED, None, 2, 9):
-        assert torch.equal(llama.generate(prompt(), **GREEDY), expected[0])
-        assert torch.equal(other.generate(prompt(), **GREEDY), expected[1])
 
 
 def test_lora_adapter_on_the_model() -> None:

@@ -1,6 +1,4 @@
-"""Rollout servers and their client: samples over HTTP, servers gone, silent or restarted, and
-requests that a server must refuse.
-"""
+"""Rollout servers and their client: chunks over HTTP, servers that fail, hostile requests."""
 
 from __future__ import annotations
 

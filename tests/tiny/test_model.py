@@ -28,9 +28,7 @@ def test_shape_is_what_the_card_says() -> None:
 
 
 def solved(n: int, seed: int, gates: str | HeadAllocation, **options: Any) -> tuple[float, float]:
-    """Share of ``n`` held-out problems that are solved, and bytes of KV held over those of the full
-    cache.
-    """
+    """Return the share of held-out problems that are solved, and that of the full cache's bytes."""
     model, tokenizer = tiny.load()
     problems = tiny.problems(n, seed=seed, max_definitions=10)
     prompts = [render_prompt(tokenizer, problem["problem"]) for problem in problems]
