@@ -42,7 +42,7 @@ def solved(n: int, seed: int, gates: str | HeadAllocation, **options: Any) -> tu
 
 
 def test_solves_held_out_problems_and_needs_its_heads() -> None:
-    """Of 1,000 problems 0.997 are solved, so fewer than 38 of 40 would happen once in 10^5 draws."""
+    """Of 1,000 problems 0.997 are solved: fewer than 38 of 40 would happen once in 10^5 draws."""
     sizes = {"sink": 4, "window": 16}
     accuracy, held = solved(40, 12345, HeadAllocation(torch.ones(4, 6, dtype=torch.bool)), **sizes)
     assert accuracy >= 0.95
