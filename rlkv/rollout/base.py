@@ -2,7 +2,7 @@
 
 Seeds: one number is drawn per (seed, rollout, row, token), with a Philox stream for each row
 (:func:`rlkv.rollout.decoding.row_draws`).  A row is numbered by its place in its file or rollout,
-so that neither the batch, nor a resume, nor another engine or process changes what is drawn for it.
+so that neither the batch, nor a resume, nor the number of processes changes what is drawn for it.
 """
 
 from __future__ import annotations
