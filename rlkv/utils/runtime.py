@@ -18,9 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from rlkv.utils.devices import attention_kernels
+# torch is imported where it is needed: the verifier's processes load none
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -92,6 +90,8 @@ def digest(value: Any) -> str:
 
 def versions() -> dict[str, str]:
     """Return the installed versions of the packages that results depend on."""
+    import torch
+
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -109,6 +109,10 @@ def _cpu_name() -> str:
 
 def hardware() -> dict[str, Any]:
     """Describe this machine: CPU, cores, torch threads, GPUs and their attention kernels."""
+    import torch
+
+    from rlkv.utils.devices import attention_kernels
+
     found: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
