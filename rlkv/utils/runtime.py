@@ -69,11 +69,10 @@ def leave_launcher() -> tuple[int, int]:
     local = int(found["LOCAL_RANK"] or 0)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if count > 1 and visible != "":  # empty: no GPU is to be used
-        gpus = (
-            list(map(str, range(torch.cuda.device_count())))
-            if visible is None
-            else visible.split(",")
-        )
+        import torch
+
+        own = map(str, range(torch.cuda.device_count()))
+        gpus = list(own) if visible is None else visible.split(",")
         if gpus and local >= len(gpus):
             raise ValueError(
                 f"there is no GPU for process {local} of this machine: start {len(gpus)} processes"
