@@ -249,7 +249,8 @@ def _hold(path: Path, ready: Any, end: Any) -> None:
 def test_one_process_writes_at_a_time(path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
-    other = context.Process(target=_hold, args=(path, ready, context.Event()))
+    end = context.Event()
+    other = context.Process(target=_hold, args=(path, ready, end))
     other.start()
     assert ready.wait(60)
     for take in (
