@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -123,7 +123,8 @@ class Row:
     seconds: float = 0.0
 
 
-class _Prompt(NamedTuple):
+@dataclass(frozen=True)
+class _Prompt:
     index: int
     token_ids: list[int]
     number: int
