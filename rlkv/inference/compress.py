@@ -1,5 +1,4 @@
-"""``with compress(model, gates, sparsity=0.5): model.generate(...)``: generation with a
-HeadReallocationCache.
+"""``with compress(model, gates, sparsity=0.5): model.generate(...)``: a small cache for a while.
 
 Two places of the *instance* are hooked and restored on exit: where ``generate`` prepares its cache,
 and the forward of the decoder (for plain ``model(...)`` calls).  The model class and its weights
@@ -35,14 +34,20 @@ from rlkv.utils.runtime import shadow
 if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
 
+Gates = HeadGates | HeadAllocation | str | Path | None
 ATTENTION = frozenset({"full_attention", "sliding_attention"})
 KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_TRIED: WeakSet[PreTrainedModel] = WeakSet()  # models of which compress(...) has read two tokens
+
+
+# --- which models are served
 
 
 def check_servable(model: Any) -> list[int]:
-    """The layers with sliding attention.
+    """Return the layers with sliding attention.
 
-    ``ValueError`` if the model is compressed already or cannot be served.
+    Raises:
+        ValueError: if the model is compressed already or cannot be served.
     """
     config = model.config
     if config._attn_implementation == IMPLEMENTATION:
@@ -64,22 +69,19 @@ def check_servable(model: Any) -> list[int]:
         raise ValueError(
             f"{config.model_type} is an encoder-decoder: compress(...) serves decoders only"
         )
+    refuse_attentions(config.output_attentions)
     refuse_latent_attention(model)
     layers = _own_layers(config)
-    kinds = sorted(
-        set(getattr(config.get_text_config(decoder=True), "layer_types", None) or []) - ATTENTION
-    )
+    named = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
+    kinds = sorted(set(named) - ATTENTION)
     other = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
-    if other or kinds:
-        found = (
-            f"layers of kind {', '.join(kinds)}"
-            if kinds
-            else f"layers that are cached as {', '.join(other)}"
-        )
+    if kinds or other:
+        of_kind = f"layers of kind {', '.join(kinds)}"
+        cached_as = f"layers that are cached as {', '.join(other)}"
         raise ValueError(
-            f"{config.model_type} has {found}: compress(...) serves models in which every layer "
-            "has full or sliding "
-            "attention over plain keys and values, such as Llama, Qwen3 or Gemma 3"
+            f"{config.model_type} has {of_kind if kinds else cached_as}: compress(...) serves "
+            "models in which every layer has full or sliding attention over plain keys and "
+            "values, such as Llama, Qwen3 or Gemma 3"
         )
     sliding = [
         number for number, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer
@@ -87,14 +89,18 @@ def check_servable(model: Any) -> list[int]:
     if len(sliding) == len(layers):
         raise ValueError(
             f"every layer of this {config.model_type} that attends has a sliding window: there is "
-            "no full KV cache to "
-            "compress, so use a model with full attention in some layers"
+            "no full KV cache to compress, so use a model with full attention in some layers"
         )
     return sliding
 
 
+def _own_layers(config: Any) -> list[Any]:
+    # what transformers' own cache makes of each layer is the one description that all models share
+    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
+
+
 def default_layers(config: Any, numbers: list[int]) -> dict[int, DynamicSlidingWindowLayer]:
-    """New layers of transformers' own cache for the layers ``numbers`` of the model of ``config``."""
+    """Make new layers of transformers' own cache for the layers ``numbers`` of a model."""
     layers = _own_layers(config)
     return {number: layers[number] for number in numbers}
 
@@ -102,23 +108,21 @@ def default_layers(config: Any, numbers: list[int]) -> dict[int, DynamicSlidingW
 def exclude_sliding_layers(
     allocation: HeadAllocation, sliding: list[int], ranked: bool
 ) -> HeadAllocation:
-    """``allocation`` with the heads of the layers ``sliding`` excluded, announced by a warning.
+    """Exclude the heads of the layers ``sliding`` from compression, announced by a warning.
 
     Raises:
-        ValueError: if it was ``ranked`` from gates, whose sparsity counts heads that have no full
-            cache.
+        ValueError: if the allocation was ``ranked`` from gates, whose sparsity counts heads that
+            have no full cache.
     """
     if ranked:
         raise ValueError(
             f"{len(sliding)} layers of this model have sliding windows, whose heads have no full "
-            "cache to reallocate: "
-            "gates and a sparsity cannot be applied to it; pass an eviction policy alone, or a "
-            "HeadAllocation"
+            "cache to reallocate: gates and a sparsity cannot be applied to it; pass an eviction "
+            "policy alone, or a HeadAllocation"
         )
     warnings.warn(
         f"layers {', '.join(map(str, sliding))} have sliding windows and are not changed: the "
-        "eviction policy serves "
-        "the other layers",
+        "eviction policy serves the other layers",
         stacklevel=4,
     )
     full = allocation.full.clone()
@@ -131,15 +135,17 @@ def warn_without_rope(model: Any) -> None:
     if not any("rotary" in name for name, _ in model.named_modules()):
         warnings.warn(
             f"{model.config.model_type} has no rotary position embedding: eviction works, but keys "
-            "then carry position "
-            "only as far as the hidden states do, so policies that compare keys (R-KV) see more "
-            "tokens as repetitions",
+            "then carry position only as far as the hidden states do, so policies that compare "
+            "keys (R-KV) see more tokens as repetitions",
             stacklevel=4,
         )
 
 
+# --- which calls are served
+
+
 def refuse_attentions(asked: bool | None) -> None:
-    """Raise ``ValueError`` if attention weights are asked for, which would be None."""
+    """Raise ValueError if attention weights are asked for, which would be None."""
     if asked:
         raise ValueError(
             "output_attentions=True: compress(...) computes no attention weights to return: leave "
@@ -148,67 +154,61 @@ def refuse_attentions(asked: bool | None) -> None:
 
 
 def refuse_packed(position_ids: Tensor | None, attention_mask: Any) -> None:
-    """Raise ``ValueError`` for several texts in one row, which transformers keeps apart only
-    without a cache.
-    """
+    """Raise ValueError for several texts in one row, which need a model without a cache."""
     if position_ids is None or attention_mask is not None or position_ids.ndim != 2:
         return
     if bool((position_ids.diff(dim=-1) != 1).any()):
         raise ValueError(
             "position_ids start again within a row: compress(...) takes one text per row, so give "
-            "each packed text a "
-            "row of its own, or an attention_mask if the row is padded"
+            "each packed text a row of its own, or an attention_mask if the row is padded"
         )
 
 
 def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings) -> None:
-    """Raise ``ValueError`` for a generation that would bypass the cache or break it."""
-    protects, in_chunks = (
-        (settings.eviction or settings).protect_prompt,
-        config.prefill_chunk_size is not None,
-    )
+    """Raise ValueError for a generation that would bypass the cache or break it."""
     refuse_attentions(config.output_attentions)
-    if config.cache_implementation not in (None, "dynamic"):
-        raise ValueError(
+    in_chunks = config.prefill_chunk_size is not None
+    protects = (settings.eviction or settings).protect_prompt
+    is_assisted = mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant
+    cases = [
+        (
+            config.cache_implementation not in (None, "dynamic"),
             f"cache_implementation={config.cache_implementation!r} would replace the compressed "
-            "cache: leave it out "
-            "under compress(...)"
-        )
-    if config.use_cache is False:
-        raise ValueError(
+            "cache: leave it out under compress(...)",
+        ),
+        (
+            config.use_cache is False,
             "use_cache=False leaves nothing to compress: generate with the cache under "
-            "compress(...)"
-        )
-    if mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant:
-        raise ValueError(
-            "assisted generation takes tokens back, which a compressed cache cannot: leave it out"
-        )
-    if in_chunks and settings.prefill != "local":
-        raise ValueError(
+            "compress(...)",
+        ),
+        (
+            is_assisted,
+            "assisted generation takes tokens back, which a compressed cache cannot: leave it out",
+        ),
+        (
+            in_chunks and settings.prefill != "local",
             "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use "
-            "prefill='local'"
-        )
-    if in_chunks and protects:
-        raise ValueError(
+            "prefill='local'",
+        ),
+        (
+            in_chunks and protects,
             "prefill_chunk_size would protect the first chunk only: leave it out, or "
-            "protect_prompt=False"
-        )
+            "protect_prompt=False",
+        ),
+    ]
+    for is_refused, sentence in cases:
+        if is_refused:
+            raise ValueError(sentence)
 
 
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
-    """Replaces a model's methods for continuous batching."""
+    """Raise ValueError in the place of a model's methods for continuous batching."""
     raise ValueError(
         "continuous batching brings its own paged cache: use model.generate under compress(...)"
     )
 
 
-def _own_layers(config: Any) -> list[Any]:
-    # what transformers' own cache makes of each layer is the one description that all models share
-    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
-
-
-Gates = HeadGates | HeadAllocation | str | Path | None
-_TRIED: WeakSet[PreTrainedModel] = WeakSet()  # models of which compress(...) has read two tokens
+# --- the session
 
 
 @dataclass
@@ -230,43 +230,42 @@ class CompressedSession:
     def new_cache(
         self, limit: int | None = None, planned: torch.Tensor | None = None
     ) -> HeadReallocationCache:
-        """An empty cache of this session's allocation and sizes.
+        """Make an empty cache of this session's allocation and sizes.
 
         Args:
             limit: tokens at which generation ends.
             planned: int64 ``[B]``, a length of text for each row: the policy's ratio is of that
                 length, from the start.
         """
-        kept = self.settings
         cache = HeadReallocationCache(
             self.allocation.full,
-            kept.sink,
-            kept.window,
-            kept.prefill,
-            eviction=kept.eviction,
+            self.settings.sink,
+            self.settings.window,
+            self.settings.prefill,
+            eviction=self.settings.eviction,
             record=self.record,
             stock_layers=self.default_layers,
-            protect_prompt=kept.protect_prompt,
+            protect_prompt=self.settings.protect_prompt,
         )
-        cache.state.limit, cache.state.planned = limit, planned
+        cache.state.limit = limit
+        cache.state.planned = planned
         return cache
 
     def check(self, cache: Any) -> HeadReallocationCache:
-        """``cache``, if it may be continued here.
+        """Return ``cache`` if it may be continued here.
 
-        ``ValueError`` if it is of another kind, allocation or size.
+        Raises:
+            ValueError: if it is of another kind, allocation or size.
         """
         if not isinstance(cache, HeadReallocationCache):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__}: under compress(...) leave it out, "
-                "or pass session.cache "
-                "to continue an earlier text"
+                "or pass session.cache to continue an earlier text"
             )
         if cache.settings != self.settings or not cache.full.equal(self.allocation.full.cpu()):
             raise ValueError(
                 "past_key_values comes from a compress(...) with another allocation, sink, window, "
-                "prefill, eviction "
-                "policy or protect_prompt: start without it"
+                "prefill, eviction policy or protect_prompt: start without it"
             )
         return cache
 
@@ -277,39 +276,38 @@ def resolve_allocation(
     sparsity: float | None = None,
     scope: str = "global",
 ) -> HeadAllocation:
-    """The allocation for ``model`` from gates and a sparsity; without gates no head is full.
+    """Return the allocation from gates and a sparsity; without gates no head is full.
 
     Raises:
         ValueError: if it does not fit the model, or ``sparsity`` is missing or superfluous.
     """
     shape = ModelShape.from_config(model.config)
+    heads = (shape.num_layers, shape.num_kv_heads)
+    if isinstance(gates, HeadGates):
+        if sparsity is None:
+            raise ValueError(
+                "sparsity is missing: pass the share of heads to compress, such as sparsity=0.5"
+            )
+        gates.check_model(model.config)
+        return HeadAllocation.from_gates(gates, sparsity, scope=scope)
     if gates is None:
         if sparsity is not None:
             raise ValueError(
                 "sparsity is given without gates, which say which heads it compresses: pass gates "
-                "too, or leave it out "
-                "to compress all heads"
+                "too, or leave it out to compress all heads"
             )
-        return HeadAllocation(torch.zeros(shape.num_layers, shape.num_kv_heads, dtype=torch.bool))
-    if isinstance(gates, HeadAllocation):
-        if sparsity is not None:
-            raise ValueError(
-                "sparsity is given together with a HeadAllocation, which has its own: pass one of "
-                "the two"
-            )
-        if tuple(gates.full.shape) != (shape.num_layers, shape.num_kv_heads):
-            raise ValueError(
-                f"the allocation is for {gates.full.shape[0]} layers x {gates.full.shape[1]} KV "
-                "heads, but the model "
-                f"has {shape.num_layers} x {shape.num_kv_heads}"
-            )
-        return gates
-    if sparsity is None:
+        return HeadAllocation(torch.zeros(heads, dtype=torch.bool))
+    if sparsity is not None:
         raise ValueError(
-            "sparsity is missing: pass the share of heads to compress, such as sparsity=0.5"
+            "sparsity is given together with a HeadAllocation, which has its own: pass one of the "
+            "two"
         )
-    gates.check_model(model.config)
-    return HeadAllocation.from_gates(gates, sparsity, scope=scope)
+    if tuple(gates.full.shape) != heads:
+        raise ValueError(
+            f"the allocation is for {gates.full.shape[0]} layers x {gates.full.shape[1]} KV heads, "
+            f"but the model has {heads[0]} x {heads[1]}"
+        )
+    return gates
 
 
 @contextmanager
@@ -325,8 +323,7 @@ def compress(
     record: bool = False,
     protect_prompt: bool | None = None,
 ) -> Iterator[CompressedSession]:
-    """Let ``model`` keep the full KV cache in the heads that need it, and a small one in all
-    others.
+    """Keep the full KV cache in the heads that need it, and a small one in all others.
 
     Inside the context ``model.generate(...)`` and ``model(...)`` run with a
     :class:`HeadReallocationCache`: greedy, sampled, beams, left-padded batches, and further turns
@@ -341,9 +338,10 @@ def compress(
             ``HeadAllocation``; None: all heads are compressible (token eviction as published),
             which needs an ``eviction`` policy.
         sparsity: share of all KV heads that is compressed; None with a ``HeadAllocation`` or
-        without gates. sink, window: first and last tokens of each row that a compressible head
-        keeps; the current one counts. None:
-            what the gates recommend for serving, 16 and 64 with a ``HeadAllocation``.
+            without gates.
+        sink, window: first and last tokens of each row that a compressible head keeps; the current
+            one counts.  None: what the gates recommend for serving, 16 and 64 with a
+            ``HeadAllocation``.
         prefill: ``"full"``: all heads read a prompt in full and compress it afterwards;
             ``"local"``: compressible heads read it through sinks and window too, as in training;
             ``"published"``: all of it but its last 50 tokens in full, these as if they were
@@ -356,7 +354,7 @@ def compress(
             ``session.cache.held(row)``.
         protect_prompt: compressible heads also keep every token of the prompt, which is what the
             first call reads; further turns are kept as generated tokens are.  A policy has a field
-            of the same name instead. None: what the gates recommend, False with a
+            of the same name instead.  None: what the gates recommend, False with a
             ``HeadAllocation``.
 
     Raises:
@@ -368,18 +366,16 @@ def compress(
     if hasattr(base, "get_base_model"):  # a PEFT model
         base = base.get_base_model()
     sliding = check_servable(base)
-    refuse_attentions(base.config.output_attentions)
     if gates is None and eviction is None:
         raise ValueError(
             "gates and eviction are both missing: pass gates (which heads stay full), an eviction "
-            "policy such as "
-            "rlkv.eviction.RKV(budget=256) (what the others keep), or both"
+            "policy such as rlkv.eviction.RKV(budget=256) (what the others keep), or both"
         )
     if protect_prompt and eviction is not None:
         raise ValueError(
             f"protect_prompt is given together with the eviction policy {eviction.name}, which "
-            "decides itself what is "
-            "kept: set the policy's own field, such as RKV(budget=256, protect_prompt=True)"
+            "decides itself what is kept: set the policy's own field, such as RKV(budget=256, "
+            "protect_prompt=True)"
         )
     if isinstance(gates, str | Path):
         gates = HeadGates.load(gates)
@@ -393,9 +389,8 @@ def compress(
         allocation = exclude_sliding_layers(allocation, sliding, ranked=sparsity is not None)
     if eviction is not None:
         warn_without_rope(base)
-    session = CompressedSession(
-        allocation, settings, record, partial(default_layers, base.config, sliding)
-    )
+    stock_layers = partial(default_layers, base.config, sliding)
+    session = CompressedSession(allocation, settings, record, stock_layers)
     with ExitStack() as undo:
         _hook(base, session, undo)
         if base not in _TRIED:
@@ -407,15 +402,14 @@ def compress(
 
 def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
     """Change the instance; ``undo`` restores it."""
-    decoder = model.base_model
     leave_cudnn_out(model.device)
     undo.callback(model.set_attn_implementation, model.config._attn_implementation)
     model.set_attn_implementation(IMPLEMENTATION)  # only warns if it cannot
+    decoder = model.base_model
     if {model.config._attn_implementation, decoder.config._attn_implementation} != {IMPLEMENTATION}:
         raise ValueError(
             f"{type(model).__name__} does not let its attention implementation be set: "
-            "compress(...) needs a model "
-            "that uses transformers' attention interface"
+            "compress(...) needs a model that uses transformers' attention interface"
         )
     shadow(model, "_prepare_cache_for_generation", _cache_preparation(model, session), undo)
     for name in ("generate_batch", "init_continuous_batching"):
@@ -423,16 +417,11 @@ def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
             shadow(model, name, refuse_continuous_batching, undo)
     hooked = [decoder]
     inner = model.get_decoder()
-    if inner is not decoder and isinstance(
-        inner, PreTrainedModel
-    ):  # some models call it without its wrapper
-        hooked.append(inner)
+    if inner is not decoder and isinstance(inner, PreTrainedModel):
+        hooked.append(inner)  # some models call it without its wrapper
     for module in hooked:
-        undo.callback(
-            module.register_forward_pre_hook(
-                _forward_hook(module, session), with_kwargs=True
-            ).remove
-        )
+        hook = _forward_hook(module, session)
+        undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
 def _cache_preparation(model: Any, session: CompressedSession) -> Any:
@@ -465,8 +454,7 @@ def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
     def give_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module.training:
             raise ValueError("compress(...) is for inference: call model.eval() first")
-        # all by keyword: transformers' wrappers around forward add keywords that must not meet
-        # positions
+        # all by keyword: transformers' wrappers add keywords that must not meet positions
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_attentions(given.get("output_attentions"))
         refuse_packed(given.get("position_ids"), given.get("attention_mask"))

@@ -1,7 +1,7 @@
-"""Decoding under an allocation: single prompts with streamed text, chats that continue with their
-cache, batches.
+"""Decoding under an allocation: single prompts with streamed text, chats, batches.
 
-Every call also runs with transformers' own full cache on request, so that both can be compared.
+All of it is one decoding loop (:mod:`rlkv.rollout.decoding`).  Every call also runs with the full
+cache on request, so that both can be compared.
 """
 
 from __future__ import annotations
@@ -13,16 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import (
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-)
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from rlkv.attention.mixed import fast_decoding
 from rlkv.cache import CacheSettings, HeadReallocationCache
+from rlkv.cache.reallocation import full_cache
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import CompressedSession, compress
@@ -35,7 +30,7 @@ OnText = Callable[[str], None]
 
 
 def cache_nbytes(cache: Cache) -> int:
-    """Bytes of KV that a cache holds, ours or transformers' own."""
+    """Count the bytes of KV that a cache holds, ours or transformers' own."""
     if isinstance(cache, HeadReallocationCache):
         return cache.nbytes()
     layers: list[Any] = list(cache.layers)
@@ -51,12 +46,15 @@ class Reply:
     usage: Usage
 
 
-class _CallbackStreamer(TextStreamer):
-    """Hands finished words to a callback instead of printing them."""
+class _TextStream(TextStreamer):
+    """Hands whole words to a callback, as soon as they are decoded."""
 
     def __init__(self, tokenizer: Any, on_text: OnText) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        super().__init__(tokenizer, skip_special_tokens=True)
         self.on_text = on_text
+
+    def on_token(self, index: int, token: int) -> None:
+        self.put(torch.tensor([token]))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.on_text(text)
@@ -79,35 +77,31 @@ class InferenceEngine(HFEngine):
         prefill: str = "full",
         batch_size: int = 8,
         eviction: EvictionPolicy | None = None,
-        record: bool = False,
         protect_prompt: bool = False,
     ) -> None:
         super().__init__(model, tokenizer, batch_size)
         CacheSettings(sink, window, prefill, eviction, protect_prompt).check_positions(
             self.max_positions
         )
-        self.allocation, self.eviction, self.record = allocation, eviction, record
+        self.allocation = allocation
+        self.eviction = eviction
+        self.sizes: dict[str, Any] = {"sink": sink, "window": window, "prefill": prefill}
+        if protect_prompt:  # left out otherwise: answers from before there was the setting stay
+            self.sizes["protect_prompt"] = True
         self._session: CompressedSession | None = None
         self._planned: torch.Tensor | None = None
-        self.sizes: dict[str, Any] = {"sink": sink, "window": window, "prefill": prefill}
-        if (
-            protect_prompt
-        ):  # left out otherwise: answers that were decoded before there was the setting stay valid
-            self.sizes["protect_prompt"] = True
 
     def describe(self) -> dict[str, Any]:
-        """What completions depend on: numbers, device, and what the compressible heads keep."""
-        eviction = self.eviction.describe() if self.eviction is not None else None
-        dtype = str(self.model.dtype).removeprefix("torch.")
+        """Return what completions depend on: dtype, device, what the compressible heads keep."""
         return {
-            "dtype": dtype,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": self.model.device.type,
             **self.sizes,
-            "eviction": eviction,
+            "eviction": None if self.eviction is None else self.eviction.describe(),
         }
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a rendered prompt; nothing is added to it."""
+        """Return the token ids of a rendered prompt; nothing is added to it."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def reply(
@@ -122,34 +116,26 @@ class InferenceEngine(HFEngine):
 
         Args:
             on_text: called with each piece of text as it is decoded.
-            full: decode with transformers' full cache instead, uncompressed.
+            full: decode with the full cache instead, uncompressed.
 
         Raises:
             ValueError: if there is nothing to complete or the text exceeds the model's positions.
         """
         self.check_prompts([ids], sampling)
-        input_ids = torch.tensor([ids], device=self.model.device)
-        generate: Any = self.model.generate
-        devices = [self.model.device] if self.model.device.type == "cuda" else []
-        with (
-            self._caches(full) as new_cache,
-            torch.no_grad(),
-            torch.random.fork_rng(devices=devices),
-        ):
-            torch.manual_seed(sampling.seed)
-            cache = cache if cache is not None else new_cache()
-            start = time.perf_counter()
-            output = generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                generation_config=self._generation_config(sampling),
-                past_key_values=cache,
-                streamer=_CallbackStreamer(self.tokenizer, on_text) if on_text else None,
+        stream = None if on_text is None else _TextStream(self.tokenizer, on_text)
+        with self._compressed(full), fast_decoding(self.model):
+            limit = len(ids) + sampling.max_new_tokens
+            used: Any = self._new_cache(limit, [0]) if cache is None else cache
+            if isinstance(used, HeadReallocationCache):
+                used.state.limit = limit
+            decoding = self._decoding(
+                sampling, lambda limit, rows: used, on_token=stream and stream.on_token
             )
-            new = output[0, len(ids) :].tolist()
-            seconds = time.perf_counter() - start
-        completion = self._completion(new, "stop" if new[-1] in self.eos_ids else "length", seconds)
-        return Reply(completion, cache, self._usage(len(new), seconds, cache))
+            (row,) = decoding.run([ids])
+            if stream is not None:
+                stream.end()
+        usage = self._usage(len(row.token_ids), row.seconds, used)
+        return Reply(self._completion(row), used, usage)
 
     def stream(
         self,
@@ -161,70 +147,60 @@ class InferenceEngine(HFEngine):
         full: bool = False,
         planned: Sequence[int] | None = None,
     ) -> Generator[tuple[int, Completion], None, None]:
-        """As :meth:`HFEngine.stream`, under the allocation.
+        """Yield completions as :meth:`HFEngine.stream` does, under the allocation.
 
         Args:
             full: with the full cache instead.
             planned: for each prompt the length of a text, of which the policy's ratio is taken from
                 the start.
         """
-        with self._caches(full):
+        with self._compressed(full):
             self._planned = None if planned is None else torch.tensor(planned)
             yield from super().stream(prompts, sampling, numbers, stop, before_change)
 
     def batch(
-        self, prompts: list[str], sampling: SamplingParams, full: bool = False
+        self,
+        prompts: list[str],
+        sampling: SamplingParams,
+        full: bool = False,
+        numbers: Sequence[int] | None = None,
     ) -> tuple[list[Completion], Usage]:
-        """The completions of rendered ``prompts`` in their order; as :meth:`reply` for the rest."""
+        """Return the completions of rendered ``prompts`` in their order, and what they cost.
+
+        Arguments as of :meth:`stream`.
+        """
         usages: list[Usage] = []
 
         def before_change(cache: Cache) -> None:
             usages.append(self._usage(0, 0.0, cache))
 
         start = time.perf_counter()
-        completions = self.generate(prompts, sampling, before_change=before_change, full=full)
+        completions = self.generate(
+            prompts, sampling, numbers=numbers, before_change=before_change, full=full
+        )
         seconds = time.perf_counter() - start
         tokens = sum(len(completion.token_ids) for completion in completions)
         return completions, replace(sum(usages, NO_USAGE), tokens=tokens, seconds=seconds)
 
     def _new_cache(self, limit: int, rows: list[int]) -> Cache | None:
         if self._session is None:
-            return super()._new_cache(limit, rows)
-        return self._session.new_cache(
-            limit, None if self._planned is None else self._planned[rows]
-        )
+            return full_cache(self.model.config, limit)
+        planned = None if self._planned is None else self._planned[rows]
+        return self._session.new_cache(limit, planned)
 
     @contextmanager
-    def _caches(self, full: bool) -> Iterator[Callable[[], Cache]]:
-        """Yields what makes a new cache; inside, the model decodes with this kind."""
+    def _compressed(self, full: bool) -> Iterator[None]:
+        """Let the model decode under the allocation, unless the full cache is asked for."""
         if full:
-            yield lambda: DynamicCache(config=self.model.config)
+            yield
             return
-        options = {**self.sizes, "eviction": self.eviction, "record": self.record}
-        with compress(self.model, self.allocation, **options) as self._session:
+        policy = self.eviction
+        with compress(self.model, self.allocation, eviction=policy, **self.sizes) as self._session:
             try:
-                yield self._session.new_cache
+                yield
             finally:
                 self._session = None
-
-    def _generation_config(self, sampling: SamplingParams) -> GenerationConfig:
-        # every field left out here would be taken from the model's own generation config
-        return GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens,
-            use_cache=True,
-            min_new_tokens=0,
-            num_beams=1,
-            do_sample=not sampling.greedy,
-            temperature=1.0 if sampling.greedy else sampling.temperature,
-            top_p=1.0 if sampling.greedy else sampling.top_p,
-            top_k=50
-            if sampling.greedy
-            else sampling.top_k,  # 50 is what transformers takes for unset
-            repetition_penalty=1.0,
-            no_repeat_ngram_size=0,
-            eos_token_id=self.eos_ids,
-            pad_token_id=self.pad_id,
-        )
+                self._planned = None
 
     @staticmethod
     def _usage(tokens: int, seconds: float, cache: Cache) -> Usage:
@@ -244,7 +220,9 @@ class Chat:
     def __init__(
         self, engine: InferenceEngine, sampling: SamplingParams, template: str = "rlkv"
     ) -> None:
-        self.engine, self.sampling, self.template = engine, sampling, template
+        self.engine = engine
+        self.sampling = sampling
+        self.template = template
         self.restarted = 0
         self.reset()
 
@@ -256,26 +234,27 @@ class Chat:
         self._cache: Cache | None = None
 
     def say(self, message: str, on_text: OnText | None = None) -> Reply:
-        """The model's answer to ``message``, at most up to the model's positions.
+        """Return the model's answer to ``message``, at most up to the model's positions.
 
         Raises:
             ValueError: as :meth:`InferenceEngine.reply`; the conversation is then as before.
         """
         text = self._render(message)
-        ids, cache = self.engine.encode(text), self._cache
+        ids = self.engine.encode(text)
+        cache = self._cache
         held = [] if cache is None else self._ids[: cache.get_seq_length()]
         if ids[: len(held)] != held or len(ids) <= len(held):
             cache = None
         longest = max(1, min(self.sampling.max_new_tokens, self.engine.max_positions - len(ids)))
+        sampling = replace(self.sampling, max_new_tokens=longest)
         try:
-            reply = self.engine.reply(
-                ids, replace(self.sampling, max_new_tokens=longest), on_text, cache
-            )
+            reply = self.engine.reply(ids, sampling, on_text, cache)
         except BaseException:
             self._cache = None  # holds a part of an answer that the conversation does not have
             raise
         self.restarted += self._cache is not None and cache is None
-        self._cache, self._ids = reply.cache, ids + reply.completion.token_ids
+        self._cache = reply.cache
+        self._ids = ids + reply.completion.token_ids
         self._text = text + reply.completion.text
         self.messages += [
             {"role": "user", "content": fill_template(message, self.template)},
@@ -286,11 +265,11 @@ class Chat:
     def _render(self, message: str) -> str:
         tokenizer: Any = self.engine.tokenizer
         filled = fill_template(message, self.template)
-        if not tokenizer.chat_template:  # a model without chat format continues the plain text
-            return (
-                f"{self._text}\n\n{filled}"
-                if self._text
-                else render_prompt(tokenizer, message, self.template)
+        if tokenizer.chat_template:
+            messages = [*self.messages, {"role": "user", "content": filled}]
+            return tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
             )
-        messages = [*self.messages, {"role": "user", "content": filled}]
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if self._text:  # a model without chat format continues the plain text
+            return f"{self._text}\n\n{filled}"
+        return render_prompt(tokenizer, message, self.template)

@@ -1,6 +1,4 @@
-"""Options that several commands share, each declared once: config classes inherit from these
-dataclasses.
-"""
+"""Options that several commands share, each declared once, for config classes to inherit."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class ModelOptions:
     """auto, cpu, cuda or cuda:N"""
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """As :func:`rlkv.models.loading.load_model`."""
+        """Load the model as :func:`rlkv.models.loading.load_model` does."""
         from rlkv.models.loading import load_model
 
         return load_model(self.model, self.dtype, self.device)
@@ -56,31 +54,28 @@ class CacheOptions:
     def cache_settings(
         self, gates: Mapping[str, HeadGates], eviction: EvictionPolicy | None = None
     ) -> CacheSettings:
-        """Sink, window and protected prompt as given, else what the gates files say (all the same),
-        else the defaults.
+        """Return sizes as given, else what the gates files say (all the same), else the defaults.
 
         Under an ``eviction`` policy, which has a field of its own for it, the prompt is not
         protected here.
+
+        Raises:
+            ValueError: if a size is not given and the gates files, by name, say different ones.
         """
         from rlkv.cache import CacheSettings
 
-        fields = ("sink", "window", "protect_prompt")
-        stated = {name: [of.serving()[name] for of in gates.values()] for name in fields}
         found = {}
-        for name in fields:
+        for name in ("sink", "window", "protect_prompt"):
             given = getattr(self, name)
-            if given is None and len(set(stated[name])) > 1:
-                values = ", ".join(
-                    f"{of} {value}" for of, value in zip(gates, stated[name], strict=True)
-                )
+            stated = {file: of.serving()[name] for file, of in gates.items()}
+            if given is None and len(set(stated.values())) > 1:
+                values = ", ".join(f"{file} {value}" for file, value in stated.items())
                 raise ValueError(
                     f"the gates files state different values of {name} for serving ({values}): "
-                    "pass "
-                    f"--{name.replace('_', '-')}"
+                    f"pass --{name.replace('_', '-')}"
                 )
-            found[name] = (
-                given if given is not None else (stated[name] or [getattr(CacheSettings, name)])[0]
-            )
+            default = next(iter(stated.values()), getattr(CacheSettings, name))
+            found[name] = default if given is None else given
         return CacheSettings(prefill=self.prefill, **found).with_policy(eviction)
 
 
@@ -98,14 +93,14 @@ class SamplingOptions:
     """of all random draws"""
 
     def sampling_params(self, max_new_tokens: int) -> SamplingParams:
-        """How to decode."""
+        """Return how to decode."""
         from rlkv.rollout.base import SamplingParams
 
         return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise ``ValueError`` unless the fields ``names`` of a config are None or at least 1."""
+    """Raise ValueError unless the fields ``names`` of a config are None or at least 1."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < 1:

@@ -1,6 +1,4 @@
-"""What ``rlkv-infer`` decodes with: gates are read once, become an allocation once, and that goes
-to the engine.
-"""
+"""What ``rlkv-infer`` decodes with: its options, a loaded engine, and files of problems."""
 
 from __future__ import annotations
 
@@ -14,20 +12,24 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlkv.cache import CacheSettings
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.inference.compress import resolve_allocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
 from rlkv.models.builtin import PACKAGED_GATES
+from rlkv.models.loading import load_model, load_tokenizer
 from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, check_length
 from rlkv.utils.files import is_text, read_jsonl
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest, provenance
 from rlkv.utils.store import check_output, open_store
+from rlkv.verifier import is_correct
 
 if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
 
 FILE_TOKENS = 8192  # of an answer in a file; the paper's evaluation
+DEFAULT_SPARSITY = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +84,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
 
     @property
     def gates_source(self) -> str | None:
-        """Which gates to load: built-in models have their own; None: an eviction policy serves all
-        heads.
-        """
+        """Which gates to load, for a built-in model its own; None: a policy serves all heads."""
         has_own = self.gates is None and self.eviction is None and self.model in PACKAGED_GATES
         return self.model if has_own else self.gates
 
@@ -96,87 +96,98 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
         return room if self.input is None and self.backend == "hf" else min(room, FILE_TOKENS)
 
     def check(self) -> None:
-        """Raise ``ValueError`` for options that contradict each other."""
-        self._check_task()
-        self._check_heads()
-        self._check_backend()
+        """Raise ValueError for options that contradict each other."""
+        for is_refused, sentence in [*self._task(), *self._heads(), *self._vllm()]:
+            if is_refused:
+                raise ValueError(sentence)
 
-    def _check_task(self) -> None:
-        if self.prompt is not None and (self.input or self.output):
-            raise ValueError(
+    def _task(self) -> list[tuple[bool, str]]:
+        prompt = self.prompt
+        return [
+            (
+                prompt is not None and (self.input is not None or self.output is not None),
                 "--prompt answers one text, --input and --output a file of them: pass one or the "
-                "other"
-            )
-        if (self.input is None) != (self.output is None):
-            raise ValueError(
-                "--input and --output belong together: the problems, and where their answers go"
-            )
-        if self.prompt is not None and not self.prompt.strip():
-            raise ValueError("--prompt is empty: there is nothing to answer")
-        if self.prompt is not None and not is_text(self.prompt):
-            raise ValueError("--prompt holds bytes that are no UTF-8: write it in UTF-8")
-        if self.compare_full and self.is_chat:
-            raise ValueError(
-                "--compare-full needs --prompt or --input: a chat continues with one cache only"
-            )
+                "other",
+            ),
+            (
+                (self.input is None) != (self.output is None),
+                "--input and --output belong together: the problems, and where their answers go",
+            ),
+            (
+                prompt is not None and not prompt.strip(),
+                "--prompt is empty: there is nothing to answer",
+            ),
+            (
+                prompt is not None and not is_text(prompt),
+                "--prompt holds bytes that are no UTF-8: write it in UTF-8",
+            ),
+            (
+                self.compare_full and self.is_chat,
+                "--compare-full needs --prompt or --input: a chat continues with one cache only",
+            ),
+        ]
 
-    def _check_heads(self) -> None:
-        if self.eviction is None and (
-            self.budget is not None or self.ratio is not None or self.eviction_option
-        ):
-            raise ValueError(
+    def _heads(self) -> list[tuple[bool, str]]:
+        of_policy = (self.budget, self.ratio, self.eviction_option or None)
+        of_window = (self.sink, self.window, self.protect_prompt)
+        has_policy = self.eviction is not None
+        has_gates = self.gates_source is not None
+        return [
+            (
+                not has_policy and any(value is not None for value in of_policy),
                 "--budget, --ratio and --eviction-option need --eviction, the policy that they are "
-                "for"
-            )
-        if self.eviction is not None and any(
-            x is not None for x in (self.sink, self.window, self.protect_prompt)
-        ):
-            raise ValueError(
+                "for",
+            ),
+            (
+                has_policy and any(value is not None for value in of_window),
                 "--sink, --window and --protect-prompt do not apply with --eviction: use the "
-                "fields of the policy, "
-                "such as --eviction-option sink=4 protect_prompt=true"
-            )
-        if self.gates_source is not None:
-            return
-        if self.eviction is None:
-            raise ValueError(
+                "fields of the policy, such as --eviction-option sink=4 protect_prompt=true",
+            ),
+            (
+                not has_gates and not has_policy,
                 "--gates is missing: pass the gates file that says which heads need the whole past "
-                "('tiny' or 'smol' "
-                "for a built-in model's, or one that rlkv-train wrote), or --eviction to drop "
-                "tokens in all heads"
-            )
-        if self.sparsity is not None:
-            raise ValueError(
-                "--sparsity needs --gates: without them --eviction drops tokens in all heads"
-            )
-        if self.backend == "vllm":
-            raise ValueError("--backend vllm needs --gates; for all heads, --sparsity 1")
-        if self.model is None:
-            raise ValueError("--model is missing: without --gates nothing names the model")
+                "('tiny' or 'smol' for a built-in model's, or one that rlkv-train wrote), or "
+                "--eviction to drop tokens in all heads",
+            ),
+            (
+                not has_gates and self.sparsity is not None,
+                "--sparsity needs --gates: without them --eviction drops tokens in all heads",
+            ),
+            (
+                not has_gates and self.backend == "vllm",
+                "--backend vllm needs --gates; for all heads, --sparsity 1",
+            ),
+            (
+                not has_gates and self.model is None,
+                "--model is missing: without --gates nothing names the model",
+            ),
+        ]
 
-    def _check_backend(self) -> None:
+    def _vllm(self) -> list[tuple[bool, str]]:
         if self.backend == "hf":
-            return
-        if self.compare_full:
-            raise ValueError(
-                "--compare-full does not work with --backend vllm: leave out one of the two"
-            )
-        if self.prefill == "published":
-            raise ValueError(
-                "--prefill published does not work with --backend vllm: use full or local"
-            )
-        if self.device != "auto":
-            raise ValueError(
+            return []
+        return [
+            (
+                self.compare_full,
+                "--compare-full does not work with --backend vllm: leave out one of the two",
+            ),
+            (
+                self.prefill == "published",
+                "--prefill published does not work with --backend vllm: use full or local",
+            ),
+            (
+                self.device != "auto",
                 "--device does not work with --backend vllm: the installed vLLM is for CPUs or for "
-                "GPUs"
-            )
-        if self.is_chat:
-            raise ValueError(
-                "--backend vllm needs --prompt or --input; for chats, use `vllm serve`"
-            )
+                "GPUs",
+            ),
+            (
+                self.is_chat,
+                "--backend vllm needs --prompt or --input; for chats, use `vllm serve`",
+            ),
+        ]
 
     def policy(self) -> EvictionPolicy | None:
-        """The eviction policy of the compressible heads; None: they keep sinks and a window.
+        """Return the eviction policy of the compressible heads; None: they keep a window.
 
         Raises:
             ValueError: for an unknown policy or option, and values that the policy refuses.
@@ -185,23 +196,18 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             return None
         from rlkv.eviction import make_policy, parse_options
 
-        sizes = {
-            name: getattr(self, name)
-            for name in ("budget", "ratio")
-            if getattr(self, name) is not None
-        }
         given = parse_options(list(self.eviction_option))
-        twice = sorted(given.keys() & sizes.keys())
-        if twice:
-            raise ValueError(f"{twice[0]} is given twice: by --{twice[0]} and by --eviction-option")
-        return make_policy(self.eviction, **given, **sizes)
-
-
-DEFAULT_SPARSITY = 0.5
+        for name, value in (("budget", self.budget), ("ratio", self.ratio)):
+            if value is None:
+                continue
+            if name in given:
+                raise ValueError(f"{name} is given twice: by --{name} and by --eviction-option")
+            given[name] = value
+        return make_policy(self.eviction, **given)
 
 
 def read_problems(path: Path) -> list[dict[str, Any]]:
-    """One object per line, each with a text ``problem`` and, if known, an ``answer``.
+    """Read one object per line, each with a text ``problem`` and, if known, an ``answer``.
 
     Raises:
         ValueError: if the file is absent or empty, or a line is not such an object (names the
@@ -218,8 +224,7 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
                 )
             if not is_text(row["problem"]):
                 raise ValueError(
-                    f"{where}: its problem holds half a surrogate pair, which is no text: correct "
-                    "it"
+                    f"{where}: its problem holds half a surrogate pair and is no text: correct it"
                 )
             problems.append(row)
     except OSError as error:
@@ -254,55 +259,56 @@ class InferSession:
         config.check()
         if config.output is not None:
             check_output(config.output)
-        policy, sampling = config.policy(), config.sampling_params(config.max_new_tokens or 1)
-        problems = read_problems(config.input) if config.input else []
+        policy = config.policy()
+        sampling = config.sampling_params(config.max_new_tokens or 1)
+        problems = [] if config.input is None else read_problems(config.input)
         gates = None if config.gates_source is None else HeadGates.load(config.gates_source)
-        sparsity, allocation = config.sparsity, None
+        sparsity = config.sparsity
+        allocation = None
         if gates is not None:
             sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
             allocation = HeadAllocation.from_gates(gates, sparsity, config.scope)
         prefill = config.prefill or ("local" if config.backend == "vllm" else "full")
-        cache = replace(config, prefill=prefill).cache_settings(
-            {} if gates is None else {"": gates}, policy
-        )
-        model = config.model or (
-            gates.model.model_id if gates is not None and gates.model is not None else None
-        )
-        texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
+        of_gates = {} if gates is None else {"": gates}
+        cache = replace(config, prefill=prefill).cache_settings(of_gates, policy)
+        model = config.model
+        if model is None and gates is not None and gates.model is not None:
+            model = gates.model.model_id
         if model is None:
             raise ValueError(f"{config.gates} does not name its model: pass --model")
-        of_gates = None if gates is None else gates.training.get("template")
-        template = choose_template(config.template, of_gates, model=model)
+        trained_with = None if gates is None else gates.training.get("template")
+        template = choose_template(config.template, trained_with, model=model)
+        texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
         if config.backend == "vllm":
             assert gates is not None, "checked with the options"
             assert allocation is not None
             engine: Any = _open_vllm(config, model, gates, allocation, cache, texts, template)
         else:
             engine = _open_hf(config, model, gates, allocation, cache)
-        lengths = engine.prompt_lengths(
-            [render_prompt(engine.tokenizer, text, template) for text in texts]
-        )
-        longest = max(lengths)
-        sampling = replace(
-            sampling, max_new_tokens=config.longest_answer(engine.max_positions, longest)
-        )
+        rendered = [render_prompt(engine.tokenizer, text, template) for text in texts]
+        lengths = engine.prompt_lengths(rendered)
+        longest = config.longest_answer(engine.max_positions, max(lengths))
         if not config.is_chat:  # a chat's turns end at the last position
-            check_longest(lengths, sampling.max_new_tokens, engine.max_positions)
+            check_longest(lengths, longest, engine.max_positions)
         settings = {
             "model": model,
             "allocation": digest(bytes(engine.allocation.full.flatten().tolist())),
             "sparsity": sparsity,
             **engine.describe(),
         }
+        sampling = replace(sampling, max_new_tokens=longest)
         return cls(config, engine, sampling, template, problems, settings)
 
     def heads(self) -> str:
-        """How many heads are full and compressible, for summaries."""
-        allocation, eviction = self.engine.allocation, self.engine.eviction
-        kept_whole = " (prompt kept)" if self.engine.describe().get("protect_prompt") else ""
-        policy = kept_whole if eviction is None else f" ({eviction.name})"
+        """Say how many heads are full and compressible, for summaries."""
+        allocation = self.engine.allocation
+        kept = ""
+        if self.engine.eviction is not None:
+            kept = f" ({self.engine.eviction.name})"
+        elif self.engine.describe().get("protect_prompt"):
+            kept = " (prompt kept)"
         return (
-            f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible{policy}"
+            f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible{kept}"
         )
 
     def render(self, problem: str) -> str:
@@ -310,9 +316,7 @@ class InferSession:
 
 
 def check_longest(lengths: list[int], max_new_tokens: int, positions: int) -> None:
-    """Raise ``ValueError`` if the longest prompt does not fit, before anything is decoded or
-    written.
-    """
+    """Raise ValueError if the longest prompt does not fit, before anything is written."""
     number = max(range(len(lengths)), key=lengths.__getitem__)
     name = f"problem {number + 1}" if len(lengths) > 1 else "the prompt"
     check_length(name, lengths[number], max_new_tokens, positions)
@@ -325,9 +329,6 @@ def _open_hf(
     allocation: HeadAllocation | None,
     cache: CacheSettings,
 ) -> InferenceEngine:
-    from rlkv.inference.compress import resolve_allocation
-    from rlkv.models.loading import load_model
-
     model, tokenizer = load_model(name, dtype=config.dtype, device=config.device)
     if gates is not None:
         gates.check_model(model.config)
@@ -335,11 +336,11 @@ def _open_hf(
         model,
         tokenizer,
         resolve_allocation(model, allocation),
-        cache.sink,
-        cache.window,
-        cache.prefill,
-        config.batch_size,
-        cache.eviction,
+        sink=cache.sink,
+        window=cache.window,
+        prefill=cache.prefill,
+        batch_size=config.batch_size,
+        eviction=cache.eviction,
         protect_prompt=cache.protect_prompt,
     )
 
@@ -353,11 +354,11 @@ def _open_vllm(
     problems: list[str],
     template: str,
 ) -> Any:
-    from rlkv.models.loading import load_tokenizer
     from rlkv.vllm.engine import ServingEngine, load_config
     from rlkv.vllm.settings import ServingSettings
 
-    tokenizer, settings = load_tokenizer(name), ServingSettings.of(allocation, cache)
+    tokenizer = load_tokenizer(name)
+    settings = ServingSettings.of(allocation, cache)
     model_config = load_config(name)
     gates.check_model(model_config)
     texts = [render_prompt(tokenizer, problem, template) for problem in problems]
@@ -365,9 +366,10 @@ def _open_vllm(
     longest = max(lengths)
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     cache.check_positions(limit)
-    check_longest(lengths, config.longest_answer(limit, longest), limit)
+    longest_answer = config.longest_answer(limit, longest)
+    check_longest(lengths, longest_answer, limit)
     # room for the longest text and no more; what the model does not take is refused with its prompt
-    positions = longest + config.longest_answer(limit, longest)
+    positions = longest + longest_answer
     return ServingEngine(
         name, settings, config.batch_size, dtype=config.dtype, max_positions=positions
     )
@@ -375,8 +377,12 @@ def _open_vllm(
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What a run did: all lines of the output, how many of them were there before, usage of the new
-    ones.
+    """What a run did.
+
+    Attributes:
+        rows: all lines of the output.
+        resumed: how many of them were there before.
+        usage, usage_full: of the new ones.
     """
 
     rows: list[dict[str, Any]]
@@ -385,70 +391,67 @@ class BatchReport:
     usage_full: Usage
 
     def accuracy(self, field: str = "correct") -> tuple[float, int] | None:
-        """Share of right answers (``correct`` or ``correct_full``), and of how many.
+        """Return the share of right answers, and of how many; None if the input has none.
 
-        None if the input has none.
+        ``field``: ``correct`` or ``correct_full``.
         """
         judged = [row[field] for row in self.rows if field in row]
         return (sum(judged) / len(judged), len(judged)) if judged else None
 
 
 def run_batches(session: InferSession) -> BatchReport:
-    """Decode the problems of ``--input`` that ``--output`` does not answer yet,
-    ``engine.batch_size`` at a time.
+    """Decode the problems of ``--input`` that ``--output`` does not answer yet, batch by batch.
 
     Raises:
         ValueError: for an output of other settings, one that was edited or that another process is
             writing.
     """
-    config, engine, problems = session.config, session.engine, session.problems
+    config = session.config
+    engine = session.engine
+    problems = session.problems
+    size = engine.batch_size
     assert config.input is not None
     assert config.output is not None
     settings = {
         **session.settings,
         **dataclasses.asdict(session.sampling),
-        "batch_size": engine.batch_size,
+        "batch_size": size,
         "template": session.template,
         "compare_full": config.compare_full,
         "input": digest(config.input.read_bytes()),
     }
-    recorded = {
-        "options": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
-        **provenance(),
-    }
+    options = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     usage = usage_full = NO_USAGE
     with (
-        open_store(config.output, settings, ["index"], recorded) as store,
+        open_store(
+            config.output, settings, ["index"], {"options": options, **provenance()}
+        ) as store,
         progress_bar("decode", "problems", len(problems)) as bar,
     ):
-        resumed, size = len(store.rows), engine.batch_size
+        resumed = len(store.rows)
         if [row["index"] for row in store.rows] != list(range(resumed)) or resumed > len(problems):
             raise ValueError(
                 f"{config.output} does not answer the input line by line: the file was edited"
             )
         bar.resume(resumed)
-        first = (
-            resumed - resumed % size if resumed < len(problems) else resumed
-        )  # the last batch may be short
+        # a batch that a kill has cut off is decoded again as a whole, which rounds the same way
+        first = resumed if resumed == len(problems) else resumed - resumed % size
         for begin in range(first, len(problems), size):
             batch = problems[begin : begin + size]
             prompts = [session.render(problem["problem"]) for problem in batch]
-            sampling = dataclasses.replace(
-                session.sampling, seed=(session.sampling.seed * 1_000_003 + begin) % 2**63
-            )
-            completions, spent = engine.batch(prompts, sampling)
+            numbers = range(begin, begin + len(batch))
+            completions, spent = engine.batch(prompts, session.sampling, numbers=numbers)
             usage += spent
-            rows = [
-                _row(begin + i, *pair)
-                for i, pair in enumerate(zip(batch, completions, strict=True))
-            ]
+            rows = []
+            for index, problem, completion in zip(numbers, batch, completions, strict=True):
+                rows.append(_row(index, problem, completion))
             if config.compare_full:
-                full, spent = engine.batch(prompts, sampling, full=True)
+                completions, spent = engine.batch(
+                    prompts, session.sampling, full=True, numbers=numbers
+                )
                 usage_full += spent
-                rows = [
-                    row | _outcome(problem, c, "_full")
-                    for row, problem, c in zip(rows, batch, full, strict=True)
-                ]
+                for row, problem, completion in zip(rows, batch, completions, strict=True):
+                    row |= _outcome(problem, completion, "_full")
             missing = rows[len(store.rows) - begin :]
             store.append(*missing)
             bar.advance(len(missing))
@@ -456,13 +459,10 @@ def run_batches(session: InferSession) -> BatchReport:
 
 
 def _row(index: int, problem: dict[str, Any], completion: Completion) -> dict[str, Any]:
-    kept = {"answer": problem["answer"]} if "answer" in problem else {}
-    return {
-        "index": index,
-        "problem": problem["problem"],
-        **kept,
-        **_outcome(problem, completion, ""),
-    }
+    row = {"index": index, "problem": problem["problem"]}
+    if "answer" in problem:
+        row["answer"] = problem["answer"]
+    return row | _outcome(problem, completion, "")
 
 
 def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> dict[str, Any]:
@@ -472,7 +472,5 @@ def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> di
         "finish_reason": completion.finish_reason,
     }
     if problem.get("answer") is not None:
-        from rlkv.verifier import is_correct
-
         outcome["correct"] = is_correct(completion.text, problem["answer"])
     return {name + suffix: value for name, value in outcome.items()}

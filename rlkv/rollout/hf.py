@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.attention.mixed import fast_decoding
 from rlkv.cache import IMPLEMENTATION as COMPRESSED
 from rlkv.cache.reallocation import full_cache
-from rlkv.rollout.base import Completion, FinishReason, RolloutEngine, SamplingParams, end_tokens
-from rlkv.rollout.decoding import Decoding, StopRule
+from rlkv.rollout.base import Completion, RolloutEngine, SamplingParams, end_tokens
+from rlkv.rollout.decoding import Decoding, Row, StopRule
+
+NewCache = Callable[[int, list[int]], Cache | None]
 
 
 class HFEngine(RolloutEngine):
@@ -25,23 +28,23 @@ class HFEngine(RolloutEngine):
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 16
     ) -> None:
-        """``model`` should be in eval mode, on its device.
+        """Take a model in eval mode, on its device.
 
-        Model or tokenizer must name an end token.
+        It or the tokenizer must name an end token.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
         self.eos_ids = end_tokens(model.generation_config, tokenizer)
         self.pad_id = self.eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     @property
     def max_positions(self) -> int:
         """The model's ``max_position_embeddings`` (no limit if its config has none)."""
-        return (
-            getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-            or sys.maxsize
-        )
+        config = self.model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
     def stream(
         self,
@@ -53,31 +56,40 @@ class HFEngine(RolloutEngine):
     ) -> Generator[tuple[int, Completion], None, None]:
         """Yield ``(index into prompts, completion)`` as rows end.
 
-        ValueError as :meth:`check_prompts`.
-
         Args:
-            numbers: one of each prompt, which fixes its draws; default: its index.
+            numbers: of the rows, which with the seed fix their draws; default: the indices.
             stop: ends rows early, with the finish reason ``repetition``.
             before_change: called with the cache before rows leave it.
+
+        Raises:
+            ValueError: as :meth:`check_prompts`.
         """
         encoded = self.tokenize(prompts)
         self.check_prompts(encoded, sampling)
         with fast_decoding(self.model):
-            rows = (self.eos_ids, self.pad_id, self.batch_size, self._new_cache)
-            decoding = Decoding(self.model, sampling, *rows, stop=stop, before_change=before_change)
+            decoding = self._decoding(
+                sampling, self._new_cache, stop=stop, before_change=before_change
+            )
             for row in decoding.run(encoded, numbers):
-                assert row.finish_reason is not None
-                yield row.index, self._completion(row.token_ids, row.finish_reason, row.seconds)
+                yield row.index, self._completion(row)
+
+    def _decoding(self, sampling: SamplingParams, new_cache: NewCache, **options: Any) -> Decoding:
+        return Decoding(
+            self.model,
+            sampling,
+            eos_ids=self.eos_ids,
+            pad_id=self.pad_id,
+            max_rows=self.batch_size,
+            new_cache=new_cache,
+            **options,
+        )
 
     def _new_cache(self, limit: int, rows: list[int]) -> Cache | None:
-        """An empty cache for ``limit`` tokens of the prompts ``rows``.
-
-        None where compress(...) brings its own.
-        """
+        """Make an empty cache for ``limit`` tokens; None where compress(...) brings its own."""
         compressed = self.model.config._attn_implementation == COMPRESSED
         return None if compressed else full_cache(self.model.config, limit)
 
-    def _completion(self, ids: list[int], reason: FinishReason, seconds: float) -> Completion:
-        return Completion(
-            ids, str(self.tokenizer.decode(ids, skip_special_tokens=True)), reason, seconds
-        )
+    def _completion(self, row: Row) -> Completion:
+        assert row.finish_reason is not None
+        text = str(self.tokenizer.decode(row.token_ids, skip_special_tokens=True))
+        return Completion(row.token_ids, text, row.finish_reason, row.seconds)

@@ -1,5 +1,8 @@
-"""A rollout engine behind HTTP: one GPU trains, another one samples.  It may be killed and
-restarted at any moment.
+"""A rollout engine behind HTTP: one GPU trains, others sample, and may be killed and restarted.
+
+``POST /gates`` sets the gates, ``POST /sample`` answers a chunk of rows at once, ``GET /health``
+says what the server has and whether it is busy.  Requests and answers are JSON.  The client keeps
+the chunks in a queue: one that a server owes goes back there when the server fails.
 """
 
 from __future__ import annotations
@@ -7,36 +10,116 @@ from __future__ import annotations
 import http.client
 import ipaddress
 import json
-import queue
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, fields
-from functools import partial
+from dataclasses import asdict, dataclass, field, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import wait
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+import torch
 from torch import Tensor
 
 from rlkv.attention import LocalSizes
 from rlkv.rollout.base import (
-    HEARTBEAT_SECONDS,
     EngineFacts,
     GatedEngine,
     Rows,
     Sample,
-    SampleRequest,
     SamplingParams,
+    check_length,
     gate_version,
-    read_gates,
 )
+from rlkv.utils.numbers import check_number, check_whole
 
-SILENCE = 15 * HEARTBEAT_SECONDS  # seconds without a byte after which a server counts as dead
+HEALTH_SECONDS = 5.0  # between looks at a server that has not answered yet
+SILENCE_SECONDS = 30.0  # without a byte, in either direction
+REQUEST_SECONDS = 60.0  # in which a request must have arrived
+MOST_BYTES = 128 << 20  # of a request: some 18 million token ids
+FIRST_PAUSE = 0.25  # seconds after a failure, doubled with each further one
+LONGEST_PAUSE = 15.0
+
+
+# --- requests
+
+
+def read_gates(body: Any, facts: EngineFacts) -> Tensor:
+    """Return the gates in ``body``, which is any JSON, as float32 ``[layers, KV heads]``.
+
+    Raises:
+        ValueError: unless they are numbers in [0, 1], one for each head of an engine with these
+            ``facts``.
+    """
+    (alpha,) = _values(body, "the request", ["alpha"])
+    if not isinstance(alpha, list) or not all(isinstance(layer, list) for layer in alpha):
+        raise ValueError('gates are sent as {"alpha": [[...]]}, a list of numbers for each layer')
+    expected = [facts.num_kv_heads] * facts.num_layers
+    if [len(layer) for layer in alpha] != expected:
+        found = [len(alpha), *sorted({len(layer) for layer in alpha})]
+        raise ValueError(
+            f"the model has gates {[facts.num_layers, facts.num_kv_heads]}, got {found}"
+        )
+    for number, layer in enumerate(alpha):
+        for head, gate in enumerate(layer):
+            check_number(f"the gate of layer {number}, head {head}", gate, 0, 1)
+    return torch.tensor(alpha, dtype=torch.float32)
+
+
+def read_request(
+    body: Any, facts: EngineFacts
+) -> tuple[str, tuple[Rows, SamplingParams, list[int]]]:
+    """Return the version of the gates that ``body`` asks for, and what to sample.
+
+    Raises:
+        ValueError: unless ``body``, which is any JSON, is a request that an engine with these
+            ``facts`` can serve.
+    """
+    names = ["version", "rows", "sampling", "eos_ids"]
+    version, rows, sampling, eos_ids = _values(body, "the request", names)
+    prompts, numbers, rollout = _values(rows, "rows", ["prompts", "numbers", "rollout"])
+    options = [option.name for option in fields(SamplingParams)]
+    params = SamplingParams(*_values(sampling, "sampling", options))
+    if not isinstance(version, str):
+        raise ValueError("version must be a text")
+    _check_list("prompts", prompts)
+    _check_ids("eos_ids", eos_ids, facts.vocab_size)
+    _check_ids("numbers", numbers, 2**31)
+    check_whole("rollout", rollout, 0)
+    for place, prompt in enumerate(prompts):
+        name = f"prompt {place}"
+        _check_ids(name, prompt, facts.vocab_size)
+        if not prompt:
+            raise ValueError(f"{name} is empty: there is nothing to complete")
+        check_length(name, len(prompt), params.max_new_tokens, facts.max_positions)
+    return version, (Rows(prompts, numbers, rollout), params, eos_ids)
+
+
+def _values(body: Any, what: str, names: list[str]) -> list[Any]:
+    """Take the values of an object that has these names and no others."""
+    if not isinstance(body, dict) or body.keys() != set(names):
+        raise ValueError(f"{what} must be an object with {', '.join(names)}")
+    return [body[name] for name in names]
+
+
+def _check_list(name: str, values: Any) -> None:
+    if not isinstance(values, list):
+        raise ValueError(f"{name} must be a list")
+
+
+def _check_ids(name: str, values: Any, below: int) -> None:
+    _check_list(name, values)
+    for value in values:
+        check_whole(name, value, 0, below - 1)
+
+
+# --- the client
 
 
 class Failure(Exception):
@@ -58,81 +141,77 @@ class Connection:
             raise ValueError(
                 f"the rollout server's address must look like http://host:port, got {url!r}"
             )
-        self.url, self.number = url, number
-        self._host, self._port = parts.hostname, parts.port or 80
-        self.version, self.pause = "none", 0.0
+        self.url = url
+        self.number = number
+        self.host = parts.hostname
+        self.port = parts.port or 80
+        self.version = "none"
+        self.pause = 0.0
 
     def facts(self) -> EngineFacts:
-        """What the server says of its engine; ValueError if it is not a rollout server."""
-        answer = next(self.lines("GET", "/health"), {})
+        """Ask what engine the server has; ValueError if it is not a rollout server."""
+        answer = self.exchange("GET", "/health")
         try:
-            return EngineFacts(**{field.name: answer[field.name] for field in fields(EngineFacts)})
+            return EngineFacts(**{fact.name: answer[fact.name] for fact in fields(EngineFacts)})
         except KeyError as error:
             raise ValueError(
                 f"{self.url} is not a rollout server: its /health has no {error}"
             ) from None
 
     def send_gates(self, alpha_LH: Tensor, version: str) -> None:
-        """Unless it has them."""
+        """Send the gates, unless the server has them."""
         if self.version == version:
             return
-        found = next(self.lines("POST", "/gates", {"alpha": alpha_LH.tolist()}), {}).get("version")
+        found = self.exchange("POST", "/gates", {"alpha": alpha_LH.tolist()}).get("version")
         if found != version:
             raise Failure(f"the server took gates {found} for {version}")
         self.version = version
 
-    def ask(
-        self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]
-    ) -> Iterator[tuple[int, Sample]]:
-        """The samples of one request, until it ends, breaks off or turns out to be stale."""
+    def sample(self, job: _Job, chunk: list[int]) -> list[Sample]:
+        """Return a sample for each row of the chunk, all of the job's gates."""
         request = {
-            "version": self.version,
-            "rows": asdict(rows),
-            "sampling": asdict(sampling),
-            "eos_ids": eos_ids,
+            "version": job.version,
+            "rows": asdict(job.rows.only(chunk)),
+            "sampling": asdict(job.sampling),
+            "eos_ids": job.eos_ids,
         }
-        for line in self.lines("POST", "/sample", request):
-            if "error" in line:
-                raise ValueError(
-                    f"the rollout server at {self.url} refused the request: {line['error']}"
-                )
-            if "failed" in line:
-                raise Failure(line["failed"])
-            if "done" in line:
-                return
-            found = line.get("stale", line.get("version"))
-            if found != self.version:
-                raise Failure(f"its gates are {found}, not {self.version}")
-            yield line.pop("index"), Sample(**{**line, "source": self.number})
+        answer = self.exchange("POST", "/sample", request)
+        samples = [Sample(**{**made, "source": self.number}) for made in answer["samples"]]
+        for sample in samples:
+            if sample.version != job.version:
+                raise Failure(f"its gates are {sample.version}, not {job.version}")
+        if len(samples) != len(chunk):
+            raise Failure(f"it answered {len(samples)} of {len(chunk)} rows")
+        return samples
 
-    def lines(
-        self, method: str, path: str, body: dict[str, Any] | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """The lines of JSON of one exchange as they arrive, without the heartbeats, which are empty
-        lines.
+    def exchange(self, method: str, path: str, body: Any = None) -> Any:
+        """Return the JSON of the answer, which may take as long as the server is alive.
+
+        Raises:
+            Failure: if there is no answer, or one that may be another the next time.
+            ValueError: if the server refuses the request.
         """
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=SILENCE)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=SILENCE_SECONDS)
         try:
             content = None if body is None else json.dumps(body)
             connection.request(method, path, content, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            if answer.status == 200:
-                for line in answer:
-                    if line.strip():
-                        yield json.loads(line)  # the last line of a server that died is cut off
-                return
-            error = json.loads(answer.read()).get("error", "no reason given")
-        except (OSError, http.client.HTTPException, ValueError) as failure:
-            raise Failure(f"{type(failure).__name__}: {failure}") from failure
+            # sampling takes minutes without a byte; a machine that is gone sends none either
+            while path == "/sample" and not wait([connection.sock], HEALTH_SECONDS):
+                found = self.exchange("GET", "/health").get("version")
+                if found != body["version"]:
+                    raise Failure(f"its gates are {found}: it was started again")
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Failure(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
-        if answer.status >= 500:
-            raise Failure(error)
-        raise ValueError(f"the rollout server at {self.url} refused the request: {error}")
-
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
-Ask = Callable[[Rows], Iterator[tuple[int, Sample]]]
+        if response.status == 200:
+            return answer
+        reason = answer.get("error", "no reason given")
+        if response.status >= 500 or response.status == http.HTTPStatus.CONFLICT:
+            raise Failure(reason)
+        raise ValueError(f"the rollout server at {self.url} refused the request: {reason}")
 
 
 class RolloutClient:
@@ -147,9 +226,11 @@ class RolloutClient:
         """ValueError for an address that is not ``http://host[:port]``."""
         self.servers = [Connection(url, number) for number, url in enumerate(urls)]
         self.patience = patience
-        self._alpha_LH: Tensor | None = None
         self.version = "none"
         self.retries = 0
+        self._alpha_LH: Tensor | None = None
+        self._deadline: float | None = None  # while all servers fail
+        self._lock = threading.Lock()
 
     def set_gates(self, alpha_LH: Tensor) -> str:
         """Sample under these gates from now on; every server is sent them before its next rows."""
@@ -162,157 +243,135 @@ class RolloutClient:
     ) -> Iterator[tuple[int, Sample]]:
         """Yield ``(index into rows.prompts, sample)``, each index once, all of the client's gates.
 
-        ValueError if a server refuses a request, or all of them fail for longer than the patience.
+        The rows are dealt to the servers that answer, one chunk each, so that every engine fills
+        the places of rows that end early with others.
+
+        Raises:
+            ValueError: if a server refuses a request, or all of them fail for longer than the
+                patience.
         """
-        fit = [server for server in self.servers if not server.pause] or self.servers
-        job = _Job(self, self.servers)
+        if self._alpha_LH is None:
+            raise ValueError("set_gates comes before sample: the servers have none of their own")
+        answering = [server for server in self.servers if not server.pause] or self.servers
+        job = _Job(rows, sampling, eos_ids, self._alpha_LH, self.version)
+        indices = range(len(rows.prompts))
         for server in self.servers:
-            share = (
-                list(range(len(rows.prompts)))[fit.index(server) :: len(fit)]
-                if server in fit
-                else []
-            )
-            ask = partial(server.ask, sampling=sampling, eos_ids=eos_ids)
-            threading.Thread(
-                target=self._work, args=(job, server, share, rows, ask), daemon=True
-            ).start()
+            chunk: list[int] = []
+            if server in answering:
+                chunk = list(indices[answering.index(server) :: len(answering)])
+            threading.Thread(target=self._work, args=(server, job, chunk), daemon=True).start()
         try:
-            for _ in rows.prompts:
+            for _ in indices:
                 found = job.arrived.get()
                 if isinstance(found, Exception):
                     raise found
                 yield found
         finally:
-            job.end()
+            job.ended.set()
+            for _ in self.servers:
+                job.chunks.put([])
 
-    def _work(self, job: _Job, server: Connection, share: list[int], rows: Rows, ask: Ask) -> None:
-        """Ask ``server`` for its share, then for rows that others owe, until the job has ended."""
+    def _work(self, server: Connection, job: _Job, chunk: list[int]) -> None:
+        """Have ``server`` sample its chunk, then those of others that fail, until the job ends."""
         try:
-            while not job.ended:
-                owed = dict(enumerate(share))
+            while not job.ended.is_set():
                 try:
-                    if self._alpha_LH is None:
-                        raise ValueError(
-                            "set_gates comes before sample: the servers have none of their own"
-                        )
-                    server.send_gates(self._alpha_LH, self.version)
-                    for index, sample in ask(rows.only(share)) if share else ():
-                        if index not in owed:
-                            raise Failure(f"it sent row {index} twice")
-                        job.arrived.put((owed.pop(index), sample))
-                        job.succeeded(server)
-                    if owed:
-                        raise Failure("the answer ended early")
-                    job.succeeded(server)
+                    server.send_gates(job.alpha_LH, job.version)
+                    samples = server.sample(job, chunk) if chunk else []
                 except Failure as failure:
-                    job.failed(server, failure, owed.values())
-                share = job.take()
+                    if chunk:
+                        job.chunks.put(chunk)
+                    self._failed(server, failure, job.ended)
+                    chunk = []
+                    with suppress(Empty):  # others may have taken it meanwhile
+                        chunk = job.chunks.get_nowait()
+                    continue
+                self._answered(server)
+                for found in zip(chunk, samples, strict=True):
+                    job.arrived.put(found)
+                chunk = job.chunks.get()  # empty at the end of the job
         except Exception as error:
             job.arrived.put(error)
 
+    def _answered(self, server: Connection) -> None:
+        with self._lock:
+            server.pause = 0.0
+            self._deadline = None  # the patience begins again with the next failure
+
+    def _failed(self, server: Connection, failure: Failure, ended: threading.Event) -> None:
+        """Pause before the next try; ValueError if all servers have failed for too long."""
+        if ended.is_set():
+            return
+        with self._lock:
+            self.retries += 1
+            if not server.pause:
+                print(f"rollout server at {server.url}: {failure}; trying again", flush=True)
+            server.version = "none"  # it may have been started again
+            server.pause = min(2 * server.pause or FIRST_PAUSE, LONGEST_PAUSE)
+            if self._deadline is None and all(other.pause for other in self.servers):
+                self._deadline = time.monotonic() + self.patience
+            pause = server.pause
+            if self._deadline is not None:
+                pause = min(pause, self._deadline - time.monotonic())
+        if pause <= 0:
+            raise self._gone(server, failure) from failure
+        ended.wait(pause)
+
+    def _gone(self, server: Connection, failure: Failure) -> ValueError:
+        return ValueError(
+            f"the rollout server at {server.url} did not answer for {self.patience:.0f} s "
+            f"({failure}): start rollout/serve_vllm.py, then repeat the training's command, "
+            "which resumes from its last checkpoint"
+        )
+
     def check(self, sizes: LocalSizes, positions: int) -> None:
-        """Raise ``ValueError`` if a server has another sink or window than the training, or too few
-        positions.
+        """Wait for the servers to start, and check that they sample as the training does.
+
+        Raises:
+            ValueError: if one has another sink or window than the training, or too few positions.
         """
         for server in self.servers:
             facts = self.facts(server)
             if (facts.sink, facts.window) != (sizes.sink, sizes.window):
                 raise ValueError(
                     f"the rollout server at {server.url} mixes with sink {facts.sink} and window "
-                    f"{facts.window}, the "
-                    f"training with {sizes.sink} and {sizes.window}: start rollout/serve_vllm.py "
-                    "with "
-                    f"--sink {sizes.sink} --window {sizes.window}"
+                    f"{facts.window}, the training with {sizes.sink} and {sizes.window}: start "
+                    f"rollout/serve_vllm.py with --sink {sizes.sink} --window {sizes.window}"
                 )
             if facts.max_positions < positions:
                 raise ValueError(
                     f"the rollout server at {server.url} takes {facts.max_positions} tokens per "
-                    "row, the training "
-                    f"needs {positions}: start rollout/serve_vllm.py with --max-positions "
-                    f"{positions}"
+                    f"row, the training needs {positions}: start rollout/serve_vllm.py with "
+                    f"--max-positions {positions}"
                 )
 
     def facts(self, server: Connection) -> EngineFacts:
-        """What ``server`` says of its engine; waits for it as long as the patience lasts."""
-        job = _Job(self, [server])
+        """Ask what engine ``server`` has, for as long as the patience lasts."""
+        deadline = time.monotonic() + self.patience
         while True:
             try:
-                found = server.facts()
+                return server.facts()
             except Failure as failure:
-                job.failed(server, failure)
-            else:
-                job.succeeded(server)
-                return found
+                if time.monotonic() > deadline:
+                    raise self._gone(server, failure) from failure
+                time.sleep(FIRST_PAUSE)
 
 
+@dataclass
 class _Job:
-    """The rows of one rollout that nobody has been asked for, and what has arrived.
+    """One rollout: what to sample, the chunks of rows that nobody samples, what has arrived."""
 
-    Used by a thread per server.
-    """
-
-    def __init__(self, client: RolloutClient, servers: list[Connection]) -> None:
-        self.client, self.servers = client, servers
-        self.arrived: queue.Queue[tuple[int, Sample] | Exception] = queue.Queue()
-        self.ended = False
-        self._left: list[int] = []
-        self._deadline: float | None = None  # while all servers fail
-        self._changed = threading.Condition()
-
-    def take(self) -> list[int]:
-        """Wait for rows that a server owes and nobody is asked for; none at the end of the job."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._left or self.ended)
-            share, self._left = self._left, []
-            return share
-
-    def end(self) -> None:
-        with self._changed:
-            self.ended = True
-            self._changed.notify_all()
-
-    def succeeded(self, server: Connection) -> None:
-        """A sample arrived, or all that it was asked for: the patience begins again with the next
-        failure.
-        """
-        with self._changed:
-            server.pause, self._deadline = 0.0, None
-
-    def failed(self, server: Connection, failure: Failure, owed: Iterable[int] = ()) -> None:
-        """Leave the rows to the others and pause.
-
-        ValueError if all servers have failed for too long.
-        """
-        client = self.client
-        with self._changed:
-            if self.ended:
-                return
-            self._left += owed
-            self._changed.notify_all()
-            client.retries += 1
-            if not server.pause:
-                print(f"rollout server at {server.url}: {failure}; trying again", flush=True)
-            server.version, server.pause = (
-                "none",
-                min(2 * server.pause or FIRST_PAUSE, LONGEST_PAUSE),
-            )
-            if self._deadline is None and all(other.pause for other in self.servers):
-                self._deadline = time.monotonic() + client.patience
-            left = LONGEST_PAUSE if self._deadline is None else self._deadline - time.monotonic()
-            if left <= 0:
-                raise ValueError(
-                    f"the rollout server at {server.url} did not answer for {client.patience:.0f} "
-                    f"s ({failure}): start "
-                    "rollout/serve_vllm.py, then repeat the training's command, which resumes from "
-                    "its last checkpoint"
-                ) from failure
-            self._changed.wait_for(lambda: self.ended, min(server.pause, left))
+    rows: Rows
+    sampling: SamplingParams
+    eos_ids: list[int]
+    alpha_LH: Tensor
+    version: str
+    chunks: SimpleQueue[list[int]] = field(default_factory=SimpleQueue)
+    arrived: SimpleQueue[tuple[int, Sample] | Exception] = field(default_factory=SimpleQueue)
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
-MOST_BYTES = 128 << 20  # of a request: some 18 million token ids
-REQUEST_SECONDS = 60.0  # in which a request must have arrived
-SILENCE_SECONDS = 30.0  # without a byte, in either direction
-_END = object()
+# --- the server
 
 
 class RolloutServer(ThreadingHTTPServer):
@@ -325,7 +384,8 @@ class RolloutServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], engine: GatedEngine, facts: EngineFacts) -> None:
-        self.engine, self.facts = engine, facts
+        self.engine = engine
+        self.facts = facts
         self.version = "none"  # no gates have been set since the start
         self.engine_lock = threading.Lock()
         try:
@@ -380,46 +440,39 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RD)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No line per request."""
+        """Print no line per request."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer what http.server itself refuses in the form of all other answers."""
-        self.request_version = (
-            self.protocol_version
-        )  # as long as none was read, 0.9: answers without a status
+        self.request_version = self.protocol_version  # before one is read it answers as HTTP/0.9
         self._refuse(408 if self.late else code, message or self.responses[code][0])
 
     def do_GET(self) -> None:
-        try:
-            self._check_sender()
-            if self.path != "/health":
-                raise _Refused(404, f"no such page: {self.path}")
-        except _Refused as refused:
-            return self._refuse(refused.status, str(refused))
-        busy = self.server.engine_lock.locked()
-        self._answer(200, {**vars(self.server.facts), "version": self.server.version, "busy": busy})
+        self._serve({"/health": self._health})
 
     def do_POST(self) -> None:
-        pages = {"/gates": self._set_gates, "/sample": self._sample}
+        self._serve({"/gates": self._set_gates, "/sample": self._sample})
+
+    def _serve(self, pages: dict[str, Any]) -> None:
         try:
             self._check_sender()
             if self.path not in pages:
                 raise _Refused(404, f"no such page: {self.path}")
-            pages[self.path](self._read_json())
+            answer = pages[self.path]()
         except _Refused as refused:
             self._refuse(refused.status, str(refused))
-        except (ConnectionError, TimeoutError):
+        except ConnectionError:
             pass  # the client is gone; it will ask again
         except ValueError as error:
             self._refuse(400, str(error))
         except Exception as error:
-            traceback.print_exc()
+            traceback.print_exc()  # for the operator of the server; the client tries again
             self._answer(500, {"error": f"{type(error).__name__}: {error}"})
+        else:
+            self._answer(200, answer)
 
     def _check_sender(self) -> None:
-        """Refuse what a web page sends, and on this machine alone any other name of it (DNS
-        rebinding).
-        """
+        """Refuse web pages, and at localhost any name that a web page may have rebound to it."""
         if self.late:
             raise _Refused(408, f"the request did not arrive within {REQUEST_SECONDS:g} s")
         if "Origin" in self.headers:
@@ -432,7 +485,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(403, "this server listens at localhost and is not known by another name")
 
     def _read_json(self) -> Any:
-        """The body; :class:`_Refused` unless it is JSON of a declared, bounded length."""
+        """Read the body; :class:`_Refused` unless it is JSON of a declared, bounded length."""
         if self.headers.get_content_type() != "application/json":
             raise _Refused(415, "the body must be JSON, with Content-Type: application/json")
         lengths = self.headers.get_all("Content-Length", [])
@@ -440,10 +493,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(411, "the length of the body must be given as Content-Length")
         text = lengths[0].strip()
         if len(lengths) > 1 or not (text.isascii() and text.isdigit()):
-            raise _Refused(
-                400,
-                f"Content-Length must be one whole number, got {ascii(', '.join(lengths))[:40]}",
-            )
+            found = ascii(", ".join(lengths))[:40]
+            raise _Refused(400, f"Content-Length must be one whole number, got {found}")
         if len(text) > 12 or int(text) > MOST_BYTES:
             raise _Refused(413, f"the body may have {MOST_BYTES} bytes: send fewer rows at once")
         try:
@@ -464,9 +515,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise ValueError(f"the body is not JSON: {error}") from None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, and read on for a moment: a connection closed with unread bytes loses the answer."""
-        self._answer(status, {"error": message})
+        """Answer, and read on for a moment: closing with unread bytes would lose the answer."""
         with suppress(OSError):
+            self._answer(status, {"error": message})
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(1)
             end = time.monotonic() + 2
@@ -481,53 +532,33 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _set_gates(self, body: Any) -> None:
-        alpha = read_gates(body, self.server.facts)
+    def _health(self) -> dict[str, Any]:
+        busy = self.server.engine_lock.locked()
+        return {**asdict(self.server.facts), "version": self.server.version, "busy": busy}
+
+    def _set_gates(self) -> dict[str, Any]:
+        alpha_LH = read_gates(self._read_json(), self.server.facts)
         with self.server.engine_lock:
-            self.server.version = self.server.engine.set_gates(alpha)
-        self._answer(200, {"version": self.server.version})
+            self.server.version = self.server.engine.set_gates(alpha_LH)
+        return {"version": self.server.version}
 
-    def _sample(self, body: Any) -> None:
-        asked = SampleRequest.read(body, self.server.facts)
-        lines: queue.Queue[Any] = queue.Queue()
-        gone = threading.Event()
+    def _sample(self) -> dict[str, Any]:
+        version, asked = read_request(self._read_json(), self.server.facts)
+        made: dict[int, Sample] = {}
+        with self.server.engine_lock:
+            if self.server.version != version:
+                raise _Refused(409, f"its gates are {self.server.version}, not {version}")
+            # closed when the client is gone: the engine must be free when it asks again
+            with closing(self.server.engine.sample(*asked)) as samples:  # type: ignore[type-var]
+                for index, sample in samples:
+                    made[index] = sample
+                    self._check_client()
+        return {"samples": [asdict(made[index]) for index in sorted(made)]}
 
-        def work() -> None:
-            try:
-                with self.server.engine_lock:
-                    if self.server.version != asked.version:
-                        return lines.put({"stale": self.server.version})
-                    made = self.server.engine.sample(asked.rows, asked.sampling, asked.eos_ids)
-                    with closing(made) as samples:  # type: ignore[type-var]
-                        for index, sample in samples:
-                            lines.put({"index": index, **asdict(sample)})
-                            if gone.is_set():
-                                return None
-                lines.put({"done": len(asked.rows.prompts)})
-            except ValueError as error:
-                lines.put({"error": str(error)})
-            except Exception as error:
-                traceback.print_exc()  # for the operator of the server; the client tries again
-                lines.put({"failed": f"{type(error).__name__}: {error}"})
-            finally:
-                lines.put(_END)
-
-        threading.Thread(target=work, daemon=True).start()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/jsonl")
-        self.end_headers()  # HTTP/1.0: the answer ends with the connection
-        try:
-            while True:
-                try:
-                    line = lines.get(timeout=HEARTBEAT_SECONDS)
-                except queue.Empty:
-                    self.wfile.write(b"\n")
-                    continue
-                if line is _END:
-                    return
-                self.wfile.write(json.dumps(line).encode() + b"\n")
-        finally:
-            gone.set()
+    def _check_client(self) -> None:
+        """Raise ConnectionError if the client has closed the connection."""
+        if wait([self.connection], timeout=0) and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionError("the client is gone")
 
 
 def _no_number(name: str) -> NoReturn:

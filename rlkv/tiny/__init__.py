@@ -23,6 +23,7 @@ NUM_GIVEN = 2
 MIN_DEFINITIONS = 3
 MAX_DEFINITIONS = 25
 ANSWER_PREFIX = r"Therefore, the final answer is: $\boxed{"
+GROUND_TRUTH = MODEL_DIR / "ground_truth.json"
 ANSWER_SUFFIX = "}$. I hope it is correct"
 
 
@@ -36,30 +37,30 @@ class TinyProblem:
 
 
 def apply_operator(operator: str, left: int, right: int) -> int:
-    """The task's arithmetic: modulo 10."""
+    """Compute modulo 10."""
     result = {"+": left + right, "-": left - right, "*": left * right}[operator]
     return result % 10
 
 
 def draw_problem(rng: random.Random, num_definitions: int) -> TinyProblem:
-    """A random problem with ``num_definitions`` definitions, the first two of them values."""
+    """Draw a problem with ``num_definitions`` definitions, the first two of them values."""
     names = rng.sample(NAMES, num_definitions)
     values: dict[str, int] = {}
     used_values = [0] * 10
     unused: list[str] = []
-    statements, steps = [], []
+    statements = []
+    steps = []
     for i, name in enumerate(names):
         if i < NUM_GIVEN:
             value = rng.randrange(10)
             statements.append(f"{name}={value}")
         else:
-            # Two different operands; a name that nothing depends on yet comes first.
+            # two different operands; a name that nothing depends on yet comes first
             left = rng.choice(unused if unused and rng.random() < 0.8 else names[:i])
             others = [n for n in names[:i] if n != left]
             fresh = [n for n in unused if n != left]
             right = rng.choice(fresh if fresh and rng.random() < 0.5 else others)
-            # Products fall into 0: of the three results take the one that the problem has used
-            # least.
+            # products fall into 0: of the three results take the one that was used least
             operator = min(
                 rng.sample(OPERATORS, 3),
                 key=lambda op: used_values[apply_operator(op, values[left], values[right])],
@@ -68,8 +69,7 @@ def draw_problem(rng: random.Random, num_definitions: int) -> TinyProblem:
             unused = [n for n in unused if n not in (left, right)]
             statements.append(f"{name} = {left} {operator} {right}")
             steps.append(
-                f"{name} = {left} {operator} {right} , {left}={values[left]} , "
-                f"{right}={values[right]} , "
+                f"{statements[-1]} , {left}={values[left]} , {right}={values[right]} , "
                 f"{values[left]} {operator} {values[right]} = {value} , {name}={value} ."
             )
         values[name] = value
@@ -83,14 +83,12 @@ def draw_problem(rng: random.Random, num_definitions: int) -> TinyProblem:
 
 
 def draw_length(rng: random.Random, low: int, high: int) -> int:
-    """Number of definitions in [low, high], log-uniform: many short problems and a long tail."""
+    """Draw a number of definitions in [low, high], log-uniform: many short, a long tail."""
     return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
 
 
 def longest_solution(num_definitions: int) -> int:
-    """Tokens of the solution of a problem with ``num_definitions`` definitions, two of them given,
-    and its EOS.
-    """
+    """Count the tokens of a solution, with its EOS, of a problem with so many definitions."""
     return 18 * (num_definitions - NUM_GIVEN) + 4
 
 
@@ -100,7 +98,7 @@ def problems(
     min_definitions: int = MIN_DEFINITIONS,
     max_definitions: int = MAX_DEFINITIONS,
 ) -> list[dict[str, str]]:
-    """``n`` random problems as ``{"problem", "answer"}``, the same for the same arguments.
+    """Draw ``n`` problems as ``{"problem", "answer"}``, the same for the same arguments.
 
     Raises:
         ValueError: if the range of definitions is not within [3, 25].
@@ -111,17 +109,15 @@ def problems(
             f"got min_definitions={min_definitions}, max_definitions={max_definitions}"
         )
     rng = random.Random(f"rlkv-tiny-{seed}")
-    drawn = (
-        draw_problem(rng, draw_length(rng, min_definitions, max_definitions)) for _ in range(n)
-    )
-    return [{"problem": p.problem, "answer": p.answer} for p in drawn]
-
-
-GROUND_TRUTH = MODEL_DIR / "ground_truth.json"
+    found = []
+    for _ in range(n):
+        drawn = draw_problem(rng, draw_length(rng, min_definitions, max_definitions))
+        found.append({"problem": drawn.problem, "answer": drawn.answer})
+    return found
 
 
 def load(
     dtype: str = "float32", device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """``(model, tokenizer)`` of the packaged weights, without a network."""
+    """Load ``(model, tokenizer)`` from the packaged weights, without a network."""
     return load_model(TINY, dtype=dtype, device=device)

@@ -1,6 +1,4 @@
-"""What work on a GPU shares: the kernels that torch's attention chooses from, and copies that wait
-for nothing.
-"""
+"""Kernels that torch's attention chooses from, instructions of the CPU, copies that do not wait."""
 
 from __future__ import annotations
 
@@ -11,10 +9,7 @@ from torch import Tensor
 
 
 def cpu_has_any(*names: str) -> bool:
-    """Whether torch says so of any of ``names``, which are its own.
-
-    Before torch 2.11 it does not say.
-    """
+    """Return whether the CPU has any of these, by torch's names; False before torch 2.11."""
     known: Any = getattr(torch.cpu, "get_capabilities", dict)()
     return any(known.get(name) for name in names)
 
@@ -31,7 +26,7 @@ def leave_cudnn_out(device: torch.device) -> None:
 
 
 def attention_kernels() -> list[str]:
-    """Return the names of the kernels that are switched on, in the order in which torch tries them."""
+    """Name the kernels that are switched on, in the order in which torch tries them."""
     from torch.nn.attention import _cur_sdpa_kernel_backends
 
     return [kernel.name.lower() for kernel in _cur_sdpa_kernel_backends(with_priority=True)]

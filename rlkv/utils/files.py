@@ -1,6 +1,4 @@
-"""Files that are either the old one or the complete new one, and lines that are appended whole or
-not at all.
-"""
+"""Files that are the old one or the complete new one, and lines appended whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,12 +13,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+DPI = 150
+TITLE_SIZE = 10
+TEXT_SIZE = 8
+
+
+# --- writing
+
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """A temporary file next to ``path`` to write to.
-
-    It is renamed to ``path`` when the block ends without error.
+    """Give a temporary file to write to, renamed to ``path`` when the block ends without error.
 
     Missing folders are made, and a symbolic link stays one.  After an error in the block an earlier
     ``path`` is as it was.
@@ -31,10 +34,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        raise ValueError(
-            f"{path} is a {'folder' if target.is_dir() else 'device or pipe'}: give the name of a "
-            "file"
-        )
+        kind = "folder" if target.is_dir() else "device or pipe"
+        raise ValueError(f"{path} is a {kind}: give the name of a file")
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         make_folder(target.parent)
@@ -52,25 +53,27 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder and those above it; ``ValueError`` as of :func:`check_folder`."""
+    """Make the folder and those above it; ValueError as of :func:`check_folder`."""
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ``ValueError`` if the folder cannot be made, since a file has its name or that of one
-    above it.
-    """
+    """Raise ValueError if a file has the name of the folder or of one above it."""
     there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     if there.exists() and not there.is_dir():
         raise ValueError(f"{there} is no folder: take another name for the output")
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 text file atomically.
+def check_new(path: Path, overwrite: bool) -> None:
+    """Raise ValueError if the file or folder holds something and ``overwrite`` is off."""
+    if overwrite or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    raise ValueError(f"{path} exists: take another name, or pass --overwrite to replace it")
 
-    What UTF-8 cannot say, such as bytes of a file's name, is escaped.
-    """
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 text file atomically; what UTF-8 cannot say is escaped."""
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -82,16 +85,23 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write an indented JSON file atomically.
-
-    What JSON does not know (paths, dtypes) as ``str``.
-    """
+    """Write an indented JSON file atomically; what JSON does not know (paths, dtypes) as text."""
     write_text(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a file of one JSON object per line atomically."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Add a line to a JSONL log; errors as of :func:`append_whole`."""
+    with path.open("ab", buffering=0) as out:
+        append_whole(out.fileno(), json.dumps(record).encode() + b"\n", path)
+
+
 def append_whole(descriptor: int, content: bytes, path: str | Path) -> None:
-    """Append to the open file ``path``; on the disk when this returns, and after an error the file
-    is as it was.
+    """Append to the open file ``path``: on the disk when this returns, or not at all.
 
     Raises:
         OSError: if the disk refuses, such as a full one; names ``path``.
@@ -102,67 +112,22 @@ def append_whole(descriptor: int, content: bytes, path: str | Path) -> None:
         while rest:
             rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
-    except BaseException as error:
+    except OSError as error:
         os.ftruncate(descriptor, size)
-        if not isinstance(error, OSError):
-            raise
         text = (
             f"{error.strerror}; what was there before is kept, and the same command goes on from it"
         )
         raise OSError(error.errno, text, str(path)) from error
+    except BaseException:
+        os.ftruncate(descriptor, size)
+        raise
 
 
-def check_new(path: Path, overwrite: bool) -> None:
-    """Raise ``ValueError`` if ``path``, a file or folder to write, holds something and
-    ``overwrite`` is off.
-    """
-    if overwrite or not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
-    raise ValueError(f"{path} exists: take another name, or pass --overwrite to replace it")
-
-
-DPI = 150
-TITLE_SIZE = 10
-TEXT_SIZE = 8
-
-
-def new_figure(width: float = 7.0, height: float = 4.2) -> tuple[Figure, Axes]:
-    """An empty figure (inches) with one pair of axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
-
-
-def curve_figure(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    """Axes for curves or bars: labelled, with a light grid."""
-    figure, axes = new_figure()
-    axes.set_title(title, fontsize=TITLE_SIZE)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.grid(alpha=0.3)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
-def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure atomically; the suffix is the format (``.png``, ``.pdf``, ``.svg``).
-
-    Raises:
-        ValueError: for a suffix that matplotlib does not write.
-    """
-    kind = Path(path).suffix.lstrip(".").lower()
-    known = figure.canvas.get_supported_filetypes()
-    if kind not in known:
-        raise ValueError(
-            f"{path}: no figure format {kind!r}, expected a name that ends with .png, .pdf or .svg"
-        )
-    with atomic_path(path) as partial:
-        figure.savefig(partial, format=kind, dpi=DPI)
+# --- reading
 
 
 def parse_json(content: str | bytes) -> Any:
-    """What ``json.loads`` finds; ``ValueError`` also for values that are nested too deeply."""
+    """Parse JSON; ValueError also for values that are nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -170,7 +135,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; ``ValueError`` with its name if it is none."""
+    """Return the content of a JSON file; ValueError with its name if it is none."""
     try:
         return parse_json(path.read_bytes())
     except ValueError as error:
@@ -178,9 +143,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(where, row)`` of each line with text; ``where`` names file and line.
+    """Yield ``(where, row)`` of each line with text; ``where`` names file and line.
 
-    ``ValueError`` if it is not an object.
+    Raises:
+        ValueError: if a line is not an object.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -197,7 +163,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The complete records of a JSONL log; the last line may be cut off where a process died."""
+    """Read a JSONL log up to the line that was cut off where a process died."""
     records = []
     for line in path.read_bytes().split(b"\n"):
         try:
@@ -207,19 +173,43 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Add a line to a JSONL log; errors as of :func:`rlkv.utils.files.append_whole`."""
-    with path.open("ab", buffering=0) as out:
-        append_whole(out.fileno(), json.dumps(record).encode() + b"\n", path)
-
-
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write the file atomically."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
 def is_text(value: str) -> bool:
-    """Whether ``value`` can be written as UTF-8; half a surrogate pair, or a byte that is no UTF-8,
-    cannot.
-    """
+    """Return whether UTF-8 can say it, which has no halves of a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+# --- figures
+
+
+def new_figure(width: float = 7.0, height: float = 4.2) -> tuple[Figure, Axes]:
+    """Make an empty figure (inches) with one pair of axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def curve_figure(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """Make axes for curves or bars: labelled, with a light grid."""
+    figure, axes = new_figure()
+    axes.set_title(title, fontsize=TITLE_SIZE)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a figure atomically; the suffix is the format (``.png``, ``.pdf``, ``.svg``).
+
+    Raises:
+        ValueError: for a suffix that matplotlib does not write.
+    """
+    kind = Path(path).suffix.lstrip(".").lower()
+    if kind not in figure.canvas.get_supported_filetypes():
+        raise ValueError(
+            f"{path}: no figure format {kind!r}, expected a name that ends with .png, .pdf or .svg"
+        )
+    with atomic_path(path) as partial:
+        figure.savefig(partial, format=kind, dpi=DPI)

@@ -15,7 +15,7 @@ LOG_WIDTH = 160  # a log file gets whole lines, whatever width a pipe is taken t
 
 
 def duration(seconds: float) -> str:
-    """``seconds`` as h:mm:ss."""
+    """Format ``seconds`` as h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
@@ -24,39 +24,43 @@ class ProgressBar:
     """A bar whose rate and time left are those of *this* run; made by :func:`progress_bar`."""
 
     def __init__(self, bar: Progress, title: str, unit: str, total: int | None) -> None:
-        self.unit, self.total, self.done, self._resumed = unit, total, 0, 0
+        self.unit = unit
+        self.total = total
+        self.done = 0
         self.counts: Counter[str] = Counter()
-        self._bar, self._task = bar, bar.add_task(title, total=total, note="")
+        self._bar = bar
+        self._task = bar.add_task(title, total=total, note="")
+        self._resumed = 0
         self._started = time.monotonic()
 
     def resume(self, items: int | Mapping[str, int]) -> None:
-        """Earlier runs finished ``items`` (a number, or one per kind); the clock starts here."""
+        """Count what earlier runs finished (a number, or one per kind); the clock starts here."""
         self.advance(items)
         self._resumed = self.done
         self._started = time.monotonic()
 
     def advance(self, items: int | Mapping[str, int] = 1) -> None:
-        """``items`` more are finished; numbers per kind are shown as running totals."""
+        """Count ``items`` more; numbers per kind are shown as running totals."""
         if not isinstance(items, int):
             self.counts.update(items)
             items = sum(items.values())
-        self.update(
-            self.done + items,
-            note=", ".join(f"{kind} {n}" for kind, n in self.counts.most_common()),
-        )
+        kinds = [f"{kind} {number}" for kind, number in self.counts.most_common()]
+        self.update(self.done + items, note=", ".join(kinds))
 
     def update(
         self, done: int, total: int | None = None, title: str | None = None, note: str = ""
     ) -> None:
-        """``done`` of ``total`` items are finished; ``note`` stands at the end of the line."""
-        self.done, self.total = done, total if total is not None else self.total
+        """Show that ``done`` of ``total`` items are finished, with ``note`` at the end."""
+        self.done = done
+        if total is not None:
+            self.total = total
         shown = ", ".join(part for part in (self.pace(), note) if part)
         self._bar.update(
             self._task, completed=done, total=self.total, note=shown, description=title
         )
 
     def pace(self) -> str:
-        """Rate of this run and the time left; empty until it has finished something."""
+        """Return the rate of this run and the time left; empty until it has finished something."""
         fresh = self.done - self._resumed
         if fresh <= 0:
             return ""
@@ -69,10 +73,13 @@ class ProgressBar:
 def progress_bar(
     title: str, unit: str, total: int | None = None, disable: bool = False
 ) -> Iterator[ProgressBar]:
-    """A bar that is shown until the block ends; ``unit`` names one item of ``total``, for the rate."""
-    console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else LOG_WIDTH)
-    columns = [TextColumn("{task.description}", markup=False), BarColumn(16), MofNCompleteColumn()]
+    """Show a bar until the block ends; ``unit`` names one item of ``total``, for the rate."""
     with Progress(
-        *columns, TextColumn("{task.fields[note]}", markup=False), console=console, disable=disable
+        TextColumn("{task.description}", markup=False),
+        BarColumn(16),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=Console(file=sys.stderr, width=None if sys.stderr.isatty() else LOG_WIDTH),
+        disable=disable,
     ) as bar:
         yield ProgressBar(bar, title, unit, total)

@@ -1,12 +1,14 @@
-"""Rows in a JSONL file that outlive a kill: the one resumable format of every job that measures or
-decodes.
+"""Rows in a JSONL file that outlive a kill: the one resumable format of every job.
 
-``NAME.settings.json`` next to it says what the rows depend on (compared when a job resumes) and
-what they come from (recorded only, such as the commit).  It is written before the first row, and a
-file that holds something without it is somebody else's: nothing is changed there.  A line torn by a
-kill is cut off by the next start.
+Resuming: repeat the command, and it goes on where it stopped.  ``NAME.settings.json`` next to the
+rows says what they depend on, and is compared, and what they come from (such as the commit), which
+is only recorded.  It is written before the first row: a file that holds something without it is
+somebody else's, and nothing is changed there.  Other settings are refused, and named.  One process
+writes at a time, and the next start cuts off the line that a kill has torn.  A row is appended
+whole or not at all, and is known by its key: what is there is not computed again.
 
-Here too: how a command tells its own folder of results or of a run from somebody else's.
+Folders follow the same rules: that of a run is locked (:func:`hold_folder`), and results replace
+only those of the same command (:func:`check_results`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from rlkv.utils.files import (
 )
 
 Row = dict[str, Any]
-BLOCK_BYTES = 1 << 20
 MOST_NAMED = 8  # differences that a refusal lists
 SHORT = 48  # characters up to which it shows values
 ABSENT = object()
@@ -51,14 +52,12 @@ class ResultStore:
     """
 
     def __init__(self, path: Path, key: Sequence[str], keep_rows: bool, descriptor: int) -> None:
-        self.path, self.key, self._keep_rows, self._descriptor = (
-            path,
-            tuple(key),
-            keep_rows,
-            descriptor,
-        )
+        self.path = path
+        self.key = tuple(key)
         self.rows: list[Row] = []
         self.done: set[Hashable] = set()
+        self._keep_rows = keep_rows
+        self._descriptor = descriptor
         for row in iter_rows(path, key):
             self._add(row)
 
@@ -83,12 +82,12 @@ class ResultStore:
 
 
 def key_of(row: Row, key: Sequence[str]) -> Hashable:
-    """The value that makes ``row`` unique: of one field, or a tuple of several."""
+    """Return the value that makes ``row`` unique: of one field, or a tuple of several."""
     return row[key[0]] if len(key) == 1 else tuple(row[name] for name in key)
 
 
 def settings_path(path: Path) -> Path:
-    """Where the settings of the rows in ``path`` are kept."""
+    """Return where the settings of the rows in ``path`` are kept."""
     return path.with_name(path.name + ".settings.json")
 
 
@@ -126,12 +125,13 @@ def open_store(
     try:
         if fresh:
             os.ftruncate(descriptor, 0)
-        if os.fstat(descriptor).st_size:
+        holds_rows = os.fstat(descriptor).st_size > 0
+        if holds_rows:
             check_settings(path, settings)
-            store = ResultStore(path, key, keep_rows, descriptor)
+        store = ResultStore(path, key, keep_rows, descriptor)
+        if holds_rows:
             _cut_torn_line(path, descriptor)
         else:
-            store = ResultStore(path, key, keep_rows, descriptor)
             write_json(settings_path(path), {"settings": settings, "recorded": recorded or {}})
         yield store
     except BaseException:
@@ -144,8 +144,7 @@ def open_store(
 
 
 def check_output(path: Path) -> None:
-    """Raise ``ValueError`` if ``path`` cannot be a store, as far as that is seen without the
-    settings.
+    """Raise ValueError if ``path`` cannot be a store, whatever the settings.
 
     A command calls this before it loads a model; :func:`open_store` does so too.
     """
@@ -163,15 +162,15 @@ def check_output(path: Path) -> None:
     if path.exists() and path.stat().st_size and not noted.exists():
         raise ValueError(
             f"{path} exists, but {noted.name}, which says how its rows were made, does not: it is "
-            "left as it is; take "
-            "another file or folder for the output, or remove it to start over"
+            "left as it is; take another file or folder for the output, or remove it to start over"
         )
 
 
 def read_store(path: Path, key: Sequence[str], settings: dict[str, Any] | None = None) -> list[Row]:
-    """The rows of a file that is not written to, made with ``settings`` if given.
+    """Return the rows of a file that is not written to, made with ``settings`` if given.
 
-    Errors as in :func:`open_store`.
+    Raises:
+        ValueError: as :func:`open_store`.
     """
     with path.open("rb") as file:
         _lock(file.fileno(), path, fcntl.LOCK_SH)
@@ -182,7 +181,7 @@ def read_store(path: Path, key: Sequence[str], settings: dict[str, Any] | None =
 
 
 def iter_rows(path: Path, key: Sequence[str]) -> Iterator[Row]:
-    """The rows one by one; a torn last line is left out.
+    """Yield the rows one by one; a torn last line is left out.
 
     Raises:
         ValueError: if another line is damaged, or a row appears twice (names file and line).
@@ -209,43 +208,41 @@ def iter_rows(path: Path, key: Sequence[str]) -> Iterator[Row]:
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if the rows of ``path`` were made with other settings.
-
-    The differences are named.
-    """
+    """Raise ValueError, which names what differs, if the rows were made with other settings."""
     check_output(path)
     before = read_json(settings_path(path))["settings"]
     changes = differences(before, json.loads(json.dumps(settings)))
-    if changes:
-        more = f" and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
-        shown = ", ".join(text for text in list(changes.values())[:MOST_NAMED] if text)
-        raise ValueError(
-            f"{path} holds rows made with other settings "
-            f"({', '.join(list(changes)[:MOST_NAMED])}{more})"
-            f"{': ' if shown else ''}{shown}; use the old ones, take another output folder, or "
-            "remove this file "
-            "to start over"
-        )
+    if not changes:
+        return
+    names = ", ".join(list(changes)[:MOST_NAMED])
+    if len(changes) > MOST_NAMED:
+        names += f" and {len(changes) - MOST_NAMED} more"
+    values = ", ".join(text for text in list(changes.values())[:MOST_NAMED] if text)
+    raise ValueError(
+        f"{path} holds rows made with other settings ({names}){': ' if values else ''}{values}; "
+        "use the old ones, take another output folder, or remove this file to start over"
+    )
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """What differs, in the order of names:
+    """Map the names that differ, such as ``outer.inner``, to "... was 3 and is now 4".
 
-    ``outer.inner`` to "... was 3 and is now 4", empty for long values.
+    The text is empty for long values.
     """
     found: dict[str, str] = {}
     for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name, ABSENT), now.get(name, ABSENT)
+        full_name = f"{prefix}{name}"
+        old = before.get(name, ABSENT)
+        new = now.get(name, ABSENT)
         if old == new:
             continue
         if isinstance(old, dict) and isinstance(new, dict):
-            found |= differences(old, new, f"{prefix}{name}.")
+            found |= differences(old, new, f"{full_name}.")
             continue
         values = ["absent" if value is ABSENT else json.dumps(value) for value in (old, new)]
         is_short = max(map(len, values)) <= SHORT
-        found[f"{prefix}{name}"] = (
-            f"{prefix}{name} was {values[0]} and is now {values[1]}" if is_short else ""
-        )
+        text = f"{full_name} was {values[0]} and is now {values[1]}"
+        found[full_name] = text if is_short else ""
     return found
 
 
@@ -266,7 +263,7 @@ def _line(row: Row) -> bytes:
 
 
 def _open_locked(path: Path) -> int:
-    """A descriptor of the file, which is made if it is absent, locked for this process."""
+    """Open the file, which is made if it is absent, locked for this process."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -280,10 +277,9 @@ def _open_locked(path: Path) -> int:
 
 
 def _lock(descriptor: int, path: Path, kind: int) -> None:
+    """Lock without waiting; the kernel frees it however the process ends."""
     try:
-        fcntl.flock(
-            descriptor, kind | fcntl.LOCK_NB
-        )  # the kernel frees it however the process ends
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise StoreInUseError(
             f"{path} is being written by another process: wait for it, or take another output "
@@ -294,25 +290,25 @@ def _lock(descriptor: int, path: Path, kind: int) -> None:
 
 
 def _cut_torn_line(path: Path, descriptor: int) -> None:
-    size = end = os.fstat(descriptor).st_size
-    newline = -1
-    while end > 0 and newline < 0:  # from the back: only the last lines can be torn
-        start = max(0, end - BLOCK_BYTES)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        end = start + newline + 1
-    begin = os.pread(descriptor, len(ROW_BEGIN), end).rstrip(
-        b"\0"
-    )  # a machine that lost its power leaves zeros
+    last = b""
+    with path.open("rb") as lines:
+        for line in lines:
+            last = line
+    if last.endswith(b"\n"):
+        return
+    begin = last[: len(ROW_BEGIN)].rstrip(b"\0")  # a machine that lost its power leaves zeros
     if not ROW_BEGIN.startswith(begin):
         raise ValueError(
             f"{path} ends with something that is no row: remove its last line to go on"
         )
-    if end < size:
-        os.ftruncate(descriptor, end)
+    os.ftruncate(descriptor, os.fstat(descriptor).st_size - len(last))
+
+
+# --- folders
 
 
 def check_results(folder: Path, main: str, others: Collection[str], keys: Collection[str]) -> None:
-    """Raise ``ValueError`` if results would replace files of somebody else.
+    """Raise ValueError if results would replace files of somebody else.
 
     Called before anything is measured.
 
@@ -332,8 +328,7 @@ def check_results(folder: Path, main: str, others: Collection[str], keys: Collec
     if not isinstance(content, dict) or not content.keys() >= {"command", "versions", *keys}:
         raise ValueError(
             f"{folder} holds {', '.join(found)}, and no {main} that an earlier run of this command "
-            "wrote: take another "
-            "output folder, or move them away"
+            "wrote: take another output folder, or move them away"
         )
 
 
@@ -346,22 +341,22 @@ def check_free(folder: Path) -> None:
 
 
 def hold_folder(folder: Path) -> None:
-    """Keep other processes out of the folder of a run until :func:`free_folder`, or the end of this
-    process.
+    """Keep other processes out of the folder of a run until :func:`free_folder` or this one ends.
 
     Raises:
         StoreInUseError: if another process holds it.
     """
     make_folder(folder)
     place = folder.resolve()
-    if place not in _LOCKS:
-        descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            _lock(descriptor, folder, fcntl.LOCK_EX)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        _LOCKS[place] = descriptor
+    if place in _LOCKS:
+        return
+    descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(descriptor, folder, fcntl.LOCK_EX)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    _LOCKS[place] = descriptor
 
 
 def free_folder(folder: Path) -> None:

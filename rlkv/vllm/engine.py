@@ -358,7 +358,11 @@ class ServingEngine(VLLMEngine):
         return {"dtype": self.dtype, "device": "vllm", **own}
 
     def batch(
-        self, prompts: list[str], sampling: SamplingParams, full: bool = False
+        self,
+        prompts: list[str],
+        sampling: SamplingParams,
+        full: bool = False,
+        numbers: Sequence[int] | None = None,
     ) -> tuple[list[Completion], Usage]:
         """The completions of rendered ``prompts`` in their order.
 
@@ -369,7 +373,7 @@ class ServingEngine(VLLMEngine):
                 "the vLLM backend has no second, uncompressed cache: compare with the hf backend"
             )
         start = time.perf_counter()
-        completions = self.generate(prompts, sampling)
+        completions = self.generate(prompts, sampling, numbers=numbers)
         seconds = time.perf_counter() - start
         made = [len(completion.token_ids) for completion in completions]
         given = self.prompt_lengths(prompts)

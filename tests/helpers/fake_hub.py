@@ -26,10 +26,10 @@ COMMIT = "0" * 40
 
 @dataclass
 class FakeHub:
-    """``folder`` None: every request gets ``status``, or what the repository's name ends with
-    (``owner/model-404``).
+    """The hub's repository and what it was asked.
 
-    ``requests`` lists method and path of each one.
+    ``folder`` None: every request gets ``status``, or what the repository's name ends with
+    (``owner/model-404``).  ``requests`` lists method and path of each one.
     """
 
     folder: Path | None = None

@@ -1,6 +1,4 @@
-"""Tiny random models of transformers' families that differ from Llama in their attention or their
-cache.
-"""
+"""Tiny random models of families that differ from Llama in their attention or their cache."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def make_family(family: str) -> PreTrainedModel:
-    """A random decoder of ``family`` in eval mode, all of its parameters away from their initial
-    values.
-    """
+    """Make a random decoder in eval mode, all of its parameters away from their initial values."""
     settings = SIZES | OWN_SETTINGS.get(family, {})
     settings = {name: value for name, value in settings.items() if value is not None}
     torch.manual_seed(0)

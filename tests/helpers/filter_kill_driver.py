@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rlkv.data import filter as filter_job
 from rlkv.data.filter import FilterConfig
-from rlkv.rollout.base import Completion, FinishReason, SamplingParams
+from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.rollout.decoding import Row
 from rlkv.rollout.hf import HFEngine
 from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.kill_rounds import run_and_kill
@@ -24,8 +25,8 @@ class BoxingEngine(HFEngine):
     statuses occur.
     """
 
-    def _completion(self, ids: list[int], reason: FinishReason, seconds: float) -> Completion:
-        done = super()._completion(ids, reason, seconds)
+    def _completion(self, row: Row) -> Completion:
+        done = super()._completion(row)
         digest = sum((i + 1) * token for i, token in enumerate(done.token_ids))
         text = f"{done.text} \\boxed{{ {digest % 10} }}" if digest % 7 else done.text
         return Completion(done.token_ids, text, done.finish_reason)

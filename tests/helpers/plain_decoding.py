@@ -21,12 +21,17 @@ def decode(
     max_new_tokens: int,
     batch_size: int = 100,
 ) -> tuple[list[Completion], list[bool]]:
-    """Greedy completions of ``problems`` (``problem``, ``answer``) and their verdicts, in the
-    problems' order.
-    """
-    sizes = (cache.sink, cache.window, cache.prefill, batch_size, cache.eviction)
+    """Return greedy completions of ``problems`` and their verdicts, in the problems' order."""
     engine = InferenceEngine(
-        model, tokenizer, allocation, *sizes, protect_prompt=cache.protect_prompt
+        model,
+        tokenizer,
+        allocation,
+        sink=cache.sink,
+        window=cache.window,
+        prefill=cache.prefill,
+        batch_size=batch_size,
+        eviction=cache.eviction,
+        protect_prompt=cache.protect_prompt,
     )
     prompts = [render_prompt(tokenizer, problem["problem"]) for problem in problems]
     completions, _ = engine.batch(prompts, SamplingParams(max_new_tokens))

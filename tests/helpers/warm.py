@@ -1,5 +1,4 @@
-"""Programs in processes of their own that need not import torch, transformers, trl and datasets
-first.
+"""Programs in processes of their own that need not import torch, transformers and trl first.
 
 The processes are forks of one server per test process (``multiprocessing``'s forkserver).  Not for
 tests of imports or of variables that a library reads when it is imported (``HF_*``).

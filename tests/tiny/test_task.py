@@ -33,14 +33,10 @@ def test_answers_and_solutions_are_right() -> None:
         drawn = draw_problem(rng, size)
         assert solve(drawn.problem) == drawn.answer
         assert f"\\boxed{{ {drawn.answer} }}" in drawn.solution
-
-
-def test_every_step_of_a_solution_is_true() -> None:
-    drawn = draw_problem(random.Random(1), 12)
-    steps = re.findall(r"(\d) ([+*-]) (\d) = (\d)", drawn.solution)
-    assert len(steps) == 10
-    for left, operator, right, result in steps:
-        assert eval(f"({left} {operator} {right}) % 10") == int(result)
+        steps = re.findall(r"(\d) ([+*-]) (\d) = (\d)", drawn.solution)
+        assert len(steps) == size - 2
+        for left, operator, right, result in steps:
+            assert eval(f"({left} {operator} {right}) % 10") == int(result)
 
 
 def test_same_seed_same_problems() -> None:
@@ -67,10 +63,7 @@ def test_output_lengths_spread_and_recalls_are_far() -> None:
         assert len(output) + 1 == longest_solution(size)
         text = prompt + output
         for i in range(len(prompt), len(text)):
-            is_recall = (
-                re.fullmatch(r"[a-z]=\d", text[i]) and text[i + 1] == "," and text[i - 1] == ","
-            )
-            if is_recall:
+            if re.fullmatch(r"[a-z]=\d", text[i]) and text[i - 1] == text[i + 1] == ",":
                 recalls += 1
                 last = max(j for j in range(i) if text[j] == text[i])
                 far += i - last > WINDOW and last >= SINK
@@ -87,6 +80,5 @@ def test_tokenizer_round_trip_and_single_tokens() -> None:
     assert tokenizer.decode(ids) == drawn.solution
     prompt = tokenizer(render_prompt(tokenizer, drawn.problem), add_special_tokens=False).input_ids
     assert tokenizer.unk_token_id not in prompt
-    assert (
-        len(prompt) == 3 + 2 * 2 + 7 * 6 + 3 + 1
-    )  # bos, user, instruction; definitions; question; assistant
+    # bos, user, instruction; definitions; question; assistant
+    assert len(prompt) == 3 + 2 * 2 + 7 * 6 + 3 + 1

@@ -22,13 +22,7 @@ def test_resumed_items_are_not_fast(
         assert bar.pace() == "3 problems/s, 0:00:03 left"
         monkeypatch.undo()
     assert "filter" in capsys.readouterr().err
-
-
-def test_nothing_is_shown_where_it_is_disabled(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("filter", "problems", disable=True) as bar:
         bar.advance()
     assert capsys.readouterr() == ("", "")
-
-
-def test_duration() -> None:
     assert [duration(s) for s in (0, 59.6, 3725)] == ["0:00:00", "0:01:00", "1:02:05"]
