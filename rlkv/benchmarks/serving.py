@@ -43,8 +43,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
-# the first would replace the pool that is asked for, the others add the plugin to the stock runs
-REMOVED = ("VLLM_CPU_KVCACHE_SPACE", *VARIABLES.values())
+# they would replace the pool that is asked for, move the engine into the benchmark's process, and
+# add the plugin to the stock runs
+REMOVED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING", *VARIABLES.values())
 COLUMNS = {
     "mode": "{mode}",
     "tokens/s": "{tokens_per_second:.1f}",

@@ -1,6 +1,6 @@
 """The decode kernel against attention in float64, by its own buffers.
 
-    python -m tests.helpers.decode_kernel
+    TRITON_INTERPRET=1 python -m tests.helpers.decode_kernel
 
 runs one float32 shape on a CPU, through the Triton interpreter, and prints the largest error with
 the right window and with one that is a token too short.
@@ -8,7 +8,6 @@ the right window and with one that is a token too short.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -16,8 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rlkv.kernels.step import DecodeStep
 from rlkv.benchmarks.turns import relative_error
+from rlkv.kernels.step import DecodeStep
 
 STEPS = 4
 
@@ -81,15 +80,20 @@ class KernelRun:
                 ring[row, :, slot] = states[row, shape.full :, first + position]
         return full, ring
 
+    def inputs(self, index: int) -> list[Tensor]:
+        """Return query, key and value of the token of step ``index``."""
+        column = self.shape.cached + index
+        return [self.queries[index], self.keys[:, :, column], self.values[:, :, column]]
+
     def launch(self, index: int) -> Tensor:
         """Decode the token of step ``index``: ``[B, H, G, D]``."""
         from rlkv.kernels.decode import decode
 
-        column = self.shape.cached + index
+        query, key, value = self.inputs(index)
         return decode(
-            query=self.queries[index],
-            key=self.keys[:, :, column],
-            value=self.values[:, :, column],
+            query=query,
+            key=key,
+            value=value,
             full=self.full,
             ring=self.ring,
             places=self.places,
@@ -134,5 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     main()
