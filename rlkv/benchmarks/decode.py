@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
-from transformers.utils import is_flash_attn_2_available
 
 from rlkv.benchmarks.turns import (
     Contender,
@@ -33,7 +32,6 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import cache_nbytes
 from rlkv.kernels.step import serves
 
-STOCK = "DynamicCache"
 EMPTY = "1 token"  # a step that does everything but read a cache
 KERNEL = ", kernel"  # behind the name of what decodes by the kernel, which is off by default
 # relative errors of what whole models compute
@@ -87,7 +85,7 @@ def reallocation_cache(
 class Steps:
     """Decode steps of a model on top of ``context`` cached tokens, in ``batch`` rows."""
 
-    stock = STOCK
+    stock = "DynamicCache"
 
     def __init__(self, config: DecodeConfig, model: Any, batch: int, context: int) -> None:
         self.config = config
@@ -111,16 +109,10 @@ class Steps:
         # a static cache is as long as the turn needs it, its best case
         room = self.context + 1 + self.config.max_steps
         static = partial(StaticCache, self.config.llama(room), room)
-        found = [
-            self.contender(STOCK, "sdpa", DynamicCache, self.context),
+        return [
+            self.contender(self.stock, "sdpa", DynamicCache, self.context),
             self.contender("StaticCache", "sdpa", static, self.context),
         ]
-        options = self.config.options
-        on_gpu = options["device"].type == "cuda"
-        if on_gpu and options["dtype"] != torch.float32 and is_flash_attn_2_available():
-            name = f"{STOCK}, FlashAttention"
-            found.append(self.contender(name, "flash_attention_2", DynamicCache, self.context))
-        return found
 
     def contender(
         self, name: str, implementation: str, make: Callable[[], Cache], context: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -43,9 +43,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
-# they would replace the pool that is asked for, move the engine into the benchmark's process, and
-# add the plugin to the stock runs
-REMOVED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING", *VARIABLES.values())
+# the first would replace the pool that is asked for, the second, which our commands set, make vLLM
+# divide by the 0 seconds of a hidden bar, and the others add the plugin to the stock runs
+REMOVED = ("VLLM_CPU_KVCACHE_SPACE", "TQDM_DISABLE", *VARIABLES.values())
 COLUMNS = {
     "mode": "{mode}",
     "tokens/s": "{tokens_per_second:.1f}",
@@ -72,8 +72,8 @@ class ServingConfig(LlamaSizes):
     hidden: int = 1024
     intermediate: int = 2816
     vocabulary: int = 2048
-    dtype: str = "float32"
-    """float32, bfloat16 or float16."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights and KV."""
     requests: int = 48
     """Requests, all at once."""
     prompt_tokens: int = 48
@@ -84,8 +84,6 @@ class ServingConfig(LlamaSizes):
     """Lengths are uniform between 1 - spread and 1 + spread times the mean."""
     sparsities: tuple[float, ...] = (0.2, 0.4, 0.5, 0.6)
     """Compared with the full cache."""
-    gates: str | None = None
-    """A gates file of that shape; default: random gates."""
     sink: int = 4
     """First tokens that compressible heads keep without an eviction policy."""
     window: int = 28
@@ -108,8 +106,6 @@ class ServingConfig(LlamaSizes):
     """Whether the engine runs without compilation and CUDA graphs."""
     rounds: int = 5
     """Turns that each mode takes."""
-    seed: int = 0
-    """Of the requests and of random gates."""
     output_dir: Path = Path("results/serving")
     """Where the results go: .json, .md and .png."""
 
@@ -127,8 +123,6 @@ class ServingConfig(LlamaSizes):
                 f"--pool-tokens is {self.pool_tokens}: the pool must hold one request of "
                 f"{self.positions} tokens"
             )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype}: choose one of {', '.join(DTYPES)}")
         if self.eviction is not None and self.eviction not in EVICTIONS:
             raise ValueError(
                 f"--eviction {self.eviction!r} is not served: choose from {', '.join(EVICTIONS)}"
@@ -159,21 +153,13 @@ class ServingConfig(LlamaSizes):
             return None
         return make_policy(eviction, budget=self.budget, buffer=self.buffer)
 
-    def head_gates(self) -> HeadGates:
-        """Return the gates file, which must fit the model, or random gates."""
-        if self.gates is None:
-            draw = torch.Generator().manual_seed(self.seed)
-            alpha = torch.rand(self.layers, self.kv_heads, generator=draw)
-            heads = (self.layers, self.kv_heads, self.query_heads, self.head_dim)
-            shape = ModelShape("", "llama", *heads)
-            return HeadGates(alpha, model=shape, deploy_sink=self.sink, deploy_window=self.window)
-        found = HeadGates.load(self.gates)
-        if found.alpha.shape != (self.layers, self.kv_heads):
-            raise ValueError(
-                f"{found.source}: gates of {found.num_layers} x {found.num_kv_heads} heads, the "
-                f"model has {self.layers} x {self.kv_heads}"
-            )
-        return found
+    def random_gates(self) -> HeadGates:
+        """Return gates that nothing was trained for: speed does not depend on which are full."""
+        draw = torch.Generator().manual_seed(0)
+        alpha = torch.rand(self.layers, self.kv_heads, generator=draw)
+        heads = (self.layers, self.kv_heads, self.query_heads, self.head_dim)
+        shape = ModelShape("", "llama", *heads)
+        return HeadGates(alpha, model=shape, deploy_sink=self.sink, deploy_window=self.window)
 
 
 @dataclass(frozen=True)
@@ -201,7 +187,7 @@ def write_model(config: ServingConfig, folder: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     config.llama(config.positions).save_pretrained(folder)
-    config.head_gates().save(folder / "gates.safetensors")
+    config.random_gates().save(folder / "gates.safetensors")
 
 
 def engine_options(config: ServingConfig, mode: Mode, folder: Path) -> list[str]:
@@ -216,7 +202,7 @@ def engine_options(config: ServingConfig, mode: Mode, folder: Path) -> list[str]
         "random-range-ratio": config.spread,
         "num-prompts": config.requests,
         "num-warmups": 2,
-        "seed": config.seed,
+        "seed": 0,
         "max-model-len": config.positions,
         "max-num-seqs": config.rows,
         "max-num-batched-tokens": config.step_tokens,
@@ -269,7 +255,7 @@ def summarize(config: ServingConfig, modes: list[Mode], runs: list[dict[str, Any
     speeds: dict[str, list[float]] = defaultdict(list)
     for run in runs:
         speeds[run["mode"]].append(run["tokens_per_second"])
-    gates = config.head_gates()
+    gates = config.random_gates()
     length = config.prompt_tokens + config.output_tokens
     rows = []
     for mode in modes:
@@ -330,7 +316,7 @@ def run_serving(config: ServingConfig) -> None:
     page.paragraph(NOTE)
     title = (
         f"Llama of {config.layers} layers, {config.kv_heads} KV heads of {config.head_dim}, hidden "
-        f"{config.hidden}, random weights, {config.dtype}, {config.gates or 'random gates'}; vLLM "
+        f"{config.hidden}, random weights and gates, {config.dtype}; vLLM "
         f"{installed_version()}, {'eager' if config.eager else 'compiled'}; {hardware_line()}"
     )
     facts = {"runs": runs, "vllm": installed_version()}

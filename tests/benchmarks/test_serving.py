@@ -11,13 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from rlkv.benchmarks import serving
 from rlkv.benchmarks.serving import Mode, ServingConfig, engine_options, summarize
 from rlkv.cli.app import parse
 from rlkv.cli.jobs import bench_main
-from rlkv.gates.head_gates import HeadGates
 from rlkv.utils import runtime
 from tests.helpers.exit_code import exit_code
 
@@ -48,7 +46,6 @@ def test_the_pool_is_counted_in_blocks_of_the_full_cache() -> None:
         ({"pool_tokens": 80}, "--pool-tokens is 80: the pool must hold one request of 90 tokens"),
         ({"spread": 1.0}, "--spread 1"),
         ({"window": 0}, "--window"),
-        ({"dtype": "float8"}, "--dtype"),
         ({"rounds": 0}, "--rounds"),
         ({"eviction": "h2o"}, "--eviction 'h2o' is not served"),
         ({"eviction": "rkv", "budget": 0}, "budget"),
@@ -59,13 +56,6 @@ def test_the_pool_is_counted_in_blocks_of_the_full_cache() -> None:
 def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(TINY, **changes).check()
-
-
-def test_gates_must_fit_the_model(tmp_path: Path) -> None:
-    HeadGates(torch.rand(2, 2)).save(tmp_path / "gates.safetensors")
-    config = replace(TINY, gates=str(tmp_path / "gates.safetensors"))
-    with pytest.raises(ValueError, match="gates of 2 x 2 heads, the model has 3 x 2"):
-        config.head_gates()
 
 
 def test_modes_differ_by_the_plugin_alone(tmp_path: Path) -> None:
