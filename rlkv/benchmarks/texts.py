@@ -135,7 +135,7 @@ def measure_evictions(config: DecodeConfig) -> None:
         steps = Steps(config, model, batch, entries)
         step = steps.contender("decode step", IMPLEMENTATION, make, entries)
         policies = [eviction_contender(config, name, batch, entries) for name in EVICTED]
-        take_turns([step, *policies], config, EVICTIONS_IN_A_TURN)
+        take_turns([step, *policies], config, min(config.max_steps, EVICTIONS_IN_A_TURN))
         results += [eviction_row(config, contender, step) for contender in policies]
     ylabel = "time added to a decode step (share)"
     panels = panels_of(results, "policy", "share_of_a_step", "entries before an eviction", ylabel)

@@ -28,20 +28,6 @@ LOG2E = 1.4426950408889634
 Buffers = tuple[Tensor, Tensor]  # keys and values
 
 
-def launch_smallest(device: torch.device) -> None:
-    """Launch the smallest kernel; raise whatever Triton raises where it cannot."""
-    out = torch.zeros(1, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        _write_one[(1,)](out)
-    if out.item() != 1:
-        raise RuntimeError("a kernel wrote nothing")
-
-
-@triton.jit
-def _write_one(out):
-    tl.store(out, 1)
-
-
 def splits_of(heads: int, entries: int, device: torch.device) -> int:
     """Return into how many splits each of the longest heads goes.
 

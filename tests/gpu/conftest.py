@@ -116,9 +116,9 @@ def clean(request: pytest.FixtureRequest, device: torch.device, on_gpu: bool) ->
     """Drop what earlier tests left; end the run if the GPU computes no more."""
     if request.node.get_closest_marker("gpu") and not on_gpu:
         pytest.skip("needs a CUDA device")
-    gc.collect()
     torch._dynamo.reset()
     if on_gpu:
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     # torch would run FlexAttention dense past its recompile limit, and only log it

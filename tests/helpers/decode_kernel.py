@@ -73,11 +73,12 @@ class KernelRun:
         ring = states.new_full((shape.rows, shape.compressible, slots, shape.size), torch.nan)
         for row, first in enumerate(shape.padding.tolist()):
             full[row, :, first : shape.cached] = states[row, : shape.full, first : shape.cached]
-            for position in range(shape.cached - first):
-                slot = position
-                if position >= shape.sink:
-                    slot = shape.sink + (position - shape.sink) % shape.window
-                ring[row, :, slot] = states[row, shape.full :, first + position]
+            position = torch.arange(shape.cached - first, device=states.device)
+            newest = position >= len(position) - shape.window
+            position = position[(position < shape.sink) | newest]
+            turned = shape.sink + (position - shape.sink) % shape.window
+            slot = torch.where(position < shape.sink, position, turned)
+            ring[row, :, slot] = states[row, shape.full :, first + position]
         return full, ring
 
     def inputs(self, index: int) -> list[Tensor]:
