@@ -239,7 +239,8 @@ def measure_texts(config: DecodeConfig) -> None:
     for method in methods:
         for written, held in enumerate(bytes_by_length(config, model, method)):
             mebibytes = held / 2**20
-            grown[method.name].append((config.prompt_tokens + written, *[mebibytes] * 3))
+            point = (config.prompt_tokens + written, mebibytes, mebibytes, mebibytes)
+            grown[method.name].append(point)
     text = f"{config.prompt_tokens} + {config.new_tokens} tokens"
     labels = ("one text", "tokens read and written", grown, "MiB of KV in use")
     plain = {name: {"marker": ""} for name in grown}

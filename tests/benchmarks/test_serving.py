@@ -108,6 +108,14 @@ def test_the_command_runs_all_modes_in_turns(
     assert (tmp_path / "serving.png").stat().st_size > 5000
 
 
+def test_an_engine_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "PROGRAM", "raise TypeError('no such option')")
+    config = replace(TINY, output_dir=tmp_path)
+    said = "the run of full cache failed: TypeError: no such option; its output is in .*run.log"
+    with pytest.raises(ValueError, match=said):
+        serving.run_once(config, Mode(), tmp_path)
+
+
 # --- rlkv-bench check
 
 check = partial(exit_code, bench_main, "rlkv-bench", "check")

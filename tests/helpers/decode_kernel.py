@@ -129,7 +129,7 @@ def main() -> None:
     from rlkv.kernels import decode
 
     torch.set_num_threads(1)
-    shape = Shape(rows=2, full=1, compressible=2, group=3, size=24, cached=300)
+    shape = Shape(rows=2, full=1, compressible=1, group=3, size=24, cached=140)
     # so many multiprocessors that the full head goes in several splits
     with mock.patch.object(decode, "_processors", return_value=24):
         print("error", KernelRun(shape, torch.float32, torch.device("cpu")).error())

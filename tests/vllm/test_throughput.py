@@ -6,8 +6,6 @@ import json
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.engines import need_vllm
 
 need_vllm()
@@ -36,10 +34,3 @@ def test_all_modes_serve_the_same_requests_in_the_same_pool(tmp_path: Path) -> N
     assert found["vllm"]
     assert (tmp_path / "serving.png").stat().st_size > 5000
     assert "| sparsity 0.5 |" in (tmp_path / "serving.md").read_text()
-
-
-def test_an_engine_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # no block holds fewer tokens than the CPU's kernels take
-    assert run("--block-size", "3", "--output-dir", tmp_path) == 2
-    assert "error: the run of full cache failed: " in capsys.readouterr().err
-    assert (tmp_path / "serving_run.log").exists()
