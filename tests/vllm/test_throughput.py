@@ -12,7 +12,7 @@ need_vllm()
 from rlkv.cli.jobs import bench_main
 from tests.helpers.exit_code import exit_code
 
-OPTIONS = """--layers 1 --hidden 128 --query-heads 2 --kv-heads 2 --requests 4 --prompt-tokens 6
+OPTIONS = """--layers 2 --hidden 128 --query-heads 2 --kv-heads 2 --requests 4 --prompt-tokens 6
     --output-tokens 40 --pool-tokens 320 --sparsities 0.5 --rounds 1"""
 
 
