@@ -1,1 +1,1 @@
-"""Benchmarks: a decode step, an eviction, and serving with vLLM; a check-up for GPUs."""
+"""Benchmarks: decoding with transformers, and serving with vLLM."""

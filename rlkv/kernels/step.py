@@ -1,6 +1,6 @@
 """What the decode kernel needs besides the states of a layer, and which calls it serves.
 
-Loads no Triton.
+Loads no Triton, which may be absent.
 """
 
 from __future__ import annotations
@@ -12,32 +12,14 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-
-
-@triton.jit
-def _one(out):
-    tl.store(out, 1)
-
-
-def launch(device: torch.device) -> None:
-    """Launch the smallest kernel; raises whatever Triton raises where it cannot."""
-    out = torch.zeros(1, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        _one[(1,)](out)
-    if out.item() != 1:
-        raise RuntimeError("a kernel wrote nothing")
-
 
 SWITCH = "RLKV_DECODE_KERNEL"  # off by default, until a run on a GPU confirms the kernel
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)  # the least that Triton supports
-LARGEST_HEAD, LARGEST_GROUP = (
-    256,
-    32,
-)  # one tile of queries and of outputs has to fit into registers
+# one tile of queries and of outputs has to fit into registers
+LARGEST_HEAD = 256
+LARGEST_GROUP = 32
 
 
 @dataclass
@@ -66,8 +48,7 @@ class DecodeStep:
         self._arrivals = torch.zeros(0, dtype=torch.int32, device=self.start.device)
 
     def scratch(self, floats: int, heads: int) -> tuple[Tensor, Tensor]:
-        """Memory for what splits hand on: float32 ``[floats or more]``, and int32 ``[heads or
-        more]`` that are 0.
+        """Return memory for what splits hand on: at least ``floats`` float32, ``heads`` int32 of 0.
 
         Every launch leaves its counters at 0, and launches of one stream follow each other: all
         layers share it.
@@ -90,16 +71,16 @@ def switched_on() -> bool:
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes these states: query ``[B, H, G, n, D]``, keys and values ``[B, H, n,
-    D]``.
+    """Return whether the kernel takes these states.
+
+    Shapes: query ``[B, H, G, n, D]``; key and value ``[B, H, n, D]``.
     """
-    if not query.is_cuda or key.shape[2] != 1 or query.dtype not in DTYPES:
-        return False
-    if not query.dtype == key.dtype == value.dtype:
-        return False
-    sizes = (key.shape[3], value.shape[3])
     return (
-        max(sizes) <= LARGEST_HEAD
+        query.is_cuda
+        and key.shape[2] == 1
+        and query.dtype in DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and key.shape[3] == value.shape[3] <= LARGEST_HEAD
         and query.shape[2] <= LARGEST_GROUP
         and _runs_triton(query.device)
     )
@@ -120,7 +101,9 @@ def _runs_triton(device: torch.device) -> bool:
 
 
 def _cannot_launch(device: torch.device) -> str:
-    """Why, in a line; empty if it can.  Triton's errors have no class in common."""
+    """Return why in a line, or nothing if it can: Triton's errors have no class in common."""
+    from rlkv.kernels.probe import launch
+
     try:
         launch(device)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The benchmark's bookkeeping on a model of toy size; no timing is judged."""
+"""``rlkv-bench decode`` on a model of toy size: bytes, agreement, files; no time is judged."""
 
 from __future__ import annotations
 
@@ -12,81 +12,130 @@ import pytest
 import torch
 
 from rlkv.benchmarks import decode
-from rlkv.benchmarks.decode import DecodeConfig, measure_decode
+from rlkv.benchmarks.decode import LayerSteps, Steps, step_rows
+from rlkv.benchmarks.texts import (
+    EVICTED,
+    draw_states,
+    evict_once,
+    largest_batch,
+    text_contender,
+    text_row,
+)
+from rlkv.benchmarks.turns import Contender, DecodeConfig, fits, take_turns
 from rlkv.cache import HeadReallocationCache
-from rlkv.cli.jobs import bench_main as main
+from rlkv.cli.jobs import bench_main
+from rlkv.evaluation.evaluate import parse_methods
+from rlkv.rollout.footprint import GIB
 from tests.helpers.exit_code import exit_code
 from tests.helpers.models import TOY_LLAMA
 
 TOY = DecodeConfig(
-    batches=(1, 2),
-    contexts=(128,),
     rounds=2,
     seconds=0.0,
     sink=2,
     window=6,
+    prompt_tokens=20,
+    new_tokens=30,
     **TOY_LLAMA,
     device="cpu",
 )
+ENTRY = 2 * 8 * 4  # key and value of 8 floats
+FULL_HEADS = {"sparsity 0.5": 2, "sparsity 0.9": 0}  # of 4; all in the other caches
 
 
-def toy_model() -> torch.nn.Module:
-    return TOY.build_model(1024)
+def rows_of(kind: type[Steps] = Steps, config: DecodeConfig = TOY) -> dict[str, dict[str, Any]]:
+    contenders = kind(config, config.build_model(), 2, 128).contenders()
+    take_turns(contenders, config, config.max_steps, config.seconds)
+    return {row["cache"]: row for row in step_rows(contenders, 1e-4)}
 
 
-def test_rows_and_bytes() -> None:
-    rows = measure_decode(TOY)
-    assert [(row["batch"], row["cache"]) for row in rows] == [
-        (batch, name)
-        for batch in (1, 2)
-        for name in ("DynamicCache", "StaticCache", "sparsity 0", "sparsity 0.5", "sparsity 0.9")
-    ]
-    for row in rows:
-        if row["cache"] == "StaticCache":
-            assert row["kv_bytes"] == 2 * row["batch"] * 8 * 4 * 4 * (128 + 1 + TOY.max_steps)
-            continue
-        entry = 2 * row["batch"] * 8 * 4
-        full_heads = {"DynamicCache": 4, "sparsity 0": 4, "sparsity 0.5": 2, "sparsity 0.9": 0}[
-            row["cache"]
-        ]
-        assert row["kv_bytes_full"] == entry * 4 * 128
-        assert row["kv_bytes"] == entry * (full_heads * 128 + (4 - full_heads) * 8)
+def test_steps_hold_the_bytes_of_their_heads() -> None:
+    rows = rows_of()
+    names = ["sparsity 0", *FULL_HEADS]
+    assert list(rows) == ["DynamicCache", "StaticCache", *names]
+    static = rows.pop("StaticCache")
+    assert static["kv_bytes"] == 2 * ENTRY * 4 * (128 + 1 + TOY.max_steps)
+    for name, row in rows.items():
+        full = FULL_HEADS.get(name, 4)
+        assert row["kv_bytes"] == 2 * ENTRY * (full * 128 + (4 - full) * 8)
+        assert row["kv_bytes_full"] == 2 * ENTRY * 4 * 128
         assert row["steps"] == 2
         assert row["ms_per_step"] > 0
+        assert row["speedup_over_dynamic_cache"] > 0
+        assert (row["expected_ms"] is not None) is name.startswith("sparsity")
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "takes_part"),
-    [
-        ("cuda", "auto", True),
-        ("cuda", "float16", True),
-        ("cuda", "float32", False),
-        ("cpu", "bfloat16", False),
-    ],
-)
-def test_flash_attention_takes_part_where_it_runs(
-    device: str, dtype: str, takes_part: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [Steps, LayerSteps])
+def test_the_kernel_takes_turns_where_it_serves(
+    kind: type[Steps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "is_flash_attn_2_available", lambda: True)
-    monkeypatch.setattr(decode, "resolve_device", torch.device)
-    monkeypatch.setattr(decode, "kernel_serves", lambda config: False)
-    variants = decode._variants(replace(TOY, device=device, dtype=dtype), 128)
-    found = {variant.name: variant.implementation for variant in variants}
-    assert found.get("DynamicCache, FlashAttention") == (
-        "flash_attention_2" if takes_part else None
+    monkeypatch.setattr(decode, "kernel_serves", lambda config: True)
+    kernels = [f"sparsity {sparsity}, kernel" for sparsity in (0, 0.5, 0.9)]
+    rows = rows_of(kind, replace(TOY, layers=1))
+    assert list(rows)[-3:] == kernels
+    for name in kernels:
+        assert rows[name]["speedup_over_sparsity_0"] > 0
+        assert rows[name]["expected_ms"] is None
+
+
+@pytest.mark.parametrize("kind", [Steps, LayerSteps])
+def test_a_ratio_needs_equal_outputs(kind: type[Steps], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(TOY, layers=1)
+    assert not any(row["note"] for row in rows_of(kind, config).values())
+    fill = HeadReallocationCache.fill
+    monkeypatch.setattr(
+        HeadReallocationCache, "fill", lambda cache, key, value: fill(cache, key, 1.1 * value)
     )
+    for name, row in rows_of(kind, config).items():
+        ours = name.startswith("sparsity")
+        assert (f"wrong output: relative difference to {kind.stock}" in row["note"]) is ours
+        assert (row["speedup_over_dynamic_cache"] is None) is ours
+        assert row["speedup_over_sparsity_0"] is None
+
+
+def test_what_does_not_fit_is_noted_and_the_rest_is_measured() -> None:
+    def begin(contender: Contender) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    contenders = Steps(TOY, TOY.build_model(), 1, 128).contenders()
+    contenders[0].begin = begin
+    take_turns(contenders, TOY, 1)
+    theirs, static, ours, *_ = step_rows(contenders, 1e-4)
+    assert theirs == {**contenders[0].facts, "note": "out of memory"}
+    assert ours["speedup_over_dynamic_cache"] is None
+    assert static["speedup_over_sparsity_0"] > 0
+
+
+def test_another_error_is_not_taken_for_lack_of_memory() -> None:
+    def fail() -> None:
+        raise RuntimeError("shapes")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        fits(fail)
+
+
+def test_each_round_starts_with_another() -> None:
+    order = []
+
+    def begin(contender: Contender) -> Any:
+        order.append(contender.name)
+        return lambda index: lambda: torch.zeros(1)
+
+    contenders = [Contender(name, {}, begin) for name in "abc"]
+    take_turns(contenders, replace(TOY, rounds=4), 1)
+    assert "".join(order) == "abcbcacababc"
 
 
 def test_a_filled_cache_goes_on_like_one_that_read_a_prompt() -> None:
-    model = toy_model()
+    model = TOY.build_model()
     model.set_attn_implementation("rlkv_realloc")
     full = torch.tensor([[True, False], [False, True]])
     ids = torch.arange(20)[None] % 32
     read = HeadReallocationCache(full, sink=2, window=6)
+    filled = HeadReallocationCache(full, sink=2, window=6)
+    states = torch.randn(1, 2, 20, 8)
     with torch.no_grad():
         model(ids, past_key_values=read)
-        filled = HeadReallocationCache(full, sink=2, window=6)
-        states = torch.randn(1, 2, 20, 8)
         filled.fill(states, states)
         assert filled.nbytes() == read.nbytes()
         assert filled.get_seq_length() == read.get_seq_length() == 20
@@ -97,27 +146,62 @@ def test_a_filled_cache_goes_on_like_one_that_read_a_prompt() -> None:
     assert torch.equal(ring[2 + (18 - 2) % 6], states[0, 1, 18])
 
 
-def test_a_ratio_needs_equal_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = measure_decode(replace(TOY, batches=(1,)))
-    assert all(row["speedup_over_dynamic_cache"] and not row["note"] for row in right)
-    fill = HeadReallocationCache.fill
-    monkeypatch.setattr(
-        HeadReallocationCache, "fill", lambda cache, key, value: fill(cache, key, 1.1 * value)
-    )
-    for row in measure_decode(replace(TOY, batches=(1,))):
-        ours = row["cache"].startswith("sparsity")
-        assert ("wrong logits: relative difference to DynamicCache" in row["note"]) is ours
-        assert (row["speedup_over_dynamic_cache"] is None) is ours
-        assert row["speedup_over_sparsity_0"] is None
+@pytest.mark.parametrize("name", EVICTED)
+def test_an_eviction_keeps_half(name: str) -> None:
+    policy, keys, values, queries = draw_states(TOY, name, 1, 256)
+    kept_keys, kept_values = evict_once(policy, keys, values, queries)
+    assert kept_keys.shape == kept_values.shape == (1, 2, 128, 8)
+    # the latest entry is always kept
+    assert torch.equal(kept_keys[0, 0, -1], keys[0, 0, -1])
+    assert torch.equal(kept_values[0, 0, -1], values[0, 0, -1])
+
+
+def test_texts_have_their_bytes() -> None:
+    model = TOY.build_model()
+    held = {}
+    for method in parse_methods(["full", "random-heads@0.5", "tova@16"], []):
+        contender = text_contender(TOY, model, method, 2)
+        take_turns([contender], TOY, TOY.new_tokens - 1)
+        row = text_row(TOY, model, contender)
+        assert row["kv_bytes_full"] == 2 * 4 * 49 * ENTRY
+        assert row["tokens_per_second"] == pytest.approx(2 * 30 / row["seconds"])
+        held[method.name] = row["kv_bytes"]
+    assert held["full"] == 2 * 4 * 49 * ENTRY
+    # full heads have room for the last token
+    assert held["random-heads@0.5"] == 2 * (2 * 50 + 2 * 8) * ENTRY
+    assert held["tova@16"] < held["random-heads@0.5"]
+
+
+def test_the_largest_batch_fills_the_memory() -> None:
+    model = TOY.build_model()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    full, half = parse_methods(["full", "random-heads@0.5"], [])
+    for method, entries in ((full, 4 * 49), (half, 2 * 49 + 2 * 8)):
+        memory = (weights + 10.5 * entries * ENTRY) / GIB
+        assert largest_batch(TOY, model, method, memory) == 10
+    with pytest.raises(ValueError, match="--memory-gib"):
+        largest_batch(TOY, model, full, weights / GIB)
 
 
 @pytest.mark.parametrize(
-    ("option", "values"),
-    [("sparsities", (0.5,)), ("batches", (0,)), ("contexts", ()), ("rounds", 0), ("threads", 0)],
+    ("changes", "said"),
+    [
+        ({"sparsities": (0.5,)}, "--sparsities must include 0"),
+        ({"batches": (0,)}, "--batches 0"),
+        ({"contexts": ()}, "--contexts"),
+        ({"contexts": (64,), "eviction": True}, "--contexts 64: give numbers of 128 or more"),
+        ({"rounds": 0}, "--rounds"),
+        ({"threads": 0}, "--threads"),
+        ({"window": 0}, "--window"),
+        ({"new_tokens": 1}, "--new-tokens"),
+        ({"methods": ("rlkv@0.5",)}, "method 'rlkv@0.5'"),
+        ({"query_heads": 5}, "--query-heads 5 must be a multiple of --kv-heads 2"),
+        ({"layer": True, "texts": True}, "one at a time"),
+    ],
 )
-def test_settings_that_cannot_be(option: str, values: Any) -> None:
-    with pytest.raises(ValueError, match=f"--{option}"):
-        replace(TOY, **{option: values}).check()
+def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(TOY, **changes).check()
 
 
 def test_quick_changes_only_what_is_not_given() -> None:
@@ -126,50 +210,30 @@ def test_quick_changes_only_what_is_not_given() -> None:
     assert TOY.sized() == TOY
 
 
-run = partial(exit_code, main, "rlkv-bench")
+run = partial(exit_code, bench_main, "rlkv-bench", "decode")
 
 
-def test_program_writes_json_table_and_plot(tmp_path: Path) -> None:
-    options = [
-        "--quick",
-        "--contexts",
-        "64",
-        "--batches",
-        "1",
-        "--rounds",
-        "1",
-        "--sparsities",
-        "0",
-        "0.5",
-    ]
-    assert run("decode", *options, "--output-dir", tmp_path) == 0
-    found = json.loads((tmp_path / "decode.json").read_text())
+@pytest.mark.parametrize(
+    ("options", "name", "rows"),
+    [
+        ("", "decode", 4),
+        ("--layer", "decode_layer", 3),
+        ("--eviction --max-steps 1", "decode_eviction", len(EVICTED)),
+        ("--texts --new-tokens 4 --methods full tova@16", "decode_texts", 2),
+    ],
+)
+def test_the_command_writes_json_table_and_plot(
+    options: str, name: str, rows: int, tmp_path: Path
+) -> None:
+    small = "--quick --contexts 128 --batches 1 --rounds 1 --sparsities 0 0.5 --device cpu"
+    assert run(*small.split(), *options.split(), "--output-dir", tmp_path) == 0
+    found = json.loads((tmp_path / f"{name}.json").read_text())
     assert {"results", "versions", "hardware", "config", "parameters", "dtype"} <= found.keys()
-    assert len(found["results"]) == 4
-    assert found["config"]["contexts"] == [64]
-    assert (tmp_path / "decode.md").read_text().count("\n|") == 6
-    assert (tmp_path / "decode.png").stat().st_size > 5000
+    assert len(found["results"]) == rows
+    assert (tmp_path / f"{name}.md").read_text().count("\n|") == 2 + rows
+    assert (tmp_path / f"{name}.png").stat().st_size > 5000
 
 
 def test_a_refusal_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("decode", "--sparsities", "0.5") == 2
+    assert run("--sparsities", "0.5") == 2
     assert capsys.readouterr().err.startswith("error: --sparsities must include 0")
-
-
-@pytest.mark.parametrize("served", [False, True])
-def test_the_kernel_takes_turns_where_it_serves(
-    served: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decode, "kernel_serves", lambda config: served)
-    caches = {variant.name: variant.make() for variant in decode._variants(TOY, 128)}
-    ours = {
-        name: cache for name, cache in caches.items() if isinstance(cache, HeadReallocationCache)
-    }
-    switched_on = {name for name, cache in ours.items() if cache.state.decode_kernel}
-    kernels = [f"sparsity {sparsity}, kernel" for sparsity in (0, 0.5, 0.9)] if served else []
-    assert switched_on == set(kernels)
-    rows = {row["cache"]: row for row in measure_decode(replace(TOY, batches=(1,)))}
-    assert list(rows)[5:] == kernels
-    for name in kernels:
-        assert rows[name]["speedup_over_sparsity_0"] > 0
-        assert rows[name]["expected_ms"] is None

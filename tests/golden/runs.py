@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PROGRAMS = ("data_prep", "train", "rollout", "inference")  # folders of programs
 SUBCOMMANDS = {
     "rlkv-gates": "inspect convert plot diff report push pull",
-    "rlkv-bench": "decode generation attention train-step compaction serving check",
+    "rlkv-bench": "decode serving check",
     "rlkv-study": "window",
 }
 

@@ -1,12 +1,9 @@
 """The decode kernel compiled for GPUs that are not there, by Triton and its assembler.
 
-Prints what came out.
-
     python -m tests.helpers.decode_compile
 
-A line is ``compiled``, the variant, KiB of shared memory, bytes of stack per thread, whether loads
-of keys and values are asynchronous and 16 bytes wide, whether splits hand on their results in
-order, and how many loads are under way while a block of entries is computed.
+prints ``compiled``, the variant, KiB of shared memory, bytes of stack per thread, and whether
+splits hand on their results in order.
 """
 
 from __future__ import annotations
@@ -21,14 +18,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlkv.kernels.decode import _CHANGING, _decode, tiles
+from rlkv.kernels.decode import CHANGING, _decode, tiles
 
-# dtype, group size, sizes of keys and values, compute capability
+# dtype, bytes of a number, group size, size of a head, compute capability
 VARIANTS = [
-    ("bf16", 4, 128, 128, 90),  # Llama 3.1 8B
-    ("bf16", 1, 128, 128, 80),
-    ("fp16", 32, 256, 256, 86),  # the largest
-    ("fp32", 7, 80, 80, 89),
+    ("bf16", 2, 4, 128, 90),  # Llama 3.1 8B
+    ("fp16", 2, 32, 256, 86),  # the largest
+    ("fp32", 4, 1, 80, 80),
 ]
 POINTERS = {
     "places": "*i32",
@@ -36,29 +32,28 @@ POINTERS = {
     "start": "*i64",
     "padding": "*i64",
     "sinks": "*i64",
+    "partials": "*fp32",
 }
 
 
-def compiled(dtype: str, group: int, key_size: int, value_size: int, capability: int) -> Any:
-    """As a launch would, with memory and strides that are multiples of 16."""
-    constants = dict(tiles(group, key_size, value_size, {"bf16": 2, "fp16": 2, "fp32": 4}[dtype]))
+def compiled(dtype: str, itemsize: int, group: int, size: int, capability: int) -> Any:
+    """Compile as a launch would, with memory that is aligned to 16 bytes."""
+    constants = dict(tiles(group, size, itemsize))
     options = {"num_warps": constants.pop("num_warps")}
-    strides = {name for name in _decode.arg_names if name.endswith(("_row", "_head", "_own"))}
-    numbers = strides | set(_CHANGING)
-    signature: dict[str, Any] = {
-        name: "constexpr" if name in constants else "i32" if name in numbers else f"*{dtype}"
-        for name in _decode.arg_names
-    }
-    signature |= {**POINTERS, "partials": "*fp32", "scale": "fp32"}
+    signature: dict[str, Any] = dict.fromkeys(_decode.arg_names, f"*{dtype}")
+    signature |= {**POINTERS, "scale": "fp32"}
+    signature |= dict.fromkeys(CHANGING, "i32")
+    signature |= dict.fromkeys(constants, "constexpr")
     attributes = {}
-    for i, (name, kind) in enumerate(signature.items()):
-        if kind.startswith("*") or name in strides:
-            attributes[(i,)] = [["tt.divisibility", 16]]
+    for index, kind in enumerate(signature.values()):
+        if kind.startswith("*"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(_decode, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def stack(cubin: bytes) -> int:
+    """Return the bytes of stack that a thread takes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -69,43 +64,16 @@ def stack(cubin: bytes) -> int:
 
 
 def in_order(ptx: str) -> bool:
-    """Whether all threads have stored when one counts the split, and none reads before it has
-    counted.
-    """
+    """Return whether all threads have stored when one counts the split, and none reads before."""
     accesses = re.findall(r"(ld\.global|st\.global|bar\.sync|atom\.\S+)", ptx)
     (place,) = [i for i, access in enumerate(accesses) if access.startswith("atom")]
-    return accesses[place - 1 : place + 2] == [
-        "bar.sync",
-        "atom.global.gpu.acq_rel.add.u32",
-        "bar.sync",
-    ]
-
-
-def wide(ptx: str) -> bool:
-    """Whether asynchronous loads are 16 bytes wide."""
-    return set(re.findall(r"cp\.async\.c[ag]\.shared\.global.*, (0x\w+),", ptx)) == {"0x10"}
-
-
-def ahead(ptx: str) -> int:
-    """How many groups of asynchronous loads may be under way while a block of entries is computed."""
-    return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)))
-
-
-def main() -> None:
-    for variant in VARIANTS:
-        found = compiled(*variant)
-        ptx = found.asm["ptx"]
-        shared, name = round(found.metadata.shared / 1024), "-".join(map(str, variant))
-        print(
-            "compiled",
-            name,
-            shared,
-            stack(found.asm["cubin"]),
-            wide(ptx),
-            in_order(ptx),
-            ahead(ptx),
-        )
+    counted = "atom.global.gpu.acq_rel.add.u32"
+    return accesses[place - 1 : place + 2] == ["bar.sync", counted, "bar.sync"]
 
 
 if __name__ == "__main__":
-    main()
+    for variant in VARIANTS:
+        found = compiled(*variant)
+        name = "-".join(map(str, variant))
+        shared = round(found.metadata.shared / 1024)
+        print("compiled", name, shared, stack(found.asm["cubin"]), in_order(found.asm["ptx"]))

@@ -13,7 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from rlkv.attention.call import LocalSizes
 from rlkv.attention.head_gate import HeadGateConfig
-from rlkv.benchmarks.common import LlamaSizes
+from rlkv.benchmarks.turns import LlamaSizes
 from rlkv.rollout.footprint import Footprint
 from rlkv.training.plan import UpdateShape, update_memory
 from rlkv.training.trainer import completion_logprobs

@@ -1,3 +1,0 @@
-"""What breaks first on a new GPU: small checks of attention, cache, eviction, training, decoding
-and kernels.
-"""
