@@ -80,7 +80,7 @@ class Side:
 
 
 class Inputs:
-    """What the engine keeps at one place: the numbers of a step are written into the same tensors."""
+    """Tensors that the engine keeps: the numbers of every step are written into the same ones."""
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = torch.zeros(PADDED, table.shape[1], dtype=torch.int32)

@@ -120,7 +120,7 @@ LAYOUTS: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
 
 
 def with_weights_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """``model`` with the numbers that the weights of :func:`quantise_folder` stand for, in place."""
+    """Give ``model`` the numbers that the weights of :func:`quantise_folder` stand for."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("_proj.weight"):

@@ -1,4 +1,4 @@
-"""Helpers of the vLLM tests: tiny random models as folders, and their references in transformers."""
+"""Tiny random models as folders, and their references in transformers."""
 
 from __future__ import annotations
 

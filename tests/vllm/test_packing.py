@@ -1,4 +1,4 @@
-"""The packing plan: every head in one place, few block tables, bytes near the ideal."""
+"""Packing plans and blocks of a request: every head in one place, bytes near the ideal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.vllm.packing import BufferDemand, PackingPlan, SinkWindowDemand, plan_packing
+from rlkv.vllm.packing import BufferDemand, PackingPlan, SinkWindowDemand, plan_heads, plan_packing
+from rlkv.vllm.settings import ServingSettings
 
 SHAPES = [
     (28, 4),
@@ -14,6 +15,8 @@ SHAPES = [
     (36, 8),
     (28, 2),
 ]  # the three models of the paper, and one with very few KV heads
+
+
 SPARSITIES = [0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.8, 0.9, 1.0]
 
 
@@ -93,14 +96,6 @@ def test_few_full_heads_have_long_blocks() -> None:
     assert f"would hold {10 * plan.held(3000) * 3000 // plan.uncompressed(3000):,}" in line
 
 
-def test_few_compressible_heads_have_long_blocks() -> None:
-    plan = plan_packing(
-        HeadAllocation.random(32, 8, 0.2, 0).full, SinkWindowDemand(16, 16, 64), 3000
-    )
-    assert [own.demand.block_size for own in plan.bins] == [16, 64]
-    assert plan.blocks(3000) == 188 + 3
-
-
 def test_layers_are_cut_only_where_a_bin_ends() -> None:
     full = HeadAllocation.random(32, 8, 0.9, 0).full
     plan = plan_packing(full, SinkWindowDemand(16, 16, 64), 3000)
@@ -120,3 +115,17 @@ def test_blocks_of_a_request() -> None:
     assert [demand.full(tokens) for tokens in (1, 16, 17)] == [1, 1, 2]
     # 2 blocks of sinks; 64 tokens of which the first may be the last of its block: 5 blocks
     assert [demand.compressible(tokens) for tokens in (1, 100, 112, 5000)] == [1, 7, 7, 7]
+
+
+def test_all_ranks_have_bins_of_the_same_sizes() -> None:
+    full = HeadAllocation.random(32, 8, 0.9375, 0).full
+    rows = tuple("".join("01"[kept] for kept in row) for row in full.tolist())
+    settings = ServingSettings(full=rows, sink=16, window=64)
+    (whole,) = plan_heads(settings, 16, 4, 8192)
+    plans = plan_heads(settings, 16, 4, 8192, ranks=2)
+    assert len(plans[0].bins) > 2
+    sizes = [[(own.full, len(own.heads), own.demand) for own in plan.bins] for plan in plans]
+    assert sizes == [sizes[0]] * 2
+    for layer in range(32):
+        order = [head for plan in plans for head in plan.head_order(layer)]
+        assert sorted(order) == sorted(whole.head_order(layer)) == list(range(8))

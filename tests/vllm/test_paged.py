@@ -1,0 +1,366 @@
+"""Attention over blocks, tables without gaps and steps in pieces against explicit masks.
+
+What lies in the gap is NaN.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlkv.attention import LocalSizes
+from rlkv.vllm import paged
+from rlkv.vllm.packing import SinkWindowDemand
+from rlkv.vllm.paged import (
+    GapRules,
+    MixedReads,
+    SteadyTables,
+    Writes,
+    attend_prompts,
+    cut_step,
+    paged_local_attention,
+    paged_mixed_attention,
+    plan_mixed_reads,
+    plan_reads,
+    prompt_lengths,
+    whole_prompts,
+)
+from tests.helpers.gaps import without_gaps
+from tests.helpers.mixed_reference import full_mask, local_mask, mixed_by_head_attention
+
+KV_HEADS, GROUPS, SIZE = 3, 2, 8
+SCALE = SIZE**-0.5
+TOLERANCE = 2e-6  # float32 sums of at most 100 terms of size ~1
+
+REQUESTS = [
+    (1, 1),
+    (1, 17),
+    (1, 260),
+    (9, 9),
+    (7, 33),
+    (1, 64),
+    (150, 300),
+    (40, 90),
+    (2, 500),
+]  # (queries, tokens)
+SIZES = [
+    (5, 0, 1),
+    (5, 4, 9),
+    (16, 16, 64),
+    (8, 7, 3),
+    (16, 17, 33),
+    (4, 600, 600),
+]  # (block, sink, window)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None:
+    demand = SinkWindowDemand(*sizes)
+    generator = torch.Generator().manual_seed(0)
+    heads = (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
+    requests = [
+        [torch.randn(length, n, SIZE, generator=generator) for n in heads] for _, length in REQUESTS
+    ]
+    total = sum(demand.full(length) for _, length in REQUESTS)
+    free = (torch.randperm(total, generator=generator) + 1).tolist()
+    cache = torch.full((total + 1, KV_HEADS, demand.block_size, 2 * SIZE), float("nan"))
+    table = torch.zeros(
+        len(REQUESTS), max(demand.full(length) for _, length in REQUESTS) + 2, dtype=torch.int32
+    )
+    for row, ((queries, length), (_, key, value)) in enumerate(
+        zip(REQUESTS, requests, strict=True)
+    ):
+        blocks = torch.tensor([free.pop() for _ in range(demand.full(length))])
+        order = torch.arange(length)
+        slots = blocks[order // demand.block_size] * demand.block_size + order % demand.block_size
+        Writes.of(slots).store(key, value, cache)
+        # what the block manager has given back by now: block 0 is the null block, full of NaN
+        outside = max(0, length - queries - demand.window + 1) // demand.block_size
+        blocks[demand.full(demand.sink) : max(outside, demand.full(demand.sink))] = 0
+        table[row, : len(blocks)] = blocks
+    starts = torch.tensor([0] + [n for n, _ in REQUESTS]).cumsum(0)
+    lengths = torch.tensor([length for _, length in REQUESTS], dtype=torch.int32)
+    rules, prefixes = GapRules(demand, 600), torch.full((len(REQUESTS),), demand.sink)
+    # the same keys, by either table
+    compacted, shorter = without_gaps(
+        demand, table, lengths, starts, prefixes, rules.width(max(n for n, _ in REQUESTS))
+    )
+    query = torch.cat([request[0][-n:] for (n, _), request in zip(REQUESTS, requests, strict=True)])
+    outs = [torch.full_like(query, float("nan")) for _ in range(2)]
+    for out, own, ends in zip(outs, (table, compacted), (lengths, shorter), strict=True):
+        paged_local_attention(
+            query, cache, plan_reads(own, starts.tolist(), ends.tolist(), demand), SCALE, out
+        )
+    assert torch.equal(*outs)
+    out = outs[0]
+    for row, (queries, length) in enumerate(REQUESTS):
+        states = (state.transpose(0, 1)[None] for state in requests[row])
+        mask = local_mask(torch.ones(1, length, dtype=torch.bool), demand.sink, demand.window)
+        ones = torch.ones(KV_HEADS, dtype=torch.bool)
+        expected = mixed_by_head_attention(*states, ones, mask, mask, SCALE)[0][-queries:]
+        assert (out[starts[row] : starts[row + 1]] - expected).abs().max() < TOLERANCE, (
+            f"request {row}"
+        )
+
+
+def test_a_long_prompt_reads_the_states_of_its_step() -> None:
+    # a prompt read again with 30 more tokens, a decoding request, a short prompt, a long one
+    starts, prompts = [0, 230, 231, 241, 391], [200, 0, 10, 150]
+    assert whole_prompts(starts, prompts) == [slice(0, 200), slice(241, 391)]
+    assert whole_prompts(starts, None) == []
+    pieces = cut_step(starts, prompts)
+    assert [piece[:] for piece in pieces] == [
+        (0, 200, 200),
+        (0, 230, 0),
+        (1, 231, 0),
+        (2, 241, 10),
+        (3, 391, 150),
+    ]
+    assert [piece.reads_cache for piece in pieces] == [False, True, True, True, False]
+
+    generator = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn(391, heads, SIZE, generator=generator)
+        for heads in (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
+    ]
+    out = torch.full_like(states[0], 7.0)
+    attend_prompts(*states, whole_prompts(starts, prompts), SCALE, out)
+    for places in whole_prompts(starts, prompts):
+        own = [state[places].transpose(0, 1)[None] for state in states]
+        causal = torch.ones(own[0].shape[2], own[0].shape[2], dtype=torch.bool).tril()[None]
+        expected = mixed_by_head_attention(
+            *own, torch.ones(KV_HEADS, dtype=torch.bool), causal, causal, SCALE
+        )[0]
+        assert (out[places] - expected).abs().max() < TOLERANCE
+        out[places] = 7.0
+    assert out.eq(7.0).all()
+
+
+def test_a_decoding_request_has_a_short_table() -> None:
+    demand = SinkWindowDemand(16, 16, 64)
+    table = torch.arange(1, 401)[None].int()
+    ends, starts, prefixes = torch.tensor([6000]), torch.arange(2), torch.tensor([16])
+    compacted, lengths = without_gaps(
+        demand, table, ends, starts, prefixes, GapRules(demand, 6000).width(1)
+    )
+    # position 5999 sees 5936 to 5999: from block 371 on; 370 blocks are left out
+    assert compacted[0, : -(-int(lengths[0]) // 16)].tolist() == [1, 372, 373, 374, 375]
+    assert lengths.tolist() == [6000 - 370 * 16]
+    assert compacted.shape[1] == 6
+
+
+def test_buffers_stay_in_place() -> None:
+    own, of_another_builder = (SteadyTables(8, 6, torch.device("cpu")) for _ in range(2))
+    for before, now, elsewhere in zip(own(3, 6), own(5, 4), of_another_builder(3, 6), strict=True):
+        assert now.data_ptr() == before.data_ptr() != elsewhere.data_ptr()
+    assert [tuple(found.shape) for found in own(5, 4)] == [(5, 4), (5,)]
+
+
+def test_a_short_table_has_no_more_columns() -> None:
+    table = torch.arange(1, 4)[None].int()
+    demand, ends, starts, prefixes = (
+        SinkWindowDemand(16, 16, 64),
+        torch.tensor([40]),
+        torch.arange(2),
+        torch.tensor([16]),
+    )
+    compacted, lengths = without_gaps(
+        demand, table, ends, starts, prefixes, GapRules(demand, 640).width(1)
+    )
+    assert compacted.tolist() == [[1, 2, 3]]
+    assert lengths.tolist() == [40]
+
+
+def entries_read(length: int, step: int) -> int:
+    """Count what the queries of a prompt read in steps of so many tokens, in pieces."""
+    demand, total = SinkWindowDemand(16, 16, 64), 0
+    rules = GapRules(demand, length)
+    table = torch.arange(demand.full(length), dtype=torch.int32)[None]
+    for end in range(step, length + 1, step):
+        ends = torch.tensor([piece.end for piece in cut_step([0, step])])
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+        rows, width = table.expand(len(ends), -1), rules.width(step)
+        prefixes = torch.full((len(ends),), demand.sink)
+        _, shorter = without_gaps(demand, rows, end - step + ends, starts, prefixes, width)
+        total += int((starts.diff() * shorter).sum())
+    return total
+
+
+def test_a_prompt_is_read_in_linear_time() -> None:
+    """Queries times entries of their tables, which the Triton kernel reads whatever its mask is."""
+    for length, step in ((8192, 8192), (8192, 2048), (32768, 8192)):
+        now = entries_read(length, step)
+        assert now <= length * (16 + 64 + 128 + 16)  # the window may begin anywhere in a block
+        assert now < 0.06 * length * (length + 1) // 2
+
+
+# --- mixed attention
+
+IN_BLOCK = 5
+MIXED_REQUESTS = [(1, 1), (1, 17), (1, 60), (9, 9), (7, 33), (1, 5), (4, 20)]  # (queries, tokens)
+MIXED_STARTS = torch.tensor([0] + [n for n, _ in MIXED_REQUESTS]).cumsum(0)
+
+
+def plan(table: torch.Tensor, sizes: LocalSizes) -> MixedReads:
+    demand = SinkWindowDemand(IN_BLOCK, sizes.sink, sizes.window)
+    lengths = torch.tensor([length for _, length in MIXED_REQUESTS])
+    return plan_mixed_reads(table, MIXED_STARTS, lengths, demand)
+
+
+def make_requests(
+    seed: int = 0,
+) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per request ``[query, key, value]`` of all its tokens.
+
+    A cache of scattered blocks, their table, the queries.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    states = []
+    for _, length in MIXED_REQUESTS:
+        heads = (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
+        states.append([torch.randn(length, n, SIZE, generator=generator) for n in heads])
+    blocks = [-(-length // IN_BLOCK) for _, length in MIXED_REQUESTS]
+    free = torch.randperm(sum(blocks) + 4, generator=generator).tolist()
+    cache = torch.full((len(free), KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"))
+    table = torch.full((len(MIXED_REQUESTS), max(blocks) + 2), -1)
+    for row, (request, count) in enumerate(zip(states, blocks, strict=True)):
+        table[row, :count] = torch.tensor([free.pop() for _ in range(count)])
+        order = torch.arange(len(request[1]))
+        slots = table[row, order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK
+        Writes.of(slots).store(request[1], request[2], cache)
+    query = torch.cat(
+        [request[0][-n:] for (n, _), request in zip(MIXED_REQUESTS, states, strict=True)]
+    )
+    return states, cache, table, query
+
+
+def reference(states: list[torch.Tensor], alpha: torch.Tensor, sizes: LocalSizes) -> torch.Tensor:
+    """``[tokens, H * G, D]``: each branch by the explicit masks, then mixed per KV head."""
+    query, key, value = (state.transpose(0, 1)[None] for state in states)
+    real = torch.ones(1, key.shape[2], dtype=torch.bool)
+    masks = full_mask(real), local_mask(real, sizes.sink, sizes.window)
+    ones = torch.ones(KV_HEADS, dtype=torch.bool)
+    full, local = (
+        mixed_by_head_attention(query, key, value, ones, mask, mask, SCALE)[0] for mask in masks
+    )
+    gate = alpha.repeat_interleave(GROUPS)[None, :, None]
+    return gate * full + (1 - gate) * local
+
+
+@pytest.mark.parametrize("at_once", [64, 2])
+@pytest.mark.parametrize(("sink", "window"), [(0, 1), (4, 9), (7, 3), (100, 100)])
+def test_every_mixed_request_equals_the_reference(
+    sink: int, window: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("QUERIES_AT_ONCE", "ROWS_AT_ONCE"):  # 2: both are cut into pieces
+        monkeypatch.setattr(paged, name, at_once)
+    states, cache, table, query = make_requests()
+    alpha, sizes = torch.tensor([0.0, 0.3, 1.0]), LocalSizes(sink, window)
+    out = torch.full_like(query, float("nan"))
+    paged_mixed_attention(query, cache, plan(table, sizes), alpha, SCALE, out)
+    for row, (queries, _) in enumerate(MIXED_REQUESTS):
+        expected = reference(states[row], alpha, sizes)[-queries:]
+        found = out[MIXED_STARTS[row] : MIXED_STARTS[row + 1]]
+        assert (found - expected).abs().max() < TOLERANCE, f"request {row}"
+
+
+def test_mixing_is_float32_on_a_bfloat16_cache() -> None:
+    states, cache, table, query = make_requests()
+    sizes = LocalSizes(2, 3)
+    outs = [torch.empty_like(query) for _ in range(2)]
+    for alpha, out in zip((0.999, 1.0), outs, strict=True):
+        gates = torch.full((KV_HEADS,), alpha)
+        paged_mixed_attention(
+            query.bfloat16(), cache.bfloat16(), plan(table, sizes), gates, SCALE, out
+        )
+    difference = (outs[0] - outs[1]).abs().max()
+    assert 0 < difference < 0.01  # bfloat16(0.999) is 1: nothing would differ
+    exact = reference(
+        [s.bfloat16().float() for s in states[2]], torch.full((KV_HEADS,), 0.999), sizes
+    )[-1]
+    assert (outs[0][MIXED_STARTS[2]] - exact).abs().max() < TOLERANCE
+
+
+def test_padding_slots_are_not_written() -> None:
+    cache = torch.zeros(3, KV_HEADS, IN_BLOCK, 2 * SIZE)
+    states = torch.ones(4, KV_HEADS, SIZE)
+    Writes.of(torch.tensor([7, -1, 11])).store(
+        states, 2 * states, cache
+    )  # a fourth token beyond the slots: padding
+    written = cache.abs().sum((1, 3)).nonzero().tolist()
+    assert written == [[1, 2], [2, 1]]
+    assert (cache[1, :, 2, :SIZE] == 1).all()
+    assert (cache[1, :, 2, SIZE:] == 2).all()
+
+
+# --- where prompts end
+
+
+def step(
+    starts: list[int], lengths: list[int], prompts: list[int] | None, prefilling: bool = True
+) -> Any:
+    return SimpleNamespace(
+        query_start_loc_cpu=torch.tensor(starts),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths),
+        rswa_prefix_lens=None if prompts is None else torch.tensor(prompts),
+        is_prefilling=torch.tensor([prefilling] + [False] * (len(lengths) - 1)),
+    )
+
+
+def test_where_prompts_end() -> None:
+    # a prompt, one that is read again with 7 more tokens, a decoding request, padding that is not
+    # stated
+    assert prompt_lengths(step([0, 20, 47, 48, 48], [20, 27, 90, 0], [20, 20, 60])) == [
+        20,
+        20,
+        0,
+        0,
+    ]
+    assert prompt_lengths(step([0, 20, 21], [20, 30], None)) == [20, 0]
+    for lengths, queries in (([10], 10), ([20], 10), ([21], 1)):
+        with pytest.raises(RuntimeError, match="25 tokens"):
+            prompt_lengths(step([0, queries], lengths, [25]))
+
+
+def test_prompt_lengths_are_asked_for_with_the_first_prompt() -> None:
+    """Not before: an engine that starts makes up batches, and stock builders that are made later
+    must not know.
+    """
+    arch = SimpleNamespace(rswa_window=None)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640)
+    )
+    rules = GapRules(SinkWindowDemand(16, 16, 64), 640, full_prefill=True)
+    assert rules.full_prompts(step([0, 20], [20], None, prefilling=False), config) is None
+    assert arch.rswa_window is None
+    assert rules.full_prompts(step([0, 20], [20], None), config) == [20]
+    assert arch.rswa_window == 640
+
+
+def test_where_a_protected_prompt_ends() -> None:
+    """The engine states lengths of prompts from the second step on.
+
+    Rows of padding may have none.
+    """
+    arch = SimpleNamespace(rswa_window=None)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640)
+    )
+    rules = GapRules(SinkWindowDemand(16, 16, 64, protect_prompt=True), 640)
+    reading = {"is_prefilling": torch.tensor([True, False]), "seq_lens": torch.tensor([20, 9])}
+    made_up = SimpleNamespace(
+        **{**reading, "is_prefilling": torch.zeros(2, dtype=torch.bool)}, rswa_prefix_lens=None
+    )
+    assert rules.prefixes(made_up, config).tolist() == [20, 16]
+    assert arch.rswa_window is None
+    assert rules.prefixes(SimpleNamespace(**reading, rswa_prefix_lens=None), config).tolist() == [
+        20,
+        16,
+    ]
+    assert arch.rswa_window == 640
+    stated = SimpleNamespace(**reading, rswa_prefix_lens=torch.tensor([300, 7]))
+    assert rules.prefixes(stated, config).tolist() == [300, 16]
+    assert rules.full_prompts(stated, config) is None
