@@ -1,9 +1,5 @@
 """The CUDA path of sinks and window on a CPU, through the Triton interpreter.
 
-Prints the largest error of every step.
-
-    python tests/helpers/local_triton.py
-
 The same steps by the torch path and by the CUDA path: with prompts that see sinks and window, with
 prompts that are read in full, among them one that is read again with what its request wrote itself,
 and with protected prompts.
@@ -28,10 +24,8 @@ from rlkv.vllm.backends import (
     LocalTritonBuilder,
     LocalTritonImpl,
 )
-from rlkv.vllm.paged import GapRules
-from rlkv.vllm.paged import Writes
 from rlkv.vllm.packing import SinkWindowDemand
-from rlkv.vllm.paged import QUERIES_AT_ONCE
+from rlkv.vllm.paged import QUERIES_AT_ONCE, GapRules, Writes
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = SIZE**-0.5
@@ -129,7 +123,7 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool, protect: 
     return (found[0] - found[1]).abs().max().item()
 
 
-if __name__ == "__main__":
+def main() -> None:
     for full_prefill, protect in ((False, False), (True, False), (False, True)):
-        for requests in STEPS:
-            print("max error", error_of(requests, full_prefill, protect))
+        for requests in STEPS[2:] if protect else STEPS:
+            print("local", error_of(requests, full_prefill, protect))
