@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkv.gates.allocation import HeadAllocation, num_full_heads
+from rlkv.utils.numbers import check_number, check_whole
 
 if TYPE_CHECKING:
     from rlkv.cache.plan import CacheSettings
@@ -84,73 +85,64 @@ class ServingSettings:
 
     def __post_init__(self) -> None:
         if self.full is None:
-            self._check_gates()
-        for name in ("sink", "window"):
+            check_number("rlkv: sparsity", self.sparsity, 0, 1)
+            if not isinstance(self.gates, str) or not self.gates:
+                raise ValueError(f"rlkv: gates is {self.gates!r}: it must be a gates file's path")
+        for name, least in (("sink", 0), ("window", 1)):
             if getattr(self, name) is not None:
-                self._check_whole(name, 0 if name == "sink" else 1)
-        self._check_whole("reference_tokens", 1)
-        self._check_whole("reference_prompt", 1)
+                check_whole(f"rlkv: {name}", getattr(self, name), least)
+        for name in ("reference_tokens", "reference_prompt"):
+            check_whole(f"rlkv: {name}", getattr(self, name), 1)
         if self.prefill == "published":
             raise ValueError(
                 "rlkv: prefill 'published' is not served by the vLLM plugin, whose steps read a "
                 "prompt in one way: use 'full' or 'local', or rlkv-infer with its own backend, "
                 "which has all three"
             )
-        for name, choices in (("scope", ("global", "layer")), ("prefill", PREFILLS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"rlkv: {name} must be {' or '.join(choices)}, got {getattr(self, name)!r}"
-                )
-        if self.protect_prompt not in (None, False, True):
-            raise ValueError(
-                f"rlkv: protect_prompt must be true or false, got {self.protect_prompt!r}"
-            )
+        for name, choices in (
+            ("scope", ("global", "layer")),
+            ("prefill", PREFILLS),
+            ("protect_prompt", (None, False, True)),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                allowed = " or ".join(str(choice) for choice in choices)
+                raise ValueError(f"rlkv: {name} is {value!r}: it must be {allowed}")
         policy = self.policy()
         if policy is not None:
             self._check_eviction(policy)
 
-    def _check_gates(self) -> None:
-        sparsity = self.sparsity
-        is_number = isinstance(sparsity, int | float) and not isinstance(sparsity, bool)
-        if not is_number or not 0 <= sparsity <= 1:  # type: ignore[operator]
-            raise ValueError(f"rlkv: sparsity must be a number in [0, 1], got {sparsity!r}")
-        if not isinstance(self.gates, str) or not self.gates:
-            raise ValueError(f"rlkv: gates must be the path of a gates file, got {self.gates!r}")
-
-    def _check_whole(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"rlkv: {name} must be an integer of at least {least}, got {value!r}")
-
     def _check_eviction(self, policy: EvictionPolicy) -> None:
+        elsewhere = "rlkv-infer with its own backend"
+        unserved = "is not served by the vLLM plugin"
         if self.sink is not None or self.window is not None or self.protect_prompt:
-            raise ValueError(
-                "rlkv: sink, window and protect_prompt do not apply with eviction: use the "
-                "policy's own fields"
+            wrong = (
+                "sink, window and protect_prompt do not apply with eviction: use the policy's own "
+                "fields"
             )
-        if self.prefill == FULL:
-            raise ValueError(
-                "rlkv: prefill 'full' is not served together with eviction by the vLLM plugin, "
-                "because a prompt's entries would not fit into the buffer: use 'local', or "
-                "rlkv-infer with its own backend, which has both"
+        elif self.prefill == FULL:
+            wrong = (
+                f"prefill 'full' {unserved} together with eviction, because a prompt's entries "
+                f"would not fit into the buffer: use 'local', or {elsewhere}, which has both"
             )
-        if policy.name not in EVICTIONS:
-            raise ValueError(
-                f"rlkv: eviction {policy.name!r} is not served by the vLLM plugin: choose from "
-                f"{', '.join(EVICTIONS)}, or rlkv-infer with its own backend, which has all "
-                "policies"
+        elif policy.name not in EVICTIONS:
+            wrong = (
+                f"eviction {policy.name!r} {unserved}: choose from {', '.join(EVICTIONS)}, or "
+                f"{elsewhere}, which has all policies"
             )
-        refused = None
-        if policy.budget is None:
-            refused = "ratio", "a head would hold more the longer the text gets"
+        elif policy.budget is None:
+            wrong = (
+                f"eviction with ratio {unserved}, because a head would hold more the longer the "
+                f"text gets: give it a budget alone, or use {elsewhere}"
+            )
         elif policy.protect_prompt:
-            refused = "protect_prompt", "when a head evicts would depend on each request's prompt"
-        if refused is not None:
-            field, why = refused
-            raise ValueError(
-                f"rlkv: eviction with {field} is not served by the vLLM plugin, because {why}: "
-                "give it a budget alone, or use rlkv-infer with its own backend"
+            wrong = (
+                f"eviction with protect_prompt {unserved}, because when a head evicts would depend "
+                f"on each request's prompt: give it a budget alone, or use {elsewhere}"
             )
+        else:
+            return
+        raise ValueError(f"rlkv: {wrong}")
 
     @classmethod
     def of(cls, allocation: HeadAllocation, cache: CacheSettings) -> ServingSettings:
@@ -328,16 +320,9 @@ def deal_heads(full_LH: Tensor, ranks: int) -> Tensor:
 
 
 # formats of quantised weights in which whole heads are known to move
-QUANTISED = (
-    "awq",
-    "awq_marlin",
-    "auto_awq",
-    "gptq",
-    "gptq_marlin",
-    "auto_gptq",
-    "compressed-tensors",
-    "fp8",
-)
+_AWQ = ("awq", "awq_marlin", "auto_awq")
+_GPTQ = ("gptq", "gptq_marlin", "auto_gptq")
+QUANTISED = (*_AWQ, *_GPTQ, "compressed-tensors", "fp8")
 # written to parameters as they are
 NOT_REORDERED = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 # what an adapter would have to reorder

@@ -16,7 +16,6 @@ from rlkv.vllm import paged
 from rlkv.vllm.packing import SinkWindowDemand
 from rlkv.vllm.paged import (
     GapRules,
-    MixedReads,
     SteadyTables,
     Writes,
     attend_prompts,
@@ -35,75 +34,116 @@ KV_HEADS, GROUPS, SIZE = 3, 2, 8
 SCALE = SIZE**-0.5
 TOLERANCE = 2e-6  # float32 sums of at most 100 terms of size ~1
 
-REQUESTS = [
-    (1, 1),
-    (1, 17),
-    (1, 260),
-    (9, 9),
-    (7, 33),
-    (1, 64),
-    (150, 300),
-    (40, 90),
-    (2, 500),
-]  # (queries, tokens)
-SIZES = [
-    (5, 0, 1),
-    (5, 4, 9),
-    (16, 16, 64),
-    (8, 7, 3),
-    (16, 17, 33),
-    (4, 600, 600),
-]  # (block, sink, window)
+# (queries, tokens) of each request
+REQUESTS = [(1, 1), (1, 17), (1, 260), (9, 9), (7, 33), (1, 64), (150, 300), (40, 90), (2, 500)]
+# (block, sink, window)
+SIZES = [(5, 0, 1), (5, 4, 9), (16, 16, 64), (8, 7, 3), (16, 17, 33), (4, 600, 600)]
+LENGTHS = torch.tensor([length for _, length in REQUESTS], dtype=torch.int32)
+STARTS = torch.tensor([0] + [queries for queries, _ in REQUESTS]).cumsum(0)
+
+
+class Step:
+    """Requests with their states in scattered blocks of a cache; unwritten entries are NaN."""
+
+    def __init__(self, demand: SinkWindowDemand, gives_back: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        size = demand.block_size
+        self.states = []
+        for _, length in REQUESTS:
+            heads = (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
+            own = [torch.randn(length, n, SIZE, generator=generator) for n in heads]
+            self.states.append(own)
+        counts = [demand.full(length) for _, length in REQUESTS]
+        free = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+        self.cache = torch.full((sum(counts) + 1, KV_HEADS, size, 2 * SIZE), float("nan"))
+        self.table = torch.zeros(len(REQUESTS), max(counts) + 2, dtype=torch.int32)
+        for row, ((queries, length), (_, key, value)) in enumerate(
+            zip(REQUESTS, self.states, strict=True)
+        ):
+            blocks = torch.tensor([free.pop() for _ in range(counts[row])])
+            order = torch.arange(length)
+            Writes.of(blocks[order // size] * size + order % size).store(key, value, self.cache)
+            if gives_back:  # what the manager has given back by now is the null block, full of NaN
+                outside = max(0, length - queries - demand.window + 1) // size
+                sinks = demand.full(demand.sink)
+                blocks[sinks : max(outside, sinks)] = 0
+            self.table[row, : counts[row]] = blocks
+        latest = [own[0][-n:] for (n, _), own in zip(REQUESTS, self.states, strict=True)]
+        self.query = torch.cat(latest)
+
+    def expected(self, row: int, sizes: LocalSizes, alpha_H: torch.Tensor) -> torch.Tensor:
+        """Attend with explicit masks: the branches, then mixed per KV head."""
+        query, key, value = (state.transpose(0, 1)[None] for state in self.states[row])
+        real = torch.ones(1, key.shape[2], dtype=torch.bool)
+        ones = torch.ones(KV_HEADS, dtype=torch.bool)
+        branches = []
+        for mask in (full_mask(real), local_mask(real, sizes.sink, sizes.window)):
+            attended = mixed_by_head_attention(query, key, value, ones, mask, mask, SCALE)
+            branches.append(attended[0][-REQUESTS[row][0] :])
+        gate = alpha_H.repeat_interleave(GROUPS)[None, :, None]
+        return gate * branches[0] + (1 - gate) * branches[1]
+
+    def check(self, out: torch.Tensor, sizes: LocalSizes, alpha_H: torch.Tensor) -> None:
+        for row in range(len(REQUESTS)):
+            error = out[STARTS[row] : STARTS[row + 1]] - self.expected(row, sizes, alpha_H)
+            assert error.abs().max() < TOLERANCE, f"request {row}"
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None:
     demand = SinkWindowDemand(*sizes)
-    generator = torch.Generator().manual_seed(0)
-    heads = (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
-    requests = [
-        [torch.randn(length, n, SIZE, generator=generator) for n in heads] for _, length in REQUESTS
-    ]
-    total = sum(demand.full(length) for _, length in REQUESTS)
-    free = (torch.randperm(total, generator=generator) + 1).tolist()
-    cache = torch.full((total + 1, KV_HEADS, demand.block_size, 2 * SIZE), float("nan"))
-    table = torch.zeros(
-        len(REQUESTS), max(demand.full(length) for _, length in REQUESTS) + 2, dtype=torch.int32
-    )
-    for row, ((queries, length), (_, key, value)) in enumerate(
-        zip(REQUESTS, requests, strict=True)
-    ):
-        blocks = torch.tensor([free.pop() for _ in range(demand.full(length))])
-        order = torch.arange(length)
-        slots = blocks[order // demand.block_size] * demand.block_size + order % demand.block_size
-        Writes.of(slots).store(key, value, cache)
-        # what the block manager has given back by now: block 0 is the null block, full of NaN
-        outside = max(0, length - queries - demand.window + 1) // demand.block_size
-        blocks[demand.full(demand.sink) : max(outside, demand.full(demand.sink))] = 0
-        table[row, : len(blocks)] = blocks
-    starts = torch.tensor([0] + [n for n, _ in REQUESTS]).cumsum(0)
-    lengths = torch.tensor([length for _, length in REQUESTS], dtype=torch.int32)
-    rules, prefixes = GapRules(demand, 600), torch.full((len(REQUESTS),), demand.sink)
+    step = Step(demand, gives_back=True)
+    prefixes = torch.full((len(REQUESTS),), demand.sink)
+    width = GapRules(demand, 600).width(max(queries for queries, _ in REQUESTS))
     # the same keys, by either table
-    compacted, shorter = without_gaps(
-        demand, table, lengths, starts, prefixes, rules.width(max(n for n, _ in REQUESTS))
-    )
-    query = torch.cat([request[0][-n:] for (n, _), request in zip(REQUESTS, requests, strict=True)])
-    outs = [torch.full_like(query, float("nan")) for _ in range(2)]
-    for out, own, ends in zip(outs, (table, compacted), (lengths, shorter), strict=True):
-        paged_local_attention(
-            query, cache, plan_reads(own, starts.tolist(), ends.tolist(), demand), SCALE, out
-        )
+    compacted = without_gaps(demand, step.table, LENGTHS, STARTS, prefixes, width)
+    outs = []
+    for table, lengths in ((step.table, LENGTHS), compacted):
+        outs.append(torch.full_like(step.query, float("nan")))
+        reads = plan_reads(table, STARTS.tolist(), lengths.tolist(), demand)
+        paged_local_attention(step.query, step.cache, reads, SCALE, outs[-1])
     assert torch.equal(*outs)
-    out = outs[0]
-    for row, (queries, length) in enumerate(REQUESTS):
-        states = (state.transpose(0, 1)[None] for state in requests[row])
-        mask = local_mask(torch.ones(1, length, dtype=torch.bool), demand.sink, demand.window)
-        ones = torch.ones(KV_HEADS, dtype=torch.bool)
-        expected = mixed_by_head_attention(*states, ones, mask, mask, SCALE)[0][-queries:]
-        assert (out[starts[row] : starts[row + 1]] - expected).abs().max() < TOLERANCE, (
-            f"request {row}"
+    step.check(outs[0], LocalSizes(demand.sink, demand.window), torch.zeros(KV_HEADS))
+
+
+@pytest.mark.parametrize("at_once", [64, 2])
+def test_every_mixed_request_equals_the_reference(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("QUERIES_AT_ONCE", "ROWS_AT_ONCE"):  # 2: both are cut into pieces
+        monkeypatch.setattr(paged, name, at_once)
+    demand = SinkWindowDemand(5, 4, 9)
+    step, alpha = Step(demand, gives_back=False), torch.tensor([0.0, 0.3, 1.0])
+    out = torch.full_like(step.query, float("nan"))
+    reads = plan_mixed_reads(step.table, STARTS, LENGTHS, demand)
+    paged_mixed_attention(step.query, step.cache, reads, alpha, SCALE, out)
+    step.check(out, LocalSizes(4, 9), alpha)
+
+
+def test_mixing_is_float32_on_a_bfloat16_cache() -> None:
+    demand = SinkWindowDemand(5, 2, 3)
+    step = Step(demand, gives_back=False)
+    reads = plan_mixed_reads(step.table, STARTS, LENGTHS, demand)
+    outs = [torch.empty_like(step.query) for _ in range(2)]
+    for alpha, out in zip((0.999, 1.0), outs, strict=True):
+        gates = torch.full((KV_HEADS,), alpha)
+        paged_mixed_attention(
+            step.query.bfloat16(), step.cache.bfloat16(), reads, gates, SCALE, out
         )
+    difference = (outs[0] - outs[1]).abs().max()
+    assert 0 < difference < 0.01  # bfloat16(0.999) is 1: nothing would differ
+    step.states = [[state.bfloat16().float() for state in own] for own in step.states]
+    step.check(outs[0], LocalSizes(2, 3), torch.full((KV_HEADS,), 0.999))
+
+
+def test_padding_slots_are_not_written() -> None:
+    cache = torch.zeros(3, KV_HEADS, 5, 2 * SIZE)
+    states = torch.ones(4, KV_HEADS, SIZE)
+    # a fourth token beyond the slots: padding
+    Writes.of(torch.tensor([7, -1, 11])).store(states, 2 * states, cache)
+    assert cache.abs().sum((1, 3)).nonzero().tolist() == [[1, 2], [2, 1]]
+    assert (cache[1, :, 2, :SIZE] == 1).all()
+    assert (cache[1, :, 2, SIZE:] == 2).all()
 
 
 def test_a_long_prompt_reads_the_states_of_its_step() -> None:
@@ -195,105 +235,6 @@ def test_a_prompt_is_read_in_linear_time() -> None:
         now = entries_read(length, step)
         assert now <= length * (16 + 64 + 128 + 16)  # the window may begin anywhere in a block
         assert now < 0.06 * length * (length + 1) // 2
-
-
-# --- mixed attention
-
-IN_BLOCK = 5
-MIXED_REQUESTS = [(1, 1), (1, 17), (1, 60), (9, 9), (7, 33), (1, 5), (4, 20)]  # (queries, tokens)
-MIXED_STARTS = torch.tensor([0] + [n for n, _ in MIXED_REQUESTS]).cumsum(0)
-
-
-def plan(table: torch.Tensor, sizes: LocalSizes) -> MixedReads:
-    demand = SinkWindowDemand(IN_BLOCK, sizes.sink, sizes.window)
-    lengths = torch.tensor([length for _, length in MIXED_REQUESTS])
-    return plan_mixed_reads(table, MIXED_STARTS, lengths, demand)
-
-
-def make_requests(
-    seed: int = 0,
-) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per request ``[query, key, value]`` of all its tokens.
-
-    A cache of scattered blocks, their table, the queries.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    states = []
-    for _, length in MIXED_REQUESTS:
-        heads = (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
-        states.append([torch.randn(length, n, SIZE, generator=generator) for n in heads])
-    blocks = [-(-length // IN_BLOCK) for _, length in MIXED_REQUESTS]
-    free = torch.randperm(sum(blocks) + 4, generator=generator).tolist()
-    cache = torch.full((len(free), KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"))
-    table = torch.full((len(MIXED_REQUESTS), max(blocks) + 2), -1)
-    for row, (request, count) in enumerate(zip(states, blocks, strict=True)):
-        table[row, :count] = torch.tensor([free.pop() for _ in range(count)])
-        order = torch.arange(len(request[1]))
-        slots = table[row, order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK
-        Writes.of(slots).store(request[1], request[2], cache)
-    query = torch.cat(
-        [request[0][-n:] for (n, _), request in zip(MIXED_REQUESTS, states, strict=True)]
-    )
-    return states, cache, table, query
-
-
-def reference(states: list[torch.Tensor], alpha: torch.Tensor, sizes: LocalSizes) -> torch.Tensor:
-    """``[tokens, H * G, D]``: each branch by the explicit masks, then mixed per KV head."""
-    query, key, value = (state.transpose(0, 1)[None] for state in states)
-    real = torch.ones(1, key.shape[2], dtype=torch.bool)
-    masks = full_mask(real), local_mask(real, sizes.sink, sizes.window)
-    ones = torch.ones(KV_HEADS, dtype=torch.bool)
-    full, local = (
-        mixed_by_head_attention(query, key, value, ones, mask, mask, SCALE)[0] for mask in masks
-    )
-    gate = alpha.repeat_interleave(GROUPS)[None, :, None]
-    return gate * full + (1 - gate) * local
-
-
-@pytest.mark.parametrize("at_once", [64, 2])
-@pytest.mark.parametrize(("sink", "window"), [(0, 1), (4, 9), (7, 3), (100, 100)])
-def test_every_mixed_request_equals_the_reference(
-    sink: int, window: int, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("QUERIES_AT_ONCE", "ROWS_AT_ONCE"):  # 2: both are cut into pieces
-        monkeypatch.setattr(paged, name, at_once)
-    states, cache, table, query = make_requests()
-    alpha, sizes = torch.tensor([0.0, 0.3, 1.0]), LocalSizes(sink, window)
-    out = torch.full_like(query, float("nan"))
-    paged_mixed_attention(query, cache, plan(table, sizes), alpha, SCALE, out)
-    for row, (queries, _) in enumerate(MIXED_REQUESTS):
-        expected = reference(states[row], alpha, sizes)[-queries:]
-        found = out[MIXED_STARTS[row] : MIXED_STARTS[row + 1]]
-        assert (found - expected).abs().max() < TOLERANCE, f"request {row}"
-
-
-def test_mixing_is_float32_on_a_bfloat16_cache() -> None:
-    states, cache, table, query = make_requests()
-    sizes = LocalSizes(2, 3)
-    outs = [torch.empty_like(query) for _ in range(2)]
-    for alpha, out in zip((0.999, 1.0), outs, strict=True):
-        gates = torch.full((KV_HEADS,), alpha)
-        paged_mixed_attention(
-            query.bfloat16(), cache.bfloat16(), plan(table, sizes), gates, SCALE, out
-        )
-    difference = (outs[0] - outs[1]).abs().max()
-    assert 0 < difference < 0.01  # bfloat16(0.999) is 1: nothing would differ
-    exact = reference(
-        [s.bfloat16().float() for s in states[2]], torch.full((KV_HEADS,), 0.999), sizes
-    )[-1]
-    assert (outs[0][MIXED_STARTS[2]] - exact).abs().max() < TOLERANCE
-
-
-def test_padding_slots_are_not_written() -> None:
-    cache = torch.zeros(3, KV_HEADS, IN_BLOCK, 2 * SIZE)
-    states = torch.ones(4, KV_HEADS, SIZE)
-    Writes.of(torch.tensor([7, -1, 11])).store(
-        states, 2 * states, cache
-    )  # a fourth token beyond the slots: padding
-    written = cache.abs().sum((1, 3)).nonzero().tolist()
-    assert written == [[1, 2], [2, 1]]
-    assert (cache[1, :, 2, :SIZE] == 1).all()
-    assert (cache[1, :, 2, SIZE:] == 2).all()
 
 
 # --- where prompts end

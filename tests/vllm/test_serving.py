@@ -77,7 +77,8 @@ def test_preempted_requests_go_on_as_before(serving: Serving, served_by: str) ->
 
 @pytest.mark.parametrize("served_by", ["sinks", "rkv"])
 def test_several_completions_are_sampled(serving: Serving, served_by: str) -> None:
-    outputs = generate(serving.llm, random_prompts((40, 90), 3), 60, n=4, temperature=1.0, seed=7)
+    # without a seed: generators on a CPU cannot take a draw back between two parts of a prompt
+    outputs = generate(serving.llm, random_prompts((40, 90), 3), 60, n=4, temperature=1.0)
     assert [len(output.outputs) for output in outputs] == [4, 4]
     assert serving.check(outputs, greedy=False) == 480
 
@@ -85,17 +86,17 @@ def test_several_completions_are_sampled(serving: Serving, served_by: str) -> No
 @pytest.mark.engine("sinks")
 def test_prefixes_are_found_again(serving: Serving) -> None:
     prompts = random_prompts((5, 6 * BLOCK, 6 * BLOCK + 1, 333), seed=4)
-    first = generate(serving.llm, prompts)
-    again = generate(serving.llm, prompts)
+    first = generate(serving.llm, prompts, 40)
+    again = generate(serving.llm, prompts, 40)
     # whole blocks, of which those of full heads have twice the tokens; the last token is read again
     cached = [0, 4 * BLOCK, 6 * BLOCK, 10 * BLOCK]
     assert [output.num_cached_tokens for output in again] == cached
     longer = []
-    for prompt, output, cut in zip(prompts, first, (70, 33, 31, 0), strict=True):
+    for prompt, output, cut in zip(prompts, first, (30, 33, 31, 0), strict=True):
         longer.append([*prompt, *output.outputs[0].token_ids[:cut], 7, 8, 9])
-    extended = generate(serving.llm, longer)
+    extended = generate(serving.llm, longer, 40)
     assert all(output.num_cached_tokens >= BLOCK for output in extended)
-    assert serving.check(first + again + extended) == 1440
+    assert serving.check(first + again + extended) == 480
 
 
 @pytest.mark.engine("protect")

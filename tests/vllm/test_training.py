@@ -12,10 +12,14 @@ import torch
 
 pytest.importorskip("vllm")
 
+from rlkv.attention import LocalSizes
 from rlkv.gates.head_gates import HeadGates
+from rlkv.rollout.base import SamplingParams
 from rlkv.training import grpo as run
 from rlkv.utils.files import read_log
+from rlkv.vllm.engine import VLLMEngine
 from tests.helpers import random_run, warm
+from tests.helpers import vllm_models as models
 
 SAME = ("reward/mean", "response/length_mean", "rollout/logprob_diff_max", "penalty/value")
 
@@ -84,9 +88,6 @@ def test_two_processes_have_an_engine_each(options: list[str], tmp_path: Path) -
 
 @pytest.mark.usefixtures("alone")
 def test_an_engine_with_another_model_is_noticed(options: list[str], tmp_path: Path) -> None:
-    from rlkv.attention import LocalSizes
-    from rlkv.vllm.engine import VLLMEngine
-
     other = VLLMEngine(options[1], LocalSizes(2, 6), "float32", kv_gib=0.02, enforce_eager=True)
     with closing(other), pytest.MonkeyPatch.context() as patch:
         worker = other.llm.llm_engine.model_executor.driver_worker
@@ -95,3 +96,25 @@ def test_an_engine_with_another_model_is_noticed(options: list[str], tmp_path: P
         patch.setattr(run, "open_engine", lambda *args: nullcontext(other))
         with pytest.raises(ValueError, match="sink and window"):
             random_run.run(tmp_path / "run", options)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_gates_reach_an_engine_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    folder = models.make_folder("llama", tmp_path / "model")
+    model = models.load_reference(folder)
+    with closing(
+        VLLMEngine(str(folder), LocalSizes(models.SINK, models.WINDOW), **models.OPTIONS)
+    ) as engine:
+        assert not hasattr(engine.llm.llm_engine.engine_core, "engine_core")  # it is elsewhere
+        for update in range(2):
+            alpha, rows = models.random_gates(update), models.make_rows(rollout=update)
+            engine.set_gates(alpha)
+            samples = dict(engine.sample(rows, SamplingParams(20, temperature=1.0)))
+            assert (
+                models.worst_difference(models.put_gates(model, alpha), rows, samples)
+                < models.TOLERANCE
+            )
