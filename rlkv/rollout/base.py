@@ -221,11 +221,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled completion with its end token, and the version of its gates.
+    """A sampled completion with its end token, ``logprobs`` before top-k and top-p, and the version
+    of its gates.
 
-    Attributes:
-        logprobs: after temperature; vLLM's also after top-k and top-p.
-        source: which of several servers sampled it.
+    ``source``: which of several servers sampled it.
     """
 
     token_ids: list[int]

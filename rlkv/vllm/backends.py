@@ -42,7 +42,6 @@ from rlkv.vllm.paged import (
     GapRules,
     MixedReads,
     Reads,
-    SteadyTables,
     Writes,
     attend_prompts,
     cut_gaps,
@@ -169,13 +168,16 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         rows = self.vllm_config.scheduler_config.max_num_seqs
         self.gap_rules = self.rules()
-        self.steady = SteadyTables(rows, self.gap_rules.width(1), self.device)
+        # each builder has its own: the engine builds the metadata of all before it uses one
+        columns = self.gap_rules.width(1)
+        self.table = torch.zeros(rows, columns, dtype=torch.int32, device=self.device)
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
         sink = self.gap_rules.demand.sink
         self.prefix_R = torch.full((rows,), sink, dtype=torch.int32, device=self.device)
 
     def rules(self) -> GapRules:
         """Return what the builder's layers keep."""
-        return bin_of(self.vllm_config, self.layer_names).gap_rules
+        return bin_of(self.vllm_config, self.layer_names).kept
 
     def build_local(
         self, common: Any, fast_build: bool = False, prompts: list[int] | None = None
@@ -225,7 +227,7 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         demand = self.gap_rules.demand
         rows, columns = len(table), min(width, table.shape[1])
         if decoding:
-            out = self.steady(rows, columns)
+            out = self.table[:rows, :columns], self.lengths[:rows]
         else:
             out = table.new_empty(rows, columns), lengths.new_empty(rows)
         starts = common.query_start_loc
@@ -428,7 +430,7 @@ def local_backend() -> type[AttentionBackend]:
 class LocalTorchBuilder(TorchBuilder):
     def plan(self, common: Any) -> tuple[Writes, list[Reads], list[slice]]:
         """Plan what is stored, what reads the cache, and prompts, which do not."""
-        rules = bin_of(self.vllm_config, self.layer_names).gap_rules
+        rules = bin_of(self.vllm_config, self.layer_names).kept
         starts = common.query_start_loc_cpu.tolist()
         prompts = rules.full_prompts(common, self.vllm_config)
         prefix_R = rules.prefixes(common, self.vllm_config)

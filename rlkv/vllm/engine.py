@@ -356,9 +356,13 @@ class ServingEngine(VLLMEngine):
         return own
 
     def batch(
-        self, prompts: list[str], sampling: SamplingParams, full: bool = False
+        self,
+        prompts: list[str],
+        sampling: SamplingParams,
+        full: bool = False,
+        numbers: Sequence[int] | None = None,
     ) -> tuple[list[Completion], Usage]:
-        """Complete rendered ``prompts``, in their order.
+        """Complete rendered ``prompts``, in their order; ``numbers`` as of :meth:`stream`.
 
         The bytes are those of all blocks at the texts' ends.  ``full`` is refused with
         ``ValueError``: the engine has no second cache.
@@ -368,7 +372,7 @@ class ServingEngine(VLLMEngine):
                 "the vLLM backend has no second, uncompressed cache: compare with the hf backend"
             )
         start = time.perf_counter()
-        completions = self.generate(prompts, sampling)
+        completions = self.generate(prompts, sampling, numbers=numbers)
         seconds = time.perf_counter() - start
         tokens = held = uncompressed = 0
         for completion, given in zip(completions, self.prompt_lengths(prompts), strict=True):

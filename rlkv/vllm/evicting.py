@@ -262,12 +262,12 @@ class _EvictingBuilder:
 
     @property
     def eviction(self) -> Eviction:
-        return bin_of(self.vllm_config, self.layer_names).eviction
+        return bin_of(self.vllm_config, self.layer_names).kept
 
     def begin(self, parts: list[PlacedRound]) -> list[PlacedRound]:
         """Evict what is due before the step's first tokens, in all layers at once."""
         own = bin_of(self.vllm_config, self.layer_names)
-        own.impl.evict(own.kv_cache, parts[0], own.eviction)
+        own.impl.evict(own.kv_cache, parts[0], own.kept)
         return parts
 
 
@@ -286,7 +286,7 @@ class _EvictingImpl(AttendingImpl):
     def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
         for number, part in enumerate(step):
             if number > 0:  # what was due before the first round is done
-                self.evict(kv, part, layer.eviction)
+                self.evict(kv, part, layer.kept)
             if part.tokens is None:
                 self.store(layer, states, kv, part)
                 self.attend_round(layer, states.query, kv, part, out)

@@ -107,21 +107,6 @@ def prompt_lengths(common: Any) -> list[int]:
     return found
 
 
-class SteadyTables:
-    """Tables without gaps at the same addresses in every step, as a captured CUDA graph needs them.
-
-    Every builder has its own: the engine builds the metadata of all before it uses one.
-    """
-
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self._table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-
-    def __call__(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Return the buffers' part for a table ``[rows, columns]`` and its lengths."""
-        return self._table[:rows, :columns], self._lengths[:rows]
-
-
 QUERIES_AT_ONCE = 128
 
 

@@ -77,16 +77,6 @@ class BinAttention(Attention):
         self.kept = None if own.full else kept
 
     @property
-    def eviction(self) -> Eviction:
-        assert isinstance(self.kept, Eviction)
-        return self.kept
-
-    @property
-    def gap_rules(self) -> GapRules:
-        assert isinstance(self.kept, GapRules)
-        return self.kept
-
-    @property
     def kv_cache(self) -> Tensor:
         return self._kv_cache
 

@@ -52,7 +52,7 @@ class Side:
         self.layer = SimpleNamespace(
             impl=self.impl,
             kv_cache=self.cache,
-            eviction=Eviction(POLICY, DEMAND),
+            kept=Eviction(POLICY, DEMAND),
             _q_scale=one,
             _k_scale=one,
             _v_scale=one,

@@ -45,7 +45,7 @@ STEPS = [
 
 
 def builder_of(kind: Any, layer: Any, full_prefill: bool, protect: bool) -> Any:
-    layer.gap_rules = GapRules(replace(DEMAND, protect_prompt=protect), 512, full_prefill)
+    layer.kept = GapRules(replace(DEMAND, protect_prompt=protect), 512, full_prefill)
     # as in an engine whose builders were made after prompt lengths had been asked for
     config = fake_config(
         layer,

@@ -90,4 +90,3 @@ def main() -> None:
         torch.tensor([0.9, 0.0])
     )  # in place: builder and implementation read the same numbers
     print("mixed", error_of(STEPS[0], alpha, builder, layer))
-
