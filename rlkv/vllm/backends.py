@@ -223,9 +223,11 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         self, common: Any, prefix_R: Tensor, width: int, decoding: bool
     ) -> tuple[Tensor, Tensor]:
         """Cut the gaps out of the step's table and lengths; of decoding into permanent buffers."""
-        table, lengths = common.block_table_tensor, common.seq_lens
+        table = common.block_table_tensor
+        lengths = common.seq_lens
         demand = self.gap_rules.demand
-        rows, columns = len(table), min(width, table.shape[1])
+        rows = len(table)
+        columns = min(width, table.shape[1])
         if decoding:
             out = self.table[:rows, :columns], self.lengths[:rows]
         else:

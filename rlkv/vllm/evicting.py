@@ -173,7 +173,8 @@ def evict(
 def _evict(
     cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float
 ) -> None:
-    demand, policy = eviction.demand, eviction.policy
+    demand = eviction.demand
+    policy = eviction.policy
     blocks = table_RM[:, demand.query_blocks :][:, : demand.full(demand.capacity)]
     states = _entries(cache, blocks)[:, :, : demand.capacity]  # [R, H, C, 2 * D]
     keys = states[..., : cache.shape[3] // 2]
@@ -191,7 +192,8 @@ def observed_queries(
     cache: Tensor, table_RM: Tensor, positions_R: Tensor, demand: BufferDemand
 ) -> Tensor:
     """Return the last a queries before each position, oldest first: ``[R, H, G, a, D]``."""
-    observed, each = demand.observation, demand.entries_per_query
+    observed = demand.observation
+    each = demand.entries_per_query
     stored = _entries(cache, table_RM[:, : demand.query_blocks])[:, :, : observed * each]
     # an entry's key and value are two query heads: [R, H, a, 2 * E, D]
     places = stored.unflatten(2, (observed, each)).unflatten(4, (2, -1)).flatten(3, 4)
@@ -310,7 +312,8 @@ class _EvictingImpl(AttendingImpl):
 
 class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
     def plan(self, common: Any) -> list[PlacedRound]:
-        demand, table_RM = self.eviction.demand, common.block_table_tensor
+        demand = self.eviction.demand
+        table_RM = common.block_table_tensor
         everything = SinkWindowDemand(demand.block_size, 0, demand.capacity)
         parts = []
         for plan in self.eviction.rounds(common):
@@ -388,7 +391,9 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
         return [part]
 
     def _decoding(self, common: Any) -> PlacedRound:
-        demand, table_RM, rows = self.eviction.demand, common.block_table_tensor, common.num_reqs
+        demand = self.eviction.demand
+        table_RM = common.block_table_tensor
+        rows = common.num_reqs
         row_R = self.row_R[:rows]
         position_R = common.seq_lens.long() - 1  # -1: a row of padding
         entry_R = demand.entries(position_R)
@@ -405,7 +410,8 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
         return PlacedRound(None, self.slots[0, :rows], self.slots[1:, :rows], None, stock)
 
     def _reading(self, common: Any, plan: Round) -> PlacedRound:
-        demand, table_RM = self.eviction.demand, common.block_table_tensor
+        demand = self.eviction.demand
+        table_RM = common.block_table_tensor
         part = place(plan, demand, table_RM)
         starts = torch.tensor(plan.starts, dtype=torch.int32)
         rows = moved(torch.tensor(plan.rows), self.device)

@@ -300,7 +300,8 @@ def plan_packing(
         mine_LH = torch.zeros_like(full_LH).scatter(1, heads_LN, True)
     full = (full_LH & mine_LH).nonzero().tolist()
     compressible = (~full_LH & mine_LH).nonzero().tolist()
-    best, least = None, float("inf")
+    best = None
+    least = float("inf")
     for some, others in product(_ways(len(full)), _ways(len(compressible))):
         # one kind has blocks of the engine's size
         if some[0] + others[0] > MOST_BINS or 1 not in (some[1], others[1]):
@@ -309,7 +310,8 @@ def plan_packing(
         plan = PackingPlan(bins, demand)
         cost = plan.waste(reference_tokens, reference_prompt) + TABLE_COST * len(bins)
         if cost < least:
-            best, least = plan, cost
+            best = plan
+            least = cost
     assert best is not None, "a bin for each kind is always possible"
     return best
 

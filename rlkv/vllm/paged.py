@@ -351,12 +351,14 @@ def paged_local_attention(
 
 
 def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: Tensor) -> None:
-    kv_heads, size = cache.shape[1], cache.shape[3] // 2
+    kv_heads = cache.shape[1]
+    size = cache.shape[3] // 2
     queries = reads.position_RQ.shape[1]
     index = reads.places_RK.among(cache)  # [R, H, K]
     states = _entries(cache).index_select(0, index.flatten()).view(*index.shape, 2 * size).float()
     query = query_TXD[reads.tokens].unflatten(1, (kv_heads, -1)).float()  # [R * Q, H, G, D]
-    group, mask = query.shape[2], reads.mask()
+    group = query.shape[2]
+    mask = reads.mask()
     if queries > 1:  # one request: [1, H, G * Q, D]
         query = query.permute(1, 2, 0, 3).flatten(1, 2)[None]
     if mask is not None:  # [R, 1, G * Q, K]
@@ -397,7 +399,8 @@ def plan_mixed_reads(
     table_RC: Tensor, starts: Tensor, lengths_R: Tensor, demand: SinkWindowDemand
 ) -> MixedReads:
     """Plan what a step's branches read; arguments as of :func:`plan_reads`."""
-    begins, lengths = starts.tolist(), lengths_R.tolist()
+    begins = starts.tolist()
+    lengths = lengths_R.tolist()
     everything = SinkWindowDemand(demand.block_size, 0, EVERYTHING)
     full = plan_reads(table_RC, begins, lengths, everything)
     return full, plan_reads(table_RC, begins, lengths, demand)
@@ -418,7 +421,8 @@ def paged_mixed_attention(
 
 def mix_tokens(full_TXD: Tensor, local_TXD: Tensor, alpha_H: Tensor) -> Tensor:
     """Mix outputs ``[T, H * G, D]`` (:func:`rlkv.attention.mixed.mix`, which has rows first)."""
-    full, local = full_TXD.transpose(0, 1)[None], local_TXD.transpose(0, 1)[None]
+    full = full_TXD.transpose(0, 1)[None]
+    local = local_TXD.transpose(0, 1)[None]
     return mix(full, local, alpha_H)[0].transpose(0, 1)
 
 

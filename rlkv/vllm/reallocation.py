@@ -138,7 +138,8 @@ class PartAttention:
         self.num_heads = self.num_kv_heads * own.impl.num_heads // own.impl.num_kv_heads
         self.kv_cache = torch.tensor([])
         self.writes_first = not own.attn_backend.forward_includes_kv_cache_update
-        scale, dtype = own.impl.scale, own.kv_cache_dtype
+        scale = own.impl.scale
+        dtype = own.kv_cache_dtype
         kind: Any = own.attn_backend.get_impl_cls()
         self.impl = kind(self.num_heads, own.head_size, scale, self.num_kv_heads, None, None, dtype)
 

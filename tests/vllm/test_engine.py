@@ -203,6 +203,9 @@ def test_preempted_rows_go_on_as_before(opened: tuple[Path, VLLMEngine]) -> None
     found = dict(engine.sample(rows, sampling, eos_ids=[2]))
     assert preempted
     assert worst_difference(put_gates(load_reference(folder), alpha), rows, found) < TOLERANCE
+    for index in {int(name.split("-")[1]) for name in preempted}:  # the same draws without
+        alone = dict(engine.sample(rows.only([index]), sampling, eos_ids=[2]))
+        assert alone[0].token_ids == found[index].token_ids
 
 
 def test_greedy_completions_as_any_engine_gives_them(opened: tuple[Path, VLLMEngine]) -> None:
