@@ -40,16 +40,13 @@ def policy_of(demand: BufferDemand, name: str = "rkv") -> EvictionPolicy:
 
 
 def test_tokens_are_evicted_as_in_the_cache_of_transformers(demand: BufferDemand) -> None:
-    """The plan of one row that is read in one go, token by token: same evictions, same number of
-    entries.
-    """
+    """One row that is read in one go, token by token: same evictions, same number of entries."""
     length = demand.capacity + 5 * demand.buffer + 2
     policy = policy_of(demand)
     segments = plan_segments(policy, RowCounts.start(1), None, 0, length, in_one_go=False)
     evicted = [segment.end for segment in segments if segment.kept is not None]
-    assert [n for n in range(length) if demand.evicts_before(n)] == [
-        n for n in evicted if n < length
-    ]
+    due = [n for n in range(length) if demand.evicts_before(n)]
+    assert due == [n for n in evicted if n < length]
     held = {0: 0}
     for segment in segments:
         before = int(segment.before.held)
@@ -58,14 +55,11 @@ def test_tokens_are_evicted_as_in_the_cache_of_transformers(demand: BufferDemand
     assert at_once.tolist() == [demand.evicts_before(n) for n in range(-1, length)]
     found = demand.entries(torch.arange(length)) + 1
     assert found.tolist() == [held[n] for n in range(1, length + 1)]
-    assert [demand.next_eviction(n) for n in range(length)] == [
-        next(
-            at
-            for at in range(n + 1, n + 1 + demand.capacity + demand.buffer)
-            if demand.evicts_before(at)
-        )
-        for n in range(length)
-    ]
+    for n in range(length):
+        at = n + 1
+        while not demand.evicts_before(at):
+            at += 1
+        assert demand.next_eviction(n) == at
 
 
 def test_the_observed_queries_are_those_before_an_eviction(demand: BufferDemand) -> None:
@@ -74,35 +68,24 @@ def test_the_observed_queries_are_those_before_an_eviction(demand: BufferDemand)
     for position in range(length):
         if demand.evicts_before(position):
             latest = list(range(position - demand.observation, position))
-            assert demand.observed_before(torch.tensor([position]))[0].tolist() == [
-                places[n] for n in latest
-            ]
+            found = demand.observed_before(torch.tensor([position]))[0].tolist()
+            assert found == [places[n] for n in latest]
     # no other query is written: it would cost time
-    looked_at = {
-        n
-        for at in range(length + demand.buffer)
-        if demand.evicts_before(at)
-        for n in range(at - demand.observation, at)
-    }
+    looked_at = set()
+    for at in range(length + demand.buffer):
+        if demand.evicts_before(at):
+            looked_at.update(range(at - demand.observation, at))
     assert {n for n in range(length) if places[n] != NOWHERE} <= looked_at
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
 def test_rounds_cover_a_step_and_cut_it_at_evictions(demand: BufferDemand, chunk: int) -> None:
-    lengths = [
-        1,
-        demand.capacity - 1,
-        demand.capacity,
-        demand.capacity + 1,
-        3 * demand.capacity,
-        demand.capacity + 2 * demand.buffer,
-    ]
+    most = demand.capacity
+    lengths = [1, most - 1, most, most + 1, 3 * most, most + 2 * demand.buffer]
     first = [max(0, length - chunk) for length in lengths]
-    starts = (
-        torch.tensor([0, *(n - begin for n, begin in zip(lengths, first, strict=True))])
-        .cumsum(0)
-        .tolist()
-    )
+    starts = [0]
+    for length, begin in zip(lengths, first, strict=True):
+        starts.append(starts[-1] + length - begin)
     rounds = plan_rounds(demand, starts, lengths)
     seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     tokens = []
@@ -123,9 +106,8 @@ def test_rounds_cover_a_step_and_cut_it_at_evictions(demand: BufferDemand, chunk
             if positions:
                 assert part.lengths[at] == int(demand.entries(torch.tensor(positions[-1]))) + 1
             seen[row] += positions
-        assert number == 0 or all(
-            a < b for a, b in pairwise(part.starts)
-        )  # later rounds have no idle rows
+        # later rounds have no idle rows
+        assert number == 0 or all(a < b for a, b in pairwise(part.starts))
     assert sorted(tokens) == list(range(starts[-1]))
     for row, length in enumerate(lengths):
         assert seen[row] == list(range(first[row], length))
@@ -143,11 +125,8 @@ def test_rows_of_padding_take_part_with_nothing() -> None:
 def test_blocks_do_not_grow_with_the_text(demand: BufferDemand) -> None:
     queries = -(-demand.observation * -(-demand.group_size // 2) // demand.block_size)
     assert demand.compressible(1) == queries + 1
-    assert (
-        demand.compressible(demand.capacity)
-        == demand.compressible(10**6)
-        == queries + demand.full(demand.capacity)
-    )
+    most = queries + demand.full(demand.capacity)
+    assert demand.compressible(demand.capacity) == demand.compressible(10**6) == most
 
 
 @pytest.mark.parametrize("at_once", [1, 2**22])

@@ -86,9 +86,8 @@ def test_few_full_heads_have_long_blocks() -> None:
         (False, 205, 16),
     ]
     assert plan.block_entries == 205 * 16
-    assert (
-        plan.blocks(3000) == 47 + 6
-    )  # 3000 tokens in blocks of 64; sinks, 63 tokens and one more in blocks of 16
+    # 3000 tokens in blocks of 64; sinks, 63 tokens and one more in blocks of 16
+    assert plan.blocks(3000) == 47 + 6
     assert "51 heads x 64 tokens, 205 heads x 16 tokens" in plan.summary(1, 3000)
     per_request = plan.blocks(3000)
     line = plan.capacity(10 * per_request, 4, 3000)

@@ -382,14 +382,12 @@ def test_ranks_have_equal_shares(model: str, sparsity: float, ranks: int) -> Non
     full = asked.rounded_up(gates, ranks).full
     dealt = deal_heads(full, ranks)
     assert dealt.shape == (ranks, layers, heads // ranks)
-    assert all(
-        sorted(dealt[:, layer].flatten().tolist()) == list(range(heads)) for layer in range(layers)
-    )
+    for layer in range(layers):
+        assert sorted(dealt[:, layer].flatten().tolist()) == list(range(heads))
     kinds = torch.stack([full.gather(1, own) for own in dealt])
     assert kinds.sum((1, 2)).tolist() == [int(full.sum()) // ranks] * ranks
-    assert (
-        int((kinds.sum(2).amax(0) - kinds.sum(2).amin(0)).max()) <= 1
-    )  # ranks wait for each other in every layer
+    # ranks wait for each other in every layer
+    assert int((kinds.sum(2).amax(0) - kinds.sum(2).amin(0)).max()) <= 1
     added = [head for head in compression_order(gates)[::-1] if full[head] and not asked.full[head]]
     assert len(added) == -asked.num_full % ranks
     assert not (asked.full & ~full).any()
