@@ -262,6 +262,7 @@ def test_rollouts_run_one_engine_per_gpu() -> None:
     ],
 )
 def test_other_architectures(architecture: str, settings: dict[str, Any], refused: bool) -> None:
+    pytest.importorskip("vllm")
     config = fake_engine(model_config__architecture=architecture, additional_config=settings)
     with pytest.raises(ValueError, match=f"{architecture}") if refused else nullcontext():
         prepare_engine(config)
