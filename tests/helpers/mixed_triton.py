@@ -24,7 +24,7 @@ SIZES = LocalSizes(20, 40)  # neither a whole number of blocks
 STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks next to it
     [(1, 150), (1, 61), (1, 5), (1, 140)],
     [(1, 130), (20, 20), (18, 115), (1, 20)],
-    [(300, 300), (1, 70), (140, 310)],  # more queries than one piece has
+    [(130, 130), (1, 70)],  # more queries than one piece has
 )
 
 

@@ -8,7 +8,7 @@ from tests.helpers.child import printed
 
 pytest.importorskip("vllm")
 
-CASES = {"gaps": 10, "local": 10, "mixed": 2, "evicting": 32}
+CASES = {"gaps": 10, "local": 6, "mixed": 2, "evicting": 12}
 
 
 def test_the_cuda_path_equals_the_torch_path() -> None:
