@@ -272,8 +272,7 @@ def check_equal(
     greedy: bool = True,
     sizes: dict[str, Any] | None = None,
 ) -> int:
-    """Teacher forcing with the same masks: every token is the reference's choice, every log
-    probability equal.
+    """Compare tokens and log-probabilities with teacher forcing under the same masks.
 
     Args:
         sizes: what compressible heads keep, as :func:`rlkv.compress` takes it.
@@ -339,9 +338,7 @@ def watch_preemptions(llm: Any) -> list[str]:
 
 
 def need_vllm() -> None:
-    """Skip the module where vLLM is absent; else set it up for tests: in this process, small,
-    offline.
-    """
+    """Skip the module where vLLM is absent, else set it up: in this process, small, offline."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip(
             "vLLM is not installed: make test-vllm makes an environment", allow_module_level=True

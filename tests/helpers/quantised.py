@@ -1,6 +1,4 @@
-"""Checkpoints with quantised weights, in the formats that are common on the hub, made of plain
-ones.
-"""
+"""Checkpoints with quantised weights, in formats that are common on the hub, of plain ones."""
 
 from __future__ import annotations
 
@@ -133,9 +131,7 @@ def with_weights_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMod
 
 
 def quantise_folder(source: Path, target: Path, form: str, dtype: torch.dtype) -> None:
-    """A copy of the checkpoint ``source`` with all projections of its layers in a format of
-    ``FORMATS``.
-    """
+    """Copy a checkpoint with all projections of its layers in a format of ``FORMATS``."""
     shutil.copytree(source, target)
     change, config = FORMATS[form]
     written: dict[str, Tensor] = {}

@@ -1,6 +1,4 @@
-"""Entries under an eviction policy in a paged cache: where they lie, when some are evicted, which
-ones are kept.
-"""
+"""Entries under an eviction policy in blocks: where they lie, when which ones are evicted."""
 
 from __future__ import annotations
 
@@ -135,9 +133,7 @@ def test_blocks_do_not_grow_with_the_text(demand: BufferDemand) -> None:
 def test_an_eviction_keeps_what_the_policy_selects(
     demand: BufferDemand, name: str, variant: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three requests in scattered blocks, one by one or together; unwritten entries are NaN, and
-    other blocks stay.
-    """
+    """Three requests in scattered blocks, one by one or together; other blocks stay."""
     monkeypatch.setattr("rlkv.eviction.base.FLOATS", at_once)
     policy = make_policy(
         name,

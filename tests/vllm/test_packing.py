@@ -21,9 +21,7 @@ SPARSITIES = [0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.8, 0.9, 1.0]
 
 
 def check_places(plan: PackingPlan, full: torch.Tensor) -> None:
-    """Every head is in one bin of its kind, and a bin's parts lie side by side in the order of
-    layers.
-    """
+    """Every head is in one bin of its kind, whose parts lie side by side in order of layers."""
     ends = [0] * len(plan.bins)
     for layer, row in enumerate(full.tolist()):
         assert sorted(plan.head_order(layer)) == list(range(len(row)))
@@ -50,9 +48,7 @@ def test_bytes_are_within_five_percent_of_ideal(shape: tuple[int, int], sparsity
 @pytest.mark.parametrize("budget", [128, 512, 1024])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bytes_with_eviction(shape: tuple[int, int], budget: int) -> None:
-    """Compressible heads hold more than with sinks and window, so that their blocks must fit
-    better.
-    """
+    """Compressible heads hold more than with sinks and window: their blocks must fit better."""
     demand = BufferDemand(16, budget, buffer=128, observation=8, group_size=4)
     for sparsity in SPARSITIES:
         full = HeadAllocation.random(*shape, sparsity, 0).full

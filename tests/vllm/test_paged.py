@@ -259,9 +259,7 @@ def test_where_prompts_end() -> None:
 
 
 def test_prompt_lengths_are_asked_for_with_the_first_prompt() -> None:
-    """Not before: an engine that starts makes up batches, and stock builders that are made later
-    must not know.
-    """
+    """Not before: an engine that starts makes up batches, and later builders must not know."""
     arch = SimpleNamespace(rswa_window=None)
     config = SimpleNamespace(
         model_config=SimpleNamespace(model_arch_config=arch, max_model_len=640)

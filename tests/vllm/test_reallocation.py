@@ -157,9 +157,7 @@ def test_what_would_never_be_dropped_is_refused() -> None:
 
 
 def test_full_heads_share_metadata_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend whose metadata are for one number of heads is not used, and no builder makes a
-    schedule for one.
-    """
+    """No backend is used, and no schedule made, whose metadata are for one number of heads."""
     from vllm.v1.attention.backends.triton_attn import (
         TritonAttentionBackend,
         TritonAttentionMetadataBuilder,
