@@ -1,7 +1,7 @@
 """Kernels of the CUDA path on a CPU, through the Triton interpreter.
 
-Import this before anything of vLLM, which switches Triton off where there is no GPU, so it is switched on before anything imports the
-kernels.
+Import this before anything of vLLM, which switches Triton off where there is no GPU: it is switched
+on before anything imports the kernels.
 """
 
 # ruff: noqa: E402  (the switch has to come between the imports)
