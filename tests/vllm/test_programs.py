@@ -78,8 +78,9 @@ def test_a_session_writes_what_transformers_write(
     expected = decoded(folder, prompts_of(N, seed=11, max_definitions=8), TOKENS)
     monkeypatch.setattr(HeadGates, "load", lambda path: read.append(path) or load(path))
     settings: dict[str, Any] = {"gates": gates, "prefill": "local", "batch_size": N}
-    problems = str(folder / "problems.jsonl")
-    config = InferConfig(backend="vllm", input=problems, max_new_tokens=TOKENS, **settings)
+    settings["input"] = str(folder / "problems.jsonl")
+    settings["output"] = str(folder / "session.jsonl")
+    config = InferConfig(backend="vllm", max_new_tokens=TOKENS, **settings)
     session = InferSession.open(config)
     texts = [session.render(problem["problem"]) for problem in session.problems]
     completions, usage = session.engine.batch(texts, session.sampling)
