@@ -78,8 +78,8 @@ def test_a_session_writes_what_transformers_write(
     expected = decoded(folder, prompts_of(N, seed=11, max_definitions=8), TOKENS)
     monkeypatch.setattr(HeadGates, "load", lambda path: read.append(path) or load(path))
     settings: dict[str, Any] = {"gates": gates, "prefill": "local", "batch_size": N}
-    settings["input"] = str(folder / "problems.jsonl")
-    settings["output"] = str(folder / "session.jsonl")
+    settings["input"] = folder / "problems.jsonl"
+    settings["output"] = folder / "session.jsonl"
     config = InferConfig(backend="vllm", max_new_tokens=TOKENS, **settings)
     session = InferSession.open(config)
     texts = [session.render(problem["problem"]) for problem in session.problems]
