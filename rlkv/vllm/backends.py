@@ -1,12 +1,14 @@
-"""What rlkv's attention backends for vLLM share: on a CPU plain torch, on a GPU the engine's Triton
-kernels.
+"""Attention backends for vLLM: on a CPU plain torch, on a GPU the engine's Triton kernels.
+
+What they share, sinks and window with the full heads next to them, and mixed attention.  Shapes: T
+tokens of a step, H KV heads, G query heads per KV head, D head size.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +42,6 @@ from rlkv.vllm.paged import (
     GapRules,
     MixedReads,
     Reads,
-    SteadyTables,
     Writes,
     attend_prompts,
     cut_gaps,
@@ -79,23 +80,12 @@ class BackendParts(AttentionBackend):
         return super().supported_kv_cache_layouts() if cls.layouts is None else cls.layouts
 
 
-class TorchBackend(BackendParts):
-    """Any head size, any block size."""
+class States(NamedTuple):
+    """Queries ``[T, H * G, D]``, keys and values ``[T, H, D]`` of a step."""
 
-    forward_includes_kv_cache_update = True
-    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as in the base class)
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
-
-class TorchBuilder(AttentionMetadataBuilder[Any]):
-    # abstract in the base class
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    query: Tensor
+    key: Tensor
+    value: Tensor
 
 
 class AttendingImpl(AttentionImpl):
@@ -115,25 +105,42 @@ class AttendingImpl(AttentionImpl):
     ) -> Tensor:
         if attn_metadata is None:  # the engine's profiling run
             return output.zero_()
-        self.attend(layer, query, key, value, kv_cache, attn_metadata, output)
+        self.attend(layer, States(query, key, value), kv_cache, attn_metadata, output)
         return output
 
     @abstractmethod
-    def attend(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv: Tensor,
-        step: Any,
-        out: Tensor,
-    ) -> None:
-        """Write the attention of ``query`` ``[tokens, query heads, size]`` to ``out``; ``step``:
-        the metadata.
+    def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
+        """Write the attention of the queries to ``out``; ``step``: the metadata.
 
         Keys and values are in the cache ``kv``, unless ``forward_includes_kv_cache_update``.
         """
+
+
+class TorchBackend(BackendParts):
+    """A backend for any head size and any block size."""
+
+    forward_includes_kv_cache_update = True
+    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as in the base class)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+
+class TorchBuilder(AttentionMetadataBuilder[Any]):
+    """Plans of steps; subclasses write :meth:`plan`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract in the base class
+        super().__init__(*args, **kwargs)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        return self.plan(common_attn_metadata)
+
+    @abstractmethod
+    def plan(self, common: Any) -> Any:
+        """Plan a step by its metadata, vLLM's."""
 
 
 class TorchImpl(AttendingImpl):
@@ -142,17 +149,14 @@ class TorchImpl(AttendingImpl):
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any
     ) -> None:
-        self.num_heads, self.head_size, self.scale, self.num_kv_heads = (
-            num_heads,
-            head_size,
-            float(scale),
-            num_kv_heads,
-        )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
 
 
 class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
-    """Metadata of the stock kernel with its mask "the first S or the last W", over block tables
-    without gaps.
+    """Metadata of the stock kernel with its mask "the first S or the last W", without gaps.
 
     It reads S + W tokens per row, not the whole past. Graphs are captured of steps with one token
     per request: their tables are short, and in permanent buffers, whose addresses a graph keeps.
@@ -160,37 +164,41 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def __init__(
-        self,
-        kv_cache_spec: Any,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-        gap_rules: GapRules,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        rows = vllm_config.scheduler_config.max_num_seqs
-        self.gap_rules, self.steady = gap_rules, SteadyTables(rows, gap_rules.width(1), device)
-        self.prefix_R = torch.full((rows,), gap_rules.demand.sink, dtype=torch.int32, device=device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rows = self.vllm_config.scheduler_config.max_num_seqs
+        self.gap_rules = self.rules()
+        # each builder has its own: the engine builds the metadata of all before it uses one
+        columns = self.gap_rules.width(1)
+        self.table = torch.zeros(rows, columns, dtype=torch.int32, device=self.device)
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        sink = self.gap_rules.demand.sink
+        self.prefix_R = torch.full((rows,), sink, dtype=torch.int32, device=self.device)
+
+    def rules(self) -> GapRules:
+        """Return what the builder's layers keep."""
+        return bin_of(self.vllm_config, self.layer_names).kept
 
     def build_local(
         self, common: Any, fast_build: bool = False, prompts: list[int] | None = None
     ) -> TritonAttentionMetadata:
-        """For a step's metadata (vLLM's) over tables without gaps; ``prompts``: as of
-        :func:`cut_step`.
+        """Build the metadata of a step (vLLM's) over tables without gaps.
 
-        Requests with many queries, and prompts, are cut into pieces. The metadata's ``prompts`` are
-        of :func:`whole_prompts`: the stock kernel writes zeros there. Nothing waits for the GPU.
+        Requests with many queries, and prompts, are cut into pieces.  The ``prompts`` of the result
+        are of :func:`whole_prompts`: the stock kernel writes zeros there.  Nothing waits for the
+        GPU.
+
+        Args:
+            prompts: as of :func:`cut_step`.
         """
-        rules, decoding = (
-            self.gap_rules,
-            common.max_query_len == 1,
-        )  # a prompt of one token sees itself only
-        if (
-            own_R := rules.prefixes(common, self.vllm_config)
-        ) is not None:  # rows of padding may have none
+        rules = self.gap_rules
+        decoding = common.max_query_len == 1  # a prompt of one token sees itself only
+        own_R = rules.prefixes(common, self.vllm_config)
+        if own_R is not None:  # rows of padding may have none
             self.prefix_R[: len(own_R)].copy_(moved(own_R, self.device))
-        own, prefix_R, queries = common, self.prefix_R[: common.num_reqs], common.max_query_len
+        own = common
+        prefix_R = self.prefix_R[: common.num_reqs]
+        queries = common.max_query_len
         if not decoding and (prompts or queries > QUERIES_AT_ONCE):
             queries = min(queries, QUERIES_AT_ONCE)
             own, prefix_R = self._in_pieces(common, prefix_R, prompts)
@@ -204,113 +212,102 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
             rswa_prefix_lens=None,  # stated for rlkv alone: the stock builder has no use for them
         )
         metadata = super().build(0, own, fast_build)
-        metadata.rswa_prefix_lens, metadata.rswa_window = prefix_R, rules.demand.window
-        metadata.prompts = (
-            whole_prompts(common.query_start_loc_cpu.tolist(), prompts) if prompts else []
-        )
+        metadata.rswa_prefix_lens = prefix_R
+        metadata.rswa_window = rules.demand.window
+        metadata.prompts = []
+        if prompts:
+            metadata.prompts = whole_prompts(common.query_start_loc_cpu.tolist(), prompts)
         return metadata
 
     def _without_gaps(
         self, common: Any, prefix_R: Tensor, width: int, decoding: bool
     ) -> tuple[Tensor, Tensor]:
-        """The step's table and lengths; while decoding in the permanent buffers."""
-        table, lengths, demand = common.block_table_tensor, common.seq_lens, self.gap_rules.demand
-        sizes = len(table), min(width, table.shape[1])
-        out = (
-            self.steady(*sizes)
-            if decoding
-            else (table.new_empty(sizes), lengths.new_empty(sizes[0]))
-        )
-        cut_gaps(
-            table, lengths, common.query_start_loc, prefix_R, demand.block_size, demand.window, out
-        )
+        """Cut the gaps out of the step's table and lengths; of decoding into permanent buffers."""
+        table = common.block_table_tensor
+        lengths = common.seq_lens
+        demand = self.gap_rules.demand
+        rows = len(table)
+        columns = min(width, table.shape[1])
+        if decoding:
+            out = self.table[:rows, :columns], self.lengths[:rows]
+        else:
+            out = table.new_empty(rows, columns), lengths.new_empty(rows)
+        starts = common.query_start_loc
+        cut_gaps(table, lengths, starts, prefix_R, demand.block_size, demand.window, out)
         return out
 
     def _in_pieces(
         self, common: Any, prefix_R: Tensor, prompts: list[int] | None
     ) -> tuple[Any, Tensor]:
-        """The step with each piece as a request of its own over the same blocks, and the prefix
-        that each sees.
-        """
+        """Make each piece a request of its own over the same blocks, with the prefix it sees."""
         pieces = cut_step(common.query_start_loc_cpu.tolist(), prompts)
-        reading = [(*piece, piece.reads_cache) for piece in pieces]
-        row_P, end_P, prompt_P, reads_P = torch.tensor(reading, dtype=torch.int32).unbind(1)
-        cuts = torch.cat([end_P.new_zeros(1), end_P])
-        row_P, on_device, prompt_P, reads_P = (
-            moved(tensor, self.device) for tensor in (row_P.long(), cuts, prompt_P, reads_P)
-        )
-        behind_P = (
-            common.query_start_loc[1:][row_P] - on_device[1:]
-        )  # queries of the same request that come after
+        rows = [(*piece, piece.reads_cache) for piece in pieces]
+        numbers = torch.tensor(rows, dtype=torch.int32).T.contiguous()
+        ends_P = numbers[1]
+        cuts = torch.cat([ends_P.new_zeros(1), ends_P])
+        row_P, end_P, prompt_P, reads_P = moved(numbers, self.device).unbind()
+        row_P = row_P.long()
+        # queries of the same request that come after
+        behind_P = common.query_start_loc[1:][row_P] - end_P
         split = common.replace(
             block_table_tensor=common.block_table_tensor[row_P],
-            seq_lens=(common.seq_lens[row_P] - behind_P)
-            * reads_P,  # without entries the kernel reads none
-            query_start_loc=on_device,
+            # without entries the kernel reads none
+            seq_lens=(common.seq_lens[row_P] - behind_P) * reads_P,
+            query_start_loc=moved(cuts, self.device),
             query_start_loc_cpu=cuts,
             num_reqs=len(pieces),
         )
         return split, torch.maximum(prefix_R[row_P], prompt_P)
 
 
+# --- mixed attention, of rollouts
+
+
 def mixed_backend() -> type[AttentionBackend]:
-    """The backend of this platform."""
+    """Return the backend of mixed attention on this platform."""
     return MixedTorchBackend if current_platform.is_cpu() else MixedTritonBackend
 
 
 class _LiveGates:
-    """``alpha_H`` is a view of the model's buffer of gates: every step, also a captured one, sees
-    updates in place.
-    """
+    """A view ``alpha_H`` of the model's gates: every step, captured or not, sees updates."""
 
     alpha_H: Tensor
     sizes: LocalSizes
 
     def attach(self, alpha_H: Tensor, sizes: LocalSizes) -> None:
-        self.alpha_H, self.sizes = alpha_H, sizes
+        self.alpha_H = alpha_H
+        self.sizes = sizes
 
 
-def _demand(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> SinkWindowDemand:
-    """Of the local branch of a builder's layers."""
-    sizes: LocalSizes = vllm_config.compilation_config.static_forward_context[
-        layer_names[0]
-    ].impl.sizes
-    return SinkWindowDemand(kv_cache_spec.block_size, sizes.sink, sizes.window)
-
-
-MixedStep = tuple[Writes, MixedReads]
+def _local_demand(builder: Any) -> SinkWindowDemand:
+    """Return what the local branch of a builder's layers keeps."""
+    context = builder.vllm_config.compilation_config.static_forward_context
+    sizes: LocalSizes = context[builder.layer_names[0]].impl.sizes
+    return SinkWindowDemand(builder.kv_cache_spec.block_size, sizes.sink, sizes.window)
 
 
 class MixedTorchBuilder(TorchBuilder):
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> MixedStep:
-        common = common_attn_metadata
-        demand = _demand(self.kv_cache_spec, self.layer_names, self.vllm_config)
+    def plan(self, common: Any) -> tuple[Writes, MixedReads]:
         reads = plan_mixed_reads(
-            common.block_table_tensor, common.query_start_loc_cpu, common.seq_lens, demand
+            common.block_table_tensor,
+            common.query_start_loc_cpu,
+            common.seq_lens,
+            _local_demand(self),
         )
         return Writes.of(common.slot_mapping), reads
 
 
 class MixedTorchImpl(_LiveGates, TorchImpl):
-    def attend(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv: Tensor,
-        step: Any,
-        out: Tensor,
-    ) -> None:
+    def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
         writes, reads = step
-        writes.store(key, value, kv)
-        paged_mixed_attention(query, kv, reads, self.alpha_H, self.scale, out)
+        writes.store(states.key, states.value, kv)
+        paged_mixed_attention(states.query, kv, reads, self.alpha_H, self.scale, out)
 
 
 class MixedTorchBackend(TorchBackend):
-    impl, builder, layouts = MixedTorchImpl, MixedTorchBuilder, (KVCacheLayout.LBHNC,)
+    impl = MixedTorchImpl
+    builder = MixedTorchBuilder
+    layouts = (KVCacheLayout.LBHNC,)
 
 
 @dataclass
@@ -323,12 +320,8 @@ class MixedTritonMetadata(TritonAttentionMetadata):
 class MixedTritonBuilder(GaplessTritonBuilder):
     """The stock metadata for the full branch, and those without gaps for the local one."""
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        demand = _demand(kv_cache_spec, layer_names, vllm_config)
-        gap_rules = GapRules(demand, vllm_config.model_config.max_model_len)
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_rules)
+    def rules(self) -> GapRules:
+        return GapRules(_local_demand(self), self.vllm_config.model_config.max_model_len)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
@@ -338,28 +331,19 @@ class MixedTritonBuilder(GaplessTritonBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> MixedTritonMetadata:
-        common = common_attn_metadata
-        local = self.build_local(common, fast_build)
-        stock = super().build(common_prefix_len, common, fast_build)
+        local = self.build_local(common_attn_metadata, fast_build)
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return MixedTritonMetadata(**vars(stock), local=local)
 
 
 class MixedTritonImpl(_LiveGates, AttendingImpl, TritonAttentionImpl):
     """Both branches by the engine's Triton kernel, mixed in float32."""
 
-    def attend(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv: Tensor,
-        step: Any,
-        out: Tensor,
-    ) -> None:
-        full, local = torch.empty_like(out), torch.empty_like(out)
-        TritonAttentionImpl.forward(self, layer, query, key, value, kv, step, full)
-        TritonAttentionImpl.forward(self, layer, query, key, value, kv, step.local, local)
+    def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
+        full = torch.empty_like(out)
+        local = torch.empty_like(out)
+        TritonAttentionImpl.forward(self, layer, *states, kv, step, full)
+        TritonAttentionImpl.forward(self, layer, *states, kv, step.local, local)
         tokens = step.num_actual_tokens
         out[:tokens] = mix_tokens(full[:tokens], local[:tokens], self.alpha_H)
 
@@ -367,25 +351,34 @@ class MixedTritonImpl(_LiveGates, AttendingImpl, TritonAttentionImpl):
 class MixedTritonBackend(BackendParts, TritonAttentionBackend):
     """Stock blocks, layouts and head sizes."""
 
-    impl, builder = MixedTritonImpl, MixedTritonBuilder
+    impl = MixedTritonImpl
+    builder = MixedTritonBuilder
+
+
+# --- bins: full heads, and sinks and a window
 
 
 LAYOUTS = (KVCacheLayout.BLHNC,)
-ANY_HEADS = (
-    "FLASH_ATTN",
-    "TRITON_ATTN",
-)  # parts of a bin share metadata, and differ in their number of heads
+# parts of a bin share metadata, and differ in their number of heads
+ANY_HEADS = ("FLASH_ATTN", "TRITON_ATTN")
+
+
+def bin_of(vllm_config: Any, layer_names: list[str]) -> Any:
+    """Return the bin of a builder: its only layer."""
+    (name,) = layer_names
+    return vllm_config.compilation_config.static_forward_context[name]
 
 
 def full_backend(stock: Attention) -> type[AttentionBackend]:
-    """The backend of full heads: the engine's for the ``stock`` layer, if its metadata suit any
-    number of heads.
+    """Return the backend of full heads.
+
+    It is the engine's for the ``stock`` layer, if its metadata suit any number of heads.
     """
     if current_platform.is_cpu():
         return FullCPUBackend
-    chosen = (
-        stock.attn_backend if stock.attn_backend.get_name() in ANY_HEADS else TritonAttentionBackend
-    )
+    chosen: Any = stock.attn_backend
+    if chosen.get_name() not in ANY_HEADS:
+        chosen = TritonAttentionBackend
     builder: Any = chosen.get_builder_cls()
 
     class FullBuilder(builder):
@@ -396,7 +389,7 @@ def full_backend(stock: Attention) -> type[AttentionBackend]:
             # its own
             return super().build(common_prefix_len, common_attn_metadata, fast_build=True)
 
-    class FullBackend(chosen):  # type: ignore[valid-type, misc]
+    class FullBackend(chosen):
         @staticmethod
         def get_builder_cls() -> Any:
             return FullBuilder
@@ -404,97 +397,71 @@ def full_backend(stock: Attention) -> type[AttentionBackend]:
     return FullBackend
 
 
-def local_backend() -> type[AttentionBackend]:
-    """The backend of compressible heads."""
-    return LocalTorchBackend if current_platform.is_cpu() else LocalTritonBackend
-
-
-def bin_of(vllm_config: Any, layer_names: list[str]) -> Any:
-    """The bin of a builder; its only layer."""
-    (name,) = layer_names
-    return vllm_config.compilation_config.static_forward_context[name]
-
-
 class FullCPUBuilder(CPUAttentionMetadataBuilder):
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         # a schedule suits any number of heads in such groups, but has scratch for so many
-        self.num_kv_heads = bin_of(vllm_config, layer_names).num_kv_heads
+        self.num_kv_heads = bin_of(self.vllm_config, self.layer_names).num_kv_heads
 
 
 class FullCPUImpl(CPUAttentionBackendImpl):
-    """The stock CPU kernel writes rows one after the other, whatever the output's strides are."""
+    """The stock CPU kernel, whose rows are written one after the other whatever the strides are."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         *others, output = args
         if output.is_contiguous():
             return super().forward(*args, **kwargs)
-        return output.copy_(
-            super().forward(*others, torch.empty(output.shape, dtype=output.dtype), **kwargs)
-        )
+        rows = torch.empty(output.shape, dtype=output.dtype)
+        return output.copy_(super().forward(*others, rows, **kwargs))
 
 
 class FullCPUBackend(BackendParts, CPUAttentionBackend):
-    """The stock CPU kernels: they read any distance between blocks, but the stock backend does not
-    say so.
-    """
+    """The stock CPU kernels, which read any distance between blocks: their backend hides that."""
 
-    impl, builder, layouts = FullCPUImpl, FullCPUBuilder, LAYOUTS
+    impl = FullCPUImpl
+    builder = FullCPUBuilder
+    layouts = LAYOUTS
     name = CPUAttentionBackend.get_name()
 
 
-LocalStep = tuple[
-    Writes, list[Reads], list[slice]
-]  # what is stored, what reads the cache, and prompts, which do not
+def local_backend() -> type[AttentionBackend]:
+    """Return the backend of sinks and a window on this platform."""
+    return LocalTorchBackend if current_platform.is_cpu() else LocalTritonBackend
 
 
 class LocalTorchBuilder(TorchBuilder):
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> LocalStep:
-        common, rules = common_attn_metadata, bin_of(self.vllm_config, self.layer_names).gap_rules
-        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        prompts, prefix_R = (
-            rules.full_prompts(common, self.vllm_config),
-            rules.prefixes(common, self.vllm_config),
-        )
-        prefixes = None if prefix_R is None else prefix_R.tolist()
+    def plan(self, common: Any) -> tuple[Writes, list[Reads], list[slice]]:
+        """Plan what is stored, what reads the cache, and prompts, which do not."""
+        rules = bin_of(self.vllm_config, self.layer_names).kept
+        starts = common.query_start_loc_cpu.tolist()
+        prompts = rules.full_prompts(common, self.vllm_config)
+        prefix_R = rules.prefixes(common, self.vllm_config)
         reads = plan_reads(
-            common.block_table_tensor, starts, lengths, rules.demand, prompts, prefixes
+            common.block_table_tensor,
+            starts,
+            common.seq_lens.tolist(),
+            rules.demand,
+            prompts=prompts,
+            prefixes=None if prefix_R is None else prefix_R.tolist(),
         )
         return Writes.of(common.slot_mapping), reads, whole_prompts(starts, prompts)
 
 
 class LocalTorchImpl(TorchImpl):
-    def attend(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv: Tensor,
-        step: Any,
-        out: Tensor,
-    ) -> None:
+    def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
         writes, reads, prompts = step
-        writes.store(key, value, kv)
-        paged_local_attention(query, kv, reads, self.scale, out)
-        attend_prompts(query, key, value, prompts, self.scale, out)
+        writes.store(states.key, states.value, kv)
+        paged_local_attention(states.query, kv, reads, self.scale, out)
+        attend_prompts(*states, prompts, self.scale, out)
 
 
 class LocalTorchBackend(TorchBackend):
-    impl, builder, layouts = LocalTorchImpl, LocalTorchBuilder, LAYOUTS
+    impl = LocalTorchImpl
+    builder = LocalTorchBuilder
+    layouts = LAYOUTS
 
 
 class LocalTritonBuilder(GaplessTritonBuilder):
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        gap_rules = bin_of(vllm_config, layer_names).gap_rules
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, gap_rules)
-
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TritonAttentionMetadata:
@@ -502,25 +469,14 @@ class LocalTritonBuilder(GaplessTritonBuilder):
         return self.build_local(common_attn_metadata, fast_build, prompts)
 
 
-class LocalTritonImpl(TritonAttentionImpl):
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        if attn_metadata is not None:  # the engine's profiling run has none
-            attend_prompts(query, key, value, attn_metadata.prompts, self.scale, output)
-        return output
+class LocalTritonImpl(AttendingImpl, TritonAttentionImpl):
+    def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
+        TritonAttentionImpl.forward(self, layer, *states, kv, step, out)
+        attend_prompts(*states, step.prompts, self.scale, out)
 
 
 class LocalTritonBackend(BackendParts, TritonAttentionBackend):
-    impl, builder, layouts = LocalTritonImpl, LocalTritonBuilder, LAYOUTS
+    impl = LocalTritonImpl
+    builder = LocalTritonBuilder
+    layouts = LAYOUTS
     name = TritonAttentionBackend.get_name()

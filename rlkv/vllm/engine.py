@@ -1,7 +1,7 @@
-"""Rollouts through vLLM in the caller's process: the stock engine, with mixed attention as a model
-of its own.
+"""Rollouts and serving through vLLM in the caller's process: the stock engine and its sampler.
 
-Each of several training processes has its own engine, on the GPU of its local rank.
+Mixed attention is a model of its own.  Each of several training processes has its own engine, on
+the GPU of its local rank.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from rlkv.rollout.base import (
 from rlkv.rollout.footprint import GIB
 from rlkv.vllm.packing import plan_heads
 from rlkv.vllm.plugin import check_installed, check_version
-from rlkv.vllm.settings import ARCHITECTURES, DRAW_KEY, KEY, MIXED, MIXED_KEY, ServingSettings
+from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED, MIXED_KEY, ServingSettings
 
 _ENVIRONMENT = {
     # the engine lives in this process; "1" gives it one of its own
@@ -66,8 +67,8 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             sizes: S and W of the local branch; None: a stock model without gates.
-            max_positions: tokens of a prompt and its completion together; None, or more: what the
-                model allows.
+            max_positions: tokens of a prompt and its completion together; None, or more than the
+                model allows: what it allows.
             kv_gib: memory of the KV cache in GiB; rows that do not fit wait.
             max_rows: completions decoded at once.
             engine_options: further options of ``vllm.LLM``.
@@ -85,29 +86,30 @@ class VLLMEngine(RolloutEngine):
             model_parallel_is_initialized,
         )
 
-        if (
-            model_parallel_is_initialized()
-        ):  # two engines would share state that the first to close destroys
+        # two engines would share state that the first to close destroys
+        if model_parallel_is_initialized():
             raise ValueError(
                 "one vLLM engine at a time can live in a process: close() the other one first"
             )
         self.tokenizer = load_tokenizer(model)
         self.has_gates = sizes is not None
         self._calls = 0
-        options = _gpu_options() | _runner_options() | _rank_options()
-        options |= {} if sizes is None else _mixed_options(model, sizes)
+        options = _device_options() | _rank_options()
+        if sizes is not None:
+            options |= _mixed_options(model, sizes)
         try:
             self.llm = LLM(
                 model_source(model),
-                # as the trainer's copy of the model: the engine's own "auto" would take 16 bits on
-                # a CPU too
+                # as the trainer's copy: the engine's own "auto" takes 16 bits on a CPU too
                 dtype=dtype_name(dtype, resolve_device()),
                 max_model_len=_positions(model, max_positions),
                 max_num_seqs=max_rows,
                 kv_cache_memory_bytes=int(kv_gib * GIB),
                 skip_tokenizer_init=True,
                 generation_config="vllm",  # what is sampled is what SamplingParams says
-                logprobs_mode="processed_logits",
+                # of what a token was drawn from, below temperature 1 and under top-p and top-k too:
+                # what the importance weights of training need
+                logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
                 **{**options, **engine_options},
             )
@@ -132,7 +134,12 @@ class VLLMEngine(RolloutEngine):
     def set_gates(self, alpha_LH: Tensor) -> str:
         """Overwrite the gates in place and drop everything that was cached under the old ones.
 
-        ValueError for another shape, a model without gates, or while completions are being sampled.
+        Returns:
+            The version of the gates (:func:`~rlkv.rollout.base.gate_version`).
+
+        Raises:
+            ValueError: for another shape, a model without gates, or while completions are being
+                sampled.
         """
         if not self.has_gates:
             raise ValueError(
@@ -150,7 +157,7 @@ class VLLMEngine(RolloutEngine):
         return self._version
 
     def _drop_cached(self) -> None:
-        """Keys and values above layer 0 depend on the gates: none may be used again."""
+        # keys and values above layer 0 depend on the gates: none may be used again
         if not self.llm.llm_engine.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM did not reset its prefix cache: completions would mix old and new gates"
@@ -164,10 +171,12 @@ class VLLMEngine(RolloutEngine):
     ) -> Iterator[tuple[int, Sample]]:
         """Yield ``(index into rows.prompts, sample)`` as completions finish.
 
-        ValueError as :meth:`check_prompts`.
+        The draws of a row depend on its number, the rollout and the seed.  ``ValueError`` as
+        :meth:`check_prompts`.
         """
         self.check_prompts(rows.prompts, sampling)
-        engine, ends = self.llm.llm_engine, self.eos_ids if eos_ids is None else eos_ids
+        engine = self.llm.llm_engine
+        ends = self.eos_ids if eos_ids is None else eos_ids
         self._calls += 1
         indices = {f"{self._calls}-{index}": index for index in range(len(rows.prompts))}
         try:
@@ -177,41 +186,33 @@ class VLLMEngine(RolloutEngine):
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
-                        (made,) = output.outputs
-                        ids = list(made.token_ids)
-                        logprobs = [
-                            found[token].logprob
-                            for found, token in zip(made.logprobs, ids, strict=True)
-                        ]
-                        yield (
-                            indices.pop(output.request_id),
-                            Sample(ids, logprobs, made.finish_reason, self._version),
-                        )
+                        sample = self._sample_of(output)
+                        yield indices.pop(output.request_id), sample
         finally:
             if indices:  # the caller stopped early
                 engine.abort_request(list(indices), internal=False)
 
+    def _sample_of(self, output: Any) -> Sample:
+        (made,) = output.outputs
+        ids = list(made.token_ids)
+        pairs = zip(made.logprobs, ids, strict=True)
+        logprobs = [found[token].logprob for found, token in pairs]
+        return Sample(ids, logprobs, made.finish_reason, self._version)
+
     def stream(
         self, prompts: list[str], sampling: SamplingParams, numbers: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Completion]]:
-        """Yield ``(index into prompts, completion)`` as completions finish.
-
-        Errors as :meth:`sample`.
-        """
+        """Yield ``(index into prompts, completion)``; errors as :meth:`sample`."""
         encoded = self.tokenize(prompts)
         rows = Rows(encoded, list(range(len(encoded)) if numbers is None else numbers), 0)
         for index, sample in self.sample(rows, sampling):
             text = str(self.tokenizer.decode(sample.token_ids, skip_special_tokens=True))
-            yield (
-                index,
-                Completion(
-                    sample.token_ids, text, "stop" if sample.finish_reason == "stop" else "length"
-                ),
-            )
+            stopped = sample.finish_reason == "stop"
+            yield index, Completion(sample.token_ids, text, "stop" if stopped else "length")
 
 
 def load_config(model: str) -> Any:
-    """The transformers config of ``model`` (``tiny``, a folder or a hub id)."""
+    """Load the transformers config of ``model`` (``tiny``, a folder or a hub id)."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model_source(model))
@@ -231,32 +232,25 @@ def _positions(model: str, asked: int | None) -> int | None:
     return asked if asked is None or limit is None else min(asked, limit)
 
 
-def _gpu_options() -> dict[str, Any]:
-    """vLLM refuses a GPU with less free than its share, 92%, also where the KV memory is given: 95%
-    of what is free.
-    """
-    if not torch.cuda.is_available():
-        return {}
-    free, total = torch.cuda.mem_get_info()
-    return {"gpu_memory_utilization": 0.95 * free / total}
+def _device_options() -> dict[str, Any]:
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if torch.cuda.is_available():
+        # vLLM refuses a GPU with less free than its share of 92%, also where the KV memory is given
+        free, total = torch.cuda.mem_get_info()
+        return {"gpu_memory_utilization": 0.95 * free / total}
+    if current_platform.is_cpu() and not envs.VLLM_USE_V2_MODEL_RUNNER:
+        # between two parts of a prompt the first model runner takes a draw of a seeded request
+        # back, which generators on a CPU cannot do: prompts are read whole
+        return {"enable_chunked_prefill": False}
+    return {}
 
 
 def _rank_options() -> dict[str, Any]:
-    """Among the processes of a launcher: this one's GPU, and its process group instead of another
-    one.
-    """
+    # a process of a launcher has its own GPU, and the launcher's process group
     is_rank = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     return {"distributed_executor_backend": "external_launcher"} if is_rank else {}
-
-
-def _runner_options() -> dict[str, Any]:
-    """The draws, in the form that the engine's model runner takes."""
-    from rlkv.vllm.specs import choose_runner
-
-    if choose_runner():
-        return {"logits_processors": ["rlkv.vllm.draws:SlotDraws"]}
-    # the draws count a request's tokens, which must have arrived
-    return {"logits_processors": ["rlkv.vllm.draws:BatchDraws"], "async_scheduling": False}
 
 
 def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
@@ -276,20 +270,27 @@ def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
     }
 
 
+def row_seed(seed: int, rollout: int, row: int) -> int:
+    """Return the seed of one row of one rollout: rows must not share draws."""
+    words = np.random.SeedSequence([seed, rollout, row]).generate_state(1, np.uint64)
+    return int(words[0] >> np.uint64(1))  # the engine takes 63 bits
+
+
 def _params(sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int]) -> Any:
     from vllm import SamplingParams as EngineParams
     from vllm.sampling_params import RequestOutputKind
 
-    draw = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "seed")}
     return EngineParams(
-        temperature=0.0,  # rlkv.vllm.draws leaves one token to choose from
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=row_seed(sampling.seed, rollout, row),
         max_tokens=sampling.max_new_tokens,
-        logprobs=0,
+        logprobs=0,  # of the sampled tokens alone
         stop_token_ids=eos_ids,
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={DRAW_KEY: {**draw, "rollout": rollout, "row": row}},
     )
 
 
@@ -311,9 +312,9 @@ class ServingEngine(VLLMEngine):
     def __init__(
         self, model: str, settings: ServingSettings, batch_size: int = 8, **options: Any
     ) -> None:
-        """``settings`` name the allocation (:meth:`ServingSettings.of`).
+        """Load ``model`` with head reallocation; further options as of :class:`VLLMEngine`.
 
-        ``options`` as of :class:`VLLMEngine`.
+        settings: resolved ones (:meth:`ServingSettings.of`).
 
         Raises:
             ValueError: as :class:`VLLMEngine`, and if vLLM would not load the plugin or the
@@ -324,38 +325,35 @@ class ServingEngine(VLLMEngine):
 
         if current_platform.is_cpu():
             options.setdefault("block_size", CPU_BLOCK_SIZE)
-        if settings.whole_prompts:  # a step must have room for the longest prompt
-            longest = (
-                options.get("max_positions")
-                or load_config(model).get_text_config().max_position_embeddings
-            )
-            options.setdefault("max_num_batched_tokens", longest)
-        super().__init__(
-            model, max_rows=batch_size, additional_config={KEY: settings.to_request()}, **options
-        )
-        self.batch_size, self.settings = batch_size, settings
-        self.allocation, self.eviction = settings.allocation, settings.policy()
+        if settings.whole_prompts:  # the engine makes its steps as long as the longest prompt
+            options.setdefault("enable_chunked_prefill", False)
+        request = {KEY: settings.to_request()}
+        super().__init__(model, max_rows=batch_size, additional_config=request, **options)
+        self.batch_size = batch_size
+        self.settings = settings
+        self.allocation = settings.allocation
+        self.eviction = settings.policy()
         config = self.llm.llm_engine.vllm_config
-        shape, dtype = (
-            ModelShape.from_config(config.model_config.hf_config),
-            config.model_config.dtype,
-        )
-        group_size = shape.num_query_heads // shape.num_kv_heads
-        ranks = config.parallel_config.tensor_parallel_size
+        shape = ModelShape.from_config(config.model_config.hf_config)
         self.plans = plan_heads(
-            settings, config.cache_config.block_size, group_size, self.max_positions, ranks
+            settings,
+            config.cache_config.block_size,
+            shape.num_query_heads // shape.num_kv_heads,
+            self.max_positions,
+            config.parallel_config.tensor_parallel_size,
         )
+        dtype = config.model_config.dtype
         self.dtype = str(dtype).removeprefix("torch.")
         self.entry_bytes = 2 * shape.head_dim * dtype.itemsize
 
     def describe(self) -> dict[str, Any]:
-        """What completions depend on: numbers, and what the compressible heads keep."""
-        own = {
-            name: getattr(self.settings, name) for name in ("sink", "window", "prefill", "eviction")
-        }
+        """Return what completions depend on: numbers, and what the compressible heads keep."""
+        own: dict[str, Any] = {"dtype": self.dtype, "device": "vllm"}
+        for name in ("sink", "window", "prefill", "eviction"):
+            own[name] = getattr(self.settings, name)
         if self.settings.protect_prompt:  # left out otherwise, as by the transformers backend
             own["protect_prompt"] = True
-        return {"dtype": self.dtype, "device": "vllm", **own}
+        return own
 
     def batch(
         self,
@@ -364,9 +362,10 @@ class ServingEngine(VLLMEngine):
         full: bool = False,
         numbers: Sequence[int] | None = None,
     ) -> tuple[list[Completion], Usage]:
-        """The completions of rendered ``prompts`` in their order.
+        """Complete rendered ``prompts``, in their order; ``numbers`` as of :meth:`stream`.
 
-        Bytes are those of all blocks at the texts' ends.
+        The bytes are those of all blocks at the texts' ends.  ``full`` is refused with
+        ``ValueError``: the engine has no second cache.
         """
         if full:
             raise ValueError(
@@ -375,14 +374,12 @@ class ServingEngine(VLLMEngine):
         start = time.perf_counter()
         completions = self.generate(prompts, sampling, numbers=numbers)
         seconds = time.perf_counter() - start
-        made = [len(completion.token_ids) for completion in completions]
-        given = self.prompt_lengths(prompts)
-        lengths = [
-            n + own - 1 for n, own in zip(given, made, strict=True)
-        ]  # the last token is never fed back
-        held = sum(sum(map(plan.held, lengths, given)) for plan in self.plans) * self.entry_bytes
-        full_bytes = (
-            sum(plan.uncompressed(length) for plan in self.plans for length in lengths)
-            * self.entry_bytes
-        )
-        return completions, Usage(sum(made), seconds, held, full_bytes)
+        tokens = held = uncompressed = 0
+        for completion, given in zip(completions, self.prompt_lengths(prompts), strict=True):
+            made = len(completion.token_ids)
+            tokens += made
+            length = given + made - 1  # the last token is never fed back
+            held += sum(plan.held(length, given) for plan in self.plans)
+            uncompressed += sum(plan.uncompressed(length) for plan in self.plans)
+        size = self.entry_bytes
+        return completions, Usage(tokens, seconds, held * size, uncompressed * size)

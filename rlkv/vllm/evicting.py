@@ -1,4 +1,4 @@
-"""vLLM attention backends of compressible heads under an eviction policy.
+"""Attention backends for vLLM of compressible heads under an eviction policy.
 
 A step is cut where its requests evict. What is due before its first tokens is done while the
 metadata are built, so that a captured graph never holds an eviction; in the middle of a prompt it
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from rlkv.vllm.backends import (
     LAYOUTS,
     AttendingImpl,
     BackendParts,
+    States,
     TorchBackend,
     TorchBuilder,
     TorchImpl,
@@ -40,12 +42,11 @@ from rlkv.vllm.paged import Places, Reads, Writes, paged_local_attention, plan_r
 
 @dataclass(frozen=True)
 class Round:
-    """Tokens of a step that are stored and attended to together, after the rows ``due`` have
-    evicted.
+    """Tokens of a step that are stored and attended to together, once the rows due have evicted.
 
     Attributes:
-        rows: the requests that take part; due: those of them that evict first, at the next
-            ``due_positions``.
+        rows: the requests that take part.
+        due, due_positions: those of them that evict first, and their next positions.
         tokens: int64, the step's tokens that take part; None: all of them, in their order.
         row_T, position_T: row and position of each token, int64.
         starts, lengths: the first token of each request within the round, and its entries at the
@@ -63,21 +64,25 @@ class Round:
 
 
 def plan_rounds(demand: BufferDemand, starts: list[int], lengths: list[int]) -> list[Round]:
-    """Cut a step where its requests evict; the first round has all rows, also those of padding,
-    which have no tokens.
+    """Cut a step where its requests evict.
 
-    Request r has the queries ``starts[r] <= t < starts[r + 1]`` and, with them, ``lengths[r]``
-    tokens.
+    The first round has all rows, also those of padding, which have no tokens.
+
+    Args:
+        starts: request r has the queries ``starts[r] <= t < starts[r + 1]``.
+        lengths: the tokens of each request, with them.
     """
-    first_T = [
-        length - (end - start)
-        for length, start, end in zip(lengths, starts, starts[1:], strict=False)
-    ]
+    queries = [end - start for start, end in pairwise(starts)]
+    first = [length - own for length, own in zip(lengths, queries, strict=False)]
+    # the step's token at position 0 of each row, were it in the step
+    origins = [start - begin for start, begin in zip(starts, first, strict=False)]
     rounds: list[Round] = []
-    rows, position = list(range(len(lengths))), list(first_T)
+    position = list(first)
+    rows = list(range(len(lengths)))
     while rows:
+        begins = [position[row] for row in rows]
         ends = [min(demand.next_eviction(position[row]), lengths[row]) for row in rows]
-        rounds.append(_round(demand, rows, [position[row] for row in rows], ends, starts, first_T))
+        rounds.append(_round(demand, rows, begins, ends, [origins[row] for row in rows]))
         for row, end in zip(rows, ends, strict=True):
             position[row] = end
         rows = [row for row in rows if position[row] < lengths[row]]
@@ -85,32 +90,23 @@ def plan_rounds(demand: BufferDemand, starts: list[int], lengths: list[int]) -> 
 
 
 def _round(
-    demand: BufferDemand,
-    rows: list[int],
-    begins: list[int],
-    ends: list[int],
-    starts: list[int],
-    first: list[int],
+    demand: BufferDemand, rows: list[int], begins: list[int], ends: list[int], origins: list[int]
 ) -> Round:
-    begin_R, end_R, row_R = torch.tensor(begins), torch.tensor(ends), torch.tensor(rows)
-    counts = end_R - begin_R
-    own_starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    place_T = torch.arange(int(own_starts[-1])) - own_starts[:-1].repeat_interleave(counts)
-    position_T = begin_R.repeat_interleave(counts) + place_T
-    token_R = torch.tensor([starts[row] - first[row] for row in rows])
-    due = [
-        (row, begin)
-        for row, begin, end in zip(rows, begins, ends, strict=True)
-        if end > begin and demand.evicts_before(begin)
-    ]
+    """Make the round of the positions ``begins[i] <= p < ends[i]`` of each row."""
+    row_R, begin_R, end_R, origin_R = torch.tensor([rows, begins, ends, origins])
+    count_R = end_R - begin_R
+    starts = torch.cat([count_R.new_zeros(1), count_R.cumsum(0)])
+    place_T = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(count_R)
+    position_T = begin_R.repeat_interleave(count_R) + place_T
+    is_due_R = (count_R > 0) & demand.evicts_before(begin_R)
     return Round(
         rows=rows,
-        due=[row for row, _ in due],
-        due_positions=[begin for _, begin in due],
-        tokens=token_R.repeat_interleave(counts) + position_T,
-        row_T=row_R.repeat_interleave(counts),
+        due=row_R[is_due_R].tolist(),
+        due_positions=begin_R[is_due_R].tolist(),
+        tokens=origin_R.repeat_interleave(count_R) + position_T,
+        row_T=row_R.repeat_interleave(count_R),
         position_T=position_T,
-        starts=own_starts.tolist(),
+        starts=starts.tolist(),
         lengths=(demand.entries(end_R - 1) + 1).clamp(min=0).tolist(),
     )
 
@@ -124,40 +120,36 @@ class Eviction:
     _latest: tuple[Any, list[Round]] | None = field(default=None, repr=False)
 
     def rounds(self, common: Any) -> list[Round]:
-        """The rounds of a step by its metadata (vLLM's), planned once for all bins."""
-        lengths = (
-            common.seq_lens_cpu_upper_bound
-        )  # exact without speculative decoding, which is refused
+        """Plan the rounds of a step by its metadata (vLLM's), once for all bins."""
+        # exact without speculative decoding, which is refused
+        lengths = common.seq_lens_cpu_upper_bound
         if self._latest is None or self._latest[0] is not lengths:
-            self._latest = (
-                lengths,
-                plan_rounds(self.demand, common.query_start_loc_cpu.tolist(), lengths.tolist()),
-            )
+            starts = common.query_start_loc_cpu.tolist()
+            self._latest = lengths, plan_rounds(self.demand, starts, lengths.tolist())
         return self._latest[1]
 
 
 def entry_slots(demand: BufferDemand, table_RM: Tensor, row_T: Tensor, entry_T: Tensor) -> Tensor:
-    """Slots (block * N + place) of entries ``entry_T`` of the requests ``row_T``, int64 ``[T]``."""
+    """Return slots (block * N + place) of entries of the requests ``row_T``, int64 ``[T]``."""
     return _slots(demand, table_RM, row_T, entry_T + demand.query_blocks * demand.block_size)
 
 
 def query_slots(demand: BufferDemand, table_RM: Tensor, row_T: Tensor, place_T: Tensor) -> Tensor:
-    """Slots of observed queries, int64 ``[E, T]``; ``NOWHERE`` where ``place_T`` is."""
+    """Return slots of observed queries, int64 ``[E, T]``; ``NOWHERE`` where ``place_T`` is."""
     each = torch.arange(demand.entries_per_query, device=place_T.device)[:, None]
     slots = _slots(demand, table_RM, row_T, place_T.clamp(min=0) * demand.entries_per_query + each)
     return slots.masked_fill(place_T == NOWHERE, NOWHERE)
 
 
 def _slots(demand: BufferDemand, table_RM: Tensor, row_T: Tensor, entry: Tensor) -> Tensor:
-    return (
-        table_RM[row_T, entry // demand.block_size].long() * demand.block_size
-        + entry % demand.block_size
-    )
+    size = demand.block_size
+    return table_RM[row_T, entry // size].long() * size + entry % size
 
 
 def query_entries(query_TXD: Tensor, kv_heads: int) -> Tensor:
-    """Queries ``[T, H * G, D]`` as entries ``[E, T, H, 2 * D]``, two in the place of a key and a
-    value; an odd G is filled up.
+    """Return queries ``[T, H * G, D]`` as entries ``[E, T, H, 2 * D]``.
+
+    Two query heads are in the place of a key and a value; an odd G is filled up.
     """
     grouped = query_TXD.unflatten(1, (kv_heads, -1))
     if grouped.shape[2] % 2:
@@ -168,11 +160,11 @@ def query_entries(query_TXD: Tensor, kv_heads: int) -> Tensor:
 def evict(
     cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float
 ) -> None:
-    """Keep ``budget`` of the C entries of each request, in their order, at the front of its
-    entries.
+    """Keep ``budget`` of the C entries of each request, in their order, at the front.
 
-    ``positions_R``: of the token that comes next; ``factor``: for queries, so that ``query . key /
-    sqrt(D)`` is the attention logit.
+    Args:
+        positions_R: of the token that comes next.
+        factor: for queries, so that ``query . key / sqrt(D)`` is the attention logit.
     """
     for piece in pieces(len(table_RM), cache.shape[1] * eviction.demand.capacity * cache.shape[3]):
         _evict(cache, table_RM[piece].long(), positions_R[piece], eviction, factor)
@@ -181,59 +173,57 @@ def evict(
 def _evict(
     cache: Tensor, table_RM: Tensor, positions_R: Tensor, eviction: Eviction, factor: float
 ) -> None:
-    demand, policy, size = eviction.demand, eviction.policy, cache.shape[3] // 2
-    blocks = table_RM[:, demand.query_blocks : demand.query_blocks + demand.full(demand.capacity)]
+    demand = eviction.demand
+    policy = eviction.policy
+    blocks = table_RM[:, demand.query_blocks :][:, : demand.full(demand.capacity)]
     states = _entries(cache, blocks)[:, :, : demand.capacity]  # [R, H, C, 2 * D]
+    keys = states[..., : cache.shape[3] // 2]
     queries = observed_queries(cache, table_RM, positions_R, demand) * factor
-    keys = states[..., :size]
     valid = torch.ones(len(keys), demand.capacity, dtype=torch.bool, device=cache.device)
     scores = policy.scores(keys, queries.flatten(1, 2), valid)
     kept = policy.keep(scores, demand.budget, valid)  # [R, H, budget]
-    states = states.gather(2, kept[..., None].expand(-1, -1, -1, 2 * size))
+    states = states.gather(2, kept[..., None].expand(-1, -1, -1, cache.shape[3]))
     entry = torch.arange(demand.budget, device=cache.device)
-    cache[blocks[:, entry // demand.block_size], :, entry % demand.block_size] = states.transpose(
-        1, 2
-    )
+    block = blocks[:, entry // demand.block_size]
+    cache[block, :, entry % demand.block_size] = states.transpose(1, 2)
 
 
 def observed_queries(
     cache: Tensor, table_RM: Tensor, positions_R: Tensor, demand: BufferDemand
 ) -> Tensor:
-    """The last a queries before each position, oldest first: ``[R, H, G, a, D]``."""
-    stored = _entries(cache, table_RM[:, : demand.query_blocks])[
-        :, :, : demand.observation * demand.entries_per_query
-    ]
-    # an entry's key and value are two query heads
-    places = (
-        stored.unflatten(2, (demand.observation, demand.entries_per_query))
-        .unflatten(4, (2, -1))
-        .flatten(3, 4)
-    )
-    order = demand.observed_before(positions_R)[:, None, :, None, None].expand(
-        -1, places.shape[1], -1, *places.shape[3:]
-    )
+    """Return the last a queries before each position, oldest first: ``[R, H, G, a, D]``."""
+    observed = demand.observation
+    each = demand.entries_per_query
+    stored = _entries(cache, table_RM[:, : demand.query_blocks])[:, :, : observed * each]
+    # an entry's key and value are two query heads: [R, H, a, 2 * E, D]
+    places = stored.unflatten(2, (observed, each)).unflatten(4, (2, -1)).flatten(3, 4)
+    order = demand.observed_before(positions_R)[:, None, :, None, None]
+    order = order.expand(-1, places.shape[1], -1, *places.shape[3:])
     return places.gather(2, order)[:, :, :, : demand.group_size].transpose(2, 3)
 
 
 def _entries(cache: Tensor, blocks_RM: Tensor) -> Tensor:
-    """The entries in blocks ``[R, M]``, side by side: ``[R, H, M * N, 2 * D]``."""
+    """Return the entries in blocks ``[R, M]``, side by side: ``[R, H, M * N, 2 * D]``."""
     return cache[blocks_RM].permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
 def evicting_backend() -> type[AttentionBackend]:
-    """The backend of this platform."""
+    """Return the backend of this platform."""
     return EvictingTorchBackend if current_platform.is_cpu() else EvictingTritonBackend
 
 
 @dataclass
 class PlacedRound:
-    """A round with its places in the cache:
+    """A round with its places in the cache.
 
-    ``slots_T`` of keys and values, ``queries_ET`` of observed queries.
-
-    ``due``: blocks and next positions of the requests that evict first. On a GPU attention needs
-    ``stock``; on a CPU it needs ``reads``, and storing the ``observed`` tokens, which have a place
-    among the queries, and ``writes``.
+    Attributes:
+        tokens: as of :class:`Round`.
+        slots_T, queries_ET: of keys and values, and of observed queries.
+        due: blocks and next positions of the requests that evict first.
+        stock: the metadata of attention on a GPU.
+        reads: the plan of attention on a CPU.
+        observed: on a CPU the tokens that have a place among the queries.
+        writes: on a CPU the slots of all that is stored.
     """
 
     tokens: Tensor | None
@@ -247,16 +237,18 @@ class PlacedRound:
 
 
 def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
-    """``plan`` on the device of the block table ``table_RM`` of the step's requests."""
+    """Place ``plan`` on the device of the block table of the step's requests."""
     device = table_RM.device
-    row_T, position_T = moved(plan.row_T, device), moved(plan.position_T, device)
+    row_T = moved(plan.row_T, device)
+    position_T = moved(plan.position_T, device)
+    due = None
+    if plan.due:
+        due = _place_due(torch.tensor(plan.due), torch.tensor(plan.due_positions), table_RM)
     return PlacedRound(
         tokens=None if plan.tokens is None else moved(plan.tokens, device),
         slots_T=entry_slots(demand, table_RM, row_T, demand.entries(position_T)),
         queries_ET=query_slots(demand, table_RM, row_T, demand.observed(position_T)),
-        due=_place_due(torch.tensor(plan.due), torch.tensor(plan.due_positions), table_RM)
-        if plan.due
-        else None,
+        due=due,
     )
 
 
@@ -272,14 +264,12 @@ class _EvictingBuilder:
 
     @property
     def eviction(self) -> Eviction:
-        return bin_of(self.vllm_config, self.layer_names).eviction
+        return bin_of(self.vllm_config, self.layer_names).kept
 
     def begin(self, parts: list[PlacedRound]) -> list[PlacedRound]:
-        """The step's metadata ``parts``, after what is due before its first tokens was done in all
-        layers at once.
-        """
+        """Evict what is due before the step's first tokens, in all layers at once."""
         own = bin_of(self.vllm_config, self.layer_names)
-        own.impl.evict(own.kv_cache, parts[0], own.eviction)
+        own.impl.evict(own.kv_cache, parts[0], own.kept)
         return parts
 
 
@@ -290,101 +280,74 @@ class _EvictingImpl(AttendingImpl):
     num_kv_heads: int
     do_kv_cache_update: Any
 
-    def evict(self, kv_cache: Tensor, part: PlacedRound, eviction: Eviction) -> None:
+    def evict(self, kv: Tensor, part: PlacedRound, eviction: Eviction) -> None:
         if part.due is not None:
             # the policies' logit is query . key / sqrt(D), whatever the model's scale
-            evict(kv_cache, *part.due, eviction, self.scale * (kv_cache.shape[-1] // 2) ** 0.5)
+            evict(kv, *part.due, eviction, self.scale * (kv.shape[-1] // 2) ** 0.5)
 
-    def attend(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv: Tensor,
-        step: Any,
-        out: Tensor,
-    ) -> None:
+    def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
         for number, part in enumerate(step):
             if number > 0:  # what was due before the first round is done
-                self.evict(kv, part, layer.eviction)
+                self.evict(kv, part, layer.kept)
             if part.tokens is None:
-                self.store(layer, query, key, value, kv, part)
-                self.attend_round(layer, query, kv, part, out)
+                self.store(layer, states, kv, part)
+                self.attend_round(layer, states.query, kv, part, out)
             else:
-                own = query[part.tokens]
-                self.store(layer, own, key[part.tokens], value[part.tokens], kv, part)
-                found = torch.empty_like(own, dtype=out.dtype)
-                self.attend_round(layer, own, kv, part, found)
+                own = States(*(state[part.tokens] for state in states))
+                self.store(layer, own, kv, part)
+                found = torch.empty_like(own.query, dtype=out.dtype)
+                self.attend_round(layer, own.query, kv, part, found)
                 out[part.tokens] = found
 
     @abstractmethod
-    def store(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        part: PlacedRound,
-    ) -> None:
-        """Write the round's keys and values, and the queries that an eviction will look at, to
-        their places.
-        """
+    def store(self, layer: Any, states: States, kv: Tensor, part: PlacedRound) -> None:
+        """Write the round's states, and the queries that an eviction will look at, to the cache."""
 
     @abstractmethod
     def attend_round(
-        self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor
+        self, layer: Any, query: Tensor, kv: Tensor, part: PlacedRound, out: Tensor
     ) -> None:
-        """Write the attention of ``query`` to ``output``, both ``[tokens, query heads, size]``."""
+        """Write the attention of ``query`` to ``out``, both ``[T, H * G, D]``."""
 
 
 class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> list[PlacedRound]:
-        demand, table_RM = self.eviction.demand, common_attn_metadata.block_table_tensor
+    def plan(self, common: Any) -> list[PlacedRound]:
+        demand = self.eviction.demand
+        table_RM = common.block_table_tensor
         everything = SinkWindowDemand(demand.block_size, 0, demand.capacity)
         parts = []
-        for plan in self.eviction.rounds(common_attn_metadata):
+        for plan in self.eviction.rounds(common):
             part = place(plan, demand, table_RM)
             entries_RM = table_RM[plan.rows, demand.query_blocks :]
             part.reads = plan_reads(entries_RM, plan.starts, plan.lengths, everything)
             part.observed = (part.queries_ET[0] >= 0).nonzero()[:, 0]
-            part.writes = Writes(
-                Places(torch.cat([part.slots_T, part.queries_ET[:, part.observed].flatten()]))
-            )
+            observed = part.queries_ET[:, part.observed].flatten()
+            part.writes = Writes(Places(torch.cat([part.slots_T, observed])))
             parts.append(part)
         return self.begin(parts)
 
 
 class EvictingTorchImpl(_EvictingImpl, TorchImpl):
-    def store(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        part: PlacedRound,
-    ) -> None:
+    def store(self, layer: Any, states: States, kv: Tensor, part: PlacedRound) -> None:
         assert part.observed is not None
         assert part.writes is not None
         tokens = len(part.slots_T)
-        states = torch.cat([key[:tokens], value[:tokens]], -1)
+        stored = torch.cat([states.key[:tokens], states.value[:tokens]], -1)
         if len(part.observed):
-            entries = query_entries(query[part.observed], self.num_kv_heads)
-            states = torch.cat([states, entries.flatten(0, 1)])
-        part.writes.write(states, kv_cache)
+            entries = query_entries(states.query[part.observed], self.num_kv_heads)
+            stored = torch.cat([stored, entries.flatten(0, 1)])
+        part.writes.write(stored, kv)
 
     def attend_round(
-        self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor
+        self, layer: Any, query: Tensor, kv: Tensor, part: PlacedRound, out: Tensor
     ) -> None:
-        paged_local_attention(query, kv_cache, part.reads, self.scale, output)
+        paged_local_attention(query, kv, part.reads, self.scale, out)
 
 
 class EvictingTorchBackend(TorchBackend):
-    impl, builder, layouts = EvictingTorchImpl, EvictingTorchBuilder, LAYOUTS
+    impl = EvictingTorchImpl
+    builder = EvictingTorchBuilder
+    layouts = LAYOUTS
 
 
 class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
@@ -396,49 +359,48 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        rows = vllm_config.scheduler_config.max_num_seqs
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rows = self.vllm_config.scheduler_config.max_num_seqs
+        slots = 1 + self.eviction.demand.entries_per_query
         # permanent buffers: a captured graph keeps their addresses
-        self.lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.slots = torch.full(
-            (1 + self.eviction.demand.entries_per_query, rows), -1, dtype=torch.int64, device=device
-        )
-        self.row_R = torch.arange(rows, device=device)
+        self.lengths_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.slots = torch.full((slots, rows), NOWHERE, dtype=torch.int64, device=self.device)
+        self.row_R = torch.arange(rows, device=self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> Any:
+    ) -> list[PlacedRound]:
         common = common_attn_metadata
-        if common.max_query_len == 1:
-            parts = [self._decoding(common)]
-            # on the CPU, where these lengths are exact without speculative decoding, which is
-            # refused
-            position_R = common.seq_lens_cpu_upper_bound.long() - 1
-            due_R = self.eviction.demand.evicts_before(position_R)
-            if due_R.any():
-                parts[0].due = _place_due(
-                    due_R.nonzero()[:, 0], position_R[due_R], common.block_table_tensor
-                )
-        else:
-            parts = [self._reading(common, plan) for plan in self.eviction.rounds(common)]
-        return self.begin(parts)
+        if common.max_query_len > 1:
+            return self.begin(
+                [self._reading(common, plan) for plan in self.eviction.rounds(common)]
+            )
+        part = self._decoding(common)
+        # on the CPU, where these lengths are exact without speculative decoding, which is refused
+        position_R = common.seq_lens_cpu_upper_bound.long() - 1
+        due_R = self.eviction.demand.evicts_before(position_R)
+        if due_R.any():
+            row_R = due_R.nonzero()[:, 0]
+            part.due = _place_due(row_R, position_R[due_R], common.block_table_tensor)
+        return self.begin([part])
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> list[PlacedRound]:
         part = self._decoding(common_attn_metadata)
         self.lengths_R.fill_(1)  # as the stock builder does: longer requests make the capture slow
         return [part]
 
     def _decoding(self, common: Any) -> PlacedRound:
-        demand, table_RM, rows = self.eviction.demand, common.block_table_tensor, common.num_reqs
-        position_R, row_R = common.seq_lens.long() - 1, self.row_R[:rows]  # -1: a row of padding
+        demand = self.eviction.demand
+        table_RM = common.block_table_tensor
+        rows = common.num_reqs
+        row_R = self.row_R[:rows]
+        position_R = common.seq_lens.long() - 1  # -1: a row of padding
         entry_R = demand.entries(position_R)
         self.lengths_R[:rows] = entry_R + 1
         self.slots[0, :rows] = entry_slots(demand, table_RM, row_R, entry_R.clamp(min=0))
         self.slots[1:, :rows] = query_slots(demand, table_RM, row_R, demand.observed(position_R))
-        self.slots[:, :rows].masked_fill_(position_R < 0, -1)
+        self.slots[:, :rows].masked_fill_(position_R < 0, NOWHERE)
         own = common.replace(
             block_table_tensor=table_RM[:, demand.query_blocks :],
             seq_lens=self.lengths_R[:rows],
@@ -448,19 +410,18 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
         return PlacedRound(None, self.slots[0, :rows], self.slots[1:, :rows], None, stock)
 
     def _reading(self, common: Any, plan: Round) -> PlacedRound:
-        demand, table_RM = self.eviction.demand, common.block_table_tensor
+        demand = self.eviction.demand
+        table_RM = common.block_table_tensor
         part = place(plan, demand, table_RM)
-        lengths = torch.tensor(plan.lengths, dtype=torch.int32)
         starts = torch.tensor(plan.starts, dtype=torch.int32)
+        rows = moved(torch.tensor(plan.rows), self.device)
         own = common.replace(
-            block_table_tensor=table_RM[
-                moved(torch.tensor(plan.rows), self.device), demand.query_blocks :
-            ],
-            seq_lens=moved(lengths, self.device),
+            block_table_tensor=table_RM[rows, demand.query_blocks :],
+            seq_lens=moved(torch.tensor(plan.lengths, dtype=torch.int32), self.device),
             max_seq_len=max(plan.lengths),
             query_start_loc=moved(starts, self.device),
             query_start_loc_cpu=starts,
-            max_query_len=int((starts[1:] - starts[:-1]).max()),
+            max_query_len=int(starts.diff().max()),
             num_reqs=len(plan.rows),
             num_actual_tokens=len(plan.row_T),
         )
@@ -469,29 +430,23 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
 
 
 class EvictingTritonImpl(_EvictingImpl, TritonAttentionImpl):
-    def store(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        part: PlacedRound,
-    ) -> None:
-        self.do_kv_cache_update(layer, key, value, kv_cache, part.slots_T)
-        entries = query_entries(query[: len(part.slots_T)], self.num_kv_heads).unflatten(3, (2, -1))
+    def store(self, layer: Any, states: States, kv: Tensor, part: PlacedRound) -> None:
+        self.do_kv_cache_update(layer, states.key, states.value, kv, part.slots_T)
+        entries = query_entries(states.query[: len(part.slots_T)], self.num_kv_heads)
         # the engine's kernel wants the heads of a token side by side: one copy for all of them
-        halves = entries.permute(0, 3, 1, 2, 4).contiguous()
+        halves = entries.unflatten(3, (2, -1)).permute(0, 3, 1, 2, 4).contiguous()
         for (first, second), slots_T in zip(halves, part.queries_ET, strict=True):
-            self.do_kv_cache_update(layer, first, second, kv_cache, slots_T)
+            self.do_kv_cache_update(layer, first, second, kv, slots_T)
 
     def attend_round(
-        self, layer: Any, query: Tensor, kv_cache: Tensor, part: PlacedRound, output: Tensor
+        self, layer: Any, query: Tensor, kv: Tensor, part: PlacedRound, out: Tensor
     ) -> None:
         # keys and values are in the cache
-        TritonAttentionImpl.forward(self, layer, query, None, None, kv_cache, part.stock, output)
+        TritonAttentionImpl.forward(self, layer, query, None, None, kv, part.stock, out)
 
 
 class EvictingTritonBackend(BackendParts, TritonAttentionBackend):
     forward_includes_kv_cache_update = True
-    impl, builder, layouts = EvictingTritonImpl, EvictingTritonBuilder, LAYOUTS
+    impl = EvictingTritonImpl
+    builder = EvictingTritonBuilder
+    layouts = LAYOUTS

@@ -1,7 +1,7 @@
-"""Models of vLLM whose attention is mixed: the engine's own classes with other attention layers,
-and their gates.
+"""Model classes that vLLM loads by name: its own, with other attention layers if asked for.
 
-They are chosen by name with ``hf_overrides``; S and W are in the engine's ``additional_config``.
+Mixed ones, of rollouts, are chosen with ``hf_overrides``; S and W are in the engine's
+``additional_config``, as are the settings of head reallocation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM as StockQwen3
 from rlkv.attention import LocalSizes
 from rlkv.vllm.backends import mixed_backend
 from rlkv.vllm.plugin import check_version
-from rlkv.vllm.settings import ARCHITECTURES, MIXED, MIXED_KEY, check_engine, read_request
+from rlkv.vllm.settings import ARCHITECTURES, MIXED, MIXED_KEY, ROLLOUT, check_engine, read_request
 
 if TYPE_CHECKING:
     from rlkv.vllm.reallocation import HeadOrder
@@ -35,8 +35,8 @@ GATES = "rlkv_gates"  # the buffer of the model: float32 [num_layers, num_kv_hea
 
 
 def _exchange(model: Any, config: VllmConfig) -> None:
-    """Put a mixed attention layer in the place of every stock one, all reading one buffer of gates."""
-    check_engine(config, "a mixed-attention rollout")
+    """Put mixed attention in the place of the stock layers', all reading one buffer of gates."""
+    check_engine(config, ROLLOUT)
     sizes = LocalSizes(**config.additional_config[MIXED_KEY])
     layers = model.model.layers
     stock: list[Attention] = [layer.self_attn.attn for layer in layers]
@@ -80,15 +80,14 @@ RLKVMixedQwen3ForCausalLM = _mixed("Qwen3ForCausalLM", StockQwen3)
 
 def register() -> None:
     """Make the mixed classes known to this process under their names."""
-    for name in (MIXED + architecture for architecture in ARCHITECTURES):
+    for architecture in ARCHITECTURES:
+        name = MIXED + architecture
         if name not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(name, globals()[name])
 
 
 class GateWorker:
-    """What the engine's worker can be asked for (``collective_rpc``): vLLM mixes this class into
-    it.
-    """
+    """Calls that a worker answers (``collective_rpc``): vLLM mixes this class into its own."""
 
     model_runner: Any
 
@@ -105,7 +104,7 @@ class GateWorker:
         return buffer
 
     def rlkv_gates(self) -> list[list[float]]:
-        """The gates ``[num_layers][num_kv_heads]``."""
+        """Return the gates ``[num_layers][num_kv_heads]``."""
         return self._gates().cpu().tolist()
 
     def rlkv_set_gates(self, alpha: list[list[float]]) -> None:

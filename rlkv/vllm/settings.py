@@ -1,88 +1,50 @@
-"""What the user asked the plugin to do:
+"""Settings of the plugin: what the user asked for, resolved once, and what is refused.
 
-``--additional-config '{"rlkv": {...}}'``, or two environment variables.
-
-``RLKV_GATES`` and ``RLKV_SPARSITY`` are for launchers whose arguments cannot be changed.  A request
-is resolved once, with the engine's configuration: no other process needs the gates file.
+They come as ``--additional-config '{"rlkv": {...}}'``, or as the variables ``RLKV_GATES`` and
+``RLKV_SPARSITY`` for launchers whose arguments cannot be changed.  A request is resolved with the
+engine's configuration: no other process needs the gates file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlkv.gates.allocation import num_full_heads
+from rlkv.gates.allocation import HeadAllocation, num_full_heads
+from rlkv.utils.numbers import check_number, check_whole
 
 if TYPE_CHECKING:
     from rlkv.cache.plan import CacheSettings
     from rlkv.eviction import EvictionPolicy
-    from rlkv.gates.allocation import HeadAllocation
-
-
-def deal_heads(full_LH: Tensor, ranks: int) -> Tensor:
-    """KV heads of each rank, ``[ranks, L, H / ranks]``, by their numbers in the checkpoint,
-    ascending.
-
-    The full heads of all layers go to the ranks in turn.  So a layer's are even to within one,
-    which leaves room for them, and the model's are exactly even.  The compressible ones fill every
-    rank up.
-
-    Args:
-        full_LH: True for full heads; their number and H must be multiples of ``ranks``.
-
-    Raises:
-        ValueError: if the number of full heads is not.
-    """
-    layers, heads = full_LH.shape
-    assert heads % ranks == 0, "checked with the engine's settings"
-    if int(full_LH.sum()) % ranks:
-        raise ValueError(
-            f"rlkv: {int(full_LH.sum())} full heads are not spread evenly over {ranks} ranks of "
-            "tensor parallelism: "
-            f"choose an allocation with a multiple of {ranks} full heads, or give gates and a "
-            "sparsity, which "
-            "is rounded down"
-        )
-    dealt = torch.empty(ranks, layers, heads // ranks, dtype=torch.int64)
-    turn = 0
-    for layer, row in enumerate(full_LH.tolist()):
-        own: list[list[int]] = [[] for _ in range(ranks)]
-        for head in (head for head, full in enumerate(row) if full):
-            own[turn % ranks].append(head)
-            turn += 1
-        rest = iter(head for head, full in enumerate(row) if not full)
-        for rank, mine in enumerate(own):
-            mine.extend(next(rest) for _ in range(heads // ranks - len(mine)))
-            dealt[rank, layer] = torch.tensor(sorted(mine))
-    return dealt
-
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # with rollouts
 SERVED = (
     *ARCHITECTURES,
-    *(
-        "GemmaForCausalLM",
-        "Glm4ForCausalLM",
-        "GraniteForCausalLM",
-        "MistralForCausalLM",
-        "Phi3ForCausalLM",
-    ),
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "GraniteForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
 )
-# before the name of the architecture: the same model with mixed attention, for rollouts
-MIXED = "RLKVMixed"
+MIXED = "RLKVMixed"  # before the name of an architecture: its model for rollouts
 KEY = "rlkv"  # of the engine's additional_config
 MIXED_KEY = "rlkv_mixed"  # likewise, for rollouts: {"sink": S, "window": W}
-DRAW_KEY = "rlkv_draw"  # of a request's extra_args
 VARIABLES = {"gates": "RLKV_GATES", "sparsity": "RLKV_SPARSITY"}
-EVICTIONS = (
-    "rkv",
-    "snapkv",
-)  # their scores need the keys and the last queries, and are computed head by head
+# their scores need the keys and the last queries alone, head by head
+EVICTIONS = ("rkv", "snapkv")
+
+# how compressible heads read a prompt: all of it, or what they keep
+FULL = "full"
+LOCAL = "local"
+PREFILLS = (LOCAL, FULL)
+
+REALLOCATION = "head reallocation"
+ROLLOUT = "a mixed-attention rollout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +56,9 @@ class ServingSettings:
             ``sparsity``.
         sparsity: share of KV heads that are compressible, in [0, 1].
         full: instead of gates: one text for each layer with 1 for a full and 0 for a compressible
-        head. sink, window: tokens that a compressible head keeps; default: what the gates file
-        states for deployment.
+            head.
+        sink, window: tokens that a compressible head keeps; default: what the gates file states
+            for deployment.
         scope: ``global`` or ``layer``, as in :meth:`rlkv.HeadAllocation.from_gates`.
         prefill: ``local``: prompt tokens see what a compressible head keeps, like generated ones.
             ``full``: they see everything before them (sinks and window only).
@@ -114,7 +77,7 @@ class ServingSettings:
     sink: int | None = None
     window: int | None = None
     scope: str = "global"
-    prefill: str = "local"
+    prefill: str = LOCAL
     reference_tokens: int = 3000
     reference_prompt: int = 256
     eviction: Mapping[str, Any] | None = None
@@ -122,107 +85,89 @@ class ServingSettings:
 
     def __post_init__(self) -> None:
         if self.full is None:
-            number = isinstance(self.sparsity, int | float) and not isinstance(self.sparsity, bool)
-            if not number or not 0 <= self.sparsity <= 1:  # type: ignore[operator]
-                raise ValueError(
-                    f"rlkv: sparsity must be a number in [0, 1], got {self.sparsity!r}"
-                )
+            check_number("rlkv: sparsity", self.sparsity, 0, 1)
             if not isinstance(self.gates, str) or not self.gates:
-                raise ValueError(
-                    f"rlkv: gates must be the path of a gates file, got {self.gates!r}"
-                )
-        for name, least in (
-            ("sink", 0),
-            ("window", 1),
-            ("reference_tokens", 1),
-            ("reference_prompt", 1),
-        ):
-            value = getattr(self, name)
-            optional = value is None and name in ("sink", "window")
-            if not optional and (
-                not isinstance(value, int) or isinstance(value, bool) or value < least
-            ):
-                raise ValueError(
-                    f"rlkv: {name} must be an integer of at least {least}, got {value!r}"
-                )
+                raise ValueError(f"rlkv: gates is {self.gates!r}: it must be a gates file's path")
+        for name, least in (("sink", 0), ("window", 1)):
+            if getattr(self, name) is not None:
+                check_whole(f"rlkv: {name}", getattr(self, name), least)
+        for name in ("reference_tokens", "reference_prompt"):
+            check_whole(f"rlkv: {name}", getattr(self, name), 1)
         if self.prefill == "published":
             raise ValueError(
                 "rlkv: prefill 'published' is not served by the vLLM plugin, whose steps read a "
-                "prompt in one way: use "
-                "'full' or 'local', or rlkv-infer with its own backend, which has all three"
+                "prompt in one way: use 'full' or 'local', or rlkv-infer with its own backend, "
+                "which has all three"
             )
-        for name, choices in (("scope", ("global", "layer")), ("prefill", ("local", "full"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"rlkv: {name} must be {' or '.join(choices)}, got {getattr(self, name)!r}"
-                )
-        if self.protect_prompt not in (None, False, True):
-            raise ValueError(
-                f"rlkv: protect_prompt must be true or false, got {self.protect_prompt!r}"
-            )
-        if (policy := self.policy()) is not None:
+        for name, choices in (
+            ("scope", ("global", "layer")),
+            ("prefill", PREFILLS),
+            ("protect_prompt", (None, False, True)),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                allowed = " or ".join(str(choice) for choice in choices)
+                raise ValueError(f"rlkv: {name} is {value!r}: it must be {allowed}")
+        policy = self.policy()
+        if policy is not None:
             self._check_eviction(policy)
 
     def _check_eviction(self, policy: EvictionPolicy) -> None:
+        elsewhere = "rlkv-infer with its own backend"
+        unserved = "is not served by the vLLM plugin"
         if self.sink is not None or self.window is not None or self.protect_prompt:
-            raise ValueError(
-                "rlkv: sink, window and protect_prompt do not apply with eviction: use the "
-                "policy's own fields"
+            wrong = (
+                "sink, window and protect_prompt do not apply with eviction: use the policy's own "
+                "fields"
             )
-        if self.prefill == "full":
-            raise ValueError(
-                "rlkv: prefill 'full' is not served together with eviction by the vLLM plugin, "
-                "because a prompt's "
-                "entries would not fit into the buffer: use 'local', or rlkv-infer with its own "
-                "backend, which has both"
+        elif self.prefill == FULL:
+            wrong = (
+                f"prefill 'full' {unserved} together with eviction, because a prompt's entries "
+                f"would not fit into the buffer: use 'local', or {elsewhere}, which has both"
             )
-        if policy.name not in EVICTIONS:
-            raise ValueError(
-                f"rlkv: eviction {policy.name!r} is not served by the vLLM plugin: choose from "
-                f"{', '.join(EVICTIONS)}, "
-                "or rlkv-infer with its own backend, which has all policies"
+        elif policy.name not in EVICTIONS:
+            wrong = (
+                f"eviction {policy.name!r} {unserved}: choose from {', '.join(EVICTIONS)}, or "
+                f"{elsewhere}, which has all policies"
             )
-        for wrong, field, why in (
-            (policy.budget is None, "ratio", "a head would hold more the longer the text gets"),
-            (
-                policy.protect_prompt,
-                "protect_prompt",
-                "when a head evicts would depend on each request's prompt",
-            ),
-        ):
-            if wrong:
-                raise ValueError(
-                    f"rlkv: eviction with {field} is not served by the vLLM plugin, because {why}: "
-                    "give it a budget "
-                    "alone, or use rlkv-infer with its own backend"
-                )
+        elif policy.budget is None:
+            wrong = (
+                f"eviction with ratio {unserved}, because a head would hold more the longer the "
+                f"text gets: give it a budget alone, or use {elsewhere}"
+            )
+        elif policy.protect_prompt:
+            wrong = (
+                f"eviction with protect_prompt {unserved}, because when a head evicts would depend "
+                f"on each request's prompt: give it a budget alone, or use {elsewhere}"
+            )
+        else:
+            return
+        raise ValueError(f"rlkv: {wrong}")
 
     @classmethod
     def of(cls, allocation: HeadAllocation, cache: CacheSettings) -> ServingSettings:
-        """Resolved settings: this allocation, and what its compressible heads keep."""
+        """Resolve an allocation and what its compressible heads keep."""
         full = tuple("".join("01"[kept] for kept in row) for row in allocation.full.tolist())
         if cache.eviction is not None:
             return cls(full=full, prefill=cache.prefill, eviction=cache.eviction.describe())
-        protect = cache.protect_prompt or None
         return cls(
             full=full,
             sink=cache.sink,
             window=cache.window,
             prefill=cache.prefill,
-            protect_prompt=protect,
+            protect_prompt=cache.protect_prompt or None,
         )
 
     def resolved(self, config: Any, ranks: int = 1) -> ServingSettings:
-        """With the allocation, sink and window instead of gates.
+        """Return the same with an allocation, sink and window in the place of gates.
 
-        ``config`` is the model's (transformers).
-
-        ``ranks``: of tensor parallelism, to which full heads are dealt evenly.
+        Args:
+            config: the model's, of transformers.
+            ranks: of tensor parallelism, to which full heads are dealt evenly.
         """
         if self.full is not None:
             return self
         from rlkv.cache.plan import CacheSettings
-        from rlkv.gates.allocation import HeadAllocation
         from rlkv.gates.head_gates import HeadGates
 
         assert self.gates is not None
@@ -234,16 +179,15 @@ class ServingSettings:
             )
         gates = HeadGates.load(self.gates)
         gates.check_model(config)
-        allocation = HeadAllocation.from_gates(gates, self.sparsity, self.scope).rounded_up(
-            gates, ranks
-        )
+        asked = HeadAllocation.from_gates(gates, self.sparsity, self.scope)
         sizes = gates.serving(
             sink=self.sink, window=self.window, protect_prompt=self.protect_prompt
         )
         cache = CacheSettings(prefill=self.prefill, **sizes).with_policy(self.policy())
-        resolved = self.of(allocation, cache)
         return replace(
-            resolved, reference_tokens=self.reference_tokens, reference_prompt=self.reference_prompt
+            self.of(asked.rounded_up(gates, ranks), cache),
+            reference_tokens=self.reference_tokens,
+            reference_prompt=self.reference_prompt,
         )
 
     @property
@@ -252,27 +196,24 @@ class ServingSettings:
 
         Tokens of a protected prompt see all before them in any chunks.
         """
-        return self.prefill == "full" and not self.protect_prompt
+        return self.prefill == FULL and not self.protect_prompt
 
     def reference(self, longest: int) -> tuple[int, int]:
-        """Tokens of the request for which memory is planned, and how many are in a protected
-        prompt.
+        """Return the tokens of the request that memory is planned for, and of its kept prompt.
+
+        longest: tokens of the longest text.
         """
         tokens = min(self.reference_tokens, longest)
         return tokens, min(self.reference_prompt, tokens) if self.protect_prompt else 0
 
     @property
     def allocation(self) -> HeadAllocation:
-        """Which heads are full; of resolved settings."""
-        import torch
-
-        from rlkv.gates.allocation import HeadAllocation
-
+        """The allocation of resolved settings."""
         assert self.full is not None, "asked of resolved settings only"
         return HeadAllocation(torch.tensor([[kept == "1" for kept in row] for row in self.full]))
 
     def policy(self) -> EvictionPolicy | None:
-        """What compressible heads evict by; None: they keep sinks and a window."""
+        """Make the policy of compressible heads; None: they keep sinks and a window."""
         if self.eviction is None:
             return None
         from rlkv.eviction import make_policy
@@ -280,8 +221,7 @@ class ServingSettings:
         if not isinstance(self.eviction, Mapping) or not isinstance(self.eviction.get("name"), str):
             raise ValueError(
                 'rlkv: eviction must be a mapping with the name of a policy, such as {"name": '
-                '"rkv", "budget": 256}, '
-                f"got {self.eviction!r}"
+                f'"rkv", "budget": 256}}, got {self.eviction!r}'
             )
         try:
             return make_policy(**self.eviction)
@@ -289,14 +229,14 @@ class ServingSettings:
             raise ValueError(f"rlkv: eviction: {error}") from None
 
     def to_request(self) -> dict[str, Any]:
-        """As :func:`parse_settings` takes it back."""
+        """Return a request that :func:`parse_settings` takes back."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def read_request(
     additional_config: Any, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any] | None:
-    """What was asked for, not yet checked; None if nothing was."""
+    """Return what was asked for, not yet checked; None if nothing was."""
     if isinstance(additional_config, Mapping) and additional_config.get(KEY) is not None:
         request = additional_config[KEY]
         if not isinstance(request, Mapping):
@@ -309,9 +249,9 @@ def read_request(
     found = {key: environment[name] for key, name in VARIABLES.items() if environment.get(name)}
     if not found:
         return None
-    missing = [name for key, name in VARIABLES.items() if key not in found]
-    if missing:
-        raise ValueError(f"{missing[0]} is missing: RLKV_GATES and RLKV_SPARSITY go together")
+    for key, name in VARIABLES.items():
+        if key not in found:
+            raise ValueError(f"{name} is missing: RLKV_GATES and RLKV_SPARSITY go together")
     try:
         return {"gates": found["gates"], "sparsity": float(found["sparsity"])}
     except ValueError:
@@ -321,112 +261,255 @@ def read_request(
 
 
 def parse_settings(request: Mapping[str, Any]) -> ServingSettings:
-    """Check a request for head reallocation:
+    """Check a request for head reallocation.
 
-    ValueError for unknown and missing keys and bad values, by name.
+    Raises:
+        ValueError: for unknown and missing keys and bad values, by name.
     """
-    known = {field.name for field in fields(ServingSettings)}
-    unknown = sorted(set(request) - known)
-    if unknown:
-        raise ValueError(
-            f"rlkv: unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}"
-        )
-    missing = [
-        name for name in ("gates", "sparsity") if name not in request and "full" not in request
-    ]
-    if missing:
-        raise ValueError(f"rlkv: {missing[0]} is missing: both gates and sparsity are needed")
+    known = sorted(field.name for field in fields(ServingSettings))
+    for name in sorted(request):
+        if name not in known:
+            raise ValueError(f"rlkv: unknown setting {name!r}: choose from {', '.join(known)}")
+    for name in ("gates", "sparsity"):
+        if name not in request and "full" not in request:
+            raise ValueError(f"rlkv: {name} is missing: both gates and sparsity are needed")
     return ServingSettings(**request)
 
 
+def deal_heads(full_LH: Tensor, ranks: int) -> Tensor:
+    """Deal the KV heads of every layer to ranks.
+
+    The full heads of all layers go to the ranks in turn.  So a layer's are even to within one,
+    which leaves room for them, and the model's are exactly even.  The compressible ones fill every
+    rank up.
+
+    Args:
+        full_LH: True for full heads; their number and H must be multiples of ``ranks``.
+
+    Returns:
+        Numbers in the checkpoint, ascending, int64 ``[ranks, L, H / ranks]``.
+
+    Raises:
+        ValueError: if the number of full heads is not a multiple of ``ranks``.
+    """
+    layers, heads = full_LH.shape
+    assert heads % ranks == 0, "checked with the engine's settings"
+    if int(full_LH.sum()) % ranks:
+        raise ValueError(
+            f"rlkv: {int(full_LH.sum())} full heads are not spread evenly over {ranks} ranks of "
+            f"tensor parallelism: choose an allocation with a multiple of {ranks} full heads, or "
+            "give gates and a sparsity, which is rounded down"
+        )
+    dealt = torch.empty(ranks, layers, heads // ranks, dtype=torch.int64)
+    turn = 0
+    for layer, row in enumerate(full_LH.tolist()):
+        own: list[list[int]] = [[] for _ in range(ranks)]
+        rest = []
+        for head, full in enumerate(row):
+            if not full:
+                rest.append(head)
+                continue
+            own[turn % ranks].append(head)
+            turn += 1
+        for rank, mine in enumerate(own):
+            missing = heads // ranks - len(mine)
+            mine += rest[:missing]
+            rest = rest[missing:]
+            dealt[rank, layer] = torch.tensor(sorted(mine))
+    return dealt
+
+
 # formats of quantised weights in which whole heads are known to move
-QUANTISED = (
-    "awq",
-    "awq_marlin",
-    "auto_awq",
-    "gptq",
-    "gptq_marlin",
-    "auto_gptq",
-    "compressed-tensors",
-    "fp8",
+_AWQ = ("awq", "awq_marlin", "auto_awq")
+_GPTQ = ("gptq", "gptq_marlin", "auto_gptq")
+QUANTISED = (*_AWQ, *_GPTQ, "compressed-tensors", "fp8")
+# written to parameters as they are
+NOT_REORDERED = ("sharded_state", "runai_streamer_sharded", "tensorizer")
+# what an adapter would have to reorder
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
+
+
+def _weights(engine: Any) -> str | None:
+    known = engine.quant_config is None or engine.quant_config.get_name() in QUANTISED
+    return None if known else str(engine.model_config.quantization)
+
+
+def _adapters(engine: Any) -> str | None:
+    if engine.lora_config is None:
+        return None
+    named = getattr(engine.lora_config, "target_modules", None) or PROJECTIONS
+    return next((name for name in named if name.rsplit(".")[-1] in PROJECTIONS), None)
+
+
+def _ranks(engine: Any) -> str | None:
+    heads = engine.model_config.get_total_num_kv_heads()
+    ranks = engine.parallel_config.tensor_parallel_size
+    even = heads % ranks == 0
+    return None if even else f"{ranks} and {heads} KV heads a layer: choose a divisor of {heads}"
+
+
+def _load_format(engine: Any) -> str | None:
+    name = str(engine.load_config.load_format)
+    return name if name in NOT_REORDERED else None
+
+
+def _sliding_layers(engine: Any) -> bool:
+    layers = getattr(engine.model_config.hf_text_config, "layer_types", None)
+    return "sliding_attention" in (layers or ())
+
+
+def _breakable_graphs(engine: Any) -> bool:
+    """Whether graphs break at the engine's own operators only, which would capture host work."""
+    mode = engine.compilation_config.cudagraph_mode
+    captures = mode is not None and mode.name != "NONE"
+    # where the engine notes its own decision
+    return captures and os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") == "1"
+
+
+_CONTEXT = (
+    "context parallelism: leave out --decode-context-parallel-size and "
+    "--prefill-context-parallel-size"
 )
-NOT_REORDERED = (
-    "sharded_state",
-    "runai_streamer_sharded",
-    "tensorizer",
-)  # written to parameters as they are
-PROJECTIONS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "qkv_proj",
-    "o_proj",
-)  # what an adapter would have to reorder
+_SLIDING = "sliding-window layers: their heads have no full cache to reallocate"
+_HYBRID = "leave it out, blocks of several kinds are what saves memory"
+_GRAPHS = (
+    "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=1, which VLLM_BATCH_INVARIANT=1 may "
+    "switch on): set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or pass --enforce-eager"
+)
+_WEIGHTS = (
+    "quantised weights of format {}, whose heads it cannot reorder: serve one of "
+    f"{', '.join(QUANTISED)}, or a checkpoint in float32, bfloat16 or float16"
+)
+_ADAPTERS = (
+    "LoRA adapters of attention, whose heads are reordered: merge the adapter into the model, or "
+    "name the modules of an adapter of others with --lora-target-modules gate_proj up_proj "
+    "down_proj"
+)
+_DTYPES = ("auto", "float16", "bfloat16", "float32")
+
+# a setting of the engine (or what finds something in it), the values that work, and what is said
+# of another one, {}
+Refusal = tuple[str | Callable[[Any], Any], tuple[Any, ...], str]
+_ALWAYS: tuple[Refusal, ...] = (
+    (
+        "parallel_config.pipeline_parallel_size",
+        (1,),
+        "pipeline parallelism (--pipeline-parallel-size {}): use --tensor-parallel-size",
+    ),
+    ("parallel_config.decode_context_parallel_size", (1,), _CONTEXT),
+    ("parallel_config.prefill_context_parallel_size", (1,), _CONTEXT),
+    ("speculative_config", (None,), "speculative decoding: leave out --speculative-config"),
+    (
+        "cache_config.cache_dtype",
+        _DTYPES,
+        "a quantised KV cache (--kv-cache-dtype {}): leave it at auto",
+    ),
+    ("kv_transfer_config", (None,), "KV connectors: leave out --kv-transfer-config"),
+    (
+        "cache_config.kv_offloading_size",
+        (None,),
+        "offloading of the KV cache: leave out --kv-offloading-size",
+    ),
+    (
+        "model_config.hf_text_config.dual_chunk_attention_config",
+        (None, {}),
+        "dual chunk attention: remove dual_chunk_attention_config from the model's config",
+    ),
+    (_breakable_graphs, (False,), _GRAPHS),
+)
+REFUSALS: dict[str, tuple[Refusal, ...]] = {
+    REALLOCATION: (
+        *_ALWAYS,
+        (_weights, (None,), _WEIGHTS),
+        (_adapters, (None,), _ADAPTERS),
+        (_ranks, (None,), "--tensor-parallel-size {}"),
+        (
+            _load_format,
+            (None,),
+            "--load-format {}: what it loads is not reordered, leave it at auto",
+        ),
+        (
+            "scheduler_config.disable_hybrid_kv_cache_manager",
+            (None, False),
+            f"--disable-hybrid-kv-cache-manager: {_HYBRID}",
+        ),
+        ("cache_config.sliding_window", (None,), _SLIDING),
+        (_sliding_layers, (False,), _SLIDING),
+        (
+            "cache_config.kv_sharing_fast_prefill",
+            (False,),
+            "--kv-sharing-fast-prefill: leave it out",
+        ),
+    ),
+    # mixed attention leaves blocks and weights as they are, but its gates are those of all heads
+    ROLLOUT: (
+        *_ALWAYS,
+        (
+            "parallel_config.tensor_parallel_size",
+            (1,),
+            "tensor parallelism: run one engine per GPU",
+        ),
+    ),
+}
+
+
+def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
+    """Raise ``ValueError`` for the first setting under which ``feature`` would be wrong."""
+    for setting, works, refusal in REFUSALS[feature]:
+        if callable(setting):
+            value = setting(vllm_config)
+        else:
+            value = vllm_config
+            for name in setting.split("."):
+                value = getattr(value, name, None)
+        if value not in works:
+            raise ValueError(f"rlkv: {feature} does not work with {refusal.format(value)}")
 
 
 def prepare_engine(vllm_config: Any) -> float | None:
-    """Resolve what was asked for, note it in ``additional_config``, and switch off what contradicts
-    it.
+    """Resolve what was asked for, and switch off what contradicts it.
 
-    The note reaches every process of the engine, and its compilation cache.  ValueError for wrong
-    settings, gates that do not fit the model, a model that is not served, and ``prefill: full``
-    where a prompt may be longer than a step. Returns the sparsity if this process reports on
-    ``/metrics`` what is held and saved, else None.
+    The resolved settings are noted in ``additional_config``, which reaches every process of the
+    engine, and its compilation cache.
+
+    Returns:
+        The sparsity if this process reports on ``/metrics`` what is held and saved, else None.
+
+    Raises:
+        ValueError: for wrong settings, gates that do not fit the model, a model that is not served,
+            and ``prefill: full`` where a prompt may be longer than a step.
     """
-    model, request = vllm_config.model_config, read_request(vllm_config.additional_config)
+    model = vllm_config.model_config
+    request = read_request(vllm_config.additional_config)
     if model is None or request is None or model.architecture.startswith(MIXED):
         return None
     if model.architecture not in SERVED:
         raise ValueError(
             "rlkv: head reallocation does not work with a model of architecture "
-            f"{model.architecture}: serve one of "
-            f"{', '.join(SERVED)}, or leave the rlkv settings out"
+            f"{model.architecture}: serve one of {', '.join(SERVED)}, or leave the rlkv settings "
+            "out"
         )
     check_engine(vllm_config)
-    settings, ranks = (
-        resolve_settings(vllm_config),
-        vllm_config.parallel_config.tensor_parallel_size,
-    )
-    check_shape(settings, model)
-    deal_heads(
-        settings.allocation.full, ranks
-    )  # refuses an uneven allocation before any process starts
-    if isinstance(vllm_config.additional_config, dict):
-        vllm_config.additional_config = {
-            **vllm_config.additional_config,
-            KEY: settings.to_request(),
-        }
-    _adapt(vllm_config, settings, rounding(request, settings, ranks))
-    # with "full" another process has resolved them, or they are not a server's
-    return None if "full" in request else settings.allocation.sparsity
-
-
-def check_shape(settings: ServingSettings, model: Any) -> None:
-    """Raise ``ValueError`` unless the allocation is for a model (vLLM's config) of this shape."""
+    settings = resolve_settings(vllm_config)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
     found = list(settings.allocation.full.shape)
     shape = [model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads()]
     if found != shape:
         raise ValueError(
             f"rlkv: the allocation is for {found} layers and KV heads, but the model has {shape}"
         )
-
-
-def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) -> str | None:
-    """What equal shares of ``ranks`` ranks cost, in a sentence; None: nothing, or an allocation was
-    asked for.
-    """
-    own, asked = settings.allocation, request.get("sparsity")
-    if ranks == 1 or asked is None or own.num_full == num_full_heads(asked, own.full.numel()):
-        return None
-    return (
-        f"sparsity {own.sparsity:.4f} instead of {asked}: {own.num_full} of {own.full.numel()} KV "
-        "heads are full, a "
-        f"multiple of the {ranks} ranks"
-    )
+    # refuses an uneven allocation before any process starts
+    deal_heads(settings.allocation.full, ranks)
+    if isinstance(vllm_config.additional_config, dict):
+        resolved = {KEY: settings.to_request()}
+        vllm_config.additional_config = vllm_config.additional_config | resolved
+    _adapt(vllm_config, settings, rounding(request, settings, ranks))
+    # with "full" another process has resolved them, or they are not a server's
+    return None if "full" in request else settings.allocation.sparsity
 
 
 def resolve_settings(vllm_config: Any) -> ServingSettings:
-    """The settings of an engine that was asked for head reallocation."""
+    """Return the settings of an engine that was asked for head reallocation."""
     request = read_request(vllm_config.additional_config)
     assert request is not None
     return parse_settings(request).resolved(
@@ -434,144 +517,49 @@ def resolve_settings(vllm_config: Any) -> ServingSettings:
     )
 
 
-def _adapt(vllm_config: Any, settings: ServingSettings, rounded: str | None) -> None:
-    """Switch off what is on by default and contradicts the settings.
+def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) -> str | None:
+    """Say in a sentence what equal shares of ``ranks`` ranks cost; None: nothing."""
+    own = settings.allocation
+    asked = request.get("sparsity")
+    if ranks == 1 or asked is None or own.num_full == num_full_heads(asked, own.full.numel()):
+        return None
+    return (
+        f"sparsity {own.sparsity:.4f} instead of {asked}: {own.num_full} of {own.full.numel()} KV "
+        f"heads are full, a multiple of the {ranks} ranks"
+    )
 
-    Warn of that and of what was ``rounded``.
-    """
+
+def _adapt(vllm_config: Any, settings: ServingSettings, rounded: str | None) -> None:
+    """Switch off what is on by default and contradicts the settings, with a warning each."""
     from vllm.logger import init_logger
 
     logger = init_logger(f"vllm.{__name__}")
-    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    cache = vllm_config.cache_config
+    scheduler = vllm_config.scheduler_config
     if rounded:
         logger.warning("rlkv: %s", rounded)
-    is_full = settings.whole_prompts
-    if is_full:
-        longest = vllm_config.model_config.max_model_len
-        for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
-            tokens = getattr(scheduler, name, None)
-            if tokens is not None and tokens < longest:
-                raise ValueError(
-                    "rlkv: prefill 'full' reads every prompt in one step, but a step has "
-                    f"{tokens:,} tokens and a text "
-                    f"up to {longest:,}: raise --{name.replace('_', '-')}, lower --max-model-len, "
-                    "or use prefill "
-                    "'local'"
-                )
+    if settings.whole_prompts:
+        _check_steps(scheduler, vllm_config.model_config.max_model_len)
         if scheduler.enable_chunked_prefill or scheduler.long_prefill_token_threshold:
-            scheduler.enable_chunked_prefill, scheduler.long_prefill_token_threshold = False, 0
+            scheduler.enable_chunked_prefill = False
+            scheduler.long_prefill_token_threshold = 0
             logger.warning(
                 "rlkv: prefill 'full' reads every prompt in one step, so chunked prefill is "
                 "switched off"
             )
-    if cache.enable_prefix_caching and (is_full or settings.eviction):
+    if cache.enable_prefix_caching and (settings.whole_prompts or settings.eviction):
         cache.enable_prefix_caching = False
-        why = "cached answers were not read in full" if is_full else "eviction keeps no prefixes"
+        read = "cached answers were not read in full"
+        why = "eviction keeps no prefixes" if settings.eviction else read
         logger.warning("rlkv: %s, so prefix caching is switched off", why)
 
 
-def check_engine(vllm_config: Any, feature: str = "head reallocation") -> None:
-    """Raise ``ValueError`` for the first setting of the engine under which ``feature`` would give
-    wrong results.
-    """
-    refusals = _always(vllm_config)
-    if feature == "head reallocation":
-        refusals |= _reallocation(vllm_config)
-    # mixed attention leaves blocks and weights as they are, but its gates are those of all heads
-    else:
-        refusals |= {
-            "tensor parallelism: run one engine per GPU": vllm_config.parallel_config.tensor_parallel_size
-            > 1
-        }
-    for refusal, applies in refusals.items():
-        if applies:
-            raise ValueError(f"rlkv: {feature} does not work with {refusal}")
-
-
-def _always(vllm_config: Any) -> dict[str, bool]:
-    """What does not work, and what to do instead; whether it was asked for."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    stages = parallel.pipeline_parallel_size
-    context = (
-        parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
-    )
-    dual_chunk = getattr(
-        vllm_config.model_config.hf_text_config, "dual_chunk_attention_config", None
-    )
-    plain_cache = cache.cache_dtype in ("auto", "float16", "bfloat16", "float32")
-    # such graphs break at the engine's own operators only: what rlkv does on the host would be
-    # captured once
-    breakable = (
-        "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=1, which "
-        "VLLM_BATCH_INVARIANT=1 may switch on)"
-    )
-    return {
-        f"pipeline parallelism (--pipeline-parallel-size {stages}): use --tensor-parallel-size": stages
-        > 1,
-        "context parallelism: leave out --decode-context-parallel-size and "
-        "--prefill-context-parallel-size": context,
-        "speculative decoding: leave out --speculative-config": vllm_config.speculative_config
-        is not None,
-        f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype}): leave it at auto": not plain_cache,
-        "KV connectors: leave out --kv-transfer-config": vllm_config.kv_transfer_config is not None,
-        "offloading of the KV cache: leave out --kv-offloading-size": cache.kv_offloading_size
-        is not None,
-        "dual chunk attention: remove dual_chunk_attention_config from the model's config": bool(
-            dual_chunk
-        ),
-        f"{breakable}: set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or pass --enforce-eager": _breaks_graphs(
-            vllm_config
-        ),
-    }
-
-
-def _breaks_graphs(vllm_config: Any) -> bool:
-    """Whether the engine captures breakable graphs.
-
-    It notes its own decision in the environment.
-    """
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return (
-        os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") == "1"
-        and mode is not None
-        and mode.name != "NONE"
-    )
-
-
-def _reallocation(vllm_config: Any) -> dict[str, bool]:
-    cache, model = vllm_config.cache_config, vllm_config.model_config
-    config, scheduler = model.hf_text_config, vllm_config.scheduler_config
-    sliding = cache.sliding_window is not None or "sliding_attention" in (
-        getattr(config, "layer_types", None) or ()
-    )
-    weights = (
-        f"quantised weights of format {model.quantization}, whose heads it cannot reorder: serve "
-        "one of "
-        f"{', '.join(QUANTISED)}, or a checkpoint in float32, bfloat16 or float16"
-    )
-    quantised, adapters = vllm_config.quant_config, vllm_config.lora_config
-    named = {
-        name.rsplit(".")[-1] for name in getattr(adapters, "target_modules", None) or PROJECTIONS
-    }
-    form = str(vllm_config.load_config.load_format)
-    lora = adapters is not None and not named.isdisjoint(PROJECTIONS)
-    heads, ranks = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
-    uneven = (
-        f"--tensor-parallel-size {ranks} and {heads} KV heads a layer: choose a divisor of {heads}"
-    )
-    hybrid = (
-        "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what "
-        "saves memory"
-    )
-    return {
-        weights: quantised is not None and quantised.get_name() not in QUANTISED,
-        "LoRA adapters of attention, whose heads are reordered: merge the adapter into the model, "
-        "or name the modules "
-        "of an adapter of others with --lora-target-modules gate_proj up_proj down_proj": lora,
-        uneven: heads % ranks > 0,
-        f"--load-format {form}: what it loads is not reordered, leave it at auto": form
-        in NOT_REORDERED,
-        hybrid: bool(scheduler.disable_hybrid_kv_cache_manager),
-        "sliding-window layers: their heads have no full cache to reallocate": sliding,
-        "--kv-sharing-fast-prefill: leave it out": cache.kv_sharing_fast_prefill,
-    }
+def _check_steps(scheduler: Any, longest: int) -> None:
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        tokens = getattr(scheduler, name, None)
+        if tokens is not None and tokens < longest:
+            raise ValueError(
+                f"rlkv: prefill 'full' reads every prompt in one step, but a step has {tokens:,} "
+                f"tokens and a text up to {longest:,}: raise --{name.replace('_', '-')}, lower "
+                "--max-model-len, or use prefill 'local'"
+            )

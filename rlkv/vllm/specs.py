@@ -1,10 +1,8 @@
-"""Blocks of compressible heads, for the engine's memory management.
+"""Blocks of bins for the engine's memory management, and what they hold on ``/metrics``.
 
-Importing this registers them in a process.
-
-Blocks that fall out of a window are replaced by the null block in the request's block table; the
-kernels skip this gap (:mod:`rlkv.vllm.paged`). Under eviction a request keeps as many blocks as its
-buffer has.
+Importing this registers them in a process.  Blocks that fall out of a window are replaced by the
+null block in the request's block table; the kernels skip this gap (:mod:`rlkv.vllm.paged`).  Under
+eviction a request keeps as many blocks as its buffer has.
 """
 
 from __future__ import annotations
@@ -15,16 +13,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
 
-import vllm.envs as envs
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
@@ -38,56 +34,80 @@ FOLDER = "RLKV_METRICS_DIR"  # of the environment, which the engine's processes 
 EVERY = 5.0  # seconds between two reports: each walks all block tables
 
 
-@dataclass(frozen=True)
-class BinUsage:
-    """One bin of an engine.
-
-    Attributes:
-        full: whether its heads are full.
-        blocks: that requests hold.
-        block_bytes: KV of the bin's heads in one block.
-        whole: blocks that the full cache would hold of these heads for the same tokens; where
-            requests share a prefix, what heads have given back of it is counted for each.
-        evictions: of requests, since the engine started.
-    """
-
-    full: bool
-    blocks: int
-    block_bytes: int
-    whole: int
-    evictions: int = 0
-
-
-def read_usage(folder: str | Path) -> list[BinUsage]:
-    """All bins of the engines that report to ``folder``."""
-    reports = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
-    return [BinUsage(**found) for bins in reports for found in bins]
-
-
 class Reporter:
-    """All bins of one pool, which report together."""
+    """The managers of one pool, which report what they hold together."""
 
     def __init__(self) -> None:
-        self.bins: WeakSet[Counted] = WeakSet()
+        self.bins: WeakSet[CountingManager] = WeakSet()
         self.reported = 0.0
 
     def report(self) -> None:
-        """Write what the bins hold, if it is time or no request is left."""
+        """Write what the bins hold to ``FOLDER``, if it is time or no request is left."""
         now = time.monotonic()
         if now - self.reported < EVERY and any(own.req_to_blocks for own in self.bins):
             return
         folder = os.environ.get(FOLDER)
         if folder is not None and Path(folder).is_dir():
             self.reported = now
-            found = [asdict(own.usage()) for own in self.bins]
+            held = [own.usage() for own in self.bins]
             with suppress(OSError):  # a full disk must not stop the engine
-                write_json(Path(folder, f"{os.getpid()}-{id(self)}.json"), found)
+                write_json(Path(folder, f"{os.getpid()}-{id(self)}.json"), held)
 
 
+class UsageCollector(Collector):
+    """The reports of the schedulers' processes, read whenever the page is asked for."""
+
+    def __init__(self, sparsity: float) -> None:
+        self.sparsity = sparsity
+        memory = "/dev/shm"  # reports are not for the disk
+        self.folder = tempfile.TemporaryDirectory(
+            prefix="rlkv_", dir=memory if os.path.isdir(memory) else None
+        )
+
+    def collect(self) -> Iterator[Any]:
+        bins = []
+        for file in sorted(Path(self.folder.name).glob("*.json")):
+            bins += json.loads(file.read_text())
+        blocks = GaugeMetricFamily("rlkv:kv_blocks", "Blocks that requests hold.", labels=["heads"])
+        held = GaugeMetricFamily("rlkv:kv_bytes", "Bytes of KV in these blocks.", labels=["heads"])
+        for kind in ("full", "compressible"):
+            own = [found for found in bins if found["heads"] == kind]
+            blocks.add_metric([kind], sum(found["blocks"] for found in own))
+            held.add_metric([kind], sum(found["bytes"] for found in own))
+        yield from (blocks, held)
+        yield GaugeMetricFamily(
+            "rlkv:kv_bytes_saved",
+            "Bytes of KV that the full cache would hold for the same tokens, less those that are "
+            "held.",
+            value=sum(found["saved"] for found in bins),
+        )
+        yield CounterMetricFamily(
+            "rlkv:evictions",
+            "Compactions of a request's entries by the eviction policy, counted per block table.",
+            value=sum(found["evictions"] for found in bins),
+        )
+        yield GaugeMetricFamily(
+            "rlkv:sparsity", "Share of KV heads that are compressible.", value=self.sparsity
+        )
+
+
+_published: list[UsageCollector] = []  # of this process: none or one
 _REPORTERS: WeakKeyDictionary[Any, Reporter] = WeakKeyDictionary()  # by the pool
 
 
-class Counted(SingleTypeKVCacheManager):
+def publish(sparsity: float) -> None:
+    """Add to this process's ``/metrics``, and have the schedulers that it starts report.
+
+    The page shows the sparsity of the last engine.
+    """
+    if not _published:
+        _published.append(UsageCollector(sparsity))
+        os.environ[FOLDER] = _published[0].folder.name
+        REGISTRY.register(_published[0])
+    _published[0].sparsity = sparsity
+
+
+class CountingManager(SingleTypeKVCacheManager):
     """A block manager that reports what its bin holds."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
@@ -95,24 +115,33 @@ class Counted(SingleTypeKVCacheManager):
         self.reporter = _REPORTERS.setdefault(self.block_pool, Reporter())
         self.reporter.bins.add(self)
 
-    def usage(self) -> BinUsage:
-        """What the bin holds now."""
-        held = [
-            block for table in self.req_to_blocks.values() for block in table if not block.is_null
-        ]
-        # a block of several requests, of a cached prefix, is one
-        blocks, shared = (
-            len(distinct := {block.block_id for block in held}),
-            len(held) - len(distinct),
-        )
-        full = isinstance(self, FullAttentionManager)
-        return BinUsage(full, blocks, self.kv_cache_spec.page_size_bytes, self.whole() - shared)
+    def usage(self) -> dict[str, Any]:
+        """Return what the bin holds now, and saves against the full cache."""
+        held = 0
+        distinct = set()
+        for table in self.req_to_blocks.values():
+            own = [block.block_id for block in table if not block.is_null]
+            held += len(own)
+            distinct.update(own)
+        # a block of several requests, of a cached prefix, is one in the full cache too; what heads
+        # have given back of it is counted for each request
+        saved = self.whole_blocks() - held
+        block_bytes = self.kv_cache_spec.page_size_bytes
+        return {
+            "heads": "compressible" if isinstance(self, CompressibleManager) else "full",
+            "blocks": len(distinct),
+            "bytes": len(distinct) * block_bytes,
+            "saved": saved * block_bytes,
+            "evictions": self.evictions(),
+        }
 
-    def whole(self) -> int:
-        """Blocks of all tokens, request by request: those that were given back are still places of
-        the table.
-        """
-        return sum(map(len, self.req_to_blocks.values()))
+    def whole_blocks(self) -> int:
+        """Count the blocks that the full cache would hold for the same tokens, by request."""
+        # those that were given back are still places of the table
+        return sum(len(table) for table in self.req_to_blocks.values())
+
+    def evictions(self) -> int:
+        return 0
 
     def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         blocks = super().allocate_new_blocks(*args, **kwargs)
@@ -125,40 +154,16 @@ class Counted(SingleTypeKVCacheManager):
         return blocks
 
 
-class BlockManager(SingleTypeKVCacheManager):
-    """Base of rlkv's managers of blocks."""
+class CompressibleManager(CountingManager):
+    """A block manager of compressible heads."""
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """None, for cascade attention: abstract in the engine's base class in 0.31, gone in 0.32."""
+        """Return none, for cascade attention: abstract in the base class of 0.31, gone in 0.32."""
         return 0
 
 
-def register_spec(
-    spec: type[Any], manager: type[SingleTypeKVCacheManager], base: type[Any]
-) -> None:
-    """Make a kind of blocks known to this process; ``base``: the kind with which it may share a
-    block table.
-    """
-    # the registry fills itself with the stock specs only as long as it is empty
-    KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(spec, manager, base)
-
-
-def choose_runner() -> bool:
-    """Pin the engine's model runner: the second one, its default where Triton runs, else the
-    deprecated first one.
-
-    Returns:
-        Whether it is the second one. ``VLLM_USE_V2_MODEL_RUNNER`` decides where it is set.
-    """
-    asked = envs.VLLM_USE_V2_MODEL_RUNNER
-    second = HAS_TRITON if asked is None else asked
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(second))
-    return second
-
-
-class _OfBin:
-    """The heads of one bin (:mod:`rlkv.vllm.packing`) have a block table of their own."""
+class _BinSpec:
+    """A kind of blocks whose bin (:mod:`rlkv.vllm.packing`) has a block table of its own."""
 
     bin: int
 
@@ -167,27 +172,25 @@ class _OfBin:
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
-        """The engine asks whether layers may share a block table by trying this.
+        """Return the one spec of layers that may share a block table; AssertionError: they may not.
 
-        AssertionError means no.
+        The engine asks by trying.
         """
         assert all(spec == specs[0] for spec in specs[1:]), "different bins"
         return specs[0]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedFullSpec(_OfBin, FullAttentionSpec):
-    """A bin of full heads: blocks for every token; ``protect_prompt``: of the compressible heads."""
+class PackedFullSpec(_BinSpec, FullAttentionSpec):
+    """Blocks of full heads, for every token; ``protect_prompt``: of the compressible heads."""
 
     bin: int
     protect_prompt: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkWindowSpec(_OfBin, AttentionSpec):
-    """A bin of compressible heads: blocks of sinks, or a protected prompt if it is longer, and of
-    the window.
-    """
+class SinkWindowSpec(_BinSpec, AttentionSpec):
+    """Blocks of sinks, or a protected prompt if it is longer, and of the window."""
 
     bin: int
     sink: int
@@ -201,24 +204,22 @@ class SinkWindowSpec(_OfBin, AttentionSpec):
         return SinkWindowDemand(self.block_size, self.sink, self.window, self.protect_prompt)
 
     def most_blocks(self, max_model_len: int | None = None) -> int:
-        """Blocks that one request may hold at once: the sinks', and window and unsettled tokens,
-        whose first one may lie anywhere in its block. A protected prompt may be the whole text.
-        """
+        """Return the most blocks that one request may hold at once."""
         longest = self.max_model_len if max_model_len is None else max_model_len
-        if self.protect_prompt:
+        if self.protect_prompt:  # it may be the whole text
             return self.demand.full(longest)
         moving = min(self.window - 1 + self.max_in_flight_tokens, longest)
-        return min(
-            self.demand.full(self.sink) + self.demand.full(moving) + 1, self.demand.full(longest)
-        )
+        # the first moving token may lie anywhere in its block
+        kept = self.demand.full(self.sink) + self.demand.full(moving) + 1
+        return min(kept, self.demand.full(longest))
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         return self.page_size_bytes * self.most_blocks(vllm_config.model_config.max_model_len)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvictingSpec(_OfBin, AttentionSpec):
-    """A bin of compressible heads under an eviction policy; fields as of :class:`BufferDemand`."""
+class EvictingSpec(_BinSpec, AttentionSpec):
+    """Blocks of entries under an eviction policy; fields as of :class:`BufferDemand`."""
 
     bin: int
     budget: int
@@ -233,39 +234,35 @@ class EvictingSpec(_OfBin, AttentionSpec):
         )
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        return self.page_size_bytes * self.demand.compressible(
-            vllm_config.model_config.max_model_len
-        )
+        longest = vllm_config.model_config.max_model_len
+        return self.page_size_bytes * self.demand.compressible(longest)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """The engine computes slots by position, and looks them up even though they are not used
-        here.
-        """
-        return max(
-            super().max_num_blocks_per_req(vllm_config, max_len), self.demand.compressible(max_len)
-        )
+        # the engine looks slots up by position, even though they are not used here
+        by_position = super().max_num_blocks_per_req(vllm_config, max_len)
+        return max(by_position, self.demand.compressible(max_len))
 
 
 class _PromptCaching(SingleTypeKVCacheManager):
-    """Where prompts are protected, a token sees more in a prompt than behind it: blocks of prompts
-    alone are cached.
+    """A manager that caches blocks of prompts alone where prompts are protected.
+
+    A token sees more in a protected prompt than behind it.
     """
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         if self.kv_cache_spec.protect_prompt:
             if num_tokens >= request.num_prompt_tokens:
-                # preempted from now on, it must not find its own text in the prompt of another
-                # request
+                # preempted from now on, it must not find its own text in another one's prompt
                 request.skip_reading_prefix_cache = True
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         super().cache_blocks(request, num_tokens, *args, **kwargs)
 
 
-class PackedFullManager(Counted, _PromptCaching, FullAttentionManager):
+class PackedFullManager(CountingManager, _PromptCaching, FullAttentionManager):
     """Block tables of one bin of full heads."""
 
 
-class SinkWindowManager(Counted, _PromptCaching, BlockManager):
+class SinkWindowManager(CompressibleManager, _PromptCaching):
     """Block tables of one bin with sinks and a window."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
@@ -277,17 +274,17 @@ class SinkWindowManager(Counted, _PromptCaching, BlockManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Give back the blocks between the first tokens that are kept and the window of the next
-        token.
+        """Give back the blocks between the first tokens that are kept and the next token's window.
 
         RuntimeError if a protected prompt grows, as streamed inputs make it.
         """
-        demand, prompt = self.kv_cache_spec.demand, num_prompt_tokens or 0
+        demand = self.kv_cache_spec.demand
+        prompt = num_prompt_tokens or 0
         if demand.protect_prompt and self._prompts.setdefault(request_id, prompt) != prompt:
             raise RuntimeError(
                 f"rlkv: the prompt of request {request_id} has grown to {prompt:,} tokens, but "
-                "some of them were given "
-                "up since: streamed inputs do not work with protect_prompt, send whole prompts"
+                "some of them were given up since: streamed inputs do not work with "
+                "protect_prompt, send whole prompts"
             )
         outside = processed_computed_tokens - demand.window + 1
         kept = demand.full(demand.prefix(prompt))
@@ -306,9 +303,7 @@ class SinkWindowManager(Counted, _PromptCaching, BlockManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """As the base class, but its cap counts the gap of a cached prefix as blocks that the
-        request holds.
-        """
+        # the base class's cap counts the gap of a cached prefix as blocks that the request holds
         needed = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, *args, **kwargs
         )
@@ -331,10 +326,9 @@ class SinkWindowManager(Counted, _PromptCaching, BlockManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """The longest prefix of whole blocks after which the sinks and a whole window are still
-        there.
+        """Find the longest cached prefix of whole blocks.
 
-        Of a protected prompt every block.
+        The sinks and a whole window must be there at its end; of a protected prompt every block.
         """
         assert not drop_eagle_block, "speculative decoding is refused at start"
         assert dcp_world_size * pcp_world_size == 1, "context parallelism is refused at start"
@@ -352,36 +346,37 @@ class SinkWindowManager(Counted, _PromptCaching, BlockManager):
         found: dict[int, Sequence[KVCacheBlock]] = {}
 
         def cached(number: int) -> bool:
-            if number not in found and (
-                blocks := block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
-            ):
-                found[number] = blocks
+            if number not in found:
+                blocks = block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
+                if blocks:
+                    found[number] = blocks
             return number in found
 
         wanted = longest if kv_cache_spec.protect_prompt else demand.full(kv_cache_spec.sink)
-        sinks, window = 0, demand.full(kv_cache_spec.window - 1)
+        window = demand.full(kv_cache_spec.window - 1)
+        sinks = 0
         while sinks < min(wanted, longest) and cached(sinks):
             sinks += 1
         end = (sinks if sinks < wanted else longest) // step * step
         while end > sinks:
-            first = max(sinks, end - window)
-            missing = next(
-                (number for number in range(end - 1, first - 1, -1) if not cached(number)), None
-            )
-            if missing is None:
+            # from its end: a window with a hole ends before the hole
+            hole = end - 1
+            while hole >= max(sinks, end - window) and cached(hole):
+                hole -= 1
+            if hole < max(sinks, end - window):
                 break
-            end = missing // step * step
+            end = hole // step * step
         first = max(sinks, end - window)
         table: tuple[list[KVCacheBlock], ...] = tuple(
             [block_pool.null_block] * end for _ in kv_cache_group_ids
         )
-        for number in (number for number in range(end) if number < sinks or number >= first):
+        for number in (*range(min(sinks, end)), *range(first, end)):
             for row, block in zip(table, found[number], strict=True):
                 row[number] = block
         return table, end * block_size
 
 
-class EvictingManager(Counted, BlockManager):
+class EvictingManager(CompressibleManager):
     """Block tables of one bin under an eviction policy."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
@@ -390,14 +385,12 @@ class EvictingManager(Counted, BlockManager):
         self._computed: dict[str, int] = {}
         self._ended = 0  # evictions of requests that are not running any more
 
-    def usage(self) -> BinUsage:
-        evictions = self._ended + sum(
-            map(self.kv_cache_spec.demand.evictions, self._computed.values())
-        )
-        return replace(super().usage(), evictions=evictions)
+    def evictions(self) -> int:
+        demand = self.kv_cache_spec.demand
+        return self._ended + sum(demand.evictions(tokens) for tokens in self._computed.values())
 
-    def whole(self) -> int:
-        return sum(map(self.kv_cache_spec.demand.full, self._computed.values()))
+    def whole_blocks(self) -> int:
+        return sum(self.kv_cache_spec.demand.full(tokens) for tokens in self._computed.values())
 
     def get_num_blocks_to_allocate(
         self,
@@ -408,15 +401,15 @@ class EvictingManager(Counted, BlockManager):
         *args: Any,
         **kwargs: Any,
     ) -> int:
-        """As the base class; RuntimeError if a request goes back to earlier tokens, as streamed
-        inputs do.
+        """Count the missing blocks; RuntimeError if a request goes back to earlier tokens.
+
+        Streamed inputs do.
         """
         if total_computed_tokens < self._computed.get(request_id, 0):
             raise RuntimeError(
                 f"rlkv: request {request_id} is read again from token {total_computed_tokens:,} "
-                "on, but some of its "
-                "entries were evicted since: streamed inputs do not work with eviction, send whole "
-                "prompts"
+                "on, but some of its entries were evicted since: streamed inputs do not work with "
+                "eviction, send whole prompts"
             )
         self._computed[request_id] = total_computed_tokens
         held = len(self.req_to_blocks.get(request_id, ()))
@@ -441,66 +434,13 @@ class EvictingManager(Counted, BlockManager):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """None: what an eviction kept is not a prefix."""
+        # what an eviction kept is not a prefix
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
-register_spec(PackedFullSpec, PackedFullManager, FullAttentionSpec)
-register_spec(SinkWindowSpec, SinkWindowManager, SinkWindowSpec)
-register_spec(EvictingSpec, EvictingManager, EvictingSpec)
-
-KINDS = {True: "full", False: "compressible"}
-MEMORY = Path("/dev/shm")  # reports are not for the disk
-
-
-class UsageCollector(Collector):
-    """Reads the reports of the scheduler's process whenever the page is asked for."""
-
-    def __init__(self, sparsity: float) -> None:
-        self.sparsity = sparsity
-        self.folder = tempfile.TemporaryDirectory(
-            prefix="rlkv_", dir=MEMORY if MEMORY.is_dir() else None
-        )
-
-    def collect(self) -> Iterator[Any]:
-        bins = read_usage(self.folder.name)
-        blocks = GaugeMetricFamily("rlkv:kv_blocks", "Blocks that requests hold.", labels=["heads"])
-        held = GaugeMetricFamily("rlkv:kv_bytes", "Bytes of KV in these blocks.", labels=["heads"])
-        for full, kind in KINDS.items():
-            own = [found for found in bins if found.full == full]
-            blocks.add_metric([kind], sum(found.blocks for found in own))
-            held.add_metric([kind], sum(found.blocks * found.block_bytes for found in own))
-        yield from (blocks, held)
-        about = (
-            "Bytes of KV that the full cache would hold for the same tokens, less those that "
-            "are held."
-        )
-        yield GaugeMetricFamily("rlkv:kv_bytes_saved", about, value=sum(map(_saved, bins)))
-        about = (
-            "Compactions of a request's entries by the eviction policy, counted per block table."
-        )
-        yield CounterMetricFamily(
-            "rlkv:evictions", about, value=sum(found.evictions for found in bins)
-        )
-        yield GaugeMetricFamily(
-            "rlkv:sparsity", "Share of KV heads that are compressible.", value=self.sparsity
-        )
-
-
-def _saved(own: BinUsage) -> int:
-    return (own.whole - own.blocks) * own.block_bytes
-
-
-_published: list[UsageCollector] = []  # of this process: none or one
-
-
-def publish(sparsity: float) -> None:
-    """Add to this process's ``/metrics``, and have the schedulers that it starts report.
-
-    The last engine's sparsity.
-    """
-    if not _published:
-        _published.append(UsageCollector(sparsity))
-        os.environ[FOLDER] = _published[0].folder.name
-        REGISTRY.register(_published[0])
-    _published[0].sparsity = sparsity
+# the registry fills itself with the stock specs only as long as it is empty
+KVCacheSpecRegistry._ensure_registered()
+# the last: the kind with which a kind may share a block table
+KVCacheSpecRegistry.register(PackedFullSpec, PackedFullManager, FullAttentionSpec)
+KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager, SinkWindowSpec)
+KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, EvictingSpec)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 import rlkv
+from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
@@ -59,6 +60,7 @@ def make_served(
     }
     model = make_tiny_model(family, **{**sizes, **overrides})
     path = folder / family
+    path.mkdir(parents=True)
     model.save_pretrained(path)
     if alpha is None:
         alpha = torch.rand(LAYERS, KV_HEADS, generator=torch.Generator().manual_seed(3))
@@ -75,26 +77,159 @@ def random_prompts(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
     return [torch.randint(3, 128, (length,), generator=generator).tolist() for length in lengths]
 
 
+@dataclass(frozen=True)
+class EngineKey:
+    """A configuration of ``vllm.LLM``, on which tests run one after the other.
+
+    Attributes:
+        family: of the model (:mod:`tests.helpers.models`).
+        sparsity: None: rlkv is not asked for.
+        settings: further ones of head reallocation.
+            options: of the engine.
+        model: overrides of the model's config, and ``alpha``, the gates.
+    """
+
+    family: str = "llama"
+    sparsity: float | None = 0.5
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def what_is_kept(self) -> dict[str, Any]:
+        """Return the settings as :func:`rlkv.compress` takes them."""
+        if "eviction" in self.settings:
+            return {"prefill": "local", "eviction": make_policy(**self.settings["eviction"])}
+        return {"sink": SINK, "window": WINDOW, "prefill": "local", **self.settings}
+
+
+RKV = {"name": "rkv", "budget": 40, "buffer": 24}
+SNAPKV = {"name": "snapkv", "budget": 33, "buffer": 17, "observation": 5}
+# prompts in chunks, cached prefixes, a pool for a few requests, settled steps
+SMALL = {
+    "max_num_batched_tokens": 100,
+    "enable_prefix_caching": True,
+    "max_model_len": 640,
+    "async_scheduling": False,
+}
+NEITHER = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]])
+ODD = {"num_attention_heads": 12, "hidden_size": 384}
+ENGINES = {
+    "sinks": EngineKey(sparsity=0.6, options={**SMALL, "num_gpu_blocks_override": 56}),
+    "rkv": EngineKey(settings={"eviction": RKV}, options={**SMALL, "num_gpu_blocks_override": 46}),
+    "full": EngineKey(
+        settings={"prefill": "full"},
+        options={**SMALL, "max_num_batched_tokens": 640, "num_gpu_blocks_override": 56},
+    ),
+    "protect": EngineKey(
+        settings={"protect_prompt": True}, options={**SMALL, "num_gpu_blocks_override": 112}
+    ),
+    "qwen2": EngineKey("qwen2", 0.25, {"eviction": {**RKV, "lam": 0.5, "sink": 3}}),
+    "qwen3": EngineKey("qwen3", 0.75, {"prefill": "full"}),
+    "phi3": EngineKey("phi3", 0.75, {"sink": 33, "window": 40}),
+    "gemma": EngineKey("gemma", 1.0, {"sink": 0, "window": 1}),
+    "odd": EngineKey(
+        # a group of three, a buffer shorter than what is observed, layers without one kind of head
+        settings={"eviction": {"name": "rkv", "budget": 50, "buffer": 3}},
+        options={"max_num_batched_tokens": 100},
+        model={**ODD, "alpha": NEITHER},
+    ),
+    "compiled": EngineKey(sparsity=0.6, options={"enforce_eager": False}),
+    "lora": EngineKey(
+        options={
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "lora_target_modules": ["gate_proj", "up_proj", "down_proj"],
+        }
+    ),
+    "stock": EngineKey(sparsity=None),
+    # of `make test-vllm-slow`
+    "full cache": EngineKey(sparsity=0.0),
+    "layers": EngineKey(model={"alpha": NEITHER}),
+    "glm4": EngineKey("glm4", 0.5),
+    "granite": EngineKey("granite", 0.25),
+    "mistral": EngineKey("mistral", 0.75, {"sink": 5, "window": 100}),
+    "snapkv": EngineKey(sparsity=1.0, settings={"eviction": SNAPKV}),
+    "published": EngineKey(
+        "qwen3", 0.75, {"eviction": {**RKV, "variant": "published"}}, options=SMALL
+    ),
+    "protect in full": EngineKey(
+        sparsity=0.6, settings={"protect_prompt": True, "prefill": "full"}, options=SMALL
+    ),
+}
+
+
+class Engines:
+    """The one engine that is open in this process, and the models on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.models: dict[str, Served] = {}
+        self.name: str | None = None
+        self.llm: Any = None
+
+    def served(self, name: str) -> Served:
+        """Return the model of an engine of ``ENGINES``."""
+        key = ENGINES[name]
+        label = f"{key.family}{'-' + name if key.model else ''}"
+        if label not in self.models:
+            overrides = dict(key.model)
+            self.models[label] = make_served(self.folder / label, key.family, **overrides)
+        return self.models[label]
+
+    def open(self, name: str) -> Any:
+        """Return the engine ``name``; another one that is open is closed."""
+        if name != self.name:
+            self.close()
+            key, served = ENGINES[name], self.served(name)
+            request = None if key.sparsity is None else served.request(key.sparsity, **key.settings)
+            self.llm = open_engine(served, request, **key.options)
+            self.name = name
+        return self.llm
+
+    def close(self) -> None:
+        """Give the engine's memory back."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+        self.llm, self.name = None, None
+        gc.collect()
+
+
+DEFAULTS: dict[str, Any] = {
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "block_size": BLOCK,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 1024,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+
+
+def open_engine(served: Served, additional_config: dict[str, Any] | None, **options: Any) -> Any:
+    """Start ``vllm.LLM`` in this process."""
+    from vllm import LLM
+
+    settings = {**DEFAULTS, **options}
+    return LLM(str(served.path), additional_config=additional_config or {}, **settings)
+
+
+def engine_config(served: Served, additional_config: dict[str, Any] | None, **options: Any) -> Any:
+    """Make the configuration of an engine: what is refused before anything is loaded."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    settings = {**DEFAULTS, **options}
+    arguments = EngineArgs(str(served.path), additional_config=additional_config or {}, **settings)
+    return arguments.create_engine_config()
+
+
 @contextmanager
 def engine(
     served: Served, additional_config: dict[str, Any] | None, **options: Any
 ) -> Iterator[Any]:
-    """``vllm.LLM`` in this process, and its memory given back at the end."""
-    from vllm import LLM
-
-    settings: dict[str, Any] = {
-        "enforce_eager": True,
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "max_model_len": 1024,
-        "block_size": BLOCK,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 1024,
-        "enable_prefix_caching": False,
-        "seed": 0,
-        **options,
-    }
-    llm = LLM(str(served.path), additional_config=additional_config or {}, **settings)
+    """Open an engine of one test alone; no other one may be open."""
+    llm = open_engine(served, additional_config, **options)
     try:
         yield llm
     finally:
@@ -103,19 +238,16 @@ def engine(
         gc.collect()
 
 
-def generate(llm: Any, prompts: list[list[int]], tokens: int = 120, **sampling: Any) -> list[Any]:
-    """vLLM's outputs with the log probability of every token."""
+def generate(
+    llm: Any, prompts: list[list[int]], tokens: int = 120, lora_request: Any = None, **sampling: Any
+) -> list[Any]:
+    """Complete prompts, with the log-probability of every token."""
     from vllm import SamplingParams
 
-    chosen = {
-        "temperature": 0,
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "detokenize": False,
-        "logprobs": 1,
-    }
+    fixed = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False, "logprobs": 1}
+    params = SamplingParams(**{"temperature": 0, **fixed, **sampling})
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return llm.generate(inputs, SamplingParams(**{**chosen, **sampling}), use_tqdm=False)
+    return llm.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
 
 
 def reference_logits(
@@ -140,8 +272,7 @@ def check_equal(
     greedy: bool = True,
     sizes: dict[str, Any] | None = None,
 ) -> int:
-    """Teacher forcing with the same masks: every token is the reference's choice, every log
-    probability equal.
+    """Compare tokens and log-probabilities with teacher forcing under the same masks.
 
     Args:
         sizes: what compressible heads keep, as :func:`rlkv.compress` takes it.
@@ -207,9 +338,7 @@ def watch_preemptions(llm: Any) -> list[str]:
 
 
 def need_vllm() -> None:
-    """Skip the module where vLLM is absent; else set it up for tests: in this process, small,
-    offline.
-    """
+    """Skip the module where vLLM is absent, else set it up: in this process, small, offline."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip(
             "vLLM is not installed: make test-vllm makes an environment", allow_module_level=True

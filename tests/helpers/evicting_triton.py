@@ -1,9 +1,5 @@
 """The CUDA path of eviction on a CPU, through the Triton interpreter.
 
-Prints the largest error of every step.
-
-    python tests/helpers/evicting_triton.py
-
 Three requests are read in chunks and decoded, with several evictions, by the torch path and twice
 by the builder and the implementation of the CUDA path, each over a cache of its own, NaN where
 nothing was written. The second one decodes as a captured graph does: every step computes with the
@@ -38,7 +34,7 @@ POLICY = make_policy("rkv", budget=20, buffer=12)
 DEMAND = BufferDemand.of(POLICY, IN_BLOCK, GROUPS)
 # tokens of each request after each step: chunks with no, one and two evictions, then decoding over
 # the next ones
-STEPS = [(30, 5, 70), (33, 21, 71), *((33 + n, 32 + n, 71 + n) for n in range(1, 14)), (60, 60, 90)]
+STEPS = [(30, 5, 70), (33, 21, 71), *((33 + n, 32 + n, 71 + n) for n in (1, 2, 3)), (60, 60, 90)]
 ROWS, PADDED = 3, 5  # requests, and rows of a captured graph
 
 
@@ -56,7 +52,7 @@ class Side:
         self.layer = SimpleNamespace(
             impl=self.impl,
             kv_cache=self.cache,
-            eviction=Eviction(POLICY, DEMAND),
+            kept=Eviction(POLICY, DEMAND),
             _q_scale=one,
             _k_scale=one,
             _v_scale=one,
@@ -80,7 +76,7 @@ class Side:
 
 
 class Inputs:
-    """What the engine keeps at one place: the numbers of a step are written into the same tensors."""
+    """Tensors that the engine keeps: the numbers of every step are written into the same ones."""
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = torch.zeros(PADDED, table.shape[1], dtype=torch.int32)
@@ -135,13 +131,9 @@ def run(dtype: torch.dtype, steps: list[tuple[int, ...]]) -> None:
                 side.cache[1:].nan_to_num(nan=9.0), sides[0].cache[1:].nan_to_num(nan=9.0)
             )
             assert same, f"step {number}: other entries"
-            print(
-                f"max error {str(dtype).removeprefix('torch.')} "
-                f"{(found - expected).abs().max().item()}"
-            )
+            print("evicting", (found - expected).abs().max().item())
         earlier = lengths
 
 
-if __name__ == "__main__":
+def main() -> None:
     run(torch.float32, STEPS)
-    run(torch.float16, STEPS[:5])  # the interpreter has no bfloat16

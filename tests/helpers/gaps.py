@@ -16,9 +16,7 @@ def without_gaps(
     prefix_R: Tensor,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """The table ``[R, width]``, or as many columns as there are, and the lengths ``[R]`` without
-    the gaps.
-    """
+    """Cut the gaps out of a table, ``[R, width]`` or as many columns as there are, and lengths."""
     sinks_R = demand.full(prefix_R)
     first_R = lengths_R - (starts[1:] - starts[:-1])
     gap_R = ((first_R - demand.window + 1) // demand.block_size - sinks_R).clamp(min=0)

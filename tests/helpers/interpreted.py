@@ -1,8 +1,7 @@
-"""Import this before anything of vLLM: kernels of the CUDA path then run on a CPU, through the
-Triton interpreter.
+"""Kernels of the CUDA path on a CPU, through the Triton interpreter.
 
-vLLM switches Triton off where there is no GPU, so it is switched on before anything imports the
-kernels.
+Import this before anything of vLLM, which switches Triton off where there is no GPU: it is switched
+on before anything imports the kernels.
 """
 
 # ruff: noqa: E402  (the switch has to come between the imports)
@@ -46,9 +45,7 @@ def fake_config(
     tokens: int,
     rswa_window: int | None = None,
 ) -> Any:
-    """What builders of attention metadata read of an engine's configuration, for one layer called
-    ``layer``.
-    """
+    """Make what builders of metadata read of an engine's configuration, for one layer."""
     model = SimpleNamespace(
         get_num_attention_heads=lambda parallel: query_heads,
         get_num_kv_heads=lambda parallel: kv_heads,

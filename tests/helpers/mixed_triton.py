@@ -1,9 +1,5 @@
 """The CUDA path of mixed attention on a CPU, through the Triton interpreter.
 
-Prints the largest error.
-
-    python tests/helpers/mixed_triton.py
-
 Builder and implementation are the real ones.
 """
 
@@ -18,10 +14,9 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlkv.vllm.paged import paged_mixed_attention, plan_mixed_reads
-from rlkv.vllm.paged import Writes
 from rlkv.attention import LocalSizes
 from rlkv.vllm.backends import MixedTritonBuilder, MixedTritonImpl
+from rlkv.vllm.paged import Writes, paged_mixed_attention, plan_mixed_reads
 
 KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = SIZE**-0.5
@@ -29,7 +24,7 @@ SIZES = LocalSizes(20, 40)  # neither a whole number of blocks
 STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks next to it
     [(1, 150), (1, 61), (1, 5), (1, 140)],
     [(1, 130), (20, 20), (18, 115), (1, 20)],
-    [(300, 300), (1, 70), (140, 310)],  # more queries than one piece has
+    [(130, 130), (1, 70)],  # more queries than one piece has
 )
 
 
@@ -90,12 +85,8 @@ def main() -> None:
     one = torch.ones(())
     layer = SimpleNamespace(impl=impl, _q_scale=one, _k_scale=one, _v_scale=one)
     builder = make_builder(layer)
-    print("max error", max(error_of(step, alpha, builder, layer) for step in STEPS))
+    print("mixed", max(error_of(step, alpha, builder, layer) for step in STEPS))
     alpha.copy_(
         torch.tensor([0.9, 0.0])
     )  # in place: builder and implementation read the same numbers
-    print("max error", error_of(STEPS[0], alpha, builder, layer))
-
-
-if __name__ == "__main__":
-    main()
+    print("mixed", error_of(STEPS[0], alpha, builder, layer))

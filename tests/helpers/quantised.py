@@ -1,6 +1,4 @@
-"""Checkpoints with quantised weights, in the formats that are common on the hub, made of plain
-ones.
-"""
+"""Checkpoints with quantised weights, in formats that are common on the hub, of plain ones."""
 
 from __future__ import annotations
 
@@ -120,7 +118,7 @@ LAYOUTS: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
 
 
 def with_weights_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """``model`` with the numbers that the weights of :func:`quantise_folder` stand for, in place."""
+    """Give ``model`` the numbers that the weights of :func:`quantise_folder` stand for."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("_proj.weight"):
@@ -133,9 +131,7 @@ def with_weights_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMod
 
 
 def quantise_folder(source: Path, target: Path, form: str, dtype: torch.dtype) -> None:
-    """A copy of the checkpoint ``source`` with all projections of its layers in a format of
-    ``FORMATS``.
-    """
+    """Copy a checkpoint with all projections of its layers in a format of ``FORMATS``."""
     shutil.copytree(source, target)
     change, config = FORMATS[form]
     written: dict[str, Tensor] = {}

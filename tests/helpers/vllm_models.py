@@ -1,4 +1,4 @@
-"""Helpers of the vLLM tests: tiny random models as folders, and their references in transformers."""
+"""Tiny random models as folders, and their references in transformers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ OPTIONS = {
 
 
 def make_folder(family: str, folder: Path) -> Path:
-    """A tiny random model (3 layers, 4 KV heads of 32) and the tiny tokenizer, as
-    ``from_pretrained`` takes them.
-    """
+    """Save a tiny random model (3 layers, 4 KV heads of 32) and the tiny tokenizer."""
     tokenizer = build_tokenizer()
     # Qwen2 has no head_dim of its own: hidden size over heads
     model = make_tiny_model(family, vocab_size=len(tokenizer), head_dim=32, hidden_size=256)
@@ -72,9 +70,7 @@ def make_rows(number: int = 8, rollout: int = 0, seed: int = 0) -> Rows:
 def forced_logprobs(
     model: torch.nn.Module, prompt: list[int], tokens: list[int], temperature: float = 1.0
 ) -> Tensor:
-    """Log-probabilities of ``tokens`` after ``prompt``, float32 ``[len(tokens)]``, in one
-    teacher-forced forward.
-    """
+    """Return log-probabilities of ``tokens`` after ``prompt``, teacher-forced, float32."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
@@ -82,9 +78,7 @@ def forced_logprobs(
 def worst_difference(
     model: torch.nn.Module, rows: Rows, samples: dict[int, Sample], temperature: float = 1.0
 ) -> float:
-    """Largest difference between the samples' log-probabilities and those of ``model``, over all
-    tokens.
-    """
+    """Return the largest difference of the samples' log-probabilities from those of ``model``."""
     assert sorted(samples) == list(range(len(rows.prompts)))
     return max(
         (

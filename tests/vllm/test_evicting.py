@@ -1,216 +1,202 @@
-"""R-KV and SnapKV inside the stock engine against transformers with the same policy: every token,
-every step.
-
-An eviction that kept other tokens would change what is written after it, so equal tokens mean equal
-selections.
-"""
+"""Entries under an eviction policy in blocks: where they lie, when which ones are evicted."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from itertools import pairwise
 
 import pytest
 import torch
 
-from rlkv.eviction import make_policy
-from rlkv.vllm.packing import BufferDemand, plan_packing
-from tests.helpers.engines import (
-    BLOCK,
-    ELEMENT,
-    HEAD_SIZE,
-    Served,
-    block_manager,
-    check_equal,
-    engine,
-    generate,
-    held_blocks,
-    make_served,
-    need_vllm,
-    random_prompts,
-    watch_preemptions,
+from rlkv.cache.schedule import RowCounts, plan_segments
+from rlkv.eviction import EvictionPolicy, make_policy
+from rlkv.vllm.evicting import (
+    Eviction,
+    entry_slots,
+    evict,
+    observed_queries,
+    plan_rounds,
+    query_entries,
+    query_slots,
 )
+from rlkv.vllm.packing import NOWHERE, BufferDemand
+from rlkv.vllm.paged import Writes
 
-need_vllm()
-
-RKV = {"name": "rkv", "budget": 40, "buffer": 24}
-# shorter than the observed queries, than a buffer; before, at and behind the first eviction;
-# several evictions
-LENGTHS = (5, 31, 63, 64, 65, 333)
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(tmp_path_factory.mktemp("models"), request.param)
+KV_HEADS, SIZE = 2, 8
+# (block, budget, buffer, observation, query heads per KV head)
+SIZES = [(16, 40, 24, 8, 4), (5, 12, 3, 8, 3), (16, 9, 1, 8, 1), (4, 20, 20, 7, 7)]
 
 
-def check(
-    served: Served,
-    sparsity: float,
-    outputs: list[Any],
-    eviction: dict[str, Any] = RKV,
-    **options: Any,
-) -> int:
-    return check_equal(
-        served, sparsity, outputs, sizes={"eviction": make_policy(**eviction)}, **options
+@pytest.fixture(params=SIZES, ids=str)
+def demand(request: pytest.FixtureRequest) -> BufferDemand:
+    return BufferDemand(*request.param)
+
+
+def policy_of(demand: BufferDemand, name: str = "rkv") -> EvictionPolicy:
+    return make_policy(
+        name, budget=demand.budget, buffer=demand.buffer, observation=demand.observation
     )
 
 
-def test_every_family(served: Served) -> None:
-    with engine(served, served.request(0.5, eviction=RKV)) as llm:
-        assert check(served, 0.5, generate(llm, random_prompts(LENGTHS), 80)) == 480
+def test_tokens_are_evicted_as_in_the_cache_of_transformers(demand: BufferDemand) -> None:
+    """One row that is read in one go, token by token: same evictions, same number of entries."""
+    length = demand.capacity + 5 * demand.buffer + 2
+    policy = policy_of(demand)
+    segments = plan_segments(policy, RowCounts.start(1), None, 0, length, in_one_go=False)
+    evicted = [segment.end for segment in segments if segment.kept is not None]
+    due = [n for n in range(length) if demand.evicts_before(n)]
+    assert due == [n for n in evicted if n < length]
+    held = {0: 0}
+    for segment in segments:
+        before = int(segment.before.held)
+        held |= {n + 1: before + n + 1 - segment.begin for n in range(segment.begin, segment.end)}
+    at_once = demand.evicts_before(torch.arange(-1, length))
+    assert at_once.tolist() == [demand.evicts_before(n) for n in range(-1, length)]
+    found = demand.entries(torch.arange(length)) + 1
+    assert found.tolist() == [held[n] for n in range(1, length + 1)]
+    for n in range(length):
+        at = n + 1
+        while not demand.evicts_before(at):
+            at += 1
+        assert demand.next_eviction(n) == at
 
 
-@pytest.mark.parametrize(
-    ("sparsity", "eviction"),
-    [
-        (0.25, {**RKV, "lam": 0.5, "sink": 3}),
-        (0.75, {**RKV, "variant": "published"}),
-        (1.0, {"name": "snapkv", "budget": 33, "buffer": 17, "observation": 5}),
-    ],
-)
-def test_policies_and_sparsities(llama: Served, sparsity: float, eviction: dict[str, Any]) -> None:
-    with engine(llama, llama.request(sparsity, eviction=eviction)) as llm:
-        assert check(llama, sparsity, generate(llm, random_prompts(LENGTHS), 80), eviction) == 480
+def test_the_observed_queries_are_those_before_an_eviction(demand: BufferDemand) -> None:
+    length = demand.capacity + 4 * demand.buffer + 1
+    places = demand.observed(torch.arange(length)).tolist()
+    for position in range(length):
+        if demand.evicts_before(position):
+            latest = list(range(position - demand.observation, position))
+            found = demand.observed_before(torch.tensor([position]))[0].tolist()
+            assert found == [places[n] for n in latest]
+    # no other query is written: it would cost time
+    looked_at = set()
+    for at in range(length + demand.buffer):
+        if demand.evicts_before(at):
+            looked_at.update(range(at - demand.observation, at))
+    assert {n for n in range(length) if places[n] != NOWHERE} <= looked_at
 
 
-def test_an_odd_group_and_a_buffer_shorter_than_what_is_observed(tmp_path: Path) -> None:
-    served = make_served(tmp_path, "llama", num_attention_heads=12, hidden_size=384)
-    eviction = {"name": "rkv", "budget": 50, "buffer": 3}
-    with engine(served, served.request(0.5, eviction=eviction), max_num_batched_tokens=100) as llm:
-        assert check(served, 0.5, generate(llm, random_prompts((5, 52, 120)), 80), eviction) == 240
+@pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
+def test_rounds_cover_a_step_and_cut_it_at_evictions(demand: BufferDemand, chunk: int) -> None:
+    most = demand.capacity
+    lengths = [1, most - 1, most, most + 1, 3 * most, most + 2 * demand.buffer]
+    first = [max(0, length - chunk) for length in lengths]
+    starts = [0]
+    for length, begin in zip(lengths, first, strict=True):
+        starts.append(starts[-1] + length - begin)
+    rounds = plan_rounds(demand, starts, lengths)
+    seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
+    tokens = []
+    for number, part in enumerate(rounds):
+        own = torch.arange(starts[-1]) if part.tokens is None else part.tokens
+        tokens += own.tolist()
+        assert part.starts[-1] == len(own) == len(part.row_T) == len(part.position_T)
+        for at, row in enumerate(part.rows):
+            positions = part.position_T[part.starts[at] : part.starts[at + 1]].tolist()
+            assert own[part.starts[at] : part.starts[at + 1]].tolist() == [
+                starts[row] + n - first[row] for n in positions
+            ]
+            assert not any(demand.evicts_before(n) for n in positions[1:])
+            is_due = bool(positions) and demand.evicts_before(positions[0])
+            assert (row in part.due) == is_due
+            if is_due:
+                assert part.due_positions[part.due.index(row)] == positions[0]
+            if positions:
+                assert part.lengths[at] == int(demand.entries(torch.tensor(positions[-1]))) + 1
+            seen[row] += positions
+        # later rounds have no idle rows
+        assert number == 0 or all(a < b for a, b in pairwise(part.starts))
+    assert sorted(tokens) == list(range(starts[-1]))
+    for row, length in enumerate(lengths):
+        assert seen[row] == list(range(first[row], length))
 
 
-def test_chunked_prefill(llama: Served) -> None:
-    with engine(llama, llama.request(0.6, eviction=RKV), max_num_batched_tokens=48) as llm:
-        assert check(llama, 0.6, generate(llm, random_prompts(LENGTHS), 80)) == 480
+def test_rows_of_padding_take_part_with_nothing() -> None:
+    demand = BufferDemand(16, 40, 24, 8, 4)
+    (only,) = plan_rounds(demand, [0, 1, 2, 2, 2], [65, 10, 0, 0])
+    assert only.rows == [0, 1, 2, 3]
+    assert only.due == [0]
+    assert only.lengths == [41, 10, 0, 0]
+    assert only.tokens is None
 
 
-def test_preemption(llama: Served) -> None:
-    prompts = random_prompts((150, 180, 200, 220, 240, 260))
-    with engine(
-        llama, llama.request(0.5, eviction=RKV), num_gpu_blocks_override=46, max_model_len=640
-    ) as llm:
-        preempted = watch_preemptions(llm)
-        outputs = generate(llm, prompts, 160)
-        pool = block_manager(llm).block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
-    assert preempted
-    assert check(llama, 0.5, outputs) == 960
+def test_blocks_do_not_grow_with_the_text(demand: BufferDemand) -> None:
+    queries = -(-demand.observation * -(-demand.group_size // 2) // demand.block_size)
+    assert demand.compressible(1) == queries + 1
+    most = queries + demand.full(demand.capacity)
+    assert demand.compressible(demand.capacity) == demand.compressible(10**6) == most
 
 
-def test_a_pool_for_one_request(llama: Served) -> None:
-    """Two requests of the longest length one after the other.
-
-    With a block less the engine does not start.
-    """
-    plan = plan_packing(
-        llama.allocation(0.5).full, BufferDemand.of(make_policy(**RKV), BLOCK, 2), 320
+@pytest.mark.parametrize("at_once", [1, 2**22])
+@pytest.mark.parametrize("name", ["rkv", "snapkv"])
+@pytest.mark.parametrize("variant", ["paper", "published"])
+def test_an_eviction_keeps_what_the_policy_selects(
+    demand: BufferDemand, name: str, variant: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests in scattered blocks, one by one or together; other blocks stay."""
+    monkeypatch.setattr("rlkv.eviction.base.FLOATS", at_once)
+    policy = make_policy(
+        name,
+        budget=demand.budget,
+        buffer=demand.buffer,
+        observation=demand.observation,
+        variant=variant,
+        sink=1,
     )
-    options: dict[str, Any] = {
-        "max_model_len": 320,
-        "num_gpu_blocks_override": plan.blocks(320) + 1,
-    }
-    with engine(llama, llama.request(0.5, eviction=RKV), **options) as llm:
-        outputs = generate(llm, random_prompts((200, 220)), 100)
-    assert check(llama, 0.5, outputs) == 200
-    options["num_gpu_blocks_override"] -= 1
-    with (
-        pytest.raises(ValueError, match="KV cache"),
-        engine(llama, llama.request(0.5, eviction=RKV), **options),
-    ):
-        pass
-
-
-def test_what_would_never_be_dropped_is_refused(llama: Served) -> None:
-    request = llama.request(0.5, eviction={"name": "rkv", "budget": 100, "buffer": 60})
-    with (
-        pytest.raises(ValueError, match="160 entries"),
-        engine(llama, request, max_model_len=160),
-    ):
-        pass
-
-
-def test_a_request_that_goes_back_is_refused() -> None:
-    """As between two parts of a streamed input, where the engine computes a token again without
-    freeing anything.
-    """
-    from vllm.v1.core.block_pool import BlockPool
-
-    from rlkv.vllm.specs import EvictingManager, EvictingSpec
-
-    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-    spec = EvictingSpec(**sizes, bin=1, budget=20, buffer=12, observation=8, group_size=2)
-    pool = BlockPool(num_gpu_blocks=20, enable_caching=False, hash_block_size=16)
-    manager = EvictingManager(
-        spec, block_pool=pool, enable_caching=False, kv_cache_group_id=0, scheduler_block_size=16
+    generator = torch.Generator().manual_seed(0)
+    rows, per_request = 3, demand.compressible(demand.capacity)
+    blocks = torch.randperm(rows * per_request + 2, generator=generator)[: rows * per_request]
+    table = blocks.view(rows, per_request).int()
+    cache = torch.full(
+        (rows * per_request + 2, KV_HEADS, demand.block_size, 2 * SIZE), float("nan")
     )
-    assert manager.get_num_blocks_to_allocate("a", 30, [], 0, 0, 30) == 3
-    assert len(manager.allocate_new_blocks("a", 30, 30)) == 3
-    assert manager.get_num_blocks_to_allocate("a", 90, [], 30, 30, 90) == 0
-    with pytest.raises(RuntimeError, match="token 29"):
-        manager.get_num_blocks_to_allocate("a", 91, [], 29, 29, 91)
-    manager.free("a")
-    assert (
-        manager.get_num_blocks_to_allocate("a", 91, [], 0, 0, 91) == 3
-    )  # preempted, or another one of that name
-
-
-def test_several_completions_where_prefix_caching_was_asked_for(llama: Served) -> None:
-    """What an eviction kept is not a prefix of another text: the engine reads every prompt again."""
-    prompts = random_prompts((40, 200))
-    with engine(llama, llama.request(0.5, eviction=RKV), enable_prefix_caching=True) as llm:
-        assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
-        outputs = generate(llm, prompts, 60, n=4, temperature=1.0, seed=7)
-        again = generate(llm, prompts, 60)
-    assert [len(output.outputs) for output in outputs] == [4, 4]
-    assert not any(output.num_cached_tokens for output in again)
-    assert check(llama, 0.5, outputs, greedy=False) == 480
-    assert check(llama, 0.5, again) == 120
-
-
-def test_compiled_in_another_process(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with engine(
-        llama, llama.request(0.6, eviction=RKV), enforce_eager=False, enable_prefix_caching=True
-    ) as llm:
-        assert not hasattr(llm.llm_engine.engine_core, "engine_core")  # it is elsewhere
-        assert check(llama, 0.6, generate(llm, random_prompts(LENGTHS), 80)) == 480
-
-
-def test_a_request_holds_no_more_the_longer_it_gets(llama: Served) -> None:
-    """Blocks of compressible heads, those of the observed queries among them, against the plan.
-
-    Aborts free them.
-    """
-    from vllm import SamplingParams
-
-    demand = BufferDemand.of(make_policy(**RKV), BLOCK, 2)
-    allocation = llama.allocation(0.5)
-    plan = plan_packing(allocation.full, demand, 1024)
-    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True, detokenize=False)
-    options: dict[str, Any] = {"num_gpu_blocks_override": 400, "async_scheduling": False}
-    with engine(llama, llama.request(0.5, eviction=RKV), **options) as llm:
-        core = llm.llm_engine
-        pool = block_manager(llm).block_pool
-        free = pool.get_num_free_blocks()
-        (prompt,) = random_prompts((20,))
-        core.add_request("0", {"prompt_token_ids": prompt}, params)
-        for tokens in range(21, 300):  # the prompt's step makes token 21
-            core.step()
-            assert held_blocks(llm) == plan.blocks(tokens - 1), (
-                f"{tokens} tokens"
-            )  # the newest is not yet in the cache
-        core.abort_request(
-            list(block_manager(llm).coordinator.single_type_managers[0].req_to_blocks),
-            internal=True,
+    heads = KV_HEADS * demand.group_size
+    # the tokens before an eviction, of a request that evicted before or did not
+    nexts = torch.tensor(
+        [demand.capacity, demand.capacity + demand.buffer, demand.capacity + 3 * demand.buffer]
+    )
+    query = torch.randn(rows, demand.observation, heads, SIZE, generator=generator)
+    key, value = (
+        torch.randn(rows, demand.capacity, KV_HEADS, SIZE, generator=generator) for _ in range(2)
+    )
+    for row in range(rows):
+        entries = torch.arange(demand.capacity)
+        slots = entry_slots(demand, table, torch.full_like(entries, row), entries)
+        Writes.of(slots).store(key[row], value[row], cache)
+        positions = nexts[row] - demand.observation + torch.arange(demand.observation)
+        places = query_slots(
+            demand, table, torch.full_like(positions, row), demand.observed(positions)
         )
-        core.step()
-        assert pool.get_num_free_blocks() == free
-    # a block of queries, two of entries, for each of the compressible heads
-    assert (
-        plan.ideal(299)
-        == (allocation.num_full * demand.full(299) + allocation.num_compressible * 3) * BLOCK
+        for entries, own in zip(query_entries(query[row], KV_HEADS), places, strict=True):
+            Writes.of(own).store(*entries.chunk(2, -1), cache)
+    found = observed_queries(cache, table.long(), nexts, demand)
+    assert torch.equal(found.flatten(1, 2), query.transpose(1, 2))
+    before, factor = cache.clone(), 1.3
+    evict(cache, table, nexts, Eviction(policy, demand), factor)
+    kept = policy.select(key.transpose(1, 2), query.transpose(1, 2) * factor, demand.budget)
+    entries = torch.arange(demand.budget)
+    for row in range(rows):
+        slots = entry_slots(demand, table, torch.full_like(entries, row), entries)
+        stored = cache[slots // demand.block_size, :, slots % demand.block_size].transpose(0, 1)
+        expected = torch.cat([key[row], value[row]], dim=-1).transpose(0, 1)
+        index = kept[row][..., None].expand(-1, -1, 2 * SIZE)
+        assert torch.equal(stored, expected.gather(1, index))
+    changed = (cache != before) & ~(cache.isnan() & before.isnan())
+    touched = (
+        table[:, demand.query_blocks : demand.query_blocks + demand.full(demand.budget)]
+        .flatten()
+        .long()
     )
-    entry = 2 * HEAD_SIZE * ELEMENT
-    print(f"at 299 tokens {plan.held(299) * entry:,} bytes of {plan.uncompressed(299) * entry:,}")
+    assert not changed[[n for n in range(len(cache)) if n not in touched]].any()
+
+
+def test_slots_of_what_is_not_kept() -> None:
+    demand = BufferDemand(16, 40, 24, 8, 3)
+    table = torch.tensor([[7, 3, 9, 4, 8]])
+    places = torch.tensor([NOWHERE, 0, 5])
+    found = query_slots(demand, table, torch.zeros(3, dtype=torch.int64), places)
+    assert found.tolist() == [[NOWHERE, 7 * 16, 7 * 16 + 10], [NOWHERE, 7 * 16 + 1, 7 * 16 + 11]]
+    assert entry_slots(demand, table, torch.tensor([0, 0]), torch.tensor([0, 20])).tolist() == [
+        3 * 16,
+        9 * 16 + 4,
+    ]

@@ -1,6 +1,4 @@
-"""What rlkv uses of the installed engine's internals: a version that changed them fails here by
-name, without a run.
-"""
+"""What rlkv uses of the engine's internals: a version that changed them fails here by name."""
 
 from __future__ import annotations
 
@@ -14,12 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rlkv.vllm import backends as backend
-from rlkv.vllm import backends as mixed
-from rlkv.vllm import backends as paged
-from rlkv.vllm import draws, specs
-from rlkv.vllm import evicting as evicting_backend
-from rlkv.vllm import reallocation as split_attention
+from rlkv.vllm import backends, evicting, reallocation, specs
 
 ATTENTION = "vllm.v1.attention.backend"
 MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
@@ -86,22 +79,19 @@ FIELDS = {
     ),
     "vllm.config:SchedulerConfig": (
         "max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_token_threshold "
-        "async_scheduling "
         "disable_hybrid_kv_cache_manager"
     ),
     "vllm.config:VllmConfig": (
         "additional_config speculative_config quant_config load_config lora_config "
-        "kv_transfer_config "
-        "max_in_flight_tokens"
+        "kv_transfer_config max_in_flight_tokens"
     ),
     "vllm.config:LoadConfig": "load_format",
     "vllm.config:LoRAConfig": "target_modules",
     "vllm.config:CompilationConfig": "static_forward_context splitting_ops",
     "vllm.config.model_arch:ModelArchitectureConfig": "rswa_window",
     "vllm.engine.arg_utils:EngineArgs": (
-        "kv_cache_memory_bytes skip_tokenizer_init generation_config logits_processors "
-        "logprobs_mode async_scheduling "
-        "worker_extension_cls hf_overrides additional_config"
+        "kv_cache_memory_bytes skip_tokenizer_init generation_config logprobs_mode "
+        "enable_chunked_prefill worker_extension_cls hf_overrides additional_config"
     ),
     "vllm.forward_context:ForwardContext": "no_compile_layers",
     f"{ATTENTION}:AttentionBackend": "forward_includes_kv_cache_update supported_dtypes "
@@ -109,8 +99,8 @@ FIELDS = {
     f"{ATTENTION}:AttentionCGSupport": "ALWAYS UNIFORM_SINGLE_TOKEN_DECODE",
     f"{ATTENTION}:CommonAttentionMetadata": (
         "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
-        "num_actual_tokens "
-        "max_query_len max_seq_len block_table_tensor is_prefilling rswa_prefix_lens"
+        "num_actual_tokens max_query_len max_seq_len block_table_tensor "
+        "is_prefilling rswa_prefix_lens"
     ),
     "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata": (
         "num_actual_tokens seq_lens rswa_prefix_lens rswa_window"
@@ -119,9 +109,10 @@ FIELDS = {
     "vllm.v1.kv_cache_interface:AttentionSpec": "block_size num_kv_heads head_size head_size_v "
     "dtype page_size_bytes",
     "vllm.v1.kv_cache_layout:KVCacheLayout": "BLHNC LBHNC",
-    "vllm.v1.sample.logits_processor:BatchUpdate": "removed added moved",
-    "vllm.v1.worker.gpu.sample.logits_processor:LogitsContext": "idx_mapping_np seq_lens_upper_bound_np",
-    "vllm.v1.worker.gpu.sample.logits_processor:LogitsProcRequestState": "prompt_len",
+    "vllm.sampling_params:SamplingParams": (
+        "temperature top_p top_k seed max_tokens logprobs stop_token_ids ignore_eos detokenize "
+        "output_kind"
+    ),
 }
 
 
@@ -154,7 +145,7 @@ def test_what_is_read_is_there(name: str) -> None:
 
 def own_classes() -> Iterator[type]:
     """The classes of rlkv that stand in the place of the engine's."""
-    for module in (specs, mixed, draws, paged, backend, evicting_backend, split_attention):
+    for module in (specs, backends, evicting, reallocation):
         for found in vars(module).values():
             if (
                 isinstance(found, type)

@@ -1,4 +1,4 @@
-"""The packing plan: every head in one place, few block tables, bytes near the ideal."""
+"""Packing plans and blocks of a request: every head in one place, bytes near the ideal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.vllm.packing import BufferDemand, PackingPlan, SinkWindowDemand, plan_packing
+from rlkv.vllm.packing import BufferDemand, PackingPlan, SinkWindowDemand, plan_heads, plan_packing
+from rlkv.vllm.settings import ServingSettings
 
 SHAPES = [
     (28, 4),
@@ -14,13 +15,13 @@ SHAPES = [
     (36, 8),
     (28, 2),
 ]  # the three models of the paper, and one with very few KV heads
+
+
 SPARSITIES = [0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.8, 0.9, 1.0]
 
 
 def check_places(plan: PackingPlan, full: torch.Tensor) -> None:
-    """Every head is in one bin of its kind, and a bin's parts lie side by side in the order of
-    layers.
-    """
+    """Every head is in one bin of its kind, whose parts lie side by side in order of layers."""
     ends = [0] * len(plan.bins)
     for layer, row in enumerate(full.tolist()):
         assert sorted(plan.head_order(layer)) == list(range(len(row)))
@@ -47,9 +48,7 @@ def test_bytes_are_within_five_percent_of_ideal(shape: tuple[int, int], sparsity
 @pytest.mark.parametrize("budget", [128, 512, 1024])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bytes_with_eviction(shape: tuple[int, int], budget: int) -> None:
-    """Compressible heads hold more than with sinks and window, so that their blocks must fit
-    better.
-    """
+    """Compressible heads hold more than with sinks and window: their blocks must fit better."""
     demand = BufferDemand(16, budget, buffer=128, observation=8, group_size=4)
     for sparsity in SPARSITIES:
         full = HeadAllocation.random(*shape, sparsity, 0).full
@@ -83,22 +82,13 @@ def test_few_full_heads_have_long_blocks() -> None:
         (False, 205, 16),
     ]
     assert plan.block_entries == 205 * 16
-    assert (
-        plan.blocks(3000) == 47 + 6
-    )  # 3000 tokens in blocks of 64; sinks, 63 tokens and one more in blocks of 16
+    # 3000 tokens in blocks of 64; sinks, 63 tokens and one more in blocks of 16
+    assert plan.blocks(3000) == 47 + 6
     assert "51 heads x 64 tokens, 205 heads x 16 tokens" in plan.summary(1, 3000)
     per_request = plan.blocks(3000)
     line = plan.capacity(10 * per_request, 4, 3000)
     assert "holds 30,000 tokens in requests of 3,000" in line
     assert f"would hold {10 * plan.held(3000) * 3000 // plan.uncompressed(3000):,}" in line
-
-
-def test_few_compressible_heads_have_long_blocks() -> None:
-    plan = plan_packing(
-        HeadAllocation.random(32, 8, 0.2, 0).full, SinkWindowDemand(16, 16, 64), 3000
-    )
-    assert [own.demand.block_size for own in plan.bins] == [16, 64]
-    assert plan.blocks(3000) == 188 + 3
 
 
 def test_layers_are_cut_only_where_a_bin_ends() -> None:
@@ -120,3 +110,17 @@ def test_blocks_of_a_request() -> None:
     assert [demand.full(tokens) for tokens in (1, 16, 17)] == [1, 1, 2]
     # 2 blocks of sinks; 64 tokens of which the first may be the last of its block: 5 blocks
     assert [demand.compressible(tokens) for tokens in (1, 100, 112, 5000)] == [1, 7, 7, 7]
+
+
+def test_all_ranks_have_bins_of_the_same_sizes() -> None:
+    full = HeadAllocation.random(32, 8, 0.9375, 0).full
+    rows = tuple("".join("01"[kept] for kept in row) for row in full.tolist())
+    settings = ServingSettings(full=rows, sink=16, window=64)
+    (whole,) = plan_heads(settings, 16, 4, 8192)
+    plans = plan_heads(settings, 16, 4, 8192, ranks=2)
+    assert len(plans[0].bins) > 2
+    sizes = [[(own.full, len(own.heads), own.demand) for own in plan.bins] for plan in plans]
+    assert sizes == [sizes[0]] * 2
+    for layer in range(32):
+        order = [head for plan in plans for head in plan.head_order(layer)]
+        assert sorted(order) == sorted(whole.head_order(layer)) == list(range(8))

@@ -1,149 +1,185 @@
-"""Head reallocation inside the stock engine against transformers with the same masks: every token,
-every step.
-"""
+"""Weights in the order of heads, plain and quantised, and layers that are not served."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.engines import (
-    BLOCK,
-    SINK,
-    WINDOW,
-    Served,
-    block_manager,
-    check_equal,
-    engine,
-    generate,
-    make_served,
-    need_vllm,
-    random_prompts,
-    watch_preemptions,
-)
-from tests.helpers.models import FAMILIES
+from tests.helpers.engines import need_vllm
+from tests.helpers.quantised import LAYOUTS
 
 need_vllm()
 
-# shorter than the sinks, than a block, than sinks and window; at, before and after edges of blocks
-LENGTHS = (5, SINK, BLOCK + 1, SINK + WINDOW, 200, 333)
+from rlkv.eviction import make_policy
+from rlkv.vllm import backends
+from rlkv.vllm.packing import BufferDemand, SinkWindowDemand, plan_packing
+from rlkv.vllm.reallocation import HeadOrder, _what_is_kept, check_layers
+from rlkv.vllm.settings import ServingSettings
+
+ORDER = [2, 0, 3, 1]
+HEAD, SIZE = 32, 8 * 32  # 8 query heads over 4 KV heads
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "gemma", "glm4", "granite", "mistral", "phi3"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(tmp_path_factory.mktemp("models"), request.param)
+def test_weights_are_reordered() -> None:
+    """Heads of 2 numbers, groups of 2 query heads: rows and columns are named after their heads."""
+    full = torch.tensor([[False, True, False], [True, True, True]])
+    plan = plan_packing(full, SinkWindowDemand(32, 16, 64), 1000)
+    changed = HeadOrder([plan.head_order(layer) for layer in range(2)], group_size=2, head_size=2)
+    heads = torch.arange(3).repeat_interleave(2)
+    rows = heads.repeat_interleave(2)
+    weights = {
+        "model.layers.0.self_attn.q_proj.weight": rows[:, None].expand(12, 5),
+        "model.layers.0.self_attn.k_proj.bias": heads,
+        "model.layers.0.self_attn.v_proj.weight": heads[:, None].expand(6, 5),
+        "model.layers.0.self_attn.o_proj.weight": rows.expand(5, 12),
+        "model.layers.0.self_attn.o_proj.bias": torch.arange(5),
+        "model.layers.1.self_attn.k_proj.bias": heads,
+        "model.norm.weight": torch.arange(5),
+    }
+    found = dict(changed.reordered(weights.items()))
+    order = plan.head_order(0)
+    assert order[0] == 1  # the full one comes first
+    assert found["model.layers.0.self_attn.k_proj.bias"].tolist() == [
+        h for h in order for _ in range(2)
+    ]
+    assert found["model.layers.0.self_attn.v_proj.weight"][:, 3].tolist() == [
+        h for h in order for _ in range(2)
+    ]
+    assert found["model.layers.0.self_attn.q_proj.weight"][:, 0].tolist() == [
+        h for h in order for _ in range(4)
+    ]
+    assert found["model.layers.0.self_attn.o_proj.weight"][2].tolist() == [
+        h for h in order for _ in range(4)
+    ]
+    for name in (
+        "model.layers.0.self_attn.o_proj.bias",
+        "model.layers.1.self_attn.k_proj.bias",
+        "model.norm.weight",
+    ):
+        assert torch.equal(found[name], weights[name])
 
 
-def test_every_family(served: Served) -> None:
-    with engine(served, served.request(0.5)) as llm:
-        assert check_equal(served, 0.5, generate(llm, random_prompts(LENGTHS), 80)) == 480
+@pytest.mark.parametrize("projection", ["q", "k", "v", "o"])
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_quantised_heads_move_as_plain_ones(form: str, projection: str) -> None:
+    """Quantising and reordering commute, number for number."""
+    weight = torch.randn(
+        SIZE // (2 if projection in "kv" else 1), SIZE, generator=torch.Generator().manual_seed(1)
+    )
+    order, name = (
+        HeadOrder([ORDER], group_size=2, head_size=HEAD),
+        f"model.layers.0.self_attn.{projection}_proj.",
+    )
+    ((_, plain),) = order.reordered([(name + "weight", weight)])
+    assert not torch.equal(plain, weight)
+    quantised = {name + kind: tensor for kind, tensor in LAYOUTS[form](weight).items()}
+    found, expected = dict(order.reordered(quantised.items())), LAYOUTS[form](plain)
+    assert {kind: tensor.dtype for kind, tensor in quantised.items()} == {
+        k: t.dtype for k, t in found.items()
+    }
+    for kind, tensor in expected.items():
+        assert torch.equal(found[name + kind].float(), tensor.float()), kind
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.6, 0.75, 1.0])
-def test_every_sparsity(llama: Served, sparsity: float) -> None:
-    with engine(llama, llama.request(sparsity)) as llm:
-        assert check_equal(llama, sparsity, generate(llm, random_prompts(LENGTHS), 80)) == 480
+def test_fused_projections_move_as_single_ones() -> None:
+    query, key, value = (torch.randn(heads * HEAD, 5) for heads in (8, 4, 4))
+    order, name = HeadOrder([ORDER], group_size=2, head_size=HEAD), "model.layers.0.self_attn."
+    single = order.reordered(
+        zip((f"{name}{p}_proj.weight" for p in "qkv"), (query, key, value), strict=True)
+    )
+    ((_, fused),) = order.reordered([(name + "qkv_proj.weight", torch.cat([query, key, value]))])
+    assert torch.equal(fused, torch.cat([tensor for _, tensor in single]))
 
 
-def test_layers_without_full_and_without_compressible_heads(tmp_path: Path) -> None:
-    alpha = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]])
-    served = make_served(tmp_path, "llama", alpha)
-    assert served.allocation(0.5).full.sum(1).tolist() == [0, 4, 2, 2]
-    with engine(served, served.request(0.5)) as llm:
-        assert check_equal(served, 0.5, generate(llm, random_prompts(LENGTHS), 80)) == 480
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        (
+            "self_attn.o_proj.scales",
+            (2, 64),
+            "groups of quantised weights reach over several heads",
+        ),
+        (
+            "self_attn.o_proj.weight_scale_inv",
+            (4, 4 * 5),
+            "groups of quantised weights reach over several heads",
+        ),
+        ("self_attn.q_proj.absmax", (16,), "the order of heads in a absmax"),
+        ("self_attn.o_proj.g_idx", None, "without desc_act"),
+        ("attention.wq.weight", (256, 64), "which heads this tensor has"),
+        ("self_attn.attn.k_scale", (), "which heads this tensor has"),
+    ],
+)
+def test_what_cannot_move_is_refused(
+    name: str, shape: tuple[int, ...] | None, message: str
+) -> None:
+    tensor = torch.ones(shape) if shape is not None else torch.tensor([0, 1, 0, 1])
+    with pytest.raises(ValueError, match=message):
+        list(HeadOrder([ORDER], 2, HEAD).reordered([(f"model.layers.0.{name}", tensor)]))
 
 
-@pytest.mark.parametrize(("sink", "window"), [(0, 1), (33, 40), (5, 100)])
-def test_sizes_that_fit_no_block(llama: Served, sink: int, window: int) -> None:
-    with engine(llama, llama.request(0.5, sink=sink, window=window)) as llm:
-        outputs = generate(llm, random_prompts(LENGTHS), 80)
-    assert check_equal(llama, 0.5, outputs, sizes={"sink": sink, "window": window}) == 480
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("sliding_window", 64, "a sliding window"),
+        ("kv_sharing_target_layer_name", "layers.0", "keys and values of another layer"),
+        ("attn_type", "encoder_only", "attention in both directions"),
+        ("num_kv_heads", 2, "another number or size of heads"),
+        ("impl", SimpleNamespace(scale=1.0, logits_soft_cap=30.0), "soft-capped logits"),
+        ("impl", SimpleNamespace(scale=1.0, sinks=torch.ones(4)), "learned sinks"),
+        ("impl", SimpleNamespace(scale=1.0, alibi_slopes=torch.ones(4)), "ALiBi"),
+        ("impl", SimpleNamespace(scale=0.5), "another scale"),
+    ],
+)
+def test_layers_with_more_than_plain_attention(attribute: str, value: Any, message: str) -> None:
+    plain = {"sliding_window": None, "kv_sharing_target_layer_name": None, "attn_type": "decoder"}
+    heads = {"num_heads": 8, "num_kv_heads": 4, "head_size": 32, "impl": SimpleNamespace(scale=1.0)}
+    layers = [
+        SimpleNamespace(layer_name=f"layers.{number}.attn", **plain, **heads) for number in range(3)
+    ]
+    assert check_layers(layers) is None
+    setattr(layers[2], attribute, value)
+    with pytest.raises(ValueError, match=f"layers.2.attn has {message}"):
+        check_layers(layers)
 
 
-def test_chunked_prefill(llama: Served) -> None:
-    with engine(llama, llama.request(0.6), max_num_batched_tokens=48) as llm:
-        assert check_equal(llama, 0.6, generate(llm, random_prompts(LENGTHS), 80)) == 480
+def test_what_would_never_be_dropped_is_refused() -> None:
+    eviction = {"name": "rkv", "budget": 100, "buffer": 60}
+    settings = ServingSettings(full=("01", "10"), eviction=eviction)
+    demand = BufferDemand.of(make_policy(**eviction), 16, 2)
+    plan = plan_packing(settings.allocation.full, demand, 1000)
+    assert _what_is_kept(settings, plan, 161) is not None
+    with pytest.raises(ValueError, match="160 entries"):
+        _what_is_kept(settings, plan, 160)
 
 
-def test_prefix_cache(llama: Served) -> None:
-    prompts = random_prompts((5, 6 * BLOCK, 6 * BLOCK + 1, 333))
-    with engine(
-        llama, llama.request(0.6), enable_prefix_caching=True, max_num_batched_tokens=100
-    ) as llm:
-        first = generate(llm, prompts)
-        assert check_equal(llama, 0.6, first) == 480
-        again = generate(llm, prompts)
-        # whole blocks are found again, those of full heads have twice the tokens; the last token is
-        # computed again
-        assert [output.num_cached_tokens for output in again] == [
-            0,
-            4 * BLOCK,
-            6 * BLOCK,
-            10 * BLOCK,
-        ]
-        assert check_equal(llama, 0.6, again) == 480
-        longer = [
-            [*p, *o.outputs[0].token_ids[:cut], 7, 8, 9]
-            for p, o, cut in zip(prompts, first, (70, 33, 31, 0), strict=True)
-        ]
-        extended = generate(llm, longer)
-        assert all(output.num_cached_tokens >= BLOCK for output in extended)
-        assert check_equal(llama, 0.6, extended) == 480
-        shared = [
-            prompts[3][:cut] + tail
-            for cut, tail in zip((64, 65, 160, 331), random_prompts((40,) * 4, 5), strict=True)
-        ]
-        assert check_equal(llama, 0.6, generate(llm, shared)) == 480
+def test_full_heads_share_metadata_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backend is used, and no schedule made, whose metadata are for one number of heads."""
+    from vllm.v1.attention.backends.triton_attn import (
+        TritonAttentionBackend,
+        TritonAttentionMetadataBuilder,
+    )
 
+    class Planned(TritonAttentionBackend):
+        @staticmethod
+        def get_name() -> str:
+            return "FLASHINFER"
 
-def test_preemption(llama: Served) -> None:
-    prompts = random_prompts((150, 180, 200, 220, 240, 260))
-    with engine(llama, llama.request(0.5), num_gpu_blocks_override=46, max_model_len=640) as llm:
-        preempted = watch_preemptions(llm)
-        outputs = generate(llm, prompts, 160)
-        pool = block_manager(llm).block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
-    assert preempted
-    assert check_equal(llama, 0.5, outputs) == 960
-
-
-def test_several_completions_and_sampling(llama: Served) -> None:
-    with engine(llama, llama.request(0.5), enable_prefix_caching=True) as llm:
-        outputs = generate(llm, random_prompts((40, 100)), 60, n=4, temperature=1.0, seed=7)
-    assert [len(output.outputs) for output in outputs] == [4, 4]
-    assert check_equal(llama, 0.5, outputs, greedy=False) == 480
-
-
-def test_abort_gives_the_blocks_back(llama: Served) -> None:
-    from vllm import SamplingParams
-
-    with engine(llama, llama.request(0.5)) as llm:
-        core, pool = llm.llm_engine, block_manager(llm).block_pool
-        free = pool.get_num_free_blocks()
-        for number, prompt in enumerate(random_prompts((300, 200))):
-            params = SamplingParams(
-                temperature=0, max_tokens=200, ignore_eos=True, detokenize=False
-            )
-            core.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        for _ in range(20):
-            core.step()
-        assert pool.get_num_free_blocks() < free
-        core.abort_request(["0", "1"])
-        for _ in range(3):
-            core.step()
-        assert pool.get_num_free_blocks() == free
-        assert check_equal(llama, 0.5, generate(llm, random_prompts((90,)), 60)) == 60
-
-
-def test_compiled(llama: Served) -> None:
-    with engine(llama, llama.request(0.6), enforce_eager=False) as llm:
-        assert check_equal(llama, 0.6, generate(llm, random_prompts(LENGTHS), 80)) == 480
-
-
-def test_engine_in_another_process(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with engine(llama, llama.request(0.6), enable_prefix_caching=True) as llm:
-        assert not hasattr(llm.llm_engine.engine_core, "engine_core")  # it is elsewhere
-        assert check_equal(llama, 0.6, generate(llm, random_prompts(LENGTHS), 80)) == 480
+    monkeypatch.setattr(backends, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        TritonAttentionMetadataBuilder,
+        "build",
+        lambda self, prefix, common, fast_build=False: asked.append(fast_build),
+    )
+    for stock, expected in ((TritonAttentionBackend, "TRITON_ATTN"), (Planned, "TRITON_ATTN")):
+        layer: Any = SimpleNamespace(attn_backend=stock)
+        found = backends.full_backend(layer)
+        assert found.get_name() == expected
+        assert (found.__mro__[1] is stock) == (stock is TritonAttentionBackend)
+        builder = found.get_builder_cls()
+        builder.build(object.__new__(builder), 0, None)
+    assert asked == [True, True]

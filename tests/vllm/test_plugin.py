@@ -1,0 +1,117 @@
+"""Versions and installations that are taken, and which engine ``auto`` means."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from rlkv.vllm import plugin
+from rlkv.vllm.plugin import check_installed, check_version, check_vllm_options, choose_engine
+from tests.helpers.installed import CPU_BUILD, GPU_BUILD, pretend_vllm
+
+
+def test_auto_is_vllm_where_the_tested_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (CPU_BUILD, GPU_BUILD):
+        pretend_vllm(monkeypatch, found)
+        assert choose_engine("auto", has_gpu=True) == ("vllm", "")
+    assert choose_engine("auto", has_gpu=True, gated="Qwen3ForCausalLM") == ("vllm", "")
+    pretend_vllm(monkeypatch, CPU_BUILD)
+    assert choose_engine("auto", has_gpu=False) == ("vllm", "")
+
+
+@pytest.mark.parametrize(
+    ("found", "has_gpu", "gated", "reason"),
+    [
+        (None, True, None, "rlkv[vllm]"),
+        ("0.30.1", True, None, "0.30.1"),
+        (GPU_BUILD, False, None, "built for GPUs, and there is none"),
+        (GPU_BUILD, True, "GemmaForCausalLM", "GemmaForCausalLM"),
+    ],
+)
+def test_else_auto_is_transformers_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+    found: str | None,
+    has_gpu: bool,
+    gated: str | None,
+    reason: str,
+) -> None:
+    pretend_vllm(monkeypatch, found)
+    engine, why = choose_engine("auto", has_gpu, gated)
+    assert engine == "hf"
+    assert reason in why
+    assert choose_engine("vllm", has_gpu, gated) == ("vllm", "")
+
+
+def test_a_build_for_cpus_does_not_serve_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_vllm(monkeypatch, CPU_BUILD)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert choose_engine("auto", has_gpu=True) == (
+        "hf",
+        "the installed vLLM is built for CPUs, and there is a GPU",
+    )
+
+
+def test_impossible_options_are_refused() -> None:
+    check_vllm_options("vllm", "auto", None)
+    check_vllm_options("hf", "cpu", 0.5)
+    for kv_gib in (0, -1.5):
+        with pytest.raises(ValueError, match=f"--kv-gib .*{kv_gib}"):
+            check_vllm_options("hf", "auto", kv_gib)
+    with pytest.raises(ValueError, match=r"'cpu'.*--device"):
+        check_vllm_options("vllm", "cpu", None)
+
+
+@pytest.mark.parametrize("found", ["0.31.0", "0.32.0", "0.32.1"])
+def test_the_newest_version_and_the_one_before_pass(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "installed_version", lambda: found)
+    check_version()
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("0.30.1", r"0\.30\.1.*0\.31 and 0\.32"),
+        ("0.33.0", r"0\.33\.0.*0\.31 and 0\.32"),
+        (None, "not installed"),
+    ],
+)
+def test_other_versions_are_errors(
+    found: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "installed_version", lambda: found)
+    with pytest.raises(ValueError, match=message):
+        check_version()
+
+
+def test_an_installation_without_the_plugin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint(plugin.NAME, plugin.ENTRY_POINT, plugin.GROUP)
+    monkeypatch.setattr(plugin, "installed_version", lambda: GPU_BUILD)
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [entry])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    check_installed()
+    monkeypatch.setenv("VLLM_PLUGINS", "lora,rlkv")
+    check_installed()
+    monkeypatch.setenv("VLLM_PLUGINS", "lora")
+    with pytest.raises(ValueError, match="VLLM_PLUGINS"):
+        check_installed()
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [])
+    with pytest.raises(ValueError, match="egg-info"):
+        check_installed()
+
+
+def test_a_model_is_not_built_with_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is another version an error where rlkv is not asked for."""
+    pytest.importorskip("vllm")
+    from types import SimpleNamespace
+
+    from rlkv.vllm.models import LlamaForCausalLM, StockLlama
+
+    monkeypatch.setattr(StockLlama, "__init__", lambda self, **options: None)
+    monkeypatch.setattr(plugin, "installed_version", lambda: "0.99.0")
+    assert LlamaForCausalLM(vllm_config=SimpleNamespace(additional_config={})).rlkv is None
+    asked = {"rlkv": {"gates": "gates.pt", "sparsity": 0.5}}
+    with pytest.raises(ValueError, match=r"0\.99\.0"):
+        LlamaForCausalLM(vllm_config=SimpleNamespace(additional_config=asked))

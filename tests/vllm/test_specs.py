@@ -1,0 +1,228 @@
+"""Block specs and managers of bins, and what they report: bookkeeping without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.engines import need_vllm
+
+need_vllm()
+
+from vllm.v1.core.block_pool import BlockPool
+
+from rlkv.vllm import specs
+from rlkv.vllm.specs import (
+    EvictingManager,
+    EvictingSpec,
+    PackedFullSpec,
+    Reporter,
+    SinkWindowManager,
+    SinkWindowSpec,
+    UsageCollector,
+)
+
+SIZES: dict[str, Any] = {
+    "block_size": 16,
+    "num_kv_heads": 2,
+    "head_size": 32,
+    "dtype": torch.float32,
+    "bin": 1,
+}
+
+
+def spec(**changes: Any) -> SinkWindowSpec:
+    own = {"sink": 20, "window": 40, "max_in_flight_tokens": 64, "max_model_len": 512}
+    return SinkWindowSpec(**{**SIZES, **own, **changes})
+
+
+def manager_of(kind: Any, own: Any) -> tuple[Any, BlockPool]:
+    pool = BlockPool(num_gpu_blocks=50, enable_caching=False, hash_block_size=16)
+    options = {"kv_cache_group_id": 0, "scheduler_block_size": 16}
+    return kind(own, block_pool=pool, enable_caching=False, **options), pool
+
+
+def test_specs_of_different_bins_do_not_merge() -> None:
+    full = [PackedFullSpec(**{**SIZES, "bin": number}) for number in range(2)]
+    for own, other in ((spec(), spec(bin=2)), full):
+        assert own.is_uniform_with_collection({"a": own})
+        assert not own.is_uniform_with_collection({"a": own, "b": other})
+        assert own.merge([own, own]) == own
+        with pytest.raises(AssertionError):
+            own.merge([own, other])
+
+
+def test_most_blocks_of_a_request() -> None:
+    # 2 of sinks; 39 + 64 tokens, the first one anywhere in its block: 7 + 1
+    assert spec().most_blocks() == 10
+    assert spec().most_blocks(32) == 2
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
+    assert spec().max_memory_usage_bytes(config) == 10 * 16 * 2 * 2 * 32 * 4
+
+
+class FakePool:
+    """A pool in which some blocks are cached."""
+
+    hash_block_size = 16
+    null_block = "null"
+
+    def __init__(self, cached: set[int]) -> None:
+        self.cached, self.lookups = cached, 0
+
+    def get_cached_block(self, block_hash: int, groups: list[int]) -> list[str] | None:
+        self.lookups += 1
+        return [f"{group}:{block_hash}" for group in groups] if block_hash in self.cached else None
+
+
+@pytest.mark.parametrize(
+    ("cached", "hit"),
+    [
+        (set(), 0),
+        ({0}, 1),  # of two blocks of sinks: every token before the hit is needed
+        ({0, 1}, 2),
+        ({0, 1, 2}, 3),
+        ({1, 2, 3, 4, 5}, 0),  # no sinks
+        ({0, 1, 9, 10, 11}, 12),  # sinks, and three blocks of window
+        ({0, 1, 10, 11}, 2),  # half a window
+        ({0, 1, 5, 6, 7, 10, 11}, 8),
+        ({0, 1, 3, 4, 5, 7, 8, 9, 11}, 10),
+        (set(range(12)), 12),
+        ({0, 7, 8, 9}, 1),
+    ],
+)
+def test_cache_hits_need_sinks_and_a_window(cached: set[int], hit: int) -> None:
+    pool: Any = FakePool(cached)
+    hashes: Any = list(range(12))
+    tables, tokens = SinkWindowManager.find_longest_cache_hit(
+        hashes, 12 * 16 + 5, [4, 7], pool, spec(), False, 16
+    )
+    assert tokens == hit * 16
+    assert pool.lookups <= 2 * 12 + 2
+    for group, table in zip((4, 7), tables, strict=True):
+        needed = {number for number in range(hit) if number < 2 or number >= hit - 3}
+        assert table == [
+            f"{group}:{number}" if number in needed else "null" for number in range(hit)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("cached", "hit"), [(set(), 0), ({0, 1, 9, 10, 11}, 2), ({1, 2}, 0), (set(range(12)), 12)]
+)
+def test_cache_hits_need_all_of_a_protected_prompt(cached: set[int], hit: int) -> None:
+    pool: Any = FakePool(cached)
+    own = spec(protect_prompt=True)
+    tables, tokens = SinkWindowManager.find_longest_cache_hit(
+        list(range(12)), 12 * 16 + 5, [4], pool, own, False, 16
+    )
+    assert tokens == hit * 16
+    assert tables == ([f"4:{number}" for number in range(hit)],)
+
+
+def test_hits_are_aligned_to_the_scheduler() -> None:
+    pool: Any = FakePool({0, 1, 4, 5, 6, 7, 8})
+    hashes: Any = list(range(12))
+    _, tokens = SinkWindowManager.find_longest_cache_hit(
+        hashes, 12 * 16, [0], pool, spec(), False, 32
+    )
+    assert tokens == 8 * 16
+
+
+def test_blocks_between_sinks_and_window_are_given_back() -> None:
+    manager, pool = manager_of(SinkWindowManager, spec())
+    free = pool.get_num_free_blocks()
+    for computed in range(0, 400, 7):
+        manager.remove_skipped_blocks("a", computed)
+        manager.allocate_new_blocks("a", computed + 7, computed + 7)
+        manager.num_cached_block["a"] = 0
+        blocks = manager.req_to_blocks["a"]
+        # the window of the token at ``computed`` begins at computed - 39
+        expected = [at < 2 or at >= (computed - 39) // 16 for at in range(len(blocks))]
+        assert [not block.is_null for block in blocks] == expected
+        assert pool.get_num_free_blocks() == free - sum(expected)
+        assert sum(expected) <= spec().most_blocks()
+        asked = manager.get_num_blocks_to_allocate(
+            "a", 512, [], computed, 0, 512, apply_admission_cap=True
+        )
+        assert asked == min(32 - len(blocks), 10 - sum(expected))
+    manager.free("a")
+    assert pool.get_num_free_blocks() == free
+
+
+def test_a_protected_prompt_stays_and_cannot_grow() -> None:
+    own = spec(protect_prompt=True)
+    manager, _ = manager_of(SinkWindowManager, own)
+    assert own.most_blocks() == 32  # a prompt may be as long as a text
+    for computed in range(0, 400, 7):
+        manager.remove_skipped_blocks("a", computed, 100)
+        manager.allocate_new_blocks("a", computed + 7, computed + 7)
+        blocks = manager.req_to_blocks["a"]
+        expected = [at < 7 or at >= (computed - 39) // 16 for at in range(len(blocks))]
+        assert [not block.is_null for block in blocks] == expected
+    with pytest.raises(RuntimeError, match="streamed"):
+        manager.remove_skipped_blocks("a", 400, 410)
+    manager.free("a")
+    manager.remove_skipped_blocks("a", 0, 410)  # another request of that name
+
+
+def test_a_request_under_eviction_that_goes_back_is_refused() -> None:
+    """As between two parts of a streamed input, where the engine computes a token again."""
+    own = EvictingSpec(**SIZES, budget=20, buffer=12, observation=8, group_size=2)
+    manager, _ = manager_of(EvictingManager, own)
+    assert manager.get_num_blocks_to_allocate("a", 30, [], 0, 0, 30) == 3
+    assert len(manager.allocate_new_blocks("a", 30, 30)) == 3
+    assert manager.get_num_blocks_to_allocate("a", 90, [], 30, 30, 90) == 0
+    with pytest.raises(RuntimeError, match="token 29"):
+        manager.get_num_blocks_to_allocate("a", 91, [], 29, 29, 91)
+    manager.free("a")
+    # preempted, or another one of that name
+    assert manager.get_num_blocks_to_allocate("a", 91, [], 0, 0, 91) == 3
+
+
+def test_reports_come_every_five_seconds_and_when_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported = []
+
+    class Bin:
+        req_to_blocks: dict[str, Any] = {"0": []}  # noqa: RUF012
+
+        def usage(self) -> dict[str, Any]:
+            reported.append(self)
+            return {"heads": "full", "blocks": 1, "bytes": 2, "saved": 3, "evictions": 4}
+
+    reporter, bins = Reporter(), [Bin(), Bin()]
+    reporter.bins.update(bins)  # type: ignore[arg-type]
+    clock = iter((99.0, 100.0, 104.9, 105.1, 105.2, 105.3))
+    monkeypatch.setattr(specs.time, "monotonic", lambda: next(clock))
+    monkeypatch.delenv(specs.FOLDER, raising=False)
+    reporter.report()
+    assert not reported, "nobody asked"
+    collector = UsageCollector(0.5)
+    monkeypatch.setenv(specs.FOLDER, collector.folder.name)
+    for number in (2, 2, 4):
+        reporter.report()
+        assert len(reported) == number
+    bins[0].req_to_blocks = {}
+    reporter.report()
+    assert len(reported) == 4, "another bin still holds a request"
+    bins[1].req_to_blocks = {}
+    reporter.report()
+    assert len(reported) == 6
+    assert len(list(Path(collector.folder.name).iterdir())) == 1
+    values = {}
+    for family in collector.collect():
+        for sample in family.samples:
+            values[sample.name, sample.labels.get("heads")] = sample.value
+    assert values == {
+        ("rlkv:kv_blocks", "full"): 2,
+        ("rlkv:kv_blocks", "compressible"): 0,
+        ("rlkv:kv_bytes", "full"): 4,
+        ("rlkv:kv_bytes", "compressible"): 0,
+        ("rlkv:kv_bytes_saved", None): 6,
+        ("rlkv:evictions_total", None): 8,
+        ("rlkv:sparsity", None): 0.5,
+    }
