@@ -238,7 +238,7 @@ def test_runs_are_resumed_and_compared_within_their_round(
 
     evicted = {**half, "mode": "sparsity 0.5 + rkv", "eviction": "rkv"}
     page = serving_page(TINY, [full, half, evicted])
-    text = page.markdown(tmp_path)
+    text = page.markdown()
     assert "| sparsity 0.5 + rkv | 155.0" in text
     assert "| sparsity 0.5 | 155.0 [150.0, 160.0] | 1.75 [1.50, 2.00] |" in text
     assert f"{TINY.pool_bytes(LIMITED):,} bytes" in text
