@@ -45,24 +45,25 @@ Methods are named as in rlkv/evaluation/evaluate.py.  Without --data the problem
 """
 
 STUDY = """\
-Study rankings of KV heads: sweep, paired comparison, threshold, sensitivity, error modes, lengths, budgets, gates.
+Study rankings of KV heads: sweep, paired comparison, threshold, sensitivity, error modes, lengths,
+budgets, gates.
 
-    rlkv-study --model tiny --tasks tiny --data problems.jsonl \\
+    rlkv-study --config study_tiny --data problems.jsonl \\
         --gates RLKV=results/demo/gates.pt DuoAttention=outputs/duo_tiny/gates.pt \\
-        --oracle rlkv/tiny/model/ground_truth.json --sink 4 --window 16 --repetition 40 8 --max-new-tokens 208 \\
-        --batch-size 100 --output-dir results/study/report
-    rlkv-study --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --tasks math500 aime24 --data FOLDER \\
-        --gates RLKV=rlkv.tsv DuoAttention=duo.tsv --buffer 128 --observation 8 --extra 80 \\
-        --output-dir results/llama8b_study
-    rlkv-study --config study_tiny --gates RLKV=tiny --analyses sweep --sizes 4+16 8+32 prompt+16 \\
-        --output-dir results/sizes
+        --oracle rlkv/tiny/model/ground_truth.json --output-dir results/study/report
+    rlkv-study --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --tasks math500 aime24 \\
+        --data FOLDER --gates RLKV=rlkv.tsv DuoAttention=duo.tsv --buffer 128 --observation 8 \\
+        --extra 80 --output-dir results/llama8b_study
+    rlkv-study --config study_tiny --gates RLKV=tiny --analyses sweep \\
+        --sizes 4+16 8+32 prompt+16 --output-dir results/sizes
 
-Several files under one name are seeds of one method; the first name is compared with every other.  ``--ablation`` adds
-variants that are compared with it alone.  Decoding is greedy, so every allocation of heads is measured once, however
-many seeds and analyses ask for it.  --sizes adds rows to the sweep: accuracy and bytes of the first method with other
-sinks and windows.  Files: report.html (one file), report.md, table.md, plots, results.json with every number, rows/
-with every text.  The same command resumes a run that was stopped; rows that were measured with other settings are
-refused by name.
+Several files under one name are seeds of one method; the first name is compared with every other.
+--ablation adds variants that are compared with it alone.  Decoding is greedy, so every allocation
+of heads is measured once, however many seeds and analyses ask for it.  --sizes adds rows to the
+sweep: accuracy and bytes of the first method with other sinks and windows.  Files: report.html (one
+file), report.md, table.md, plots, results.json with every number, rows/ with every text.  The same
+command resumes a run that was stopped; rows that were measured with other settings are refused by
+name.
 """
 
 BENCH = """Speed and memory of the compressed cache.

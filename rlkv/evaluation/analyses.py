@@ -16,65 +16,44 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlkv.evaluation.eval_report import find_published, write_published
 from rlkv.evaluation.measurements import (
     Condition,
-    ConditionRequests,
-    Outcome,
     Ranking,
+    Sizes,
     accuracy_of,
     agreement,
     compare,
     mean_scores,
 )
-from rlkv.evaluation.metrics import (
-    MODES,
-    NGRAMS,
-    Floats,
-    bootstrap_mean,
-    mean_with_interval,
-    near_lossless,
-    ngram_entropy,
-    ngram_frequency,
-    paired_difference,
-    repetition_rate,
-)
+from rlkv.evaluation.metrics import mean_with_interval, near_lossless, paired_difference
 from rlkv.evaluation.report import (
+    AGAINST_FULL,
     FULL_CACHE,
-    LEVEL,
+    INTERVALS,
     NOT_AVAILABLE,
     SPARSITY,
     Metrics,
     Page,
     Panel,
     accuracy_cell,
-    curve,
+    curves_of,
     difference_cell,
     estimate,
-    interval,
     levels,
     p_number,
     plot_curves,
     plot_heat_maps,
-    plot_stacked,
-    point,
     provenance_facts,
 )
-from rlkv.evaluation.study import FIXED, Study, StudyConfig, kv_share, load_study
+from rlkv.evaluation.study import Study, StudyConfig, kv_share, load_study
+from rlkv.evaluation.text_analyses import budget, lengths, modes
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import read_log, write_json
 from rlkv.utils.runtime import provenance
 from rlkv.utils.store import check_results
 
-AGAINST_FULL = "in parentheses the paired difference to the full cache (▲ ▼: p < 0.05)"
-INTERVALS = "brackets: 95% intervals over problems"
-MODE_COLORS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}
-MEASURES = {"entropy": ngram_entropy, "repetition": repetition_rate, "frequency": ngram_frequency}
-REPETITION = tuple(f"{n}-gram {what}" for what in MEASURES for n in NGRAMS)
-SHOWN = 400  # characters of either end of a text that failed
-BINS = 20
 BETWEEN = (0.1, 0.9)  # gates in here are neither closed nor open
 # Fields of the training log and of the re-ranking's summary, the better unit first: CPU time does
 # not depend on what else the machine does.
@@ -82,10 +61,6 @@ COST_FIELDS = {
     "training": (("CPU", "time/step_cpu_s"), ("wall", "time/step_s")),
     "re-ranking": (("CPU", "cpu_seconds"),),
 }
-
-
-def plot_file(study: Study, analysis: str, task: str) -> Path:
-    return study.config.output_dir / f"{analysis}-{task.replace(':', '_')}.png"
 
 
 # --- sweep, comparison, threshold, sensitivity
@@ -105,19 +80,17 @@ def sweep(study: Study, task: str, page: Page) -> Metrics:
         "sizes": sizes,
     }
     write_sweep_table(study, task, page, numbers)
-    curves = {}
-    for name, accuracies in {**numbers["methods"], **sizes}.items():
-        curves[name] = curve(study.sparsities, accuracies)
+    curves = curves_of(study.sparsities, {**numbers["methods"], **sizes})
     title = f"{task}: accuracy, 95% intervals"
     panel = Panel(title, SPARSITY, curves, reference=numbers["full"]["mean"])
-    path = plot_curves(plot_file(study, "sweep", task), panel)
+    path = plot_curves(study.plot_file("sweep", task), panel)
     page.picture(path, f"{task}: greedy accuracy against sparsity, 95% intervals.")
     if study.published:
         write_published(page, study.published, task)
     return numbers
 
 
-def _with_sizes(study: Study, task: str, sizes: Any, sparsity: float) -> Metrics:
+def _with_sizes(study: Study, task: str, sizes: Sizes, sparsity: float) -> Metrics:
     """Return the accuracy of the first ranking with other sinks and another window, and its bytes.
 
     ``share``: bytes over those of the full cache at the end of the full cache's texts, which are
@@ -226,402 +199,42 @@ def sensitivity(study: Study, task: str, page: Page) -> Metrics:
     first = study.first
     full = study.full(task)
     total = first.shape[0] * first.shape[1]
-    runs = {}
+    by_heads: dict[str, list[Metrics]] = {}
     scores = {}  # of each problem, mean over seeds and numbers of heads
     for ranking in study.rankings:
-        runs[ranking.name] = [
-            study.measurements.outcomes(study.seeds(task, ranking, ranking.without_top(heads)))
-            for heads in study.top_heads
-        ]
-        by_heads = [mean_scores(outcomes) for outcomes in runs[ranking.name]]
-        scores[ranking.name] = np.mean(by_heads, axis=0)
+        runs = []
+        for heads in study.top_heads:
+            seeds = study.seeds(task, ranking, ranking.without_top(heads))
+            runs.append(study.measurements.outcomes(seeds))
+        by_heads[ranking.name] = [accuracy_of(outcomes, full) for outcomes in runs]
+        scores[ranking.name] = np.mean([mean_scores(outcomes) for outcomes in runs], axis=0)
     methods = {}
     rows = []
-    curves = {}
-    for name, by_heads in runs.items():
-        accuracies = [accuracy_of(outcomes, full) for outcomes in by_heads]
+    for name, accuracies in by_heads.items():
         mean = asdict(mean_with_interval(scores[name]))
         test = asdict(paired_difference(scores[first.name], scores[name]))
-        methods[name] = {
-            "by_heads": accuracies,
-            "mean_over_heads": mean,
-            "versus_first": test,
-        }
+        methods[name] = {"by_heads": accuracies, "mean_over_heads": mean, "versus_first": test}
         # a ranking whose accuracy falls less than the first one's is the worse one
         against = f"{difference_cell(test, sign=-1)}; p {p_number(test['p_value'])}"
         cells = [*map(accuracy_cell, accuracies), estimate(mean, 3)]
         rows.append([name, *cells, "" if name == first.name else against])
-        curves[name] = curve(study.top_heads, accuracies)
     titles = [f"{number} head{'' if number == 1 else 's'}" for number in study.top_heads]
     page.table(
         ["heads", *titles, "mean", f"mean minus {first.name}'s"],
         rows,
-        f"{task}: accuracy when only the heads that a ranking puts last are compressed, of {total}; "
-        f"{AGAINST_FULL}, in the last column ▲ where accuracy falls faster than under "
+        f"{task}: accuracy when only the heads that a ranking puts last are compressed, of "
+        f"{total}; {AGAINST_FULL}, in the last column ▲ where accuracy falls faster than under "
         f"{first.name}; {INTERVALS}.",
     )
     panel = Panel(
         f"{task}: the faster it falls, the better the ranking",
         f"compressed heads of {total}, the most needed ones first",
-        curves,
+        curves_of(study.top_heads, by_heads),
         reference=float(full.correct.mean()),
     )
-    path = plot_curves(plot_file(study, "sensitivity", task), panel)
+    path = plot_curves(study.plot_file("sensitivity", task), panel)
     page.picture(path, f"{task}: accuracy with only the most needed heads compressed.")
     return {"full": accuracy_of([full]), "methods": methods}
-
-
-# --- modes, lengths: what texts are like
-
-
-def modes(study: Study, task: str, page: Page) -> Metrics:
-    """Count how answers fail where the full cache is right (RLKV, figures 9 and 13)."""
-    full = study.full(task)
-    methods = study.sweep(task, mode_shares)
-    solved = int(full.correct.sum())
-    numbers = {
-        "solved": solved,
-        "n": int(full.correct.size),
-        "methods": methods,
-        "examples": failed_texts(study, task),
-    }
-    if not solved:
-        page.paragraph(f"{task}: the full cache solves no problem.")
-        return numbers
-    rows = []
-    for name, by_sparsity in methods.items():
-        cells = []
-        for shares in by_sparsity:
-            failing = sum(shares[mode]["mean"] for mode in MODES)
-            parts = [f"{mode} {estimate(shares[mode])}" for mode in MODES]
-            cells.append(f"{failing:.3f} {'; '.join(parts)}")
-        rows.append([name, *cells])
-    page.table(
-        ["heads", *levels(study.sparsities)],
-        rows,
-        f"{task}: share that fails of the {solved} problems that the full cache solves, then how "
-        f"it fails (the first mode that fits); {INTERVALS}.",
-    )
-    panels: dict[str, dict[str, dict[str, float]]] = {}
-    for place, title in enumerate(levels(study.sparsities)):
-        panels[title] = {}
-        for name, by_sparsity in methods.items():
-            panels[title][name] = {mode: by_sparsity[place][mode]["mean"] for mode in MODES}
-    path = plot_stacked(plot_file(study, "modes", task), panels, MODE_COLORS)
-    page.picture(path, f"{task}: error modes of problems that the full cache solves.")
-    for mode, example in numbers["examples"].items():
-        page.paragraph(
-            f"{mode}: {example['problem']} under {study.first.name} at {example['sparsity']:g}, "
-            f"first seed, {example['tokens']} tokens:"
-        )
-        page.code(example["text"])
-    return numbers
-
-
-def mode_shares(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
-    """Return the share of each error mode among the problems that the full cache solves.
-
-    None if it solves none.
-    """
-    solved = full.correct == 1
-    if not solved.any():
-        return None
-    shares = {}
-    for mode in MODES:
-        occurs = np.mean([[found == mode for found in run.modes] for run in runs], axis=0)
-        shares[mode] = asdict(mean_with_interval(occurs[solved]))
-    return shares
-
-
-def failed_texts(study: Study, task: str) -> dict[str, Metrics]:
-    """Find for each mode a text of the first ranking that fails so, at the lowest sparsity.
-
-    Only problems that the full cache solves; the middle of a long text is left out.
-    """
-    found: dict[str, Metrics] = {}
-    right = study.full(task).correct
-    problems = study.measurements.tasks[task].problems
-    for sparsity in study.sparsities:
-        run = study.runs(task, study.first, sparsity)[0]
-        for place, mode in enumerate(run.modes):
-            if mode is None or mode in found or not right[place]:
-                continue
-            tokens = run.tokens[place].tolist()
-            text = str(study.measurements.tokenizer.decode(tokens, skip_special_tokens=True))
-            if len(text) > 2 * SHOWN:
-                text = f"{text[:SHOWN]}\n[...]\n{text[-SHOWN:]}"
-            found[mode] = {
-                "problem": problems[place].key,
-                "sparsity": sparsity,
-                "tokens": len(tokens),
-                "text": text,
-            }
-    return found
-
-
-def lengths(study: Study, task: str, page: Page) -> Metrics:
-    """Measure output tokens and repetition (RLKV, figures 10 and 15; RPC, equation 1)."""
-    full = study.full(task)
-    known: dict[str, Floats] = {}  # seeds with the same heads have the same texts
-
-    def of(runs: Sequence[Outcome], full: Outcome) -> Metrics:
-        for run in runs:
-            if run.key not in known:
-                known[run.key] = repetition_of(run.tokens)
-        columns = np.mean([known[run.key] for run in runs], axis=0).T
-        repetition = zip(REPETITION, columns, strict=True)
-        return {
-            "all": asdict(bootstrap_mean(np.mean([run.lengths for run in runs], axis=0))),
-            "both_right": both_right(runs, full),
-            "repetition": {name: asdict(bootstrap_mean(column)) for name, column in repetition},
-        }
-
-    full_numbers = of([full], full)
-    methods = study.sweep(task, of)
-    rows = [[FULL_CACHE, *[_length_cell(full_numbers)] * len(study.sparsities)]]
-    labelled = [(FULL_CACHE, full_numbers)]
-    for name, by_sparsity in methods.items():
-        rows.append([name, *map(_length_cell, by_sparsity)])
-        for sparsity, numbers in zip(study.sparsities, by_sparsity, strict=True):
-            labelled.append((f"{name}, s = {sparsity:g}", numbers))
-    page.table(
-        ["heads", *levels(study.sparsities)],
-        rows,
-        f"{task}: output tokens of all texts; then, where the method and the full cache are both "
-        f"right, of the method, the difference to the full cache, and n problems; {INTERVALS}.",
-    )
-    texts = []
-    for label, numbers in labelled:
-        texts.append([label, *(estimate(numbers["repetition"][name]) for name in REPETITION)])
-    page.table(
-        ["heads, sparsity", *REPETITION],
-        texts,
-        f"{task}: means over texts of n-gram entropy (bits), of the share of n-grams that occurred "
-        "before, and of how often the n-gram at a random position occurs; all grow with length.",
-    )
-    last = study.sparsities[-1]
-    by_method = {ranking.name: study.runs(task, ranking, last) for ranking in study.rankings}
-    histogram = length_shares({FULL_CACHE: [full], **by_method})
-    panels = _length_panels(study, task, full_numbers, methods, histogram)
-    path = plot_curves(plot_file(study, "lengths", task), *panels)
-    page.picture(path, f"{task}: output tokens with 95% intervals; shares of texts by length.")
-    return {"full": full_numbers, "methods": methods, "histogram": histogram}
-
-
-def _length_panels(
-    study: Study, task: str, full: Metrics, methods: dict[str, list[Metrics]], histogram: Metrics
-) -> list[Panel]:
-    every = {}
-    common = {}
-    for name, by_sparsity in methods.items():
-        every[name] = curve(study.sparsities, [of["all"] for of in by_sparsity])
-        common[name] = []
-        for sparsity, of in zip(study.sparsities, by_sparsity, strict=True):
-            if of["both_right"] is not None:
-                common[name].append(point(sparsity, of["both_right"]["difference"]))
-    shares = {}
-    for name, values in histogram["shares"].items():
-        shares[name] = [(x, y, y, y) for x, y in zip(histogram["centres"], values, strict=True)]
-    tokens = "output tokens"
-    minus = "output tokens, minus the full cache's"
-    by_length = f"{task}: lengths at s = {study.sparsities[-1]:g}"
-    mean = full["all"]["mean"]
-    return [
-        Panel(f"{task}: all problems", SPARSITY, every, tokens, reference=mean, limits=None),
-        Panel(f"{task}: both right", SPARSITY, common, minus, limits=None),
-        Panel(by_length, tokens, shares, "share of texts", limits=None, ticks=False),
-    ]
-
-
-def repetition_of(tokens: Sequence[NDArray[np.int32]]) -> Floats:
-    """Apply :data:`MEASURES` to the n-grams of each text, n = 1 to 3: float ``[texts, 9]``."""
-    found = []
-    for ids in tokens:
-        text = ids.tolist()
-        found.append([measure(text, n) for measure, n in product(MEASURES.values(), NGRAMS)])
-    return np.array(found)
-
-
-def both_right(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
-    """Compare output tokens where a run and the full cache are both right; None if nowhere.
-
-    A problem counts once, with the mean over the seeds that solve it.
-    """
-    right = np.stack([run.correct for run in runs]) * full.correct
-    kept = right.sum(axis=0) > 0
-    if not kept.any():
-        return None
-    total = (right * np.stack([run.lengths for run in runs])).sum(axis=0)
-    own = total[kept] / right.sum(axis=0)[kept]
-    return {
-        "own": asdict(bootstrap_mean(own)),
-        "full": asdict(bootstrap_mean(full.lengths[kept])),
-        "difference": asdict(bootstrap_mean(own - full.lengths[kept])),
-    }
-
-
-def length_shares(texts: dict[str, list[Outcome]]) -> Metrics:
-    """Return ``centres`` of :data:`BINS` bins of lengths, and ``shares`` of texts for each name."""
-    found = {name: np.concatenate([run.lengths for run in runs]) for name, runs in texts.items()}
-    edges = np.histogram_bin_edges(np.concatenate(list(found.values())), BINS)
-    shares = {}
-    for name, values in found.items():
-        shares[name] = (np.histogram(values, edges)[0] / values.size).tolist()
-    return {"centres": ((edges[1:] + edges[:-1]) / 2).tolist(), "shares": shares}
-
-
-def _length_cell(metrics: Metrics) -> str:
-    text = f"{estimate(metrics['all'], 1)}; both right: "
-    both = metrics["both_right"]
-    if both is None:
-        return text + "none"
-    test = both["difference"]
-    change = f"{test['mean']:+.1f} [{test['low']:+.1f}, {test['high']:+.1f}], n = {test['n']}"
-    return f"{text}{estimate(both['own'], 1)}; {change}"
-
-
-# --- budget: eviction at matched bytes
-
-
-def budget(study: Study, task: str, page: Page) -> Metrics:
-    """Compare policies alone and under rankings at the same bytes (RLKV, figure 16)."""
-    full = study.full(task)
-    savings = study.config.each("savings")
-    outcomes: dict[float, dict[str, Outcome]] = {saved: {} for saved in savings}
-    methods: dict[str, Metrics] = {}
-    for match in study.matches(task):
-        row = methods.setdefault(match.method, {"heads": match.heads, "savings": []})
-        if not match.conditions:
-            row["savings"].append(None)
-            continue
-        (outcome,) = study.measurements.outcomes(match.conditions)
-        outcomes[match.saved][match.method] = outcome
-        row["savings"].append(_budget_numbers(match.conditions[0], outcome, full))
-    numbers = {
-        "full": accuracy_of([full]),
-        "methods": methods,
-        "dynamic_minus_fixed": _dynamic_minus_fixed(study.config, outcomes),
-        "best": [_best(measured) for measured in outcomes.values()],
-    }
-    titles = [f"{saved:.0%} saved" for saved in savings]
-    accuracies = []
-    failures = []
-    for name, row in methods.items():
-        accuracies.append([name, *(_budget_cell(of) for of in row["savings"])])
-        failures.append([name, *(_failure_cell(of) for of in row["savings"])])
-    page.table(
-        ["method", *titles],
-        accuracies,
-        f"{task}: greedy accuracy at matched bytes, {AGAINST_FULL}; {INTERVALS}; then what the own "
-        f"texts held, and the budget. {NOT_AVAILABLE}: what must stay is more than that.",
-    )
-    page.table(
-        ["method", *titles],
-        failures,
-        f"{task}: problems that the full cache solves and the method does not "
-        f"({' / '.join(MODES)}), and mean output tokens.",
-    )
-    differences = []
-    for of in numbers["dynamic_minus_fixed"]:
-        test = of["difference"]
-        cells = [NOT_AVAILABLE] * 2
-        if test is not None:
-            cells = [difference_cell(test), p_number(test["p_value"])]
-        differences.append([f"{of['policy']}, {of['saved']:.0%} saved", *cells])
-    if differences:
-        page.table(
-            ["policy in all heads", "dynamic minus fixed", "p"],
-            differences,
-            f"{task}: paired difference between budgets that grow with the text and fixed ones.",
-        )
-    panels = [
-        _budget_panel(f"{task}: tokens dropped in all heads", numbers, some_full=False),
-        _budget_panel(f"{task}: some heads full", numbers, some_full=True),
-    ]
-    path = plot_curves(plot_file(study, "budget", task), *panels)
-    page.picture(path, f"{task}: accuracy over bytes held; dashed: fixed budgets.")
-    return numbers
-
-
-def _budget_numbers(condition: Condition, outcome: Outcome, full: Outcome) -> Metrics:
-    policy = condition.policy
-    shares = mode_shares([outcome], full)
-    counts = None
-    if shares is not None:
-        solved = int(full.correct.sum())
-        counts = {mode: round(of["mean"] * solved) for mode, of in shares.items()}
-    return {
-        "full_heads": condition.allocation.num_full,
-        "budget": None if policy is None else policy.describe(),
-        "fixed": condition.planned is not None,
-        "accuracy": accuracy_of([outcome], full),
-        "modes": counts,
-        "mean_output_tokens": float(np.mean(outcome.lengths)),
-    }
-
-
-def _best(outcomes: dict[str, Outcome]) -> Metrics | None:
-    """Return the most accurate method, and those without a significant difference to it."""
-    if not outcomes:
-        return None
-    method = max(outcomes, key=lambda name: float(outcomes[name].correct.mean()))
-    best = outcomes[method].correct
-    alike = []
-    for name, outcome in outcomes.items():
-        if name != method and paired_difference(best, outcome.correct).p_value >= LEVEL:
-            alike.append(name)
-    return {"method": method, "accuracy": float(best.mean()), "alike": alike}
-
-
-def _dynamic_minus_fixed(
-    config: StudyConfig, outcomes: dict[float, dict[str, Outcome]]
-) -> list[Metrics]:
-    """Compare the budgets of each policy at each saving; None where one of them does not fit."""
-    if not config.fixed_budgets:
-        return []
-    found: list[Metrics] = []
-    for policy, (saved, measured) in product(config.policies, outcomes.items()):
-        dynamic = measured.get(policy)
-        fixed = measured.get(f"{policy}, {FIXED}")
-        test = None
-        if dynamic is not None and fixed is not None:
-            test = compare([dynamic], [fixed])["difference"]
-        found.append({"policy": policy, "saved": saved, "difference": test})
-    return found
-
-
-def _budget_cell(of: Metrics | None) -> str:
-    if of is None:
-        return NOT_AVAILABLE
-    kept = f"{of['full_heads']} heads full"
-    if of["budget"] is not None:
-        text = "full-cache text" if of["fixed"] else "text"
-        entries = f"{of['budget']['ratio']:.3f} of the {text} + {of['budget']['extra']}"
-        kept = f"{kept}, {entries}" if of["full_heads"] else entries
-    held = f"{of['accuracy']['kv_share']:.0%} held"
-    return f"{accuracy_cell(of['accuracy'])}; {held}: {kept}"
-
-
-def _failure_cell(of: Metrics | None) -> str:
-    if of is None:
-        return NOT_AVAILABLE
-    counts = NOT_AVAILABLE
-    if of["modes"] is not None:
-        counts = " / ".join(str(of["modes"][mode]) for mode in MODES)
-    return f"{counts}, {of['mean_output_tokens']:.0f}"
-
-
-def _budget_panel(title: str, numbers: Metrics, some_full: bool) -> Panel:
-    """Return accuracy over bytes held of the methods with some, or without any, full heads."""
-    curves = {}
-    for name, row in numbers["methods"].items():
-        if bool(row["heads"]) == some_full:
-            measured = [of["accuracy"] for of in row["savings"] if of is not None]
-            curves[name] = [point(accuracy["kv_share"], accuracy) for accuracy in measured]
-    styles = {name: {"linestyle": "--" if name.endswith(FIXED) else "-"} for name in curves}
-    held = "bytes of KV in use / bytes of the full cache"
-    reference = numbers["full"]["mean"]
-    return Panel(title, held, curves, styles=styles, reference=reference, ticks=False)
 
 
 # --- gates, ablations, costs
@@ -715,7 +328,6 @@ def ablations(study: Study, task: str, page: Page) -> Metrics:
     sparsities = study.config.ascending("ablate_at")
     numbers: dict[str, list[Metrics]] = {}
     rows = []
-    curves = {}
     for variant in study.variants:
         numbers[variant.name] = []
         cells = []
@@ -729,14 +341,15 @@ def ablations(study: Study, task: str, page: Page) -> Metrics:
             cells += [accuracy_cell(compared["first"]), against]
             numbers[variant.name].append(compared)
         rows.append([variant.name, *cells])
-        curves[variant.name] = curve(sparsities, [of["first"] for of in numbers[variant.name]])
     columns = ["variant"]
     for level in levels(sparsities):
         columns += [f"{level}: accuracy", f"minus {first.name}"]
     caption = f"{task}: greedy accuracy and the paired difference to {first.name}; {INTERVALS}."
     page.table(columns, rows, caption)
+    accuracies = {name: [of["first"] for of in compared] for name, compared in numbers.items()}
+    curves = curves_of(sparsities, accuracies)
     panel = Panel(f"{task}: training ablations, 95% intervals", SPARSITY, curves)
-    path = plot_curves(plot_file(study, "ablations", task), panel)
+    path = plot_curves(study.plot_file("ablations", task), panel)
     page.picture(path, f"{task}: greedy accuracy of each variant.")
     return numbers
 
@@ -762,7 +375,7 @@ def cost_metrics(ranking: Ranking) -> Metrics:
 
 
 def cost_text(metrics: Metrics) -> str:
-    """Write ``370 s CPU (350 to 390, 3 seeds) + 55 s wall re-ranking``; empty if nothing is known."""
+    """Write seconds, such as ``370 s CPU (350 to 390, 3 seeds) + 55 s wall re-ranking``."""
     parts = []
     for step in metrics["steps"]:
         text = f"{step['mean']:.0f} s {step['unit']}"
@@ -820,12 +433,11 @@ def settings(study: Study, analysis: str) -> Metrics:
 def conditions(study: Study, analyses: Sequence[str]) -> Iterator[tuple[str, Condition]]:
     """Yield what the analyses need, with a label, in the order in which it is measured."""
     config = study.config
-    swept: ConditionRequests = study.conditions(study.rankings, config.levels("sparsities"))
+    swept = config.levels("sparsities")
     if set(analyses) & {"sweep", "threshold", "modes", "lengths"}:
-        yield from swept
+        yield from study.conditions(study.rankings, swept)
     if "sweep" in analyses:
-        levels_sizes_tasks = product(config.levels("sparsities"), config.parsed_sizes, study.tasks)
-        for sparsity, sizes, task in levels_sizes_tasks:
+        for sparsity, sizes, task in product(swept, config.parsed_sizes, study.tasks):
             for condition in study.sized(task, sizes, sparsity):
                 yield f"{study.first.name}, {sizes} @ {sparsity:g}", condition
     if "comparison" in analyses:
@@ -867,7 +479,7 @@ BY_TASK: dict[str, Callable[[Study, str, Page], Metrics]] = {
 
 
 def choose_analyses(config: StudyConfig) -> list[str]:
-    """Return the requested analyses in the order of the report; none named: all that can be done."""
+    """Return the requested analyses, or all that can be done, in the order of the report."""
     for name in config.analyses:
         if name not in ANALYSES:
             raise ValueError(

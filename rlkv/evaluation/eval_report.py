@@ -1,6 +1,4 @@
-"""The report of an evaluation: ``results.json``, and a page with a table per task in the layout of
-RLKV's tables 6 to 8, next to published numbers.
-"""
+"""The report of an evaluation: summaries, and tables as RLKV's 6 to 8 next to published numbers."""
 
 from __future__ import annotations
 
@@ -509,7 +507,7 @@ def published_numbers() -> tuple[PublishedNumber, ...]:
 def find_published(
     model: str, task: str | None = None, metric: str = "accuracy"
 ) -> list[PublishedNumber]:
-    """Return the numbers of a metric for a model, on one task or on all; empty if there are none."""
+    """Return the numbers of a metric for a model, on one task or on all."""
     found = []
     for number in published_numbers():
         if number.metric == metric and number.model == model and task in (None, number.task):
@@ -550,7 +548,6 @@ def write_published(page: Page, model: str, task: str) -> None:
         "heads, or of entries where tokens are dropped in all heads; s = 0 is the full cache.",
     )
     cited = []
-    for number, source in enumerate(sources, start=1):
-        text = f"{source.paper} (arXiv {source.arxiv}), {source.where}: {source.protocol}"
-        cited.append(f"[{number}] {text}")
+    for place, of in enumerate(sources, start=1):
+        cited.append(f"[{place}] {of.paper} (arXiv {of.arxiv}), {of.where}: {of.protocol}")
     page.bullets(cited)

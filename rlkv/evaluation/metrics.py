@@ -212,8 +212,8 @@ def repetition_rate(tokens: Sequence[Hashable], n: int) -> float:
 def ngram_frequency(tokens: Sequence[Hashable], n: int) -> float:
     """Return how often the n-gram at a random position occurs in the text.
 
-    That is sum c^2 / sum c over the counts c of n-grams: our reading of the "average n-gram frequency" of R-KV (arXiv 2505.24133, figure 2, without a
-    formula).
+    That is sum c^2 / sum c over the counts c of n-grams: our reading of the "average n-gram
+    frequency" of R-KV (arXiv 2505.24133, figure 2, without a formula).
     """
     counts = _ngrams(tokens, n)
     return sum(c * c for c in counts.values()) / counts.total() if counts else 0.0
@@ -226,7 +226,8 @@ def _ngrams(tokens: Sequence[Hashable], n: int) -> Counter[tuple[Hashable, ...]]
 def sentence_redundancy(text: str) -> float:
     """Return the share of the sentences of a text that repeat an earlier one; 0 without sentences.
 
-    Case and white space do not count.  A sentence ends at ``.``, ``!`` or ``?`` before white space, or at the end of a line.
+    Case and white space do not count.  A sentence ends at ``.``, ``!`` or ``?`` before white space,
+    or at the end of a line.
     """
     sentences = [" ".join(part.lower().split()) for part in _SENTENCE_END.split(text)]
     sentences = [sentence for sentence in sentences if any(c.isalnum() for c in sentence)]
@@ -340,7 +341,7 @@ def ratio_with_interval(parts: Sequence[int], wholes: Sequence[int]) -> Estimate
 def near_lossless(
     full: Floats, scores: Floats, sparsities: Sequence[float], margin: float
 ) -> dict[str, Any]:
-    """Find the largest sparsity up to which no measured one loses more than ``margin``; 0 if all do.
+    """Find the largest sparsity up to which no measured one loses more than ``margin``, else 0.
 
     Args:
         full: accuracy of the full cache on each problem, ``[problems]``.

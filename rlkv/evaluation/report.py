@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import count, pairwise
@@ -201,6 +201,9 @@ def provenance_facts(origin: Metrics) -> list[str]:
 
 # --- number formats: the same figure looks the same in every table
 
+AGAINST_FULL = f"in parentheses the paired difference to the full cache (▲ ▼: p < {LEVEL:g})"
+INTERVALS = "brackets: 95% intervals over problems"
+
 
 def mark(difference: float, p_value: float) -> str:
     """Return ▲ or ▼ for a significant difference, else nothing."""
@@ -225,6 +228,11 @@ def p_number(p_value: float) -> str:
 def levels(sparsities: Iterable[float]) -> list[str]:
     """Return the titles of a column per sparsity."""
     return [f"s = {value:g}" for value in sparsities]
+
+
+def table_rows(methods: Mapping[str, Iterable[Any]], cell: Callable[[Any], str]) -> list[list[str]]:
+    """Return a row for each method, with a cell for each of its numbers."""
+    return [[name, *map(cell, numbers)] for name, numbers in methods.items()]
 
 
 def difference_cell(test: Metrics, sign: int = 1) -> str:
@@ -313,6 +321,13 @@ def point(x: float, metrics: Metrics) -> Point:
 def curve(xs: Iterable[float], metrics: Iterable[Metrics]) -> list[Point]:
     """Return a point for each x."""
     return [point(x, of) for x, of in zip(xs, metrics, strict=True)]
+
+
+def curves_of(
+    xs: Sequence[float], methods: Mapping[str, Sequence[Metrics]]
+) -> dict[str, list[Point]]:
+    """Return a curve for each method through its accuracies."""
+    return {name: curve(xs, accuracies) for name, accuracies in methods.items()}
 
 
 def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = False) -> Path:

@@ -164,7 +164,7 @@ def _write_gates(page: Page, logs: RunLogs, folder: Path) -> None:
 
 def _write_samples(page: Page, samples: list[dict[str, Any]]) -> None:
     newest = samples[-1]["step"]
-    rows = []
+    rows: list[list[str]] = []
     for row in samples:
         if row["step"] == newest and len(rows) < MOST_SAMPLES:
             verdict = "right" if row["right"] else "wrong"

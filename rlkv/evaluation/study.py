@@ -278,6 +278,9 @@ class Study:
             found[ranking.name] = by_sparsity
         return found
 
+    def plot_file(self, analysis: str, task: str) -> Path:
+        return self.config.output_dir / f"{analysis}-{task.replace(':', '_')}.png"
+
     def matches(self, task: str) -> list[Match]:
         """Return :func:`matched_methods`, which walks all texts for each budget, made once."""
         if task not in self._matches:
@@ -435,7 +438,7 @@ class ByteTarget:
     def match_ratio(
         self, policy: EvictionPolicy, full: Tensor, fixed: bool = False
     ) -> EvictionPolicy | None:
-        """Return ``policy`` with the largest ratio of the text so far, or of all of it if ``fixed``."""
+        """Return ``policy`` with the largest ratio of the text so far, or of all of it."""
 
         def sized(step: int) -> EvictionPolicy:
             return replace(policy, budget=None, ratio=step / STEPS)
@@ -531,7 +534,7 @@ def _matches(
 def split_heads(
     order: Order, share: float, head_share: float, shape: tuple[int, int]
 ) -> Tensor | None:
-    """Return full heads, bool ``[L, H]``, such that others may keep ``head_share * share`` of a text.
+    """Return full heads such that the others may keep ``head_share * share`` of a text.
 
     The smaller ``head_share``, the more heads stay full.  None if all heads would have to be
     compressible.

@@ -78,9 +78,9 @@ def config_of(inputs: Path, output: Path, *more: str) -> StudyConfig:
     )
 
 
-def run(inputs: Path, output: Path, *more: str) -> list[str] | None:
-    """The findings of :func:`config_of`."""
-    return run_study(config_of(inputs, output, *more))
+def run(inputs: Path, output: Path, *more: str) -> None:
+    """Run the study of :func:`config_of`."""
+    run_study(config_of(inputs, output, *more))
 
 
 def results(folder: Path) -> dict[str, Any]:
