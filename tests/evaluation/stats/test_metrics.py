@@ -73,12 +73,6 @@ def test_bootstrap_of_a_binary_score_agrees_with_the_binomial_distribution() -> 
     assert found == bootstrap_mean([1.0] * 30 + [0.0] * 20, seed=1)
 
 
-@pytest.mark.parametrize("scores", [[], [[0.0, 1.0]]])
-def test_bootstrap_refuses_anything_but_a_list_of_scores(scores: list) -> None:
-    with pytest.raises(ValueError, match="interval"):
-        bootstrap_mean(scores)
-
-
 def test_equal_scores_have_an_interval_with_width() -> None:
     bound = Z_95**2 / (10 + Z_95**2)  # Wilson's upper bound of 0 in 10
     found = mean_with_interval([0.25] * 10)
@@ -133,15 +127,6 @@ def test_the_tests_of_verdicts_are_mcnemars(only_first: int, only_second: int) -
     exact = stats.binomtest(only_first, only_first + only_second).pvalue
     assert paired_difference(first, second).p_value == pytest.approx(exact)
     assert sign_test(first, second).p_value == pytest.approx(exact)
-
-
-def test_random_flips_come_near_all_flips() -> None:
-    rng = np.random.default_rng(0)
-    first, second = rng.integers(0, 5, 40) / 4, rng.integers(0, 5, 40) / 4
-    sampled = [paired_difference(first, second, seed).p_value for seed in range(3)]
-    # four standard errors of a share of 10,000
-    spread = 4 * math.sqrt(sampled[0] * (1 - sampled[0]) / 10_000)
-    assert max(sampled) - min(sampled) < 2 * spread
 
 
 @pytest.mark.parametrize("n", [1, 20, 200])
