@@ -58,7 +58,12 @@ def modes(study: Study, task: str, page: Page) -> Metrics:
     solved = int(full.correct.sum())
     methods = study.sweep(task, mode_shares)
     examples = failed_texts(study, task)
-    numbers = {"solved": solved, "n": full.correct.size, "methods": methods, "examples": examples}
+    numbers: Metrics = {
+        "solved": solved,
+        "n": full.correct.size,
+        "methods": methods,
+        "examples": examples,
+    }
     if not solved:
         page.paragraph(f"{task}: the full cache solves no problem.")
         return numbers
@@ -148,7 +153,7 @@ def lengths(study: Study, task: str, page: Page) -> Metrics:
             "repetition": {name: asdict(bootstrap_mean(column)) for name, column in repetition},
         }
 
-    numbers = {"full": of([full], full), "methods": study.sweep(task, of)}
+    numbers: Metrics = {"full": of([full], full), "methods": study.sweep(task, of)}
     last = study.sparsities[-1]
     by_method = {ranking.name: study.runs(task, ranking, last) for ranking in study.rankings}
     numbers["histogram"] = length_shares({FULL_CACHE: [full], **by_method})
@@ -262,7 +267,7 @@ def budget(study: Study, task: str, page: Page) -> Metrics:
         outcomes[match.saved][match.method] = outcome
         row["savings"].append(_budget_numbers(match.conditions[0], outcome, full))
     differences = _dynamic_minus_fixed(study.config, outcomes)
-    numbers = {
+    numbers: Metrics = {
         "full": accuracy_of([full]),
         "methods": methods,
         "dynamic_minus_fixed": differences,
