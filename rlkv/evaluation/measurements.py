@@ -224,15 +224,13 @@ class Condition:
 
     @property
     def key(self) -> str:
-        """Return a short name of all that the condition is."""
+        """Return a short name of all that the condition is, by which its file of rows is called."""
         policy = None if self.policy is None else self.policy.describe()
-        further = [self.planned, None if self.sizes is None else self.sizes._asdict(), self.part]
-        # keys name files: they stay what they were before there was a field
-        while further and further[-1] is None:
-            further.pop()
+        sizes = None if self.sizes is None else self.sizes._asdict()
         heads = self.allocation.full.int().tolist()
-        content = json.dumps([heads, policy, *further], sort_keys=True)
-        return f"{self.task.replace(':', '_')}-{digest(content.encode())[:12]}"
+        content = [heads, policy, self.planned, sizes, self.part]
+        text = json.dumps(content, sort_keys=True)
+        return f"{self.task.replace(':', '_')}-{digest(text.encode())[:12]}"
 
 
 ConditionRequests = Iterable[tuple[str, Condition]]
