@@ -169,7 +169,7 @@ def main() -> None:
     write_json(config.output / "results.json", results)
     page = table_page(rows)
     page.write(config.output / "table.md")
-    print(page.markdown(config.output))
+    print(page.markdown())
 
 
 if __name__ == "__main__":

@@ -354,4 +354,4 @@ def write_result(
     page.paragraph(f"{title}; torch {found['versions']['torch']}")
     page.write(folder / f"{name}.md")
     plot_curves(folder / f"{name}.png", *panels, title=title, sharey=sharey)
-    print(f"{page.markdown(folder)}\nwritten to {folder}")
+    print(f"{page.markdown()}\nwritten to {folder}")

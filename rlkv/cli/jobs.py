@@ -52,35 +52,25 @@ Methods are named as in rlkv/evaluation/evaluate.py.  Without --data the problem
 """
 
 STUDY = """\
-Study rankings of KV heads: sweep, paired comparison, threshold, sensitivity, error modes, lengths, budgets, gates.
+Study rankings of KV heads: sweep, paired comparison, threshold, sensitivity, error modes, lengths,
+budgets, gates.
 
-    rlkv-study --model tiny --tasks tiny --data problems.jsonl \\
+    rlkv-study --config study_tiny --data problems.jsonl \\
         --gates RLKV=results/demo/gates.pt DuoAttention=outputs/duo_tiny/gates.pt \\
-        --oracle rlkv/tiny/model/ground_truth.json --sink 4 --window 16 --repetition 40 8 --max-new-tokens 208 \\
-        --batch-size 100 --output-dir results/study/report
-    rlkv-study --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --tasks math500 aime24 --data FOLDER \\
-        --gates RLKV=rlkv.tsv DuoAttention=duo.tsv --buffer 128 --observation 8 --extra 80 \\
-        --output-dir results/llama8b_study
+        --oracle rlkv/tiny/model/ground_truth.json --output-dir results/study/report
+    rlkv-study --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --tasks math500 aime24 \\
+        --data FOLDER --gates RLKV=rlkv.tsv DuoAttention=duo.tsv --buffer 128 --observation 8 \\
+        --extra 80 --output-dir results/llama8b_study
+    rlkv-study --config study_tiny --gates RLKV=tiny --analyses sweep \\
+        --sizes 4+16 8+32 prompt+16 --output-dir results/sizes
 
-Several files under one name are seeds of one method; the first name is compared with every other.  ``--ablation`` adds
-variants that are compared with it alone.  Decoding is greedy, so every allocation of heads is measured once, however
-many seeds and analyses ask for it.  Files: report.html (one file), report.md, table.md, plots, results.json with every
-number, rows/ with every text.  The same command resumes a run that was stopped; rows that were measured with other
-settings are refused by name.
-
-rlkv-study window, with options of its own, studies what compressible heads should keep: sinks, window, prompt.
-"""
-
-WINDOW = """Study what compressible heads should keep: sinks, window and prompt, in accuracy per byte of KV.
-
-    rlkv-study window --config window_tiny --data problems.jsonl --output-dir results/window --write-gates gates.pt
-    rlkv-study window --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --gates rlkv.tsv --tasks math500 --data FOLDER \\
-        --sinks 16 32 64 --windows 64 128 256 --sparsities 0.6 --output-dir results/llama8b_window
-
-Every number of sinks x window x prompt kept or not, at every sparsity, decoded greedily; then the bytes that the prompt
-takes, spent on it, on a bigger window, or on fewer compressible heads.  Files: report.html (one
-file), report.md, plots, results.json with every number, rows/ with every text.  --write-gates writes what is
-recommended into a copy of the gates, from which rlkv-infer takes it.  The same command resumes a run that was stopped.
+Several files under one name are seeds of one method; the first name is compared with every other.
+--ablation adds variants that are compared with it alone.  Decoding is greedy, so every allocation
+of heads is measured once, however many seeds and analyses ask for it.  --sizes adds rows to the
+sweep: accuracy and bytes of the first method with other sinks and windows.  Files: report.html (one
+file), report.md, table.md, plots, results.json with every number, rows/ with every text.  The same
+command resumes a run that was stopped; rows that were measured with other settings are refused by
+name.
 """
 
 BENCH = """Speed and memory of the compressed cache.
@@ -153,8 +143,8 @@ def run_filter_job() -> None:
 
 def run_eval(arguments: Sequence[str] | None = None) -> None:
     """Evaluate, and print the report."""
+    from rlkv.evaluation.eval_report import write_report
     from rlkv.evaluation.evaluate import EvalConfig, evaluate
-    from rlkv.evaluation.report import write_report
 
     config = parse(EvalConfig, EVAL, arguments)
     done = evaluate(config)
@@ -164,31 +154,18 @@ def run_eval(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_study_job() -> None:
-    """Run every analysis, or the sweep over sizes, and name the files."""
-    if sys.argv[1:2] == ["window"]:
-        return run_window()
+    """Run the analyses, print the table of the sweep and name the files."""
     from rlkv.evaluation.analyses import run_study
     from rlkv.evaluation.study import StudyConfig
-    from rlkv.evaluation.study_text import SEEDS_FIXED
 
     config = parse(StudyConfig, STUDY, prog="rlkv-study")
-    findings = run_study(config)
-    if findings is not None:
-        print(f"{config.output_dir / 'report.html'}, report.md, table.md, results.json")
-        print("\n".join([*(f"- {line}" for line in findings), SEEDS_FIXED]))
-
-
-def run_window() -> None:
-    """``rlkv-study window``."""
-    from rlkv.evaluation.window_config import WindowConfig
-    from rlkv.evaluation.window_run import run_window_study
-
-    config = parse(WindowConfig, WINDOW, sys.argv[2:], prog="rlkv-study window")
-    lines = run_window_study(config)
+    run_study(config)
+    if config.measure_only:
+        return
+    table = config.output_dir / "table.md"
+    if table.exists():
+        print(table.read_text(encoding="utf-8"))
     print(f"{config.output_dir / 'report.html'}, report.md, results.json")
-    print("\n".join(f"- {line}" for line in lines))
-    if config.write_gates is not None:
-        print(f"{config.write_gates}: the gates with the recommended sizes")
 
 
 def run_bench() -> None:

@@ -88,4 +88,4 @@ def write_checks(folder: Path, name: str, content: dict[str, Any], page: Page) -
     write_json(folder / f"{name}.json", {**content, **provenance()})
     page.paragraph(f"{hardware_line()}.")
     page.write(folder / f"{name}.md")
-    print(page.markdown(folder))
+    print(page.markdown())

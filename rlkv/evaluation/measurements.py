@@ -1,8 +1,8 @@
-"""Conditions, each measured once.
+"""Rankings of heads, conditions that are measured once, and their outcomes over seeds.
 
 Greedy decoding is deterministic, so seeds that keep the same heads share one measurement.  Its rows
 are in one file; a study that was stopped resumes from the files.  Of several processes each takes
-conditions that no other one is at. Random draws share the problems: each decodes a part of them,
+conditions that no other one is at.  Random draws share the problems: each decodes a part of them,
 and the parts are joined into one outcome.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.evaluation.metrics import Floats, error_mode, mean_with_interval, paired_difference
-from rlkv.evaluation.report import FULL_CACHE, ORACLE, RANDOM
+from rlkv.evaluation.report import FULL_CACHE, ORACLE, RANDOM, Metrics
 from rlkv.evaluation.runner import Problem, RunSettings, run_method
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
@@ -36,7 +36,11 @@ from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.runtime import digest
 from rlkv.utils.store import StoreInUseError
 
-Metrics = dict[str, Any]  # JSON-able
+POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
+Order = tuple[tuple[int, int], ...]
+RESERVED = (ORACLE, RANDOM, FULL_CACHE)
+
+# --- outcomes
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,56 +71,58 @@ class Outcome:
 
     @property
     def lengths(self) -> Floats:
-        """Output tokens of each problem."""
+        """Return the output tokens of each problem."""
         return np.array([len(ids) for ids in self.tokens], dtype=np.float64)
 
     @property
     def kv_share(self) -> float:
-        """Bytes of KV in use over those of the full cache, both summed over the problems."""
+        """Return bytes of KV in use over those of the full cache, both summed over the problems."""
         return float(self.kv_bytes.sum() / self.kv_bytes_full.sum())
 
 
 def outcome_of(key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
-    """The rows of :func:`rlkv.evaluation.runner.run_method`, in the order in which they are given."""
+    """Return rows of :func:`rlkv.evaluation.runner.run_method` as an outcome, in their order."""
     return Outcome(
-        key,
-        np.array([float(row["correct"]) for row in rows]),
-        tuple(map(error_mode, rows)),
-        tuple(np.array(row["token_ids"], dtype=np.int32) for row in rows),
-        np.array([row["kv_bytes"] for row in rows], dtype=np.int64),
-        np.array([row["kv_bytes_full"] for row in rows], dtype=np.int64),
-        sum(row["seconds"] for row in rows),
+        key=key,
+        correct=np.array([float(row["correct"]) for row in rows]),
+        modes=tuple(map(error_mode, rows)),
+        tokens=tuple(np.array(row["token_ids"], dtype=np.int32) for row in rows),
+        kv_bytes=np.array([row["kv_bytes"] for row in rows], dtype=np.int64),
+        kv_bytes_full=np.array([row["kv_bytes_full"] for row in rows], dtype=np.int64),
+        seconds=sum(row["seconds"] for row in rows),
     )
 
 
 def join(parts: Sequence[Outcome]) -> Outcome:
-    """One outcome of all problems; of k ``parts`` the i-th one has the problems i, i + k, i + 2k
-    and so on.
-    """
-    count, total = len(parts), sum(part.correct.size for part in parts)
-    order = np.argsort([problem for i in range(count) for problem in range(i, total, count)])
-    modes, tokens = (
-        [value for part in parts for value in getattr(part, name)] for name in ("modes", "tokens")
-    )
+    """Join k parts into one outcome; the i-th one has the problems i, i + k, i + 2k and so on."""
+    problems: list[int] = []
+    modes: list[str | None] = []
+    tokens: list[NDArray[np.int32]] = []
+    total = sum(part.correct.size for part in parts)
+    for first, part in enumerate(parts):
+        problems += range(first, total, len(parts))
+        modes += part.modes
+        tokens += part.tokens
+    order = np.argsort(problems)
     return Outcome(
-        "+".join(part.key for part in parts),
-        np.concatenate([part.correct for part in parts])[order],
-        tuple(modes[place] for place in order),
-        tuple(tokens[place] for place in order),
-        np.concatenate([part.kv_bytes for part in parts])[order],
-        np.concatenate([part.kv_bytes_full for part in parts])[order],
-        sum(part.seconds for part in parts),
-        count,
+        key="+".join(part.key for part in parts),
+        correct=np.concatenate([part.correct for part in parts])[order],
+        modes=tuple(modes[place] for place in order),
+        tokens=tuple(tokens[place] for place in order),
+        kv_bytes=np.concatenate([part.kv_bytes for part in parts])[order],
+        kv_bytes_full=np.concatenate([part.kv_bytes_full for part in parts])[order],
+        seconds=sum(part.seconds for part in parts),
+        draws=len(parts),
     )
 
 
 def mean_scores(runs: Sequence[Outcome]) -> Floats:
-    """Accuracy of each problem, mean over the seeds, float ``[problems]``."""
+    """Return the accuracy of each problem, mean over the seeds, float ``[problems]``."""
     return np.mean([run.correct for run in runs], axis=0)
 
 
 def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics:
-    """A method in one setting, over its seeds ``runs``.
+    """Sum up a method in one setting over its seeds.
 
     Returns:
         ``mean, low, high, n`` over problems, of the mean over seeds; ``seeds``, the accuracy of
@@ -126,9 +132,8 @@ def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics
         None without it.
     """
     scores = mean_scores(runs)
-    held, whole = (
-        sum(int(getattr(run, name).sum()) for run in runs) for name in ("kv_bytes", "kv_bytes_full")
-    )
+    held = sum(int(run.kv_bytes.sum()) for run in runs)
+    whole = sum(int(run.kv_bytes_full.sum()) for run in runs)
     return {
         **asdict(mean_with_interval(scores)),
         "seeds": [float(run.correct.mean()) for run in runs],
@@ -140,56 +145,69 @@ def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics
 
 
 def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
-    """Both accuracies and the paired difference, first minus second.
+    """Return both accuracies and the paired difference, first minus second.
 
     ``per_seed`` has the difference of each set of heads to the other's mean over seeds, seeds with
     the same heads once; empty for draws that share the problems, of which none has decoded all of
     them.
     """
-    means = [float(mean_scores(runs).mean()) for runs in (first, second)]
-    distinct = [{run.key: float(run.correct.mean()) for run in runs} for runs in (first, second)]
-    whole = [
-        [] if runs[0].draws > 1 else list(of.values())
-        for runs, of in zip((first, second), distinct, strict=True)
-    ]
+    first_by_heads = {run.key: float(run.correct.mean()) for run in first}
+    second_by_heads = {run.key: float(run.correct.mean()) for run in second}
+    first_mean = float(mean_scores(first).mean())
+    second_mean = float(mean_scores(second).mean())
+    first_seeds = [] if first[0].draws > 1 else list(first_by_heads.values())
+    second_seeds = [] if second[0].draws > 1 else list(second_by_heads.values())
     test = paired_difference(mean_scores(second), mean_scores(first))
     return {
         "first": accuracy_of(first),
         "second": accuracy_of(second),
         "difference": asdict(test),
         "per_seed": {
-            "first": [accuracy - means[1] for accuracy in whole[0]],
-            "second": [means[0] - accuracy for accuracy in whole[1]],
+            "first": [accuracy - second_mean for accuracy in first_seeds],
+            "second": [first_mean - accuracy for accuracy in second_seeds],
         },
         # means over seeds may differ where the same sets of heads occur, but not equally often
-        "same_heads": distinct[0].keys() == distinct[1].keys() and not test.changed,
+        "same_heads": first_by_heads.keys() == second_by_heads.keys() and not test.changed,
     }
 
 
-POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
+# --- conditions
 
 
 class Sizes(NamedTuple):
-    """What compressible heads keep without a policy, as :class:`rlkv.cache.CacheSettings` has it."""
+    """What compressible heads keep without a policy, as in :class:`rlkv.cache.CacheSettings`."""
 
     sink: int
     window: int
     protect_prompt: bool = False
 
+    @classmethod
+    def parse(cls, text: str) -> Sizes:
+        """Read ``16+64``, or ``prompt+64`` for the whole prompt in place of the sinks.
+
+        Raises:
+            ValueError: for another form, or a window of 0.
+        """
+        first, _, window = text.partition("+")
+        is_prompt = first == "prompt"
+        if not (is_prompt or first.isdecimal()) or not window.isdecimal() or int(window) < 1:
+            raise ValueError(
+                f"--sizes {text!r} must be SINK+WINDOW or prompt+WINDOW, such as 16+64, with a "
+                "window of at least 1"
+            )
+        return cls(0 if is_prompt else int(first), int(window), is_prompt)
+
     def __str__(self) -> str:
-        """``16 + 64``, ``prompt + 64``, or ``prompt (at least 16) + 64``."""
-        at_least = f" (at least {self.sink})" if self.sink else ""
-        return f"{f'prompt{at_least}' if self.protect_prompt else self.sink} + {self.window}"
+        return f"{'prompt' if self.protect_prompt else self.sink}+{self.window}"
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A task under an allocation; compressible heads keep sinks and a window, or what ``policy``
-    chooses.
+    """A task under an allocation; compressible heads keep sinks and a window, or a policy's choice.
 
     ``planned``: for each problem the length of a text, of which the policy's ratio is taken from
-    the start. ``sizes``: in place of the task's own sinks and window.
-    ``part``: (i, k), only the problems i, i + k, i + 2k and so on; None: all.
+    the start.  ``sizes``: in place of the task's own sinks and window.  ``part``: (i, k), only the
+    problems i, i + k, i + 2k and so on; None: all.
     """
 
     task: str
@@ -206,17 +224,13 @@ class Condition:
 
     @property
     def key(self) -> str:
-        """A short name of all that the condition is."""
+        """Return a short name of all that the condition is, by which its file of rows is called."""
         policy = None if self.policy is None else self.policy.describe()
-        further = [self.planned, None if self.sizes is None else self.sizes._asdict(), self.part]
-        while (
-            further and further[-1] is None
-        ):  # keys, which name files, stay what they were before there was a field
-            further.pop()
-        content = json.dumps(
-            [self.allocation.full.int().tolist(), policy, *further], sort_keys=True
-        )
-        return f"{self.task.replace(':', '_')}-{digest(content.encode())[:12]}"
+        sizes = None if self.sizes is None else self.sizes._asdict()
+        heads = self.allocation.full.int().tolist()
+        content = [heads, policy, self.planned, sizes, self.part]
+        text = json.dumps(content, sort_keys=True)
+        return f"{self.task.replace(':', '_')}-{digest(text.encode())[:12]}"
 
 
 ConditionRequests = Iterable[tuple[str, Condition]]
@@ -224,7 +238,7 @@ ConditionRequests = Iterable[tuple[str, Condition]]
 
 @dataclass(frozen=True)
 class StudyTask:
-    """A task as it is decoded: its problems, the tokens of their prompts, and how."""
+    """A task as it is decoded: problems, tokens of their prompts, settings."""
 
     name: str
     problems: list[Problem]
@@ -233,7 +247,7 @@ class StudyTask:
 
 
 class Measurements:
-    """Measures conditions, with rows in ``folder``, and hands out what was measured.
+    """Measure conditions, with rows in ``folder``, and hand out what was measured.
 
     Rows depend on ``facts`` too.
     """
@@ -246,20 +260,22 @@ class Measurements:
         folder: Path,
         facts: dict[str, Any],
     ) -> None:
-        self.model, self.tokenizer, self.folder, self.facts = model, tokenizer, folder, facts
+        self.model = model
+        self.tokenizer = tokenizer
+        self.folder = folder
+        self.facts = facts
         self.tasks = {task.name: task for task in tasks}
         self.labels: dict[Condition, list[str]] = {}
         self._outcomes: dict[Condition, Outcome] = {}
 
     def measure(self, title: str, requests: ConditionRequests) -> None:
-        """Measure the (name, condition) ``requests`` that were not measured yet, with a progress
-        bar.
-        """
+        """Measure the (name, condition) ``requests`` that were not measured yet."""
         for label, condition in dict.fromkeys(requests):
             self.labels.setdefault(condition, []).append(label)
         waiting = deque(condition for condition in self.labels if condition not in self._outcomes)
         total = sum(len(self._problems(condition)) for condition in waiting)
-        before = in_use = 0
+        before = 0
+        in_use = 0  # conditions in a row that other processes are at
         with progress_bar(title, "problems", total) as bar:
             while waiting:
                 condition = waiting.popleft()
@@ -279,7 +295,7 @@ class Measurements:
         return self.tasks[condition.task].problems[first::step]
 
     def _measure(self, condition: Condition, bar: ProgressBar, before: int) -> Outcome:
-        task, heads = self.tasks[condition.task], condition.allocation
+        task = self.tasks[condition.task]
         label = f"{task.name}: {self.labels[condition][0]}"
 
         def on_rows(done: int, _: int, accuracy: float) -> None:
@@ -293,7 +309,14 @@ class Measurements:
         )
         file = self.folder / f"rows-{condition.key}.jsonl"
         rows = run_method(
-            self.model, self.tokenizer, task.problems, heads, settings, file, self.facts, on_rows
+            self.model,
+            self.tokenizer,
+            task.problems,
+            condition.allocation,
+            settings,
+            file,
+            self.facts,
+            on_rows,
         )
         found = {row["key"]: row for row in rows}
         return outcome_of(
@@ -301,47 +324,50 @@ class Measurements:
         )
 
     def outcome(self, condition: Condition) -> Outcome:
-        """What was measured of a condition, which :meth:`measure` must have been asked for."""
+        """Return what :meth:`measure` found under a condition."""
         return self._outcomes[condition]
 
     def outcomes(self, conditions: Sequence[Condition]) -> list[Outcome]:
-        """An outcome per condition; of conditions that are parts of a task, one of all problems."""
+        """Return an outcome per condition; a single one if they are parts of a task."""
         found = [self.outcome(condition) for condition in conditions]
         return found if conditions[0].part is None else [join(found)]
 
     def text_lengths(self, task: str, outcome: Outcome) -> list[tuple[int, int]]:
-        """(prompt, all) tokens that the cache holds when a text ends: its last token is never fed."""
+        """Return the (prompt, all) tokens that the cache holds when each text ends."""
         texts = zip(self.tasks[task].prompt_tokens, outcome.tokens, strict=True)
+        # the last token of a text is never fed
         return [(prompt, prompt + len(ids) - 1) for prompt, ids in texts]
 
     def describe(self) -> list[dict[str, Any]]:
-        """Every condition that was measured, for ``results.json``."""
-        return [
-            {
+        """Return every condition that was measured, for ``results.json``."""
+        found = []
+        for condition, outcome in self._outcomes.items():
+            policy = condition.policy
+            sizes = condition.sizes
+            described = {
                 "task": condition.task,
                 "requested_as": self.labels[condition],
                 "rows": f"rows-{condition.key}.jsonl",
                 "full_heads": condition.allocation.full.int().tolist(),
-                "policy": None if condition.policy is None else condition.policy.describe(),
+                "policy": None if policy is None else policy.describe(),
                 "planned": condition.planned,
-                "sizes": None if condition.sizes is None else condition.sizes._asdict(),
+                "sizes": None if sizes is None else sizes._asdict(),
                 "part": condition.part,
                 "accuracy": float(outcome.correct.mean()),
                 "n": int(outcome.correct.size),
                 "kv_share": outcome.kv_share,
                 "seconds": round(outcome.seconds, 2),
             }
-            for condition, outcome in self._outcomes.items()
-        ]
+            found.append(described)
+        return found
 
 
-Order = tuple[tuple[int, int], ...]
-RESERVED = (ORACLE, RANDOM, FULL_CACHE)
+# --- rankings
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """A method that orders the heads of a model.
+    """An order in which a method compresses the heads of a model.
 
     Attributes:
         name: what tables call it.
@@ -360,14 +386,11 @@ class Ranking:
     drawn: bool = False
 
     def allocations(self, sparsity: float) -> list[HeadAllocation]:
-        """For each seed, the allocation in which the first ``sparsity`` of its order is
-        compressible.
-        """
+        """Return an allocation per seed: the first ``sparsity`` of its order is compressible."""
         return [HeadAllocation.from_order(order, *self.shape, sparsity) for order in self.orders]
 
     def without_top(self, heads: int) -> list[HeadAllocation]:
-        """For each seed, the allocation in which only the *last* ``heads`` of its order are
-        compressible.
+        """Return an allocation per seed: only the *last* ``heads`` of its order are compressible.
 
         Those are the heads that the ranking considers most needed.
         """
@@ -378,9 +401,10 @@ class Ranking:
 def group_by_name(
     items: Sequence[str], option: str, taken: Sequence[str] = ()
 ) -> dict[str, list[str]]:
-    """Files of ``NAME=FILE`` texts by name, which must not be ``taken``.
+    """Return the files of ``NAME=FILE`` texts by name; several files are seeds of one method.
 
-    Several files are seeds of one method.
+    Raises:
+        ValueError: for a text of another form, or a name that is ``taken``.
     """
     files: dict[str, list[str]] = {}
     for item in items:
@@ -396,23 +420,22 @@ def group_by_name(
 
 
 def gates_rankings(files: dict[str, list[str]], config: PretrainedConfig) -> list[Ranking]:
-    """A ranking per name, an order per gates file, which must be for this model."""
+    """Return a ranking per name with an order per gates file, which must be for this model."""
     found = []
     for name, paths in files.items():
         gates = tuple(HeadGates.load(path) for path in paths)
         for each in gates:
             each.check_model(config)
         orders = tuple(tuple(compression_order(each)) for each in gates)
-        found.append(
-            Ranking(name, (gates[0].num_layers, gates[0].num_kv_heads), orders, gates, tuple(paths))
-        )
+        shape = (gates[0].num_layers, gates[0].num_kv_heads)
+        found.append(Ranking(name, shape, orders, gates, tuple(paths)))
     return found
 
 
 def reference_rankings(
     shape: ModelShape, truth: dict[str, Any] | None, random_draws: int
 ) -> list[Ranking]:
-    """The elimination order of a ground truth, where there is one, and random draws."""
+    """Return the elimination order of a ground truth, where there is one, and random draws."""
     size = (shape.num_layers, shape.num_kv_heads)
     found = []
     if truth is not None:
@@ -424,12 +447,12 @@ def reference_rankings(
 
 
 def elimination_order(truth: dict[str, Any]) -> list[tuple[int, int]]:
-    """(layer, head), first the head that can go first."""
+    """Return (layer, head) of every head, first the one that can go first."""
     return [(step["layer"], step["head"]) for step in truth["elimination"]]
 
 
 def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
-    """A ground-truth file, whole.
+    """Read a ground-truth file.
 
     Raises:
         ValueError: if it is not such a file, does not name every head of a model of this shape
@@ -446,8 +469,7 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
     if sorted(order) != list(product(*map(range, size))):
         raise ValueError(
             f"--oracle {path} must eliminate each head of a model with {size[0]} layers x "
-            f"{size[1]} KV heads once: "
-            "measure it with inference/tiny_ground_truth.py"
+            f"{size[1]} KV heads once: measure it with inference/tiny_ground_truth.py"
         )
     try:
         lost = np.array(truth.get("accuracy_lost_by_single_head"))
@@ -455,8 +477,7 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
         lost = np.array(None)
     if lost.shape != size or lost.dtype.kind not in "if" or not np.isfinite(lost).all():
         raise ValueError(
-            f"--oracle {path}: accuracy_lost_by_single_head must be {shape.num_layers} lists of "
-            f"{shape.num_kv_heads} "
+            f"--oracle {path}: accuracy_lost_by_single_head must be {size[0]} lists of {size[1]} "
             "numbers, the accuracy that each head alone costs: measure it with "
             "inference/tiny_ground_truth.py"
         )
@@ -464,20 +485,20 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
 
 
 def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:
-    """Spearman correlations of alpha, and the share of the oracle's full heads at 0.5 that the
-    gates keep full too.
+    """Compare gates with a ground-truth file.
 
-    A correlation is None where all gates are equal.  ``truth``: a ground-truth file.
+    Returns:
+        Spearman correlations of alpha, None where all gates are equal, and the share of the
+        oracle's full heads at 0.5 that the gates keep full too.
     """
     order = elimination_order(truth)
     position = torch.zeros_like(gates.alpha)
     for place, head in enumerate(order):
         position[head] = place
     oracle = HeadAllocation.from_order(order, gates.num_layers, gates.num_kv_heads, 0.5)
+    lost = torch.tensor(truth["accuracy_lost_by_single_head"])
     return {
-        "spearman_single_head": _correlation(
-            gates.alpha, torch.tensor(truth["accuracy_lost_by_single_head"])
-        ),
+        "spearman_single_head": _correlation(gates.alpha, lost),
         "spearman_elimination": _correlation(gates.alpha, position),
         "overlap_at_0.5": HeadAllocation.from_gates(gates, 0.5).overlap(oracle),
     }

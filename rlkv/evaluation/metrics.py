@@ -1,6 +1,4 @@
-"""Metrics of a run over problems: pass@k, intervals, paired tests, repetition of texts, error
-modes.
-"""
+"""Metrics of a run: pass@k, intervals, paired tests, repetition of texts, error modes."""
 
 from __future__ import annotations
 
@@ -15,18 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest, bootstrap, permutation_test
 
-MODES = (
-    "repetitive",
-    "overlength",
-    "incorrect",
-)  # how a compressed model fails where the full cache succeeds
+# how a compressed model fails where the full cache succeeds
+MODES = ("repetitive", "overlength", "incorrect")
 RESAMPLES = 10_000
 AT_ONCE = 500  # resamples drawn together: bounds the memory
-FEW_CHANGED = (
-    "Where only a few problems changed, all in one direction, the bootstrap interval of a "
-    "difference is too narrow and "
-    "can exclude 0: trust the test."
-)
 Floats = NDArray[np.float64]
 NGRAMS = (1, 2, 3)
 ROUNDING = 1e-9  # of means of 0s and 1s: a loss of exactly the margin is not more than the margin
@@ -45,8 +35,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """How much the second run differs from the first over the same ``n`` problems (second minus
-    first).
+    """Difference of two runs over the same ``n`` problems, second minus first.
 
     Attributes:
         low, high: 95% interval of the difference; p_value: two-sided, of no difference.
@@ -62,33 +51,36 @@ class PairedDifference:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Probability that at least one of ``k`` samples is right, estimated without bias from
-    ``samples`` of them.
+    """Estimate without bias the probability that at least one of ``k`` samples is right.
 
-    Source: Chen et al., arXiv 2107.03374, equation 1: 1 - C(n-c, k) / C(n, k).
+    Source: Chen et al., arXiv 2107.03374, equation 1: 1 - C(n-c, k) / C(n, k), for ``samples`` n
+    of which ``correct`` c are right.
     """
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def problem_scores(correct: Sequence[Sequence[bool]], k: int = 1) -> Floats:
-    """pass@k of every problem, float ``[problems]``, from the verdicts on its samples; k = 1: their
-    mean.
-    """
-    return np.array(
-        [pass_at_k(len(verdicts), sum(verdicts), k) for verdicts in correct], dtype=np.float64
-    )
+    """Return pass@k of every problem, float ``[problems]``, from the verdicts on its samples."""
+    found = [pass_at_k(len(verdicts), sum(verdicts), k) for verdicts in correct]
+    return np.array(found, dtype=np.float64)
+
+
+def strict_scores(correct: Sequence[Sequence[bool]]) -> Floats:
+    """Return 1 for every problem whose samples are all right, else 0: float ``[problems]``."""
+    return np.array([all(verdicts) for verdicts in correct], dtype=np.float64)
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95% Wilson score interval of a proportion (JASA 22, 1927), sound at 0 and 1 and for small
-    ``n``.
+    """Return the 95% Wilson score interval of a proportion (JASA 22, 1927).
+
+    It is sound at 0 and 1 and for small ``n``.
     """
     interval = binomtest(successes, n).proportion_ci(method="wilson")
     return float(interval.low), float(interval.high)
 
 
 def unseen_interval(value: float, n: int, least: float) -> tuple[float, float]:
-    """95% interval of a mean over problems, of which ``n`` were seen and all had ``value``.
+    """Return the 95% interval of a mean over problems, of which ``n`` were seen with one ``value``.
 
     Other problems may have any value from ``least`` to 1.  Their share is at most Wilson's upper
     bound u of 0 in ``n``, so that the mean lies between ``value`` moved by u towards either end.
@@ -98,7 +90,7 @@ def unseen_interval(value: float, n: int, least: float) -> tuple[float, float]:
 
 
 def bootstrap_mean(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:
-    """Mean of ``scores`` (one per problem) and its 95% percentile bootstrap interval over problems.
+    """Return the mean of ``scores``, one per problem, with a 95% percentile bootstrap interval.
 
     If all problems have the same score the interval has no width.  It then says nothing about other
     problems.
@@ -123,23 +115,20 @@ def bootstrap_mean(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:
 
 
 def mean_with_interval(scores: Sequence[float] | Floats) -> Estimate:
-    """Mean of a score in [0, 1] per problem:
+    """Return the mean of a score in [0, 1] per problem with its 95% interval.
 
-    Wilson's interval where all are 0 or 1, else bootstrap over problems.
-
-    Where all problems have the same score in between, the bootstrap has no width, and
-    :func:`unseen_interval` is taken.
+    It is Wilson's where all scores are 0 or 1, else a bootstrap over problems.  Where all problems
+    have the same score in between, the bootstrap has no width, and :func:`unseen_interval` is
+    taken.
     """
     values = np.asarray(scores, dtype=np.float64)
     if values.size and np.isin(values, (0.0, 1.0)).all():
-        return Estimate(
-            float(values.mean()), *wilson_interval(int(values.sum()), values.size), values.size
-        )
+        low, high = wilson_interval(int(values.sum()), values.size)
+        return Estimate(float(values.mean()), low, high, values.size)
     estimate = bootstrap_mean(values)
     if np.ptp(values) == 0:
-        return Estimate(
-            estimate.mean, *unseen_interval(estimate.mean, values.size, least=0.0), values.size
-        )
+        low, high = unseen_interval(estimate.mean, values.size, least=0.0)
+        return Estimate(estimate.mean, low, high, values.size)
     return estimate
 
 
@@ -160,32 +149,39 @@ def paired_difference(
     Raises:
         ValueError: if the runs differ in their number of problems, or have none.
     """
-    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    differences = _differences(first, second)
+    found = bootstrap_mean(differences, seed)
+    low, high = found.low, found.high
+    if np.ptp(differences) == 0:
+        low, high = unseen_interval(found.mean, found.n, least=-1.0)
+    changes = differences[differences != 0]  # flips of the others change nothing
+    p_value = 1.0  # of one change: both of its signs are as far from 0
+    if changes.size > 1:
+        test = permutation_test(
+            (changes,),
+            np.sum,
+            permutation_type="samples",
+            n_resamples=RESAMPLES,
+            batch=AT_ONCE,
+            rng=np.random.default_rng(seed),
+        )
+        p_value = float(test.pvalue)
+    return PairedDifference(found.mean, low, high, p_value, found.n, changes.size)
+
+
+def _differences(first: Sequence[float] | Floats, second: Sequence[float] | Floats) -> Floats:
+    """Return second minus first for each problem."""
+    a = np.asarray(first, dtype=np.float64)
+    b = np.asarray(second, dtype=np.float64)
     if a.shape != b.shape:
         raise ValueError(
             f"a paired test needs the same problems in both runs, got {a.size} and {b.size}"
         )
-    found = bootstrap_mean(b - a, seed)
-    low, high = found.low, found.high
-    if np.ptp(b - a) == 0:
-        low, high = unseen_interval(found.mean, a.size, least=-1.0)
-    changes = (b - a)[b != a]  # flips of the others change nothing
-    p_value = 1.0  # of one change: both of its signs are as far from 0
-    if changes.size > 1:
-        options: dict[str, Any] = {
-            "n_resamples": RESAMPLES,
-            "batch": AT_ONCE,
-            "rng": np.random.default_rng(seed),
-        }
-        p_value = float(
-            permutation_test((changes,), np.sum, permutation_type="samples", **options).pvalue
-        )
-    return PairedDifference(found.mean, low, high, p_value, a.size, changes.size)
+    return b - a
 
 
 def smallest_provable_difference(n: int) -> float | None:
-    """The smallest difference in accuracy over ``n`` problems that a sign test can call significant
-    (p < 0.05).
+    """Return the smallest difference in accuracy over ``n`` problems with p < 0.05 in a sign test.
 
     In the best case one run solves all that the other does and 6 more: 2 * 0.5^6 = 0.031, 2 * 0.5^5
     = 0.0625.  None if there are fewer problems; 0.2 for 30.
@@ -194,9 +190,9 @@ def smallest_provable_difference(n: int) -> float | None:
 
 
 def ngram_entropy(tokens: Sequence[Hashable], n: int) -> float:
-    """Shannon entropy of the n-grams of one text, in bits.
+    """Return the Shannon entropy of the n-grams of one text, in bits; 0 without n-grams.
 
-    Low where it repeats itself.  0 without n-grams.
+    It is low where the text repeats itself.
 
     Source: RPC, arXiv 2505.13866, equation 1: H_n = -sum over distinct n-grams g of p(g) log2 p(g),
     p(g) the share of g among all n-grams of the text.  It is at most log2 of their number: compare
@@ -208,19 +204,16 @@ def ngram_entropy(tokens: Sequence[Hashable], n: int) -> float:
 
 
 def repetition_rate(tokens: Sequence[Hashable], n: int) -> float:
-    """Share of the n-grams of one text that occurred in it before: 1 - distinct / all.  0 without
-    n-grams.
-    """
+    """Return the share of the n-grams of one text that occurred in it before; 0 without n-grams."""
     counts = _ngrams(tokens, n)
     return 1 - len(counts) / counts.total() if counts else 0.0
 
 
 def ngram_frequency(tokens: Sequence[Hashable], n: int) -> float:
-    """How often the n-gram at a random position occurs in the text: sum c^2 / sum c over the counts
-    c of n-grams.
+    """Return how often the n-gram at a random position occurs in the text.
 
-    Our reading of the "average n-gram frequency" of R-KV (arXiv 2505.24133, figure 2, without a
-    formula).
+    That is sum c^2 / sum c over the counts c of n-grams: our reading of the "average n-gram
+    frequency" of R-KV (arXiv 2505.24133, figure 2, without a formula).
     """
     counts = _ngrams(tokens, n)
     return sum(c * c for c in counts.values()) / counts.total() if counts else 0.0
@@ -231,11 +224,10 @@ def _ngrams(tokens: Sequence[Hashable], n: int) -> Counter[tuple[Hashable, ...]]
 
 
 def sentence_redundancy(text: str) -> float:
-    """Share of the sentences of a text that repeat an earlier one, up to case and white space.
+    """Return the share of the sentences of a text that repeat an earlier one; 0 without sentences.
 
-    0 without sentences.
-
-    A sentence ends at ``.``, ``!`` or ``?`` before white space, or at the end of a line.
+    Case and white space do not count.  A sentence ends at ``.``, ``!`` or ``?`` before white space,
+    or at the end of a line.
     """
     sentences = [" ".join(part.lower().split()) for part in _SENTENCE_END.split(text)]
     sentences = [sentence for sentence in sentences if any(c.isalnum() for c in sentence)]
@@ -244,12 +236,13 @@ def sentence_redundancy(text: str) -> float:
 
 @dataclass(frozen=True)
 class RepetitionRule:
-    """A text is repetitive if ``window`` tokens in a row hold fewer than ``distinct`` different
-    ones.
+    """Call a text repetitive if ``window`` tokens in a row hold fewer than ``distinct`` ones.
 
     Checked at every full ``window`` of the output but the first, as in RLKV's evaluator (arXiv
     2510.08525: 400 tokens, 40 distinct ones), whose first check is at 800 tokens.
-    ValueError unless 1 <= distinct <= window: every text would be repetitive, or none.
+
+    Raises:
+        ValueError: unless 1 <= distinct <= window; every text would be repetitive, or none.
     """
 
     window: int = 400
@@ -259,47 +252,35 @@ class RepetitionRule:
         if not 1 <= self.distinct <= self.window:
             raise ValueError(
                 f"--repetition {self.window} {self.distinct}: a window of {self.window} tokens "
-                "never holds "
-                f"{self.distinct} distinct ones: give WINDOW DISTINCT, such as 400 40"
+                f"never holds {self.distinct} distinct ones: give WINDOW DISTINCT, such as 400 40"
             )
 
     def __call__(self, token_ids: list[int]) -> bool:
-        """Whether some check fails."""
-        return any(
-            self.ends(token_ids[:end])
-            for end in range(self.window, len(token_ids) + 1, self.window)
-        )
+        """Return whether some check fails."""
+        ends = range(self.window, len(token_ids) + 1, self.window)
+        return any(self.ends(token_ids[:end]) for end in ends)
 
     def ends(self, token_ids: list[int]) -> bool:
-        """Whether there is a check after these tokens, and it fails."""
+        """Return whether there is a check after these tokens, and it fails."""
         due = len(token_ids) > self.window and len(token_ids) % self.window == 0
         return due and len(set(token_ids[-self.window :])) < self.distinct
 
 
 def error_mode(row: dict[str, Any]) -> str | None:
-    """The first of ``MODES`` that fits a row of a run (overlength: cut at the limit).
-
-    None for a right answer.
-    """
+    """Return the first of ``MODES`` that fits a row of a run, None for a right answer."""
     if row["correct"]:
         return None
-    return (
-        "repetitive"
-        if row["repetitive"]
-        else "overlength"
-        if row["finish_reason"] == "length"
-        else "incorrect"
-    )
+    if row["repetitive"]:
+        return "repetitive"
+    return "overlength" if row["finish_reason"] == "length" else "incorrect"
 
 
 @dataclass(frozen=True)
 class SignTest:
-    """Problems on which the second run scores ``better`` and ``worse`` than the first.
-
-    Ties do not count.
+    """Numbers of problems on which the second run scores ``better`` and ``worse`` than the first.
 
     ``p_value``: two-sided, of the null hypothesis that both are equally likely (exact binomial
-    test).
+    test); ties do not count.
     """
 
     better: int
@@ -307,44 +288,35 @@ class SignTest:
     p_value: float
 
 
-def strict_scores(correct: Sequence[Sequence[bool]]) -> Floats:
-    """1 for every problem whose samples are all right, else 0: float ``[problems]``."""
-    return np.array([all(verdicts) for verdicts in correct], dtype=np.float64)
-
-
 def sign_test(first: Sequence[float] | Floats, second: Sequence[float] | Floats) -> SignTest:
-    """Compare two runs by the signs of the differences of their scores on the same problems, in the
-    same order.
+    """Compare two runs by the signs of the differences of their scores on the same problems.
 
     It ignores the size of a difference.  For scores 0 and 1 it equals the flip test of
-    :func:`rlkv.evaluation.metrics.paired_difference` (McNemar).
+    :func:`paired_difference` (McNemar).
 
     Raises:
         ValueError: if the runs differ in their number of problems.
     """
-    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    if a.shape != b.shape:
-        raise ValueError(
-            f"a paired test needs the same problems in both runs, got {a.size} and {b.size}"
-        )
-    better, worse = int((b > a).sum()), int((b < a).sum())
+    differences = _differences(first, second)
+    better = int((differences > 0).sum())
+    worse = int((differences < 0).sum())
     p_value = float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
     return SignTest(better, worse, p_value)
 
 
 def ratio_with_interval(parts: Sequence[int], wholes: Sequence[int]) -> Estimate | None:
-    """``sum(parts) / sum(wholes)``, both one per problem, with its 95% percentile bootstrap
-    interval over problems.
+    """Return ``sum(parts) / sum(wholes)``, both one per problem, with its 95% bootstrap interval.
 
-    Such as the right ones among the terminated texts, whose number differs between problems.
+    An example are the right ones among the terminated texts, whose number differs between problems.
     Resamples without any are left out.  Where all problems have one ratio, the interval is that of
-    :func:`rlkv.evaluation.metrics.unseen_interval`.  Wholes of at most 1 make it the mean of 0s and
-    1s, with Wilson's interval.
+    :func:`unseen_interval`.  Wholes of at most 1 make it the mean of 0s and 1s, with Wilson's
+    interval.
 
     Returns:
         None if all ``wholes`` are 0; ``n`` counts the problems where it is not.
     """
-    part_P, whole_P = np.asarray(parts, dtype=np.float64), np.asarray(wholes, dtype=np.float64)
+    part_P = np.asarray(parts, dtype=np.float64)
+    whole_P = np.asarray(wholes, dtype=np.float64)
     counted = whole_P > 0
     n = int(counted.sum())
     if n == 0:
@@ -353,11 +325,62 @@ def ratio_with_interval(parts: Sequence[int], wholes: Sequence[int]) -> Estimate
         return mean_with_interval(part_P[counted])
     ratio = float(part_P.sum() / whole_P.sum())
     if np.ptp(part_P[counted] / whole_P[counted]) == 0:
-        return Estimate(ratio, *unseen_interval(ratio, n, least=0.0), n)
-    rng, found = np.random.default_rng(0), []
+        low, high = unseen_interval(ratio, n, least=0.0)
+        return Estimate(ratio, low, high, n)
+    rng = np.random.default_rng(0)
+    found = []
     for _ in range(RESAMPLES // AT_ONCE):
         chosen_RP = rng.integers(whole_P.size, size=(AT_ONCE, whole_P.size))
-        part_R, whole_R = part_P[chosen_RP].sum(1), whole_P[chosen_RP].sum(1)
+        part_R = part_P[chosen_RP].sum(1)
+        whole_R = whole_P[chosen_RP].sum(1)
         found.append(part_R[whole_R > 0] / whole_R[whole_R > 0])
     low, high = np.percentile(np.concatenate(found), [2.5, 97.5])
     return Estimate(ratio, float(low), float(high), n)
+
+
+def near_lossless(
+    full: Floats, scores: Floats, sparsities: Sequence[float], margin: float
+) -> dict[str, Any]:
+    """Find the largest sparsity up to which no measured one loses more than ``margin``, else 0.
+
+    Args:
+        full: accuracy of the full cache on each problem, ``[problems]``.
+        scores: accuracy of the method, ``[sparsities, problems]``; ``sparsities`` ascend.
+
+    Returns:
+        ``sparsity``; ``low`` and ``high``, its 95% interval by bootstrap over problems, the same
+        for both runs; ``support``, the share of resamples with the same threshold, near 1 where
+        methods tie, however few the problems; ``not_excluded``, the largest loss in accuracy that
+        ``n`` problems do not exclude at the sparsities up to this one: Wilson's upper bound (95%)
+        of the share of problems that got worse, gains not counted, None where the sparsity is 0.
+    """
+    values = np.array([0.0, *sparsities])
+    losses = full - scores
+    steps = int(_steps(losses.mean(axis=1)[:, None], margin)[0])
+    found = values[steps]
+    rng = np.random.default_rng(0)
+    drawn = []
+    for _ in range(RESAMPLES // AT_ONCE):
+        rows = rng.integers(0, full.size, (AT_ONCE, full.size))
+        drawn.append(values[_steps(losses[:, rows].mean(axis=2), margin)])
+    thresholds = np.concatenate(drawn)
+    # inverted_cdf: an end of the interval is a measured sparsity too
+    low, high = np.quantile(thresholds, [0.025, 0.975], method="inverted_cdf")
+    worse = int((losses[:steps] > ROUNDING).sum(axis=1).max(initial=0))
+    return {
+        "sparsity": float(found),
+        "low": float(low),
+        "high": float(high),
+        "support": float(np.mean(thresholds == found)),
+        "not_excluded": wilson_interval(worse, full.size)[1] if steps else None,
+        "margin": margin,
+        "n": full.size,
+    }
+
+
+def _steps(losses: Floats, margin: float) -> NDArray[np.int64]:
+    """Count the sparsities from the first one on that lose at most the margin: int ``[R]``.
+
+    losses: ``[sparsities, R]``.
+    """
+    return np.cumprod(losses <= margin + ROUNDING, axis=0).sum(axis=0)

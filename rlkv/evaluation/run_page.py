@@ -1,13 +1,13 @@
-"""The page of a training run, from the logs in its folder: is it collapsing, is it converging,
-which heads are left?
-"""
+"""The page of a training run, from the logs in its folder: one static HTML file."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from rlkv.evaluation.report import ACCURACY_LIMITS, Page, Panel, html_page, plot
 from rlkv.gates.allocation import HeadAllocation, is_decided
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.publish import plot_gates
-from rlkv.training.run_folder import SAMPLES_LOG, SECTIONS, RunLogs, alerts
+from rlkv.training.run_folder import RunLogs, alerts
 from rlkv.utils.files import write_text
 from rlkv.utils.progress import duration
 
@@ -23,44 +23,42 @@ MOST_COMPARED = 150  # steps whose full heads are compared with the last ones
 MOST_MARKED = 40  # points up to which a curve has a mark at each
 MOST_SAMPLES = 24
 SPARSITIES = (0.4, 0.5, 0.6)  # of a run that names no target
+PLACES = ("step", "epoch", "layer", "head")  # what a record of the log stands for
 
 
 def write_training_page(run: Path, out: Path) -> None:
-    """Write one HTML file; ``ValueError`` if ``run`` is not the folder of a run."""
+    """Write one HTML file.
+
+    Raises:
+        ValueError: if ``run`` is not the folder of a run.
+    """
     logs = RunLogs.read(run)
     with TemporaryDirectory() as folder:
-        text = training_page(logs, Path(folder)).markdown(Path(folder))
+        text = training_page(logs, Path(folder)).markdown()
         write_text(out, html_page(text, Path(folder)))
 
 
 def training_page(logs: RunLogs, folder: Path) -> Page:
-    """The whole page; its plots go to ``folder``."""
-    config, page = logs.config, Page(f"Training: {logs.folder.resolve().name}")
-    method = config.get("finder") or config.get("data", "")
-    facts = [f"Model {config['model']}."] if "model" in config else []
-    page.paragraph(
-        " ".join([*facts, *([f"Finder: {method}."] if method else []), _progress(logs)]),
-        strong=True,
-    )
+    """Return the page, with its plots in ``folder``."""
+    config = logs.config
+    page = Page(f"Training: {logs.folder.resolve().name}")
+    page.paragraph(_progress(logs), strong=True)
     found = alerts(logs.records)
     if found:
         page.table(["alert", "what the log shows"], [[alert.title, alert.text] for alert in found])
     elif logs.records:
         page.paragraph("No sign of a collapse.")
-    for section, (question, _) in SECTIONS.items():
-        panels = _panels(logs, section)
-        if section == "convergence" and logs.gates:
-            panels.append(_settled(logs))
-        has_gates = section == "heads" and bool(logs.gates)
-        if not panels and not has_gates:
-            continue
-        page.heading(question)
-        for number, panel in enumerate(panels):
-            page.picture(plot_curves(folder / f"{section}_{number}.png", panel), panel.title)
-        if has_gates:
-            _heads(page, logs, folder)
-    _figures(page, logs)
-    _samples(page, logs)
+    if logs.records:
+        page.heading("Figures of the log")
+        for number, panel in enumerate(_panels(logs)):
+            page.picture(plot_curves(folder / f"figures_{number}.png", panel), panel.title)
+        _write_figures(page, logs)
+    if logs.gates:
+        page.heading("Gates")
+        _write_gates(page, logs, folder)
+    if logs.samples:
+        page.heading("Sampled texts")
+        _write_samples(page, logs.samples)
     if config:
         page.heading("Settings")
         page.code("\n".join(f"{name}: {json.dumps(value)}" for name, value in config.items()))
@@ -70,138 +68,107 @@ def training_page(logs: RunLogs, folder: Path) -> Page:
 def _progress(logs: RunLogs) -> str:
     if not logs.records:
         return "No step has ended yet."
-    last, config = logs.records[-1], logs.config
-    total = max(config.get("max_steps", config.get("steps", 0)), 0)
-    text = f"Step {last['step']}" + (f" of {total}" if total else "")
+    last = logs.records[-1]["step"]
+    total = max(logs.config.get("max_steps", logs.config.get("steps", 0)), 0)
+    text = f"Step {last} of {total}" if total else f"Step {last}"
     if logs.finished:
         return f"{text}: finished, the gates are exported."
     seconds = [value for _, value in logs.curve("time/step_s")][-10:]
-    if total > last["step"] and seconds:
-        left = sum(seconds) / len(seconds) * (total - last["step"])
+    if total > last and seconds:
+        left = sum(seconds) / len(seconds) * (total - last)
         text += f", about {duration(left)} left at the last steps' speed"
     return f"{text}."
 
 
-def _panel(
-    logs: RunLogs, title: str, curves: dict[str, list[tuple[float, float]]], share: bool
-) -> Panel:
-    """One plot; values that are not finite are left out."""
-    xlabel = "removed heads" if "traces/kept" in logs.names else "optimizer step"
-    points = {
-        label: [(step, value, value, value) for step, value in curve if math.isfinite(value)]
-        for label, curve in curves.items()
-    }
-    styles = {label: {"marker": ""} for label, curve in points.items() if len(curve) > MOST_MARKED}
+def _figures(logs: RunLogs) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Yield every figure of the log with its finite values."""
+    for name in logs.names:
+        curve = []
+        for step, value in logs.curve(name):
+            if isinstance(value, int | float) and math.isfinite(value):
+                curve.append((step, value))
+        if curve and name not in PLACES:
+            yield name, curve
+
+
+def _panel(title: str, curves: dict[str, list[tuple[float, float]]], share: bool) -> Panel:
+    points = {}
+    styles = {}
+    for label, curve in curves.items():
+        points[label] = [(step, value, value, value) for step, value in curve]
+        if len(curve) > MOST_MARKED:
+            styles[label] = {"marker": ""}
     limits = ACCURACY_LIMITS if share else None
-    return Panel(title, xlabel, points, ylabel="", styles=styles, limits=limits, ticks=False)
+    return Panel(title, "step", points, ylabel="", styles=styles, limits=limits, ticks=False)
 
 
-def _panels(logs: RunLogs, section: str) -> list[Panel]:
-    """Plots of a section that the log has figures for.
-
-    Counts and seconds that are all 0 are left out.
-    """
+def _panels(logs: RunLogs) -> list[Panel]:
+    """Return a plot for each group of figures, such as ``reward/``, and range."""
+    groups: dict[tuple[str, bool], dict[str, list[tuple[float, float]]]] = {}
+    for name, curve in _figures(logs):
+        group = name.partition("/")[0]
+        is_share = all(0 <= value <= 1 for _, value in curve)
+        groups.setdefault((group, is_share), {})[name] = curve
     found = []
-    for chart in SECTIONS[section][1]:
-        curves = {label: logs.curve(name) for name, label in chart.drawn(logs.names).items()}
-        if curves and (
-            chart.share or any(value for curve in curves.values() for _, value in curve)
-        ):
-            found.append(_panel(logs, chart.title, curves, chart.share))
+    for (group, is_share), curves in groups.items():
+        title = f"{group}, from 0 to 1" if is_share else group
+        found.append(_panel(title, curves, is_share))
     return found
 
 
-def _gates(logs: RunLogs) -> dict[int, HeadGates]:
-    """Gates by step, with their means up to it: at most :data:`MOST_COMPARED`, the first and the
-    last among them.
-    """
+def _write_figures(page: Page, logs: RunLogs) -> None:
+    rows = []
+    for name, curve in _figures(logs):
+        values = [value for _, value in curve]
+        shown = (values[0], min(values), max(values), values[-1])
+        rows.append([name, *(f"{value:.4g}" for value in shown)])
+    page.table(["figure", "first", "lowest", "highest", "last"], rows)
+
+
+def _gates_by_step(logs: RunLogs) -> dict[int, HeadGates]:
+    """Return gates with their means up to each step: some, the first and the last among them."""
     alphas = torch.tensor([record["alpha"] for record in logs.gates])
     means = alphas.double().cumsum(0) / torch.arange(1, len(alphas) + 1)[:, None, None]
-    chosen = (
-        torch.linspace(0, len(alphas) - 1, min(len(alphas), MOST_COMPARED)).round().int().tolist()
-    )
+    number = min(len(alphas), MOST_COMPARED)
+    chosen = torch.linspace(0, len(alphas) - 1, number).round().int().tolist()
     return {logs.gates[i]["step"]: HeadGates(alphas[i], means[i].float()) for i in chosen}
 
 
-def _targets(logs: RunLogs) -> list[float]:
-    return list(logs.config.get("target_sparsity") or SPARSITIES)
-
-
-def _settled(logs: RunLogs) -> Panel:
-    """How long the full heads have been the same."""
-    gates = _gates(logs)
+def _write_gates(page: Page, logs: RunLogs, folder: Path) -> None:
+    """Add a heat map, how long the full heads have been the same, and which they are."""
+    by_step = _gates_by_step(logs)
+    step, last = list(by_step.items())[-1]
+    plot_gates(last, folder / "heat_map.png")
+    page.picture(folder / "heat_map.png", f"Gates after step {step}")
     curves = {}
-    for sparsity in _targets(logs):
-        full = {step: HeadAllocation.from_gates(of, sparsity) for step, of in gates.items()}
-        *_, last = full.values()
-        curves[f"sparsity {sparsity:g}"] = [
-            (float(step), of.overlap(last)) for step, of in full.items()
-        ]
-    return _panel(logs, "Share of the last full heads that were full before", curves, share=True)
-
-
-def _heads(page: Page, logs: RunLogs, folder: Path) -> None:
-    """A heat map of the last gates, and the full heads at the target sparsities."""
-    last = list(_gates(logs).values())[-1]
-    file = folder / "heat_map.png"
-    plot_gates(last, file)
-    page.picture(file, f"Gates after step {logs.gates[-1]['step']}")
-    found = {
-        sparsity: HeadAllocation.from_gates(last, sparsity).full for sparsity in _targets(logs)
-    }
-    chosen = {sparsity: full for sparsity, full in found.items() if is_decided(last, full)}
+    chosen = {}
+    for sparsity in logs.config.get("target_sparsity") or SPARSITIES:
+        allocation = HeadAllocation.from_gates(last, sparsity)
+        curve = []
+        for step, gates in by_step.items():
+            full = HeadAllocation.from_gates(gates, sparsity)
+            curve.append((float(step), full.overlap(allocation)))
+        curves[f"sparsity {sparsity:g}"] = curve
+        if is_decided(last, allocation.full):
+            chosen[f"sparsity {sparsity:g}"] = allocation.full
+    panel = _panel("Share of the last full heads that were full before", curves, share=True)
+    page.picture(plot_curves(folder / "settled.png", panel), panel.title)
     if not chosen:
         return
-    rows = [
-        [
-            f"layer {layer}",
-            *(" ".join(map(str, full[layer].nonzero()[:, 0].tolist())) for full in chosen.values()),
-        ]
-        for layer in range(last.num_layers)
-    ]
-    caption = (
-        "Full heads after the last step, by their numbers, at sparsities where the gates decide"
-    )
-    page.table(["", *(f"sparsity {s:g}" for s in chosen)], rows, caption)
-
-
-def _figures(page: Page, logs: RunLogs) -> None:
-    """A table of every figure of the log."""
     rows = []
-    for name in logs.names:
-        values = [value for _, value in logs.curve(name) if isinstance(value, int | float)]
-        if name != "step" and values:
-            rows.append(
-                [
-                    name,
-                    *(
-                        f"{value:.4g}"
-                        for value in (values[0], min(values), max(values), values[-1])
-                    ),
-                ]
-            )
-    if rows:
-        page.heading("Figures of the log")
-        page.table(["figure", "first", "lowest", "highest", "last"], rows)
+    for layer in range(last.num_layers):
+        heads = [full[layer].nonzero()[:, 0].tolist() for full in chosen.values()]
+        rows.append([f"layer {layer}", *(" ".join(map(str, numbers)) for numbers in heads)])
+    page.table(["", *chosen], rows, "Full heads after the last step, where the gates decide")
 
 
-def _samples(page: Page, logs: RunLogs) -> None:
-    if not logs.samples:
-        return
-    newest = logs.samples[-1]["step"]
-    page.heading("Sampled texts")
-    rows = []
-    for row in [row for row in logs.samples if row["step"] == newest][:MOST_SAMPLES]:
-        verdict = "right" if row["right"] else "wrong"
-        rows.append(
-            [
-                str(newest),
-                verdict,
-                str(row["answer"]),
-                str(row["tokens"]),
-                row["problem"],
-                row["text"],
-            ]
-        )
+def _write_samples(page: Page, samples: list[dict[str, Any]]) -> None:
+    newest = samples[-1]["step"]
+    rows: list[list[str]] = []
+    for row in samples:
+        if row["step"] == newest and len(rows) < MOST_SAMPLES:
+            verdict = "right" if row["right"] else "wrong"
+            cells = (newest, verdict, row["answer"], row["tokens"], row["problem"], row["text"])
+            rows.append([str(cell) for cell in cells])
     columns = ["step", "verdict", "answer", "tokens", "problem", "text"]
-    page.table(columns, rows, f"The newest of {len(logs.samples)} texts in {SAMPLES_LOG}")
+    page.table(columns, rows, f"The newest of {len(samples)} texts")

@@ -1,4 +1,4 @@
-"""Which heads stay full x what the others keep, all at the same bytes of KV.
+"""A study: its options, what is loaded from them, and methods that hold the same bytes of KV.
 
 A *saving* is the share of the full cache's bytes that must not be held at the end of a text.  Every
 method gets the largest budget that holds at most the rest, over the texts of the full-cache run.
@@ -6,12 +6,11 @@ method gets the largest budget that holds at most the rest, over the texts of th
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -20,31 +19,44 @@ from transformers import PreTrainedTokenizerBase
 
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.evaluation.eval_report import published_name
 from rlkv.evaluation.evaluate import TaskOptions
 from rlkv.evaluation.measurements import (
     RESERVED,
     Condition,
     ConditionRequests,
     Measurements,
-    Metrics,
     Order,
     Outcome,
     Ranking,
+    Sizes,
     StudyTask,
+    gates_rankings,
     group_by_name,
+    read_truth,
+    reference_rankings,
 )
-from rlkv.evaluation.report import Page, Panel, plot_curves
 from rlkv.evaluation.runner import RunSettings, render_problems
+from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.eviction import POLICIES, make_policy
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import check_positive
+from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.numbers import check_whole
 
 MIN_EXTRA = 5
 MOST_DRAWS = 10_000
+FIXED = "fixed budget"
+STEPS = 2**14  # ratios are multiples of 1/16384 of the text
+# heads that the sensitivity compresses by default: numbers in a small model, shares in a large one
+FEW_HEADS = 64
+NUMBERS = (1, 2, 3, 4, 6, 8)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2)
+
+# --- options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +82,10 @@ class StudyConfig(TaskOptions):
     """random orders of the heads, which share the problems; 0: no random heads"""
     sparsities: tuple[float, ...] = (0.2, 0.4, 0.5, 0.6, 0.8)
     """of the sweep, measured in this order"""
+    sizes: tuple[str, ...] = ()
+    """SINK+WINDOW or prompt+WINDOW, such as 4+16 16+64 prompt+64: the sweep also measures the first
+    method with them, and gives their bytes
+    """
     compare_at: tuple[float, ...] = (0.4, 0.6)
     """sparsities of the paired comparison"""
     ablate_at: tuple[float, ...] = (0.4, 0.5, 0.6)
@@ -113,7 +129,8 @@ class StudyConfig(TaskOptions):
     def check(self) -> None:
         super().check()
         for name in ("sparsities", "compare_at", "ablate_at", "savings"):
-            values, most = getattr(self, name), 0.99 if name == "savings" else 1.0
+            values = getattr(self, name)
+            most = 0.99 if name == "savings" else 1.0
             given = f"--{name.replace('_', '-')} {' '.join(f'{value:g}' for value in values)}"
             if not all(0 <= value <= most for value in values):
                 raise ValueError(f"{given} contains a number outside 0 to {most:g}")
@@ -131,32 +148,40 @@ class StudyConfig(TaskOptions):
             )
         if not self.gates:
             raise ValueError("--gates needs at least one NAME=FILE")
-        _ = self.gates_files, self.ablation_files
+        _ = (self.gates_files, self.ablation_files, self.parsed_sizes)
 
     def each(self, name: str) -> list[float]:
-        """The values of a field, each once, in the order given."""
+        """Return the values of a field, each once, in the order given."""
         return list(dict.fromkeys(getattr(self, name)))
 
     def levels(self, name: str) -> tuple[float, ...]:
-        """The sparsities above 0 of a field, each once, in the order given."""
+        """Return the sparsities above 0 of a field, each once, in the order given."""
         return tuple(value for value in self.each(name) if value > 0)
 
     def ascending(self, name: str) -> tuple[float, ...]:
-        """The sparsities above 0 of a field, each once, from the lowest on."""
+        """Return the sparsities above 0 of a field, each once, from the lowest on."""
         return tuple(sorted(self.levels(name)))
 
     @property
     def gates_files(self) -> dict[str, list[str]]:
-        """Files by the names of ``gates``."""
+        """Return files by the names of ``gates``."""
         return group_by_name(self.gates, "--gates", RESERVED)
 
     @property
     def ablation_files(self) -> dict[str, list[str]]:
-        """Files by the names of ``ablation``."""
+        """Return files by the names of ``ablation``."""
         return group_by_name(self.ablation, "--ablation", [*RESERVED, *self.gates_files])
 
+    @property
+    def parsed_sizes(self) -> list[Sizes]:
+        """Return the sinks and windows of ``sizes``, each once."""
+        return list(dict.fromkeys(map(Sizes.parse, self.sizes)))
 
-@dataclass(frozen=True)
+
+# --- what is loaded from them
+
+
+@dataclass(frozen=True, eq=False)
 class Study:
     """The methods, the measurements, and what is asked of them.
 
@@ -178,6 +203,7 @@ class Study:
     top_heads: tuple[int, ...]
     truth: dict[str, Any] | None
     published: str | None
+    _matches: dict[str, list[Match]] = field(default_factory=dict)
 
     @property
     def first(self) -> Ranking:
@@ -185,8 +211,8 @@ class Study:
 
     @property
     def variants(self) -> tuple[Ranking, ...]:
-        """The first ranking and its ablations."""
-        return self.first, *self.ablations
+        """Return the first ranking and its ablations."""
+        return (self.first, *self.ablations)
 
     @property
     def tasks(self) -> list[str]:
@@ -194,13 +220,13 @@ class Study:
 
     @property
     def sparsities(self) -> tuple[float, ...]:
-        """Of the sweep, ascending."""
+        """Return the sparsities of the sweep, ascending."""
         return self.config.ascending("sparsities")
 
     def conditions(
         self, rankings: Iterable[Ranking], sparsities: Iterable[float]
     ) -> ConditionRequests:
-        """All seeds of ``rankings`` on every task, one of the ``sparsities`` after the other."""
+        """Yield all seeds of ``rankings`` on every task, one sparsity after the other."""
         for sparsity, ranking, task in product(sparsities, rankings, self.tasks):
             for condition in self.seeds(task, ranking, ranking.allocations(sparsity)):
                 yield f"{ranking.name} @ {sparsity:g}", condition
@@ -208,7 +234,7 @@ class Study:
     def seeds(
         self, task: str, ranking: Ranking, allocations: Sequence[HeadAllocation]
     ) -> list[Condition]:
-        """A condition per seed of ``ranking``, whose heads are ``allocations``.
+        """Return a condition per seed of ``ranking``, whose heads are ``allocations``.
 
         Random draws share the problems, at most one draw per problem; where all have the same heads
         they are one.
@@ -218,9 +244,16 @@ class Study:
         draws = allocations[: len(self.measurements.tasks[task].problems)]
         if len(set(draws)) == 1:
             return [Condition(task, draws[0])]
-        return [
-            Condition(task, allocation, part=(i, len(draws))) for i, allocation in enumerate(draws)
-        ]
+        parts = enumerate(draws)
+        return [Condition(task, allocation, part=(i, len(draws))) for i, allocation in parts]
+
+    def sized(self, task: str, sizes: Sizes, sparsity: float) -> list[Condition]:
+        """Return a condition per seed of the first ranking with other sinks and another window."""
+        cache = self.measurements.tasks[task].settings.cache
+        own = Sizes(cache.sink, cache.window, cache.protect_prompt)
+        changed = None if sizes == own else sizes
+        allocations = self.first.allocations(sparsity)
+        return [Condition(task, allocation, sizes=changed) for allocation in allocations]
 
     def full_condition(self, task: str) -> Condition:
         return Condition(task, HeadAllocation(torch.ones(self.first.shape, dtype=torch.bool)))
@@ -228,85 +261,144 @@ class Study:
     def full(self, task: str) -> Outcome:
         return self.measurements.outcome(self.full_condition(task))
 
+    def full_lengths(self, task: str) -> list[tuple[int, int]]:
+        """Return (prompt, all) cached tokens of the texts of the full cache."""
+        return self.measurements.text_lengths(task, self.full(task))
+
     def runs(self, task: str, ranking: Ranking, sparsity: float) -> list[Outcome]:
-        """One outcome per seed; seeds with the same heads have the same one, random draws have one
-        together.
-        """
+        """Return an outcome per seed; random draws have one together."""
         return self.measurements.outcomes(self.seeds(task, ranking, ranking.allocations(sparsity)))
 
     def sweep(self, task: str, of: Callable[[list[Outcome], Outcome], Any]) -> dict[str, list[Any]]:
-        """For each ranking ``of(runs, full)`` at every sparsity."""
+        """Return ``of(runs, full)`` at every sparsity, by ranking."""
         full = self.full(task)
-        return {
-            ranking.name: [
-                of(self.runs(task, ranking, sparsity), full) for sparsity in self.sparsities
-            ]
-            for ranking in self.rankings
-        }
+        found = {}
+        for ranking in self.rankings:
+            by_sparsity = [of(self.runs(task, ranking, s), full) for s in self.sparsities]
+            found[ranking.name] = by_sparsity
+        return found
+
+    def plot_file(self, analysis: str, task: str) -> Path:
+        return self.config.output_dir / f"{analysis}-{task.replace(':', '_')}.png"
+
+    def matches(self, task: str) -> list[Match]:
+        """Return :func:`matched_methods`, which walks all texts for each budget, made once."""
+        if task not in self._matches:
+            self._matches[task] = matched_methods(self, task)
+        return self._matches[task]
 
 
-class Analysis(ABC):
-    """From conditions to metrics, sentences, tables and plots.
+def load_study(config: StudyConfig) -> Study:
+    """Read and check everything that the options name, before anything is written."""
+    find_tasks(config.tasks, config.data)  # a wrong name is refused before the model is loaded
+    published = published_name(config.published or config.model)
+    if config.published and published is None:
+        raise ValueError(
+            f"--published {config.published!r}: nothing is known to be published for a model of "
+            "this name"
+        )
+    model, tokenizer = config.load()
+    shape = ModelShape.from_config(model.config)
+    truth = read_truth(config.oracle, shape) if config.oracle else None
+    methods = gates_rankings(config.gates_files, model.config)
+    variants = gates_rankings(config.ablation_files, model.config)
+    cache = config.cache_settings({"first": methods[0].gates[0]})
+    if config.extra is None:
+        config = replace(config, extra=default_extra(config, cache))
+    every_gates = [gates for method in (*methods, *variants) for gates in method.gates]
+    tasks = study_tasks(config, cache, every_gates, tokenizer)
+    rows = config.output_dir / "rows"
+    return Study(
+        rankings=(*methods, *reference_rankings(shape, truth, config.random_draws)),
+        ablations=tuple(variants),
+        measurements=Measurements(model, tokenizer, tasks, rows, {"model": config.model}),
+        entry_size=EntrySize.of(model),
+        config=config,
+        policies=policy_templates(config, cache.sink),
+        top_heads=top_heads(config.top_heads, shape.num_layers * shape.num_kv_heads),
+        truth=truth,
+        published=published,
+    )
 
-    Metrics are JSON-able; the report is made from them alone, so that every number of it is in
-    ``results.json`` too.
+
+def study_tasks(
+    config: TaskOptions,
+    cache: CacheSettings,
+    gates: Iterable[HeadGates],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[StudyTask]:
+    """Return the tasks, rendered with the given template or the one of all ``gates``."""
+    prepared = []
+    for task, loaded in config.problems(config.chosen_template(gates)):
+        sampling = SamplingParams(config.token_limit(task))
+        settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
+        problems = render_problems(task, loaded, tokenizer)
+        prompts = [problem.prompt for problem in problems]
+        ids = tokenizer(prompts, add_special_tokens=False).input_ids
+        prepared.append(StudyTask(task.name, problems, list(map(len, ids)), settings))
+    return prepared
+
+
+def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
+    """Return how many of ``total`` heads to compress from the top.
+
+    values: whole numbers, or shares of all heads if below 1; empty: 1 to 8 heads of a small model,
+    1% to 20% of a large one.
     """
-
-    name: ClassVar[str]
-    title: ClassVar[str]
-
-    def conditions(self, study: Study) -> ConditionRequests:
-        """What must be measured; by default every ranking at every sparsity."""
-        return study.conditions(study.rankings, study.config.levels("sparsities"))
-
-    def settings(self, study: Study) -> Metrics:
-        """What all tasks have in common."""
-        return {"sparsities": list(study.sparsities), "first": study.first.name}
-
-    @abstractmethod
-    def task_metrics(self, study: Study, task: str) -> Metrics:
-        """The numbers of one task."""
-
-    def metrics(self, study: Study) -> Metrics:
-        """All numbers of the analysis: its settings, and ``tasks``."""
-        return {
-            **self.settings(study),
-            "tasks": {task: self.task_metrics(study, task) for task in study.tasks},
-        }
-
-    def task_findings(self, task: str, found: Metrics, metrics: Metrics) -> list[str]:
-        """Sentences for the top of the report, made from the metrics of a task."""
-        return []
-
-    def findings(self, metrics: Metrics) -> list[str]:
-        """The sentences of all tasks."""
-        return [
-            line
-            for task, found in metrics["tasks"].items()
-            for line in self.task_findings(task, found, metrics)
-        ]
-
-    @abstractmethod
-    def write_task(
-        self, task: str, found: Metrics, metrics: Metrics, page: Page, folder: Path
-    ) -> None:
-        """Add the tables and plots of a task; files of plots go to ``folder``."""
-
-    def write(self, metrics: Metrics, page: Page, folder: Path) -> None:
-        """Add to the page, below the heading."""
-        for task, found in metrics["tasks"].items():
-            self.write_task(task, found, metrics, page, folder)
-
-    def plot_file(self, folder: Path, task: str) -> Path:
-        return folder / f"{self.name}-{task.replace(':', '_')}.png"
-
-    def add_plot(self, page: Page, folder: Path, task: str, caption: str, *panels: Panel) -> None:
-        """Add curves, which go to a file of ``folder``."""
-        page.picture(plot_curves(self.plot_file(folder, task), *panels), caption)
+    found = set()
+    for value in values or (NUMBERS if total <= FEW_HEADS else SHARES):
+        if not 0 <= value <= total and values:
+            raise ValueError(f"--top-heads {value:g} is outside 0 to {total}")
+        if value == 0:
+            raise ValueError(
+                "--top-heads: 0 heads are the full cache: give 1 or more, or a share above 0"
+            )
+        if value >= 1 and value != int(value):
+            raise ValueError(
+                f"--top-heads: {value:g} is neither a whole number nor a share below 1"
+            )
+        found.add(int(value) if value >= 1 else max(1, round(value * total)))
+    return tuple(sorted(number for number in found if values or number < total))
 
 
-FIXED = "fixed budget"
-STEPS = 2**14  # ratios are multiples of 1/16384 of the text
+def policy_templates(config: StudyConfig, sink: int) -> dict[str, EvictionPolicy]:
+    """Return policies of the same sizes, by the names that they have in a table.
+
+    A matching sets their budgets.  A policy that by default compacts at every token, observes one
+    or keeps no sinks stays so.  With ``prompt_variants`` each policy also comes with the other
+    choice of ``protect_prompt``.
+    """
+    assert config.extra is not None
+    found = {}
+    for name in config.policies:
+        sizes: dict[str, Any] = {"ratio": 0.0, "extra": config.extra}
+        defaults = make_policy(name, budget=4096)
+        if defaults.buffer > 1 and config.buffer is not None:
+            sizes["buffer"] = config.buffer
+        observes = defaults.observation > 1 and defaults.uses_queries
+        if observes and config.observation is not None:
+            sizes["R" if hasattr(defaults, "R") else "observation"] = config.observation
+        if defaults.sink:
+            sizes["sink"] = min(sink, config.extra - 1)
+        policy = make_policy(name, **sizes)
+        found[name] = policy
+        if config.prompt_variants:
+            other = replace(policy, protect_prompt=not policy.protect_prompt)
+            found[f"{name} (prompt {'kept' if other.protect_prompt else 'evictable'})"] = other
+    return found
+
+
+def default_extra(config: StudyConfig, cache: CacheSettings) -> int:
+    """Return sinks + window, or what one of the policies always keeps where that is more."""
+    most = cache.sink + cache.window
+    for name in config.policies:
+        policy = make_policy(name, budget=4096)
+        observed = policy.observation if config.observation is None else config.observation
+        most = max(most, (cache.sink if policy.sink else 0) + observed)
+    return most
+
+
+# --- the same bytes
 
 
 def kv_share(
@@ -316,10 +408,10 @@ def kv_share(
     lengths: list[tuple[int, int]],
     fixed: bool = False,
 ) -> float:
-    """Bytes in use / bytes of the full cache, both summed over texts of (prompt, all) cached
-    tokens.
+    """Return bytes in use over those of the full cache, both summed over texts.
 
-    ``fixed``: a ratio is of each text's length from its start, not of the tokens read so far.
+    lengths: (prompt, all) cached tokens of each text; fixed: a ratio is of each text's length from
+    its start, not of the tokens read so far.
     """
     prompts, tokens = (torch.tensor(column) for column in zip(*lengths, strict=True))
     held, whole = kv_nbytes(settings, full, size, prompts, tokens, tokens if fixed else None)
@@ -328,11 +420,10 @@ def kv_share(
 
 @dataclass(frozen=True)
 class ByteTarget:
-    """At most ``share`` of the full cache's bytes, over texts of ``lengths`` (prompt, all) cached
-    tokens.
+    """A limit on bytes: ``share`` of the full cache's, over texts of ``lengths``.
 
-    Each method gives the largest budget that fits, or None; ``full`` is bool ``[layers, KV
-    heads]``, the full heads. ``cache``: sinks and window, and how prompts are read.
+    Methods return the largest budget that fits, or None; ``full`` is bool ``[layers, KV heads]``,
+    the full heads.  ``cache``: sinks and window, and how prompts are read.
     """
 
     share: float
@@ -347,27 +438,29 @@ class ByteTarget:
     def match_ratio(
         self, policy: EvictionPolicy, full: Tensor, fixed: bool = False
     ) -> EvictionPolicy | None:
-        """``policy`` with the largest ratio of the text so far or, if ``fixed``, of the text's
-        whole length.
-        """
+        """Return ``policy`` with the largest ratio of the text so far, or of all of it."""
 
         def sized(step: int) -> EvictionPolicy:
             return replace(policy, budget=None, ratio=step / STEPS)
 
-        low, high = 0, STEPS
+        low = 0
+        high = STEPS
         if not self._fits(sized(low), full, fixed):
             return None
         if self._fits(sized(high), full, fixed):
             return sized(high)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(sized(middle), full, fixed) else (low, middle)
+            if self._fits(sized(middle), full, fixed):
+                low = middle
+            else:
+                high = middle
         return sized(low)
 
     def match_heads(self, order: Order, shape: tuple[int, int]) -> Tensor | None:
-        """Full heads when heads are compressed in ``order`` until the rest fits.
+        """Return the full heads when heads are compressed in ``order`` until the rest fits.
 
-        They keep sinks and a window.
+        Compressed heads keep sinks and a window.
         """
         full = torch.ones(shape, dtype=torch.bool)
         for head in order:
@@ -390,73 +483,29 @@ class Match:
     conditions: list[Condition]
 
 
-def policy_templates(
-    names: tuple[str, ...],
-    buffer: int | None,
-    observation: int | None,
-    extra: int,
-    sink: int,
-    prompt_variants: bool,
-) -> dict[str, EvictionPolicy]:
-    """Policies of the same sizes, by the name that they have in a table.
-
-    A matching sets their budgets.
-
-    A policy that by default compacts at every token, observes one or keeps no sinks stays so; None:
-    its own default. With ``prompt_variants`` each policy also comes with the other choice of
-    ``protect_prompt``.
-    """
-    found = {}
-    for name in names:
-        sizes: dict[str, Any] = {"ratio": 0.0, "extra": extra}
-        defaults = make_policy(name, budget=4096)
-        if defaults.buffer > 1 and buffer is not None:
-            sizes["buffer"] = buffer
-        if defaults.observation > 1 and defaults.uses_queries and observation is not None:
-            sizes["R" if hasattr(defaults, "R") else "observation"] = observation
-        if defaults.sink:
-            sizes["sink"] = min(sink, extra - 1)
-        found[name] = policy = make_policy(name, **sizes)
-        if prompt_variants:
-            other = replace(policy, protect_prompt=not policy.protect_prompt)
-            found[f"{name} (prompt {'kept' if other.protect_prompt else 'evictable'})"] = other
-    return found
-
-
-def default_extra(names: tuple[str, ...], observation: int | None, sink: int, ring: int) -> int:
-    """``ring``, or what one of the policies always keeps where that is more."""
-    defaults = [make_policy(name, budget=4096) for name in names]
-    observed = [policy.observation if observation is None else observation for policy in defaults]
-    return max(
-        [ring, *((sink if of.sink else 0) + n for of, n in zip(defaults, observed, strict=True))]
-    )
-
-
 def matched_methods(study: Study, task: str) -> list[Match]:
-    """All methods at every saving.
+    """Return all methods at every saving.
 
     Policies alone in all heads with a dynamic and, of those named in the options, a fixed budget,
     for each problem a share of its own full-cache text (RLKV, figure 16); every ranking (its first
     seed, random heads: all draws) with sinks and a window; policies under the heads of the first
     ranking.
     """
-    lengths = study.measurements.text_lengths(task, study.full(task))
     cache = study.measurements.tasks[task].settings.cache
-    targets = {
-        saved: ByteTarget(1 - saved, study.entry_size, lengths, cache)
-        for saved in study.config.each("savings")
-    }
-    return [
-        Match(method, heads, saved, conditions)
-        for saved, target in targets.items()
-        for method, heads, conditions in _matches(study, task, target)
-    ]
+    lengths = study.full_lengths(task)
+    found = []
+    for saved in study.config.each("savings"):
+        target = ByteTarget(1 - saved, study.entry_size, lengths, cache)
+        for method, heads, conditions in _matches(study, task, target):
+            found.append(Match(method, heads, saved, conditions))
+    return found
 
 
 def _matches(
     study: Study, task: str, target: ByteTarget
 ) -> Iterator[tuple[str, str, list[Condition]]]:
-    shape, first = study.first.shape, study.first
+    first = study.first
+    shape = first.shape
     none_full = torch.zeros(shape, dtype=torch.bool)
 
     def evicting(full: Tensor, template: EvictionPolicy, fixed: bool = False) -> list[Condition]:
@@ -469,31 +518,29 @@ def _matches(
         if study.config.fixed_budgets and name in study.config.policies:
             yield f"{name}, {FIXED}", "", evicting(none_full, template, fixed=True)
     for ranking in study.rankings:
-        orders = ranking.orders if ranking.drawn else ranking.orders[:1]
-        found = [full for order in orders if (full := target.match_heads(order, shape)) is not None]
-        conditions = (
-            study.seeds(task, ranking, [HeadAllocation(full) for full in found]) if found else []
-        )
+        allocations = []
+        for order in ranking.orders if ranking.drawn else ranking.orders[:1]:
+            full = target.match_heads(order, shape)
+            if full is not None:
+                allocations.append(HeadAllocation(full))
+        conditions = study.seeds(task, ranking, allocations) if allocations else []
         yield f"{ranking.name} + sinks + window", ranking.name, conditions
     split = split_heads(first.orders[0], target.share, study.config.head_share, shape)
     for name, template in study.policies.items():
-        yield (
-            f"{first.name} + {name}",
-            first.name,
-            [] if split is None else evicting(split, template),
-        )
+        conditions = [] if split is None else evicting(split, template)
+        yield f"{first.name} + {name}", first.name, conditions
 
 
 def split_heads(
     order: Order, share: float, head_share: float, shape: tuple[int, int]
 ) -> Tensor | None:
-    """Full heads, bool ``[L, H]``, such that the others may keep about ``head_share * share`` of
-    the text each.
+    """Return full heads such that the others may keep ``head_share * share`` of a text.
 
     The smaller ``head_share``, the more heads stay full.  None if all heads would have to be
     compressible.
     """
-    total, kept = shape[0] * shape[1], head_share * share
+    total = shape[0] * shape[1]
+    kept = head_share * share
     compressible = round(total * (1 - share) / (1 - kept))
     if compressible >= total:
         return None
@@ -501,24 +548,3 @@ def split_heads(
     for head in order[:compressible]:
         full[head] = False
     return full
-
-
-def study_tasks(
-    config: TaskOptions,
-    cache: CacheSettings,
-    gates: Iterable[HeadGates],
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[StudyTask]:
-    """The tasks of ``config``, rendered with its template or the one that all ``gates`` were
-    trained with.
-    """
-    prepared = []
-    for task, loaded in config.problems(config.chosen_template(gates)):
-        sampling = SamplingParams(config.token_limit(task))
-        settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
-        problems = render_problems(task, loaded, tokenizer)
-        prompts = tokenizer(
-            [problem.prompt for problem in problems], add_special_tokens=False
-        ).input_ids
-        prepared.append(StudyTask(task.name, problems, [len(ids) for ids in prompts], settings))
-    return prepared

@@ -22,7 +22,6 @@ PROGRAMS = ("data_prep", "train", "rollout", "inference")  # folders of programs
 SUBCOMMANDS = {
     "rlkv-gates": "inspect convert plot diff report push pull",
     "rlkv-bench": "decode serving check",
-    "rlkv-study": "window",
 }
 
 PROMPT = "a=7 . b=2 . c = b + a . d = c * b . e = d - a . find e ?"

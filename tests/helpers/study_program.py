@@ -40,47 +40,29 @@ def write_inputs(folder: Path) -> Path:
     return folder
 
 
-def options(inputs: Path, output: Path) -> dict[str, list[str]]:
-    gates = [
-        f"mine={inputs}/a/gates.pt",
-        f"mine={inputs}/b/gates.pt",
-        f"other <b>={inputs}/c/gates.pt",
-    ]
-    words = (
-        "--random-draws 2 --sparsities 0.5 --compare-at 0.5 --ablate-at 0.5 --top-heads 2 "
-        "--repetition 20 5"
-    )
-    words += " --policies rkv --savings 0.3 --buffer 4 --observation 2 --extra 8 --batch-size 5"
-    words += f" --max-new-tokens {TOKENS}"
-    found = {
-        "--gates": gates,
-        "--ablation": [f"variant={inputs}/c/gates.pt"],
-        "--output-dir": [str(output)],
-    }
-    found |= {"--data": [str(inputs / "problems.jsonl")], "--oracle": [str(tiny.GROUND_TRUTH)]}
-    for part in words.split("--")[1:]:
-        name, *values = part.split()
-        found[f"--{name}"] = values
-    return found
-
-
 def config_of(inputs: Path, output: Path, *more: str) -> StudyConfig:
-    """A small study; ``more`` replaces options of the same name."""
-    found = options(inputs, output)
-    name = ""
-    for word in more:
+    """Return the options of a small study; ``more`` replaces those of the same name."""
+    seeds = f"mine={inputs}/a/gates.pt mine={inputs}/b/gates.pt"
+    words = f"""--gates {seeds} other={inputs}/c/gates.pt --ablation variant={inputs}/c/gates.pt
+        --output-dir {output} --data {inputs}/problems.jsonl --oracle {tiny.GROUND_TRUTH}
+        --random-draws 2 --sparsities 0.5 --compare-at 0.5 --ablate-at 0.5 --top-heads 2
+        --repetition 20 5 --policies rkv --savings 0.3 --buffer 4 --observation 2 --extra 8
+        --batch-size 5 --max-new-tokens {TOKENS}"""
+    found: dict[str, list[str]] = {}
+    for word in [*words.split(), *more]:
         if word.startswith("--"):
-            found[name := word] = []
+            values = found[word] = []
         else:
-            found[name].append(word)
+            values.append(word)
+    found["--gates"] = [value.replace("other=", "other <b>=") for value in found["--gates"]]
     return parse(
         StudyConfig, arguments=[word for name, of in found.items() for word in (name, *of)]
     )
 
 
-def run(inputs: Path, output: Path, *more: str) -> list[str] | None:
-    """The findings of :func:`config_of`."""
-    return run_study(config_of(inputs, output, *more))
+def run(inputs: Path, output: Path, *more: str) -> None:
+    """Run the study of :func:`config_of`."""
+    run_study(config_of(inputs, output, *more))
 
 
 def results(folder: Path) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_ranking_lengths_and_seconds_of_two_runs(tmp_path: Path) -> None:
     assert found["seconds"][0] == seconds
     assert found["logprob_diff_max"] == [4e-6, 4e-6]
     assert PROGRAM.compare(first, first)["spearman"] == pytest.approx(1.0)
-    table = PROGRAM.table_page({7: found}).markdown(tmp_path)
+    table = PROGRAM.table_page({7: found}).markdown()
     seconds = "2.00, 4.00, 8.00 | 4.00, 8.00, 16.00"
     assert f"| 7 | -0.429 | 8.3e-01 | 0.650 and 0.700 | 4.0e-06 | {seconds} |" in table
 

@@ -1,4 +1,4 @@
-"""Figures of a run, against values computed by hand."""
+"""Figures of a run, against values computed by hand and by scipy."""
 
 from __future__ import annotations
 
@@ -10,77 +10,104 @@ import pytest
 from scipy import stats
 
 from rlkv.evaluation.metrics import (
+    RepetitionRule,
     bootstrap_mean,
+    error_mode,
     mean_with_interval,
+    near_lossless,
     ngram_entropy,
     ngram_frequency,
     paired_difference,
     pass_at_k,
     problem_scores,
+    ratio_with_interval,
     repetition_rate,
     sentence_redundancy,
+    sign_test,
     smallest_provable_difference,
+    strict_scores,
+    unseen_interval,
     wilson_interval,
 )
 
 Z_95 = stats.norm.ppf(0.975)
+RULE = RepetitionRule(window=10, distinct=3)
+SPARSITIES = (0.2, 0.4, 0.6)
 
 
-# by hand: 1 - C(2,2)/C(4,2) = 1 - 1/6; 1 - C(3,2)/C(4,2) = 1 - 3/6
-@pytest.mark.parametrize(
-    ("samples", "correct", "k", "expected"),
-    [
-        (4, 2, 2, 5 / 6),
-        (4, 1, 2, 1 / 2),
-        (4, 1, 1, 1 / 4),
-        (4, 0, 3, 0),
-        (4, 4, 1, 1),
-        (3, 2, 2, 1),
-        (64, 1, 64, 1),
-    ],
-)
-def test_pass_at_k_by_hand(samples: int, correct: int, k: int, expected: float) -> None:
-    assert pass_at_k(samples, correct, k) == pytest.approx(expected)
+# --- scores of problems
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(k: int) -> None:
     verdicts = [True, False, False, True, False, False, False]
     subsets = list(itertools.combinations(verdicts, k))
-    assert pass_at_k(7, 2, k) == pytest.approx(
-        sum(any(subset) for subset in subsets) / len(subsets)
-    )
+    assert pass_at_k(7, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def test_pass_at_1_is_the_mean_over_samples() -> None:
+def test_scores_of_problems() -> None:
     verdicts = [[True, False], [True, True], [False, False]]
     assert problem_scores(verdicts).tolist() == [0.5, 1.0, 0.0]
-    assert problem_scores(verdicts).mean() == np.mean(verdicts)
     assert problem_scores(verdicts, k=2).tolist() == [1.0, 1.0, 0.0]
+    assert strict_scores(verdicts).tolist() == [0.0, 1.0, 0.0]
+
+
+# --- intervals
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    # by hand from the formula with z = 1.96
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (97, 100, 0.9155, 0.9897)],
+)
+def test_wilson_against_known_values(successes: int, n: int, low: float, high: float) -> None:
+    assert wilson_interval(successes, n) == pytest.approx((low, high), abs=1e-4)
 
 
 def test_bootstrap_of_a_binary_score_agrees_with_the_binomial_distribution() -> None:
     found = bootstrap_mean([1.0] * 30 + [0.0] * 20, seed=1)
-    low, high = (
-        stats.binom.ppf([0.025, 0.975], 50, 0.6) / 50
-    )  # what resampling draws from, without its noise
+    low, high = stats.binom.ppf([0.025, 0.975], 50, 0.6) / 50
     assert (found.mean, found.n) == (pytest.approx(0.6), 50)
     # 10,000 resamples: a quantile may be one step of 1/50 off
-    assert found.low == pytest.approx(low, abs=0.0201)
-    assert found.high == pytest.approx(high, abs=0.0201)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.0201)
+    assert found == bootstrap_mean([1.0] * 30 + [0.0] * 20, seed=1)
 
 
-def test_bootstrap_is_seeded_and_covers_its_mean() -> None:
-    scores = [0.0, 0.25, 1.0, 0.5]
-    assert bootstrap_mean(scores, seed=3) == bootstrap_mean(scores, seed=3)
-    assert bootstrap_mean(scores, seed=3).low <= 0.4375 <= bootstrap_mean(scores, seed=3).high
-    assert bootstrap_mean([1.0, 1.0]) == bootstrap_mean([1.0, 1.0], seed=9)
+def test_equal_scores_have_an_interval_with_width() -> None:
+    bound = Z_95**2 / (10 + Z_95**2)  # Wilson's upper bound of 0 in 10
+    found = mean_with_interval([0.25] * 10)
+    assert (found.low, found.high) == pytest.approx((0.25 * (1 - bound), 0.25 + 0.75 * bound))
+    assert mean_with_interval([0.25, 0.5]) == bootstrap_mean([0.25, 0.5])
+    right = mean_with_interval([1, 1])
+    assert (right.low, right.high) == wilson_interval(2, 2)
 
 
-@pytest.mark.parametrize("scores", [[], [[0.0, 1.0]]])
-def test_bootstrap_refuses_anything_but_a_list_of_scores(scores: list) -> None:
-    with pytest.raises(ValueError, match="interval"):
-        bootstrap_mean(scores)
+def test_the_interval_of_a_ratio_agrees_with_scipy() -> None:
+    rng = np.random.default_rng(1)
+    wholes = rng.integers(1, 5, size=60)
+    parts = rng.binomial(wholes, 0.6)
+
+    def ratio(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
+        return a.sum(axis) / b.sum(axis)
+
+    want = stats.bootstrap((parts, wholes), ratio, paired=True, method="percentile", rng=rng)
+    found = ratio_with_interval(parts.tolist(), wholes.tolist())
+    assert found is not None
+    assert found.mean == parts.sum() / wholes.sum()
+    limits = (want.confidence_interval.low, want.confidence_interval.high)
+    assert (found.low, found.high) == pytest.approx(limits, abs=0.01)
+
+
+def test_ratios_without_spread() -> None:
+    assert ratio_with_interval([0, 0], [0, 0]) is None
+    found = ratio_with_interval([4, 2, 0], [4, 2, 0])
+    assert found is not None
+    assert (found.low, found.high) == unseen_interval(1.0, 2, least=0.0)
+    # one text of each problem is right or wrong
+    assert ratio_with_interval([1, 1, 0, 0], [1, 1, 1, 0]) == mean_with_interval([1.0, 1.0, 0.0])
+
+
+# --- paired tests
 
 
 def test_paired_difference_by_hand() -> None:
@@ -93,88 +120,101 @@ def test_paired_difference_by_hand() -> None:
     assert (mirrored.difference, mirrored.p_value) == (pytest.approx(-0.6), 0.25)
 
 
-@pytest.mark.parametrize(("only_first", "only_second"), [(0, 6), (2, 7), (4, 4), (1, 12)])
-def test_the_flip_test_of_verdicts_is_the_sign_test(only_first: int, only_second: int) -> None:
+@pytest.mark.parametrize(("only_first", "only_second"), [(0, 6), (2, 7), (4, 4)])
+def test_the_tests_of_verdicts_are_mcnemars(only_first: int, only_second: int) -> None:
     first = [1] * only_first + [0] * only_second + [1, 0, 1]
     second = [0] * only_first + [1] * only_second + [1, 0, 1]
-    exact = stats.binomtest(only_first, only_first + only_second).pvalue  # McNemar
+    exact = stats.binomtest(only_first, only_first + only_second).pvalue
     assert paired_difference(first, second).p_value == pytest.approx(exact)
-
-
-def test_random_flips_come_near_all_flips() -> None:
-    rng = np.random.default_rng(0)
-    first, second = rng.integers(0, 5, 40) / 4, rng.integers(0, 5, 40) / 4
-    sampled = [paired_difference(first, second, seed).p_value for seed in range(3)]
-    spread = 4 * math.sqrt(
-        sampled[0] * (1 - sampled[0]) / 10_000
-    )  # four standard errors of a share of 10,000
-    assert max(sampled) - min(sampled) < 2 * spread
-    assert paired_difference(first, second, 1) == paired_difference(first, second, 1)
-
-
-def test_equal_runs_do_not_differ() -> None:
-    found = paired_difference([0.5, 1.0], [0.5, 1.0])
-    assert (found.difference, found.p_value, found.changed) == (0, 1.0, 0)
+    assert sign_test(first, second).p_value == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("n", [1, 20, 200])
 def test_few_problems_without_a_change_leave_room_for_one(n: int) -> None:
-    bound = Z_95**2 / (n + Z_95**2)  # Wilson's upper bound of 0 in n
+    bound = Z_95**2 / (n + Z_95**2)
     same = paired_difference([0.5] * n, [0.5] * n)
-    assert (same.low, same.high) == (pytest.approx(-bound), pytest.approx(bound))
+    assert (same.difference, same.p_value, same.changed) == (0, 1.0, 0)
+    assert (same.low, same.high) == pytest.approx((-bound, bound))
     # all better by one: what was not seen may be worse by one
     better = paired_difference([0.0] * n, [1.0] * n)
-    assert (better.difference, better.low, better.high) == (1.0, pytest.approx(1 - 2 * bound), 1.0)
-    half = paired_difference([1.0] * n, [0.5] * n)
-    assert (half.low, half.high) == (
-        pytest.approx(-0.5 - bound / 2),
-        pytest.approx(-0.5 + 1.5 * bound),
-    )
+    assert (better.low, better.high) == pytest.approx((1 - 2 * bound, 1.0))
 
 
-def test_equal_scores_between_0_and_1_have_an_interval_with_width() -> None:
-    bound = Z_95**2 / (10 + Z_95**2)
-    found = mean_with_interval([0.25] * 10)
-    assert (found.low, found.high) == (
-        pytest.approx(0.25 * (1 - bound)),
-        pytest.approx(0.25 + 0.75 * bound),
-    )
-    assert mean_with_interval([0.25, 0.5]) == bootstrap_mean([0.25, 0.5])
-    assert (mean_with_interval([1, 1]).low, mean_with_interval([1, 1]).high) == wilson_interval(
-        2, 2
-    )
-    with pytest.raises(ValueError, match=r"\(0,\)"):
-        mean_with_interval([])
+def test_the_sign_test_counts_signs_only() -> None:
+    first, second = [0.5, 0.5, 0.25, 0.0, 1.0, 0.75], [0.75, 1.0, 0.5, 0.25, 0.0, 0.75]
+    found = sign_test(first, second)
+    assert (found.better, found.worse) == (4, 1)
+    assert found.p_value == pytest.approx(2 * (1 + 5) / 2**5)  # at most one of five: by hand
+    assert sign_test([1, 0], [1, 0]).p_value == 1.0
 
 
-def test_paired_difference_refuses_other_problems() -> None:
+@pytest.mark.parametrize("test", [paired_difference, sign_test])
+def test_other_problems_are_refused(test) -> None:
     with pytest.raises(ValueError, match="2 and 3"):
-        paired_difference([0, 1], [0, 1, 1])
+        test([0, 1], [0, 1, 1])
 
 
 def test_how_little_30_problems_prove() -> None:
     assert stats.binomtest(6, 6).pvalue < 0.05 <= stats.binomtest(5, 5).pvalue
     assert smallest_provable_difference(30) == pytest.approx(6 / 30)
-    assert smallest_provable_difference(500) == pytest.approx(6 / 500)
     assert smallest_provable_difference(5) is None
 
 
-def test_ngram_entropy_by_hand() -> None:
+# --- the near-lossless threshold
+
+
+def scores(*rights: int, n: int = 100) -> np.ndarray:
+    """Return accuracies ``[sparsities, n]`` with the first so many problems right."""
+    return np.stack([np.repeat([1.0, 0.0], [right, n - right]) for right in rights])
+
+
+@pytest.mark.parametrize(
+    ("rights", "margin", "want"),
+    [
+        ((100, 100, 100), 0.0, 0.6),
+        ((98, 98, 97), 0.02, 0.4),  # exactly the margin is not more than the margin
+        ((97, 100, 100), 0.02, 0.0),  # what comes after the first loss does not count
+        ((100, 97, 100), 0.03, 0.6),
+        ((90, 90, 89), 0.1, 0.4),  # 1 - 0.9 is not 0.1 in floating point
+    ],
+)
+def test_threshold(rights: tuple[int, ...], margin: float, want: float) -> None:
+    found = near_lossless(np.ones(100), scores(*rights), SPARSITIES, margin)
+    assert found["sparsity"] == want
+    assert found["low"] <= want <= found["high"]
+
+
+def test_the_interval_of_a_threshold_is_that_of_resampled_problems() -> None:
+    certain = near_lossless(np.ones(50), scores(50, 50, 0, n=50), SPARSITIES, 0.02)
+    assert (certain["low"], certain["high"], certain["support"]) == (0.4, 0.4, 1.0)
+    assert certain["not_excluded"] == wilson_interval(0, 50)[1]  # no width, but not certain
+    # One of 100 problems is lost at 0.6: a resample without it or with it once or twice is
+    # near-lossless at 2 points.  Poisson limit of the binomial: 0.9197.
+    found = near_lossless(np.ones(100), scores(100, 100, 99), SPARSITIES, 0.02)
+    exact = sum(np.exp(-1) / f for f in (1, 1, 2))
+    assert found["support"] == pytest.approx(exact, abs=0.012)
+    assert (found["sparsity"], found["low"], found["high"]) == (0.6, 0.4, 0.6)
+
+
+def test_runs_of_a_threshold_are_resampled_together() -> None:
+    full = scores(50)[0]
+    same = near_lossless(full, np.stack([full, full]), (0.2, 0.4), 0.0)
+    assert (same["low"], same["high"], same["support"]) == (0.4, 0.4, 1.0)
+    swapped = near_lossless(full, 1 - scores(50), (0.2,), 0.0)  # 50 lost, 50 gained
+    assert (swapped["sparsity"], swapped["not_excluded"]) == (0.2, wilson_interval(50, 100)[1])
+
+
+# --- repetition and error modes
+
+
+def test_ngrams_by_hand() -> None:
     assert ngram_entropy("aabb", 1) == pytest.approx(1.0)
-    assert ngram_entropy("abcd", 1) == pytest.approx(2.0)
     assert ngram_entropy("abab", 2) == pytest.approx(math.log2(3) - 2 / 3)  # ab twice, ba once
-    assert ngram_entropy([7] * 9, 3) == 0.0
     assert ngram_entropy("ab", 3) == 0.0
-
-
-def test_repetition_by_hand() -> None:
     assert repetition_rate("abab", 1) == pytest.approx(0.5)
-    assert repetition_rate("abab", 2) == pytest.approx(1 / 3)
-    assert repetition_rate("abcd", 2) == 0.0
     assert repetition_rate("", 1) == 0.0
     # counts 2 and 1 of the 2-grams of abab: (4 + 1) / 3
     assert ngram_frequency("abab", 2) == pytest.approx(5 / 3)
-    assert ngram_frequency("aaaa", 1) == 4.0
     assert ngram_frequency("", 2) == 0.0
 
 
@@ -182,13 +222,9 @@ def test_repetition_by_hand() -> None:
     ("text", "expected"),
     [
         ("", 0),
-        ("One. Two. Three.", 0),
         ("Wait, no. So it is 2.  wait, NO.", 1 / 3),
         ("a\na\n\na\nb", 2 / 4),
-        (
-            "x = 3.5 and y = 3.5. x = 3.5 and y = 3.5.",
-            1 / 2,
-        ),  # a point within a number ends nothing
+        ("x = 3.5 and y = 3.5. x = 3.5 and y = 3.5.", 1 / 2),  # a point within a number
         ("... ! ?", 0),  # nothing said
     ],
 )
@@ -197,30 +233,35 @@ def test_sentence_redundancy_by_hand(text: str, expected: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("successes", "n", "low", "high"),
-    # computed by hand from the formula with z = 1.96
+    ("ids", "expected"),
     [
-        (0, 10, 0.0, 0.2775),
-        (10, 10, 0.7225, 1.0),
-        (5, 10, 0.2366, 0.7634),
-        (97, 100, 0.9155, 0.9897),
+        ([1, 2] * 10, True),
+        ([1, 2, 3] * 6 + [1, 2], False),
+        ([1, 2] * 5 + list(range(10)), False),  # the first window is not checked
+        (list(range(10)) + [1, 2] * 4, False),  # the second window is not full
+        (list(range(5)) + [7] * 10 + list(range(5)), False),  # windows end at 10 and 20 only
     ],
 )
-def test_wilson_against_known_values(successes: int, n: int, low: float, high: float) -> None:
-    assert wilson_interval(successes, n) == (
-        pytest.approx(low, abs=1e-4),
-        pytest.approx(high, abs=1e-4),
-    )
+def test_repetition_is_checked_at_every_full_window(ids: list[int], expected: bool) -> None:
+    assert RULE(ids) is expected
 
 
-@pytest.mark.parametrize(("successes", "n"), [(1, 0), (-1, 5), (6, 5)])
-def test_wilson_refuses_impossible_counts(successes: int, n: int) -> None:
-    with pytest.raises(ValueError, match="must"):
-        wilson_interval(successes, n)
+def test_the_papers_rule_is_the_default() -> None:
+    assert RepetitionRule()([i % 39 for i in range(800)])
+    assert not RepetitionRule()([i % 40 for i in range(800)])
+    with pytest.raises(ValueError, match="--repetition 40 400"):
+        RepetitionRule(40, 400)
 
 
-def test_the_proportion_lies_inside_whatever_rounding_does() -> None:
-    for n in range(1, 1001):
-        for successes in (0, n):
-            low, high = wilson_interval(successes, n)
-            assert 0 <= low <= successes / n <= high <= 1
+@pytest.mark.parametrize(
+    ("correct", "repetitive", "finish", "expected"),
+    [
+        (False, True, "length", "repetitive"),
+        (False, False, "length", "overlength"),
+        (False, False, "stop", "incorrect"),
+        (True, True, "length", None),
+    ],
+)
+def test_modes_in_their_order(correct, repetitive, finish, expected) -> None:
+    row = {"correct": correct, "repetitive": repetitive, "finish_reason": finish}
+    assert error_mode(row) == expected

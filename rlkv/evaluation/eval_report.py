@@ -1,0 +1,553 @@
+"""The report of an evaluation: summaries, and tables as RLKV's 6 to 8 next to published numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlkv.evaluation.evaluate import FULL, RANDOM_HEADS, RESULTS, CompressionMethod, Evaluation
+from rlkv.evaluation.metrics import (
+    MODES,
+    NGRAMS,
+    Estimate,
+    Floats,
+    error_mode,
+    mean_with_interval,
+    ngram_entropy,
+    paired_difference,
+    problem_scores,
+    ratio_with_interval,
+    repetition_rate,
+    sentence_redundancy,
+    sign_test,
+    smallest_provable_difference,
+    strict_scores,
+)
+from rlkv.evaluation.report import FULL_CACHE, LEVEL, Metrics, Page, levels, mark, provenance_facts
+from rlkv.utils.files import write_json
+from rlkv.utils.runtime import provenance
+
+Row = dict[str, Any]
+
+# --- summaries
+
+
+def by_problem(rows: list[Row]) -> dict[str, list[Row]]:
+    """Group rows by their problems, in the order of the keys."""
+    groups = groupby(sorted(rows, key=itemgetter("key")), itemgetter("key"))
+    return {key: list(samples) for key, samples in groups}
+
+
+def summarize(
+    task: str,
+    method: str,
+    rows: list[Row],
+    full_rows: list[Row] | None,
+    baseline_rows: list[Row] | None = None,
+) -> Metrics:
+    """Return accuracy with its interval, paired tests, lengths, times, bytes and error modes.
+
+    Args:
+        full_rows: of the full cache on the same problems; None if it was not run: then there are
+            no differences and no error modes.
+        baseline_rows: of another method on the same problems; ``versus_baseline`` has the tests
+            against it.
+
+    Raises:
+        ValueError: if the full cache was run on other problems.
+    """
+    problems = by_problem(rows)
+    verdicts = _verdicts(problems)
+    scores = problem_scores(verdicts)
+    accuracy = mean_with_interval(scores)
+    summary: Metrics = {
+        "task": task,
+        "method": method,
+        "n": len(problems),
+        "samples": len(rows) // len(problems),
+        "accuracy": accuracy.mean,
+        "ci_low": accuracy.low,
+        "ci_high": accuracy.high,
+        "kv_bytes": sum(row["kv_bytes"] for row in rows),
+        "kv_bytes_full": sum(row["kv_bytes_full"] for row in rows),
+        "smallest_provable_difference": smallest_provable_difference(len(problems)),
+        "pass_at_k": pass_at(verdicts),
+        "strict": _interval(mean_with_interval(strict_scores(verdicts))),
+        **_terminated(problems),
+        **_cost(rows),
+        **_texts(rows),
+    }
+    if full_rows is not None and method != FULL:
+        full = by_problem(full_rows)
+        if list(full) != list(problems):
+            raise ValueError(
+                f"{task}: {method} and the full cache were run on other problems: run both on the "
+                "same"
+            )
+        summary |= _tests(problem_scores(_verdicts(full)), scores)
+        summary |= _versus_full(rows, full_rows)
+    if baseline_rows is not None:
+        baseline = problem_scores(_verdicts(by_problem(baseline_rows)))
+        summary["versus_baseline"] = _tests(baseline, scores)
+    return summary
+
+
+def _verdicts(problems: dict[str, list[Row]]) -> list[list[bool]]:
+    return [[row["correct"] for row in samples] for samples in problems.values()]
+
+
+def _interval(of: Estimate) -> dict[str, float]:
+    return {"mean": of.mean, "low": of.low, "high": of.high}
+
+
+def pass_at(verdicts: list[list[bool]]) -> dict[str, dict[str, float]]:
+    """Return pass@k for k = 1, 2, 4, ... up to the samples of a problem, with 95% intervals."""
+    found = {}
+    k = 1
+    while k <= min(map(len, verdicts)):
+        found[str(k)] = _interval(mean_with_interval(problem_scores(verdicts, k)))
+        k *= 2
+    return found
+
+
+def _terminated(problems: dict[str, list[Row]]) -> Metrics:
+    """Return the share of texts that ended by themselves and their accuracy, None without any."""
+    right = []
+    ended = []
+    for samples in problems.values():
+        own = [row["correct"] for row in samples if row["finish_reason"] == "stop"]
+        right.append(sum(own))
+        ended.append(len(own))
+    accuracy = ratio_with_interval(right, ended)
+    return {
+        "share_terminated": sum(ended) / sum(map(len, problems.values())),
+        "right_of_terminated": None if accuracy is None else _interval(accuracy),
+    }
+
+
+def _cost(rows: list[Row]) -> Metrics:
+    """Return output tokens, and wall-clock time of decoding, summed over processes."""
+    tokens = sum(len(row["token_ids"]) for row in rows)
+    seconds = sum(row["seconds"] for row in rows)
+    return {
+        "mean_output_tokens": tokens / len(rows),
+        "seconds": round(seconds, 2),
+        "seconds_per_text": seconds / len(rows),
+        "tokens_per_second": tokens / max(1e-9, seconds),
+    }
+
+
+def _tests(reference: Floats, scores: Floats) -> Metrics:
+    """Compare the scores of the same problems."""
+    found = paired_difference(reference, scores)
+    signs = sign_test(reference, scores)
+    return {
+        "difference": found.difference,
+        "difference_low": found.low,
+        "difference_high": found.high,
+        "p_value": found.p_value,
+        "problems_better": signs.better,
+        "problems_worse": signs.worse,
+        "sign_p_value": signs.p_value,
+    }
+
+
+def _texts(rows: list[Row]) -> Metrics:
+    """Return how the texts repeat themselves, as means, and how many were ended early for it."""
+    found = {
+        "share_repetitive": fmean(row["repetitive"] for row in rows),
+        "stopped_for_repetition": sum(row["finish_reason"] == "repetition" for row in rows),
+        "share_at_limit": fmean(row["finish_reason"] == "length" for row in rows),
+        "sentence_redundancy": fmean(sentence_redundancy(row["text"]) for row in rows),
+    }
+    for n in NGRAMS:
+        found[f"entropy_{n}_gram"] = fmean(ngram_entropy(row["token_ids"], n) for row in rows)
+        found[f"repeated_{n}_grams"] = fmean(repetition_rate(row["token_ids"], n) for row in rows)
+    return found
+
+
+def _versus_full(rows: list[Row], full_rows: list[Row]) -> Metrics:
+    """Return cost relative to the full cache, and error modes and lengths where that is right."""
+    full_tokens = {}
+    for row in full_rows:
+        if row["correct"]:
+            full_tokens[row["key"], row["sample"]] = len(row["token_ids"])
+    common = [row for row in rows if (row["key"], row["sample"]) in full_tokens]
+    both = [row for row in common if row["correct"]]
+    modes = [error_mode(row) for row in common]
+    cost = _cost(rows)
+    full_cost = _cost(full_rows)
+    found = {
+        "tokens_times_full": cost["mean_output_tokens"] / full_cost["mean_output_tokens"],
+        "seconds_times_full": cost["seconds_per_text"] / max(1e-9, full_cost["seconds_per_text"]),
+        "tokens_both_right": None,
+        "full_tokens_both_right": None,
+        "n_both_right": len(both),
+        "solved_in_full": len(full_tokens),
+        **{mode: modes.count(mode) for mode in MODES},
+    }
+    if both:
+        found["tokens_both_right"] = fmean(len(row["token_ids"]) for row in both)
+        found["full_tokens_both_right"] = fmean(
+            full_tokens[row["key"], row["sample"]] for row in both
+        )
+    return found
+
+
+# --- the page
+
+# a task whose smallest provable difference is larger proves little: the report says so in bold
+COARSE = 0.05
+LEGEND = (
+    "Accuracy: pass@1 in percent, with 95% intervals over problems. In parentheses: the paired "
+    f"difference to the full cache in points; * ▲ ▼ where a permutation test gives p < {LEVEL:g}. "
+    "KV: bytes held at the end of each text, of the full cache's for the same tokens. s: share of "
+    "KV heads that are compressible."
+)
+PREFILL = {
+    "full": "in full by all heads",
+    "local": "through them, as in training",
+    "published": "in full by all heads, their last 50 tokens decoded through them, as in the "
+    "evaluation of RLKV",
+}
+MODE_COLUMNS = {
+    "method": "{method}",
+    "solved by full": "{solved_in_full}",
+    **{mode: f"{{{mode}}}" for mode in MODES},
+    "ended early": "{stopped_for_repetition}",
+    "tokens, both right": "{tokens_both_right:.0f}, full {full_tokens_both_right:.0f} (n = "
+    "{n_both_right})",
+}
+COST_COLUMNS = {
+    "method": "{method}",
+    "output tokens": "{mean_output_tokens:.0f}",
+    "times full": "{tokens_times_full:.2f}",
+    "seconds per text": "{seconds_per_text:.2f}",
+    "seconds": "{seconds:.0f}",
+    "seconds, times full": "{seconds_times_full:.2f}",
+    "tokens/s": "{tokens_per_second:.1f}",
+}
+TEXT_COLUMNS = {
+    "method": "{method}",
+    **{f"entropy, {n}-grams": f"{{entropy_{n}_gram:.2f}}" for n in NGRAMS},
+    **{f"repeated {n}-grams": f"{{repeated_{n}_grams:.3f}}" for n in NGRAMS},
+    "repeated sentences": "{sentence_redundancy:.3f}",
+    "repetitive texts": "{share_repetitive:.3f}",
+}
+
+
+def write_report(folder: Path, done: Evaluation) -> None:
+    """Write ``results.json``, ``report.md`` and ``report.html``."""
+    baseline = done.config["baseline"]
+    summaries = []
+    for (task, method), rows in done.rows.items():
+        other = None if method == baseline else done.rows.get((task, baseline))
+        summaries.append(summarize(task, method, rows, done.rows.get((task, FULL)), other))
+    origin = provenance()
+    write_json(folder / RESULTS, {"config": done.config, **origin, "results": summaries})
+    evaluation_page(done.methods, summaries, origin, done.config).write_report(folder)
+
+
+def evaluation_page(
+    methods: list[CompressionMethod],
+    summaries: list[Metrics],
+    origin: Metrics,
+    config: dict[str, Any],
+) -> Page:
+    """Return the report of all tasks.
+
+    Args:
+        summaries: of every task with every method (:func:`summarize`).
+        origin: what :func:`rlkv.utils.runtime.provenance` returns.
+        config: the options; published numbers are those of its model.
+    """
+    page = Page(f"Evaluation of {config['model']}")
+    page.paragraph(LEGEND)
+    if any(method.ranking == RANDOM_HEADS for method in methods):
+        page.paragraph(f"{RANDOM_HEADS} is one draw of heads (seed {config['seed']}).")
+    for task in dict.fromkeys(summary["task"] for summary in summaries):
+        found = {s["method"]: s for s in summaries if s["task"] == task}
+        page.heading(task)
+        _write_task(page, task, methods, found, config)
+    page.heading("How it was run")
+    page.code(origin["command"])
+    page.bullets([*_settings(config), *provenance_facts(origin)])
+    return page
+
+
+def _write_task(
+    page: Page,
+    task: str,
+    methods: list[CompressionMethod],
+    found: dict[str, Metrics],
+    config: dict[str, Any],
+) -> None:
+    _write_provable(page, next(iter(found.values())))
+    _write_accuracy(page, task, methods, found)
+    _write_samples(page, found)
+    against_full = [summary for summary in found.values() if "difference" in summary]
+    _write_paired(page, "the full cache", against_full)
+    against_baseline = []
+    for summary in found.values():
+        if "versus_baseline" in summary:
+            against_baseline.append({**summary, **summary["versus_baseline"]})
+    _write_paired(page, config["baseline"], against_baseline)
+    write_published(page, config["model"], task)
+    caption = (
+        "How samples fail that the full cache solves; mean output tokens where both are right."
+    )
+    if any(summary["samples"] > 1 for summary in found.values()):
+        caption += " Sample i of a problem is paired with the full cache's sample i, another draw."
+    page.records(found.values(), MODE_COLUMNS, caption)
+    page.records(
+        found.values(),
+        COST_COLUMNS,
+        "Output tokens and wall-clock time of decoding, summed over processes.",
+    )
+    page.records(
+        found.values(),
+        TEXT_COLUMNS,
+        "Means over texts: entropy of n-grams of tokens in bits (arXiv 2505.13866, equation 1); "
+        "shares of n-grams and sentences that occurred before in their text.",
+    )
+
+
+def _write_provable(page: Page, summary: Metrics) -> None:
+    """Say which differences a task of this size can prove."""
+    n = summary["n"]
+    least = summary["smallest_provable_difference"]
+    if least is None:
+        page.paragraph(f"{n} problems are too few for a significant difference.", strong=True)
+        return
+    text = (
+        f"{n} problems: at least {round(least * n)} must change, all in one direction, for a "
+        f"significant difference (sign test, p < {LEVEL:g})"
+    )
+    if summary["samples"] == 1:
+        text += f", which is a difference of {100 * least:.1f} points"
+    coarse = least > COARSE
+    page.paragraph(text + (": this task proves little." if coarse else "."), strong=coarse)
+
+
+def _write_accuracy(
+    page: Page, task: str, methods: list[CompressionMethod], found: dict[str, Metrics]
+) -> None:
+    """Add rankings of heads by sparsity, and a table of the methods without a sparsity."""
+    full = [FULL_CACHE, _accuracy_cell(found[FULL])] if FULL in found else []
+    groups: dict[str, dict[float, str]] = {}
+    others = []
+    for method in methods:
+        cell = _accuracy_cell(found[method.name])
+        if method.sparsity is not None:
+            groups.setdefault(_without_sparsity(method), {})[method.sparsity] = cell
+        elif method.name != FULL:
+            others.append([method.name, cell])
+    if groups or not others:
+        sparsities = sorted({0.0}.union(*groups.values()))
+        rows = [full + [""] * (len(sparsities) - 1)] if full else []
+        for name, cells in groups.items():
+            rows.append([name, *(cells.get(sparsity, "") for sparsity in sparsities)])
+        caption = f"{task}, measured: which heads stay full, by sparsity."
+        page.table(["heads", *levels(sparsities)], rows, caption)
+    if others:
+        rows = [full, *others] if full else others
+        caption = f"{task}, measured: policies in all heads."
+        page.table(["method", "accuracy"], rows, caption)
+
+
+def _without_sparsity(method: CompressionMethod) -> str:
+    policies = [part for part in method.name.split("+") if part.partition("@")[0] != method.ranking]
+    return "+".join([str(method.ranking), *policies])
+
+
+def _percent(mean: float, low: float, high: float) -> str:
+    return f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _points(difference: float) -> str:
+    return f"{100 * difference:+.1f}"
+
+
+def _accuracy_cell(summary: Metrics) -> str:
+    share = summary["kv_bytes"] / summary["kv_bytes_full"]
+    if "difference" not in summary:
+        text = _percent(summary["accuracy"], summary["ci_low"], summary["ci_high"])
+        return text if summary["method"] == FULL else f"{text} KV {share:.0%}"
+    sign = mark(summary["difference"], summary["p_value"])
+    change = _points(summary["difference"]) + ("*" if sign else "")
+    low = _points(summary["difference_low"])
+    high = _points(summary["difference_high"])
+    return f"{100 * summary['accuracy']:.1f} ({change} [{low}, {high}]) KV {share:.0%}{sign}"
+
+
+def _write_samples(page: Page, found: dict[str, Metrics]) -> None:
+    first = next(iter(found.values()))
+    columns = ["method", *(f"pass@{k}" for k in first["pass_at_k"])]
+    if first["samples"] > 1:
+        columns.append(f"all {first['samples']} right")
+    rows = []
+    for name, summary in found.items():
+        cells = [name, *(_percent(**of) for of in summary["pass_at_k"].values())]
+        if first["samples"] > 1:
+            cells.append(_percent(**summary["strict"]))
+        right = summary["right_of_terminated"]
+        terminated = f"{100 * summary['share_terminated']:.1f}"
+        rows.append([*cells, terminated, _percent(**right) if right else "none"])
+    page.table(
+        [*columns, "terminated texts", "right of these"],
+        rows,
+        f"In percent, from {first['samples']} samples of each problem. Terminated: texts that end "
+        "by themselves.",
+    )
+
+
+def _write_paired(page: Page, reference: str, summaries: Sequence[Metrics]) -> None:
+    if not summaries:
+        return
+    rows = []
+    for of in summaries:
+        limits = f"[{_points(of['difference_low'])}, {_points(of['difference_high'])}]"
+        rows.append(
+            [
+                of["method"],
+                f"{_points(of['difference'])} {limits}",
+                f"{of['problems_better']}, {of['problems_worse']} of {of['n']}",
+                f"{of['sign_p_value']:.3g}",
+                f"{of['p_value']:.3g}",
+            ]
+        )
+    columns = ("difference in points", "problems better, worse", "p, sign test", "p, flip test")
+    page.table(["method", *columns], rows, f"Against {reference}, paired by problem.")
+
+
+def _settings(config: dict[str, Any]) -> Iterable[str]:
+    """Return a sentence for each group of options."""
+    how = "Greedy decoding"
+    if config["temperature"] > 0:
+        samples = ", ".join(f"{task} {number}" for task, number in config["num_samples"].items())
+        how = (
+            f"Samples of each problem: {samples}; temperature {config['temperature']:g}, top-p "
+            f"{config['top_p']:g}, top-k {config['top_k'] or 'unlimited'}, seed {config['seed']}"
+        )
+    limits = ", ".join(f"{task} {tokens:,}" for task, tokens in config["max_new_tokens"].items())
+    yield (
+        f"{how}; new tokens at most: {limits}; {config['batch_size']} texts at once; "
+        f"{config['dtype']}."
+    )
+    first = config["sink"]
+    if config["protect_prompt"]:
+        first = f"the prompt (at least {first})"
+    yield (
+        f"Without a policy, compressible heads keep {first} + {config['window']} entries. Prompts "
+        f"are read {PREFILL[config['prefill']]}; template of maths tasks: "
+        f"{config['template'] or 'their own'}."
+    )
+    window, distinct = config["repetition"]
+    stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts continue"
+    yield f"Repetitive: {window} tokens hold fewer than {distinct} distinct ones; {stopped}."
+    yield f"{config['processes']} process{'es' if config['processes'] > 1 else ''}."
+    if "sandbox" in config:
+        yield f"Programs were shut in by {config['sandbox']}."
+
+
+# --- published numbers
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a number stands, and how it was measured there."""
+
+    paper: str
+    arxiv: str
+    where: str
+    protocol: str
+
+
+@dataclass(frozen=True)
+class PublishedNumber:
+    """One number; accuracies are percentages.
+
+    ``sparsity`` is the share of KV heads (head methods) or of entries (token dropping) that is
+    compressed, 0 for the full cache, None where the table has none.
+    """
+
+    source: Source
+    metric: str
+    unit: str
+    model: str
+    task: str
+    method: str
+    sparsity: float | None
+    value: float
+
+
+@cache
+def published_numbers() -> tuple[PublishedNumber, ...]:
+    """Return all of them, in the order of ``published.json``."""
+    content = json.loads((files("rlkv.evaluation") / "published.json").read_text(encoding="utf-8"))
+    found = []
+    for table in content["tables"]:
+        source = Source(**content["sources"][table["source"]])
+        shared = (source, table["metric"], table["unit"], table["model"])
+        for task, methods in table["rows"].items():
+            for method, values in methods.items():
+                for sparsity, value in zip(table["sparsities"], values, strict=True):
+                    found.append(PublishedNumber(*shared, task, method, sparsity, value))
+    return tuple(found)
+
+
+def find_published(
+    model: str, task: str | None = None, metric: str = "accuracy"
+) -> list[PublishedNumber]:
+    """Return the numbers of a metric for a model, on one task or on all."""
+    found = []
+    for number in published_numbers():
+        if number.metric == metric and number.model == model and task in (None, number.task):
+            found.append(number)
+    return found
+
+
+def published_name(model: str) -> str | None:
+    """Return the model of the papers whose name ends as this one (a hub id or a folder) does."""
+    last = model.rstrip("/").rpartition("/")[2].lower()
+    for number in published_numbers():
+        if number.model.rpartition("/")[2].lower() == last:
+            return number.model
+    return None
+
+
+def write_published(page: Page, model: str, task: str) -> None:
+    """Add the published accuracies of a model on a task, if there are any, marked as such."""
+    name = published_name(model)
+    numbers = find_published(name, task) if name else []
+    if not numbers:
+        return
+    page.heading("Published numbers, not measured here", level=3)
+    sources = list(dict.fromkeys(number.source for number in numbers))
+    sparsities = sorted({n.sparsity for n in numbers if n.sparsity is not None})
+    methods: dict[tuple[int, str], dict[float | None, str]] = {}
+    for number in numbers:
+        values = methods.setdefault((sources.index(number.source) + 1, number.method), {})
+        values[number.sparsity] = f"{number.value:.1f}"
+    rows = []
+    for (source, method), values in sorted(methods.items(), key=lambda item: item[0][0]):
+        cells = [values.get(sparsity, "") for sparsity in (*sparsities, None)]
+        rows.append([FULL_CACHE if method == "full" else method, *cells, f"[{source}]"])
+    page.table(
+        ["method", *levels(sparsities), "without s", "source"],
+        rows,
+        f"{name} on {task}, accuracy in percent as published, without intervals. s: share of KV "
+        "heads, or of entries where tokens are dropped in all heads; s = 0 is the full cache.",
+    )
+    cited = []
+    for place, of in enumerate(sources, start=1):
+        cited.append(f"[{place}] {of.paper} (arXiv {of.arxiv}), {of.where}: {of.protocol}")
+    page.bullets(cited)

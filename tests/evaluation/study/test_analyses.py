@@ -1,0 +1,305 @@
+"""The analyses: summed up by hand, and rlkv-study on the tiny model, whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlkv import tiny
+from rlkv.cache import CacheSettings
+from rlkv.cache.accounting import EntrySize
+from rlkv.evaluation.analyses import ANALYSES, conditions, cost_metrics, cost_text
+from rlkv.evaluation.study import kv_share, load_study
+from rlkv.evaluation.text_analyses import both_right, length_shares, mode_shares, repetition_of
+from rlkv.eviction import make_policy
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.prompts import render_prompt
+from tests.helpers.plain_decoding import decode
+from tests.helpers.study_fakes import outcome, ranking
+from tests.helpers.study_program import NUM_PROBLEMS, TOKENS, config_of, results, run, write_inputs
+
+ALPHA = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+CACHE = CacheSettings(4, 16)
+
+# --- by hand
+
+
+def test_modes_count_only_what_full_solves() -> None:
+    full = outcome("1110")
+    runs = [outcome("1000", modes="overlength"), outcome("1100", modes="incorrect")]
+    shares = mode_shares(runs, full)
+    assert shares is not None
+    means = {mode: of["mean"] for mode, of in shares.items()}
+    assert means == pytest.approx({"repetitive": 0, "overlength": 1 / 3, "incorrect": 1 / 6})
+    assert {of["n"] for of in shares.values()} == {3}
+    assert mode_shares(runs, outcome("0000")) is None
+
+
+def test_lengths_fall_into_common_bins() -> None:
+    mine = [outcome("11", lengths=[30, 30]), outcome("11", lengths=[10, 30])]
+    found = length_shares({"full": [outcome("11", lengths=[10, 20])], "mine": mine})
+    assert found["centres"][0] == pytest.approx(10.5)
+    assert found["shares"]["full"][0] == found["shares"]["full"][10] == 0.5
+    assert (found["shares"]["mine"][0], found["shares"]["mine"][-1]) == (0.25, 0.75)
+
+
+def test_lengths_where_both_are_right() -> None:
+    full = outcome("1110", [10, 20, 30, 40])
+    first, second = outcome("1011", [12, 99, 30, 1], "a"), outcome("1000", [14, 99, 99, 99], "b")
+    both = both_right([first, second], full)
+    assert both is not None
+    # the first problem is solved twice, with 12 and 14 tokens
+    assert (both["own"]["mean"], both["full"]["mean"]) == ((13 + 30) / 2, (10 + 30) / 2)
+    assert (both["difference"]["mean"], both["own"]["n"]) == ((3 + 0) / 2, 2)
+    assert both_right([outcome("0001")], full) is None
+
+
+def test_repetition_is_that_of_each_text() -> None:
+    found = repetition_of([np.array([1, 1, 1, 1], np.int32), np.array([1, 2, 3, 4], np.int32)])
+    assert found.shape == (2, 9)
+    assert (found[0, 0], found[0, 3], found[0, 6]) == (0, 0.75, 4)
+    assert (found[1, 0], found[1, 3], found[1, 6]) == (2, 0, 1)
+
+
+def test_costs_never_mix_units(tmp_path: Path) -> None:
+    steps = {
+        "a": [{"time/step_s": 3.0, "time/step_cpu_s": 2.0}, {"time/step_cpu_s": 2.5}],
+        "b": [{"time/step_s": 3.0}, {"time/step_s": 5.0, "time/step_cpu_s": 2.5}],
+    }
+    for name, records in steps.items():
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / name / "log.jsonl").write_text(lines)
+    files = tuple(str(tmp_path / name / "gates.pt") for name in ("a", "b", "absent"))
+    found = replace(ranking("RLKV", ALPHA, ALPHA, ALPHA), files=files)
+    assert cost_text(cost_metrics(found)) == "4 s CPU + 8 s wall"
+    for seed, seconds in enumerate((50, 70)):
+        found.gates[seed].training = {"reranked": {"cpu_seconds": seconds}}
+    again = cost_text(cost_metrics(found))
+    assert again == "4 s CPU + 60 s CPU re-ranking (50 to 70, 2 seeds) + 8 s wall"
+    assert cost_text(cost_metrics(ranking("x", ALPHA))) == ""
+
+
+# --- on the tiny model
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def study(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("study")
+    run(inputs, output, "--sizes", "4+8", "prompt+8", "4+16")
+    return output
+
+
+@pytest.fixture(scope="module")
+def problems(inputs: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (inputs / "problems.jsonl").read_text().splitlines()]
+
+
+def numbers(study: Path, analysis: str) -> dict[str, Any]:
+    return results(study)["analyses"][analysis]["tasks"]["tiny"]
+
+
+def test_every_allocation_is_measured_once(study: Path) -> None:
+    found = results(study)["conditions"]
+    names = {tuple(condition["requested_as"]) for condition in found}
+    assert ("mine @ 0.5", "mine, 4+16 @ 0.5") in names  # both seeds and three analyses request it
+    assert ("other <b> @ 0.5", "variant @ 0.5") in names
+    only_matched = []
+    for condition in found:
+        if all(name.endswith("30% saved") for name in condition["requested_as"]):
+            only_matched.append(condition)
+    # full, mine, other = variant, oracle, two draws; as many without the top heads; two sizes;
+    # methods at matched bytes
+    assert len(found) == 6 + 5 + 2 + len(only_matched)
+    assert len(list((study / "rows").glob("*.jsonl"))) == len(found)
+    drawn = []
+    for condition in found:
+        if any(name.startswith("random heads") for name in condition["requested_as"]):
+            drawn.append(condition["part"])
+    assert drawn == [[0, 2], [1, 2]] * 3  # at 0.5, without the top heads, at matched bytes
+    assert list(results(study)["analyses"]) == list(ANALYSES)
+
+
+def test_methods_at_matched_bytes(study: Path, problems: list[dict[str, Any]]) -> None:
+    found = {name: row["savings"][0] for name, row in numbers(study, "budget")["methods"].items()}
+    policies = ["rkv", "rkv (prompt kept)"]
+    rankings = ("mine", "other <b>", "oracle (measured)", "random heads")
+    expected = {*policies, "rkv, fixed budget", *(f"mine + {policy}" for policy in policies)}
+    assert set(found) == expected | {f"{name} + sinks + window" for name in rankings}
+    assert found["rkv"]["full_heads"] == 0 < found["mine + rkv"]["full_heads"] < 24
+    model, tokenizer = tiny.load()
+    measured = {name: of for of in results(study)["conditions"] for name in of["requested_as"]}
+    prompts = [render_prompt(tokenizer, problem["problem"]) for problem in problems]
+    prompt_tokens = list(map(len, tokenizer(prompts, add_special_tokens=False).input_ids))
+
+    def lengths(name: str) -> list[tuple[int, int]]:
+        lines = (study / "rows" / measured[name]["rows"]).read_text().splitlines()
+        tokens = {row["key"]: len(row["token_ids"]) for row in map(json.loads, lines)}
+        return [(n, n + tokens[f"tiny/{i}"] - 1) for i, n in enumerate(prompt_tokens, start=1)]
+
+    size = EntrySize.of(model)
+    for name in ("mine + rkv", "rkv (prompt kept)", "mine + sinks + window"):
+        condition = measured[f"{name}, 30% saved"]
+        heads = torch.tensor(condition["full_heads"], dtype=torch.bool)
+        fields = dict(condition["policy"] or {})
+        policy = make_policy(fields.pop("name"), **fields) if fields else None
+        cache = CacheSettings(4, 16, "full", policy)
+        # on the texts of the full cache: at most what was asked for, and not much less
+        assert 0.6 < kv_share(cache, heads, size, lengths("full cache")) <= 0.7
+        _, correct = decode(model, tokenizer, problems, HeadAllocation(heads), cache, TOKENS)
+        assert found[name]["accuracy"]["mean"] == sum(correct) / NUM_PROBLEMS
+        own = kv_share(cache, heads, size, lengths(f"{name}, 30% saved"))
+        assert found[name]["accuracy"]["kv_share"] == pytest.approx(own)
+    fixed = measured["rkv, fixed budget, 30% saved"]
+    assert fixed["planned"] == [tokens for _, tokens in lengths("full cache")]
+    none_full = HeadAllocation(torch.zeros(4, 6, dtype=torch.bool))
+    policy = make_policy(**fixed["policy"])
+    right = []
+    for problem, tokens in zip(problems, fixed["planned"], strict=True):
+        own = replace(policy, ratio=None, budget=int(policy.ratio * tokens) + policy.extra)
+        cache = CacheSettings(eviction=own)
+        right += decode(model, tokenizer, [problem], none_full, cache, TOKENS)[1]
+    assert found["rkv, fixed budget"]["accuracy"]["mean"] == sum(right) / NUM_PROBLEMS
+
+
+def test_a_sweep_is_what_plain_decoding_gives(
+    study: Path, inputs: Path, problems: list[dict[str, Any]]
+) -> None:
+    model, tokenizer = tiny.load()
+    allocation = HeadAllocation.from_gates(HeadGates.load(inputs / "a" / "gates.pt"), 0.5)
+    sweep = numbers(study, "sweep")
+    found = {"4+16": sweep["methods"]["mine"][0]}
+    for name in ("4+8", "prompt+8", "4+16"):
+        found[name] = sweep["sizes"][f"mine, {name}"][0]
+    assert found["4+16"]["mean"] == sweep["methods"]["mine"][0]["mean"]
+    sizes = {
+        "4+16": CACHE,
+        "4+8": CacheSettings(4, 8),
+        "prompt+8": CacheSettings(0, 8, protect_prompt=True),
+    }
+    for name, cache in sizes.items():
+        _, correct = decode(model, tokenizer, problems, allocation, cache, TOKENS)
+        assert found[name]["mean"] == sum(correct) / NUM_PROBLEMS
+        assert (found[name]["seeds"], found[name]["distinct"]) == ([found[name]["mean"]] * 2, 1)
+    assert 0.5 < found["4+8"]["share"] < found["4+16"]["share"] < found["prompt+8"]["share"] < 1
+    table = (study / "table.md").read_text()
+    assert re.search(r"\| mine, prompt\+8 \| .*% of the bytes \|  \|", table)
+
+
+def test_draws_share_the_problems(
+    study: Path, inputs: Path, problems: list[dict[str, Any]]
+) -> None:
+    loaded = load_study(config_of(inputs, study))  # rows are there already
+    random = loaded.rankings[-1]
+    loaded.measurements.measure("again", conditions(loaded, ["sweep"]))
+    model, tokenizer = tiny.load()
+    allocations = random.allocations(0.5)
+    (joined,) = loaded.measurements.outcomes(loaded.seeds("tiny", random, allocations))
+    for i, problem in enumerate(problems):
+        (text,), correct = decode(model, tokenizer, [problem], allocations[i % 2], CACHE, TOKENS)
+        assert joined.tokens[i].tolist() == list(text.token_ids)
+        assert joined.correct[i] == correct[0]
+    sweep = numbers(study, "sweep")["methods"]["random heads"][0]
+    assert (sweep["n"], sweep["draws"]) == (NUM_PROBLEMS, 2)
+    assert sweep["seeds"] == [joined.correct.mean()]
+    assert "2 draws, which share the problems" in (study / "table.md").read_text()
+
+
+def test_parts_of_draws_and_the_order_of_measuring(inputs: Path, tmp_path: Path) -> None:
+    more = ("--random-draws", "7", "--sparsities", "0.5", "0.2")
+    loaded = load_study(config_of(inputs, tmp_path, *more))
+    random = loaded.rankings[-1]
+    parts = [of.part for of in loaded.seeds("tiny", random, random.allocations(0.5))]
+    assert parts == [(i, NUM_PROBLEMS) for i in range(NUM_PROBLEMS)]  # not more than problems
+    (same,) = loaded.seeds("tiny", random, random.allocations(1.0))  # all have the same heads
+    assert same.part is None
+    names = dict.fromkeys(name for name, _ in conditions(loaded, ["sweep"]))
+    assert [name.split(" @ ")[1] for name in names] == ["0.5"] * 4 + ["0.2"] * 4
+
+
+def test_analyses_agree_with_each_other(study: Path) -> None:
+    full = results(study)["full_cache"]["tiny"]
+    methods = numbers(study, "sweep")["methods"]
+    for row in numbers(study, "comparison")["rows"]:
+        means = (row["first"]["mean"], row["second"]["mean"])
+        assert means == (methods["mine"][0]["mean"], methods[row["other"]][0]["mean"])
+        assert row["difference"]["difference"] == pytest.approx(means[0] - means[1])
+    variant = numbers(study, "ablations")["variant"][0]
+    assert variant["first"]["mean"] == methods["other <b>"][0]["mean"]
+    modes = numbers(study, "modes")
+    assert modes["solved"] == round(full["accuracy"] * NUM_PROBLEMS)
+    for mode, example in modes["examples"].items():
+        assert modes["methods"]["mine"][0][mode]["mean"] > 0
+        assert example["text"] in (study / "report.md").read_text()
+    costs = results(study)["analyses"]["comparison"]["costs"]["mine"]["steps"]
+    assert [(of["unit"], of["mean"]) for of in costs] == [("CPU", 7.0)]
+
+
+def test_the_report_is_whole(study: Path) -> None:
+    page = (study / "report.html").read_text()
+    text = (study / "report.md").read_text()
+    assert "other &lt;b&gt;" in page
+    assert "<b>" not in page
+    assert len(re.findall("<img ", page)) == len(list(study.glob("*.png"))) == 8
+    for picture in study.glob("*.png"):
+        assert f"(<{picture.name}>)" in text
+    for word in ("torch", "cores", "2 seeds, 1 set of heads", *ANALYSES.values()):
+        assert word in text
+        assert word in page
+    accuracy = numbers(study, "sweep")["methods"]["mine"][0]["mean"]
+    row = rf"\| mine \| .* \| {accuracy:.3f} \(.*; 2 seeds, 1 set of heads \| 7 s CPU \|"
+    assert re.search(row, (study / "table.md").read_text())
+    assert "| KV held, of full | 100% |" in (study / "table.md").read_text()
+
+
+def test_no_method_fits_a_saving_that_is_too_large(inputs: Path, tmp_path: Path) -> None:
+    run(inputs, tmp_path, "--analyses", "budget", "--savings", "0.97", "--no-fixed-budgets")
+    text = (tmp_path / "report.md").read_text()
+    assert "| rkv | n/a |" in text
+    assert "rkv, fixed budget" not in text
+    assert numbers(tmp_path, "budget")["best"] == [None]
+    assert not (tmp_path / "table.md").exists()
+
+
+def test_a_second_process_only_measures(inputs: Path, study: Path, tmp_path: Path) -> None:
+    shutil.copytree(study / "rows", tmp_path / "rows")
+    missing = sorted((tmp_path / "rows").glob("*.jsonl"))[-1]
+    missing.unlink()
+    run(inputs, tmp_path, "--sizes", "4+8", "prompt+8", "4+16", "--measure-only")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["measured.json", "rows"]
+    found = json.loads((tmp_path / "measured.json").read_text())["conditions"]
+    pairs = [(of["rows"], of["accuracy"]) for of in found]
+    assert pairs == [(of["rows"], of["accuracy"]) for of in results(study)["conditions"]]
+
+
+def test_the_same_command_goes_on_and_refuses_other_settings(
+    inputs: Path, study: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(study, folder)
+    before = results(folder)["analyses"]["comparison"]
+    found = results(folder)["conditions"]
+    (compared,) = [of["rows"] for of in found if "mine @ 0.5" in of["requested_as"]]
+    rows = sorted((folder / "rows").glob("*.jsonl"), key=lambda file: file.name != compared)
+    torn = rows[0].read_bytes()
+    rows[0].write_bytes(torn[: len(torn) // 2])
+    files = {file: file.read_bytes() for file in rows[1:]}
+    run(inputs, folder, "--analyses", "comparison")
+    assert results(folder)["analyses"]["comparison"] == before
+    assert {file: file.read_bytes() for file in rows[1:]} == files
+    with pytest.raises(ValueError, match=r"\(cache\.window\).* 16\b.* 12\b"):
+        run(inputs, folder, "--window", "12")
