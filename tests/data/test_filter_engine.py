@@ -12,7 +12,7 @@ from rlkv.data.curriculum import curriculum_folder
 from rlkv.data.filter import FilterConfig, run_filter, sized_and_announced
 from rlkv.data.problems import other_models, read_curriculum
 from rlkv.models.shape import PUBLISHED, short_name
-from rlkv.rollout import footprint as estimate
+from rlkv.data import filter as filter_job
 from rlkv.rollout.footprint import GIB
 from rlkv.utils.configs import CONFIGS
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
@@ -25,7 +25,7 @@ def has_vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, gib: int | None) -> None:
-    monkeypatch.setattr(estimate, "free_memory", lambda device: None if gib is None else gib * GIB)
+    monkeypatch.setattr(filter_job, "free_memory", lambda device: None if gib is None else gib * GIB)
 
 
 def test_the_engine_is_what_is_installed(has_vllm: bool) -> None:
@@ -39,7 +39,7 @@ def test_a_line_says_how_long_40000_problems_take(
     has_vllm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu(monkeypatch, None)
-    config = sized_and_announced(FilterConfig(dtype="bfloat16").resolved(), 40_315, 8192)
+    config = sized_and_announced(FilterConfig(dtype="bfloat16").resolved(), 40_315)
     assert (config.batch_size, config.kv_gib) == (16, 4.0)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("40,315 problems through " + ("vLLM" if has_vllm else "transformers"))
@@ -50,7 +50,7 @@ def test_a_line_says_how_long_40000_problems_take(
 
 def test_rows_and_memory_fit_the_gpu(has_vllm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, 80)
-    config = sized_and_announced(FilterConfig(dtype="bfloat16").resolved(), 100, 8192)
+    config = sized_and_announced(FilterConfig(dtype="bfloat16").resolved(), 100)
     assert config.kv_gib == (pytest.approx(72 - 15 - 6, abs=0.1) if has_vllm else 4)
     assert config.batch_size == (
         102 if has_vllm else 25
@@ -66,11 +66,11 @@ def test_a_small_gpu_decodes_with_transformers_or_says_what_it_lacks(
 ) -> None:
     pretend_vllm(monkeypatch, CPU_BUILD)
     gpu(monkeypatch, 16)
-    config = sized_and_announced(FilterConfig(dtype="bfloat16").resolved(), 100, 8192)
+    config = sized_and_announced(FilterConfig(dtype="bfloat16").resolved(), 100)
     assert (config.engine, config.batch_size) == ("hf", 1)
     assert "7.6 GiB" in capsys.readouterr().out  # a row of 1 GiB, and 6.6 too little
     with pytest.raises(ValueError, match=r"7\.6 GiB.*--engine hf"):
-        sized_and_announced(FilterConfig(dtype="bfloat16", engine="vllm").resolved(), 100, 8192)
+        sized_and_announced(FilterConfig(dtype="bfloat16", engine="vllm").resolved(), 100)
 
 
 def test_a_cpu_is_not_sized_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
