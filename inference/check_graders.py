@@ -1,7 +1,7 @@
 """Check the graders of the tasks on references: are they accepted, and other answers refused?
 
     python inference/check_graders.py --data ../shared/data --output-dir results/graders
-    python inference/check_graders.py --input problems.jsonl more.parquet --output-dir results/graders
+    python inference/check_graders.py --input problems.jsonl --output-dir results/graders
     python inference/check_graders.py --pairs pairs.jsonl --output-dir results/graders
 
 --data checks every task with a file there.  Maths: the reference in the prompt's form, and the

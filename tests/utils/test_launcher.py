@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from rlkv.data.filter import FilterConfig
 from rlkv.utils.runtime import leave_launcher
 
 
@@ -42,20 +41,3 @@ def test_without_gpus_all_take_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, 2, None, found=0)
     assert leave_launcher() == (6, 8)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_processes_divide_a_shard() -> None:
-    parts = [
-        FilterConfig(shard=f"{shard}/2").of_process(rank, 3).shard
-        for shard in range(2)
-        for rank in range(3)
-    ]
-    assert parts == [
-        "0/6",
-        "2/6",
-        "4/6",
-        "1/6",
-        "3/6",
-        "5/6",
-    ]  # i/2 whatever the number of processes
-    assert FilterConfig().of_process(0, 1).shard == "0/1"

@@ -122,7 +122,7 @@ def test_a_worker_killed_at_work_costs_no_verdict_and_no_endless_retries(
     def kill_at_work() -> None:
         for _ in range(2):
             time.sleep(0.5)
-            busy = [w.process.pid for w in verifier.pool._workers if w.job is not None]
+            busy = [w.process.pid for w in verifier.pool._workers if w.busy]
             for pid in busy:
                 os.kill(pid, signal.SIGKILL)
             killed.extend(busy)

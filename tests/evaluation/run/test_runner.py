@@ -242,7 +242,6 @@ def test_another_number_of_processes_takes_the_rows_over(
     rows = run_method(
         *(model, tokenizer, problems(tokenizer), HALF, GREEDY, tmp_path / "rows-0-of-1.jsonl", {}),
         lambda done, total, accuracy: seen.append((done, total)),
-        [first],
     )
     check_same_rows(rows, want)
     assert seen[0] == (2, 7)
@@ -255,7 +254,6 @@ def test_another_number_of_processes_takes_the_rows_over(
         run_method(
             *(model, tokenizer, problems(tokenizer), HALF, replace(GREEDY, rank=rank, ranks=3)),
             *(tmp_path / f"rows-{rank}-of-3.jsonl", {}, lambda *_: None),
-            [first, tmp_path / "rows-0-of-1.jsonl"],
         )
         for rank in range(3)
     ]
@@ -272,7 +270,6 @@ def test_another_number_of_processes_takes_the_rows_over(
             tmp_path / "new.jsonl",
             {},
             lambda *_: None,
-            [first],
         )
 
 
