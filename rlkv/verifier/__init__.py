@@ -38,7 +38,7 @@ class _Worker:
     def __init__(self, timeout: float) -> None:
         self.busy = True
         self._timeout = timeout
-        self._is_ready = False
+        self.is_ready = False
         # -P: the package's folder must not shadow libraries of the same names
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER_FILE), str(timeout)],
@@ -49,12 +49,12 @@ class _Worker:
 
     def compare(self, pairs: Pairs) -> bool | None:
         """Return whether one of the pairs is equal; None if the process did not answer."""
-        if not self._is_ready:
+        if not self.is_ready:
             reply = self._read(START_SECONDS)
             if reply != b"ready\n":
                 reason = reply.decode(errors="replace").strip() or "it ended or took too long"
                 raise RuntimeError(f"the verifier's worker process could not start: {reason}")
-            self._is_ready = True
+            self.is_ready = True
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(pairs).encode() + b"\n")

@@ -361,10 +361,11 @@ def test_the_program(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--model", model_folder, "--input", "tiny", "--num-problems", "6"]
-    options += ["--max-length", "120", "--max-new-tokens", "8", "--output-dir", "o/out"]
-    assert run(monkeypatch, *options, "--shard", "0/2") == 0
+    options += ["--max-length", "120", "--output-dir", "o/out"]
+    eight = ["--max-new-tokens", "8", "--shard"]
+    assert run(monkeypatch, *options, *eight, "0/2") == 0
     assert "Shard 0/2 is complete. Not complete yet: 1/2 (3 problems)" in capsys.readouterr().out
-    assert run(monkeypatch, *options, "--shard", "1/2") == 0
+    assert run(monkeypatch, *options, *eight, "1/2") == 0
     out = capsys.readouterr().out
     assert "None of the 6 problems was solved" in out
     assert "Curriculum and report: o/out" in out
