@@ -1,7 +1,8 @@
 r"""Write problems with their answers to a JSONL file, unfiltered: a test set, or training data that
 nothing selected.
 
-    python data_prep/draw_problems.py --num-problems 200 --steps 3-12 --seed 2000003 --output problems.jsonl
+    python data_prep/draw_problems.py --num-problems 200 --steps 3-12 --seed 2000003 \
+        --output problems.jsonl
     python data_prep/draw_problems.py --config filter_tiny \
         --as-many-as results/curriculum_tiny/curriculum.jsonl --output raw.jsonl
 

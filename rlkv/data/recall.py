@@ -119,9 +119,12 @@ class TextRecall:
     ) -> None:
         if not 1 <= passkeys <= len(ORDINALS):
             raise ValueError(f"passkeys must lie in [1, {len(ORDINALS)}], got {passkeys}")
-        self.tokenizer, self.haystack = tokenizer, haystack
-        self.passkeys, self.passkey_words = passkeys, passkey_words
-        self.min_length, self.max_length = min_length, max_length
+        self.tokenizer = tokenizer
+        self.haystack = haystack
+        self.passkeys = passkeys
+        self.passkey_words = passkey_words
+        self.min_length = min_length
+        self.max_length = max_length
         self.words = [] if haystack else filler_words(tokenizer)
         bos = tokenizer.bos_token_id
         self._head = [*([] if bos is None else [bos]), *encode(tokenizer, INTRODUCTION)]

@@ -182,7 +182,8 @@ def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[st
     for item in items:
         name, separator, file = item.partition("=")
         if Path(item).is_file() or not separator:
-            name, file = Path(item).stem, item
+            name = Path(item).stem
+            file = item
         if not name.strip() or set(name) & set("/+@,:"):
             raise ValueError(
                 f"--gates: {name!r} cannot name a ranking: give NAME=FILE, the name without / + @ "

@@ -132,6 +132,25 @@ class RunSettings:
                 "text"
             )
 
+    def engine(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        allocation: HeadAllocation,
+    ) -> InferenceEngine:
+        """Return what decodes."""
+        return InferenceEngine(
+            model,
+            tokenizer,
+            allocation,
+            sink=self.cache.sink,
+            window=self.cache.window,
+            prefill=self.cache.prefill,
+            batch_size=self.batch_size,
+            eviction=self.cache.eviction,
+            protect_prompt=self.cache.protect_prompt,
+        )
+
     def fingerprint(self) -> dict[str, Any]:
         """Return all settings that rows depend on."""
         compared = asdict(self)
@@ -192,18 +211,7 @@ def run_method(
         ValueError: if one of the files was written with other settings; the differences are named.
         StoreInUseError: if another process is writing ``rows_file``.
     """
-    cache = settings.cache
-    engine = InferenceEngine(
-        model,
-        tokenizer,
-        allocation,
-        sink=cache.sink,
-        window=cache.window,
-        prefill=cache.prefill,
-        batch_size=settings.batch_size,
-        eviction=cache.eviction,
-        protect_prompt=cache.protect_prompt,
-    )
+    engine = settings.engine(model, tokenizer, allocation)
     prompts = [problem.prompt for problem in problems]
     lengths = engine.prompt_lengths(prompts)
     size = EntrySize.of(model)

@@ -162,7 +162,8 @@ def extract_answer(output: str) -> str | None:
     if stated is None and found is None:
         stated = _last_line(text[end:])
     if stated is not None and (found is None or re.search(r"[\d\\]", stated)):
-        end, found = len(text), stated
+        end = len(text)
+        found = stated
     if found is None or len(found) > MAX_ANSWER_CHARS or "\0" in found:
         return None
     if is_thinking and re.search(r"\w", text[end:]):

@@ -190,7 +190,8 @@ def _without_unit(text: str) -> tuple[str, tuple[str, ...]]:
         if word in ("square", "cubic") and words:
             words[0] += "^2" if word == "square" else "^3"
             continue
-        name, hat, power = (words.pop(0) if word in ("per", "/") and words else word).partition("^")
+        unit = words.pop(0) if word in ("per", "/") and words else word
+        name, hat, power = unit.partition("^")
         unit = _LETTER_UNITS.get(name, name) + hat + power
         if word in ("per", "/") and found:
             found[-1] += f"/{unit}"
@@ -262,7 +263,8 @@ def _named(text: str) -> tuple[str, str] | None:
     parts = _split(text, "=")
     if len(parts) < 2:
         return None
-    name, value = parts[0], parts[-1]
+    name = parts[0]
+    value = parts[-1]
     if re.fullmatch(_LETTER, value) and not re.search("[A-Za-z]", name):
         name, value = value, name
     if not re.search("[A-Za-z]", re.sub(_ARITHMETIC, "", name)):
@@ -469,7 +471,8 @@ def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
     if scales[0] and scales[1]:
         values = [rf"({v})\cdot {_latex(s[1])}" for v, s in zip(pair, scales, strict=True) if s]
         return [(values[0], values[1])] if scales[0][0] == scales[1][0] else False
-    expected, given = set(gold.units), set(found.units)
+    expected = set(gold.units)
+    given = set(found.units)
     for unit in expected ^ given:
         if unit.split("^")[0] in _UNITS or "/" in unit:
             return False

@@ -159,7 +159,8 @@ class Comparison:
 
     def _same_number(self, gold: Any, found: Any) -> bool:
         sympy = self.sympy
-        gold, found = gold.doit(), found.doit()
+        gold = gold.doit()
+        found = found.doit()
         if gold == found:
             return gold not in (sympy.nan, sympy.zoo)
         if (gold.is_Rational and found.is_Rational) or gold.is_infinite or found.is_infinite:

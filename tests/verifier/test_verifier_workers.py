@@ -54,15 +54,12 @@ BAIT = {
 # one of each kind; the others take long and are slow tests
 QUICK = (
     "ten_megabytes_of_open_boxes",
-    "unbalanced",
-    "nested_boxes",
     "nested_parentheses",
     "tower_latex",
     "code",
     "nul_bytes",
     "surrogate",
     "regex_bait_digits",
-    "regex_bait_text",
 )
 
 
@@ -185,7 +182,7 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_workers_die_with_a_killed_parent(busy: bool) -> None:
     program = (
         "from rlkv.verifier import Verifier\n"

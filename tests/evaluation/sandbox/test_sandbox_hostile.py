@@ -162,7 +162,11 @@ def traces(*files: Path) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock 1", "Landlock"], indirect=True)
+@pytest.mark.parametrize(
+    "isolation",
+    ["bubblewrap", "Landlock 1", pytest.param("Landlock", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_calls_that_reach_outside_are_refused(
     isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
