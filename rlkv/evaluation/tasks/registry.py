@@ -57,8 +57,8 @@ def parse_ifeval(row: dict[str, Any], where: str, number: int) -> ParsedRow:
     Its fields: prompt, instruction_id_list, kwargs (a dict for each instruction), perhaps key.
     """
     prompt = text_field(row, "prompt", where)
-    names = row.get("instruction_id_list")
-    arguments = row.get("kwargs")
+    names = row.get("instruction_id_list", [])
+    arguments = row.get("kwargs", [])
     is_complete = prompt.strip() and names and isinstance(arguments, list)
     if not is_complete or len(names) != len(arguments):
         raise ValueError(

@@ -112,9 +112,11 @@ class Program(dict[str, Any]):
             return content[0]
         name, message = map(str, content)
         known = getattr(builtins, name, None)
-        is_exception = isinstance(known, type) and issubclass(known, Exception)
-        # errors of coding take other arguments
-        if is_exception and not issubclass(known, UnicodeError):
+        if (
+            isinstance(known, type)
+            and issubclass(known, Exception)
+            and not issubclass(known, UnicodeError)  # which takes other arguments
+        ):
             raise known(message)
         raise Exception(f"{name}: {message}")
 

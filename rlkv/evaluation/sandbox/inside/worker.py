@@ -251,7 +251,7 @@ def main() -> NoReturn:
     READERS["Remote"] = lambda number: objects[int(number)]
     # not __main__: code under ``if __name__ == "__main__"`` does not run, as in the usual harnesses
     module = sys.modules["solution"] = types.ModuleType("solution")
-    operations = {
+    operations: dict[str, Callable[..., Any]] = {
         "run": functools.partial(run, module),
         "get": module.__dict__.__getitem__,
         "iter": lambda iterable: list(islice(iterable, 1_000_000)),
