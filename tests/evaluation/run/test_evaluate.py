@@ -217,6 +217,7 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
             settings(gates, other, **options)
 
 
+@pytest.mark.slow  # the error itself: tests/evaluation/tasks/test_registry.py
 def test_without_hub_and_file_the_process_ends_with_one_sentence(tmp_path: Path) -> None:
     options = ["--tasks", "mmlu_pro:law", "--output-dir", str(tmp_path / "out")]
     command = [sys.executable, str(ROOT / "inference" / "evaluate.py"), *options]
